@@ -1,0 +1,1 @@
+"""Kernels for Pallas's Triton GPU backend: NVIDIA GPUs from Ampere on."""

@@ -1,0 +1,128 @@
+"""Attention over a fused QKV buffer: a program per head and block of queries, softmax online."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_models.kernels.triton._common import (
+    Ref,
+    block_size,
+    check_powers_of_two,
+    in_bounds,
+    load,
+    span,
+    store,
+    tile_mask,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_q` queries of one head per program, against `block_kv` keys per step."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_q", "block_kv", "num_warps")
+
+
+def heuristic(seq: int, head_dim: int) -> Config:
+    """Chooses blocks for `seq` queries and keys of `head_dim`."""
+    block_q = block_size(seq, 16, 128 if head_dim <= 128 else 64)
+    return Config(
+        block_q=block_q,
+        block_kv=block_size(seq, 16, 128 if head_dim <= 64 else 64),
+        num_warps=block_size(block_q // 16, 1, 4 if head_dim <= 64 else 8),
+        num_stages=2,
+    )
+
+
+def _dot(a: jax.Array, b: jax.Array, precision: jax.lax.Precision, *, trans_b: bool = False) -> jax.Array:
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def _attention_kernel(
+    qkv_ref: Ref,  # (B, S, 3 * heads * head_dim)
+    mask_ref: Ref | None,  # (B, S)
+    o_ref: Ref,  # (B, S, heads * head_dim)
+    *,
+    config: Config,
+    num_heads: int,
+    sm_scale: float,
+    precision: jax.lax.Precision,
+) -> None:
+    _, seq, width = o_ref.shape
+    head_dim = width // num_heads
+    block_q, block_kv, block_d = config.block_q, config.block_kv, pl.next_power_of_2(head_dim)
+    start, head, batch = (pl.program_id(axis) for axis in range(3))
+    start *= block_q
+    depth = in_bounds(0, block_d, head_dim)
+    rows, row_mask = span(start, block_q), in_bounds(start, block_q, seq)
+    q_columns, k_columns, v_columns = (span(part * width + head * head_dim, block_d) for part in range(3))
+    q = load(qkv_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
+    lowest = jnp.finfo(jnp.float32).min / 2  # finite: differences of two such maxima are not NaN
+
+    def step(s: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc, m_i, l_i = carry
+        keys, valid = span(s * block_kv, block_kv), in_bounds(s * block_kv, block_kv, seq)
+        kv_mask = tile_mask(valid, depth)
+        k = load(qkv_ref.at[batch, keys, k_columns], kv_mask)
+        # Base-2 exponentials are the GPU's own, so log2(e) goes into the scale.
+        scores = _dot(q, k, precision, trans_b=True) * (sm_scale * math.log2(math.e))
+        if mask_ref is not None:
+            valid = load(mask_ref.at[batch, keys], valid) != 0
+        if valid is not None:
+            scores = jnp.where(valid[None, :], scores, lowest)
+        m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
+        p = jnp.exp2(scores - m_new[:, None])
+        if valid is not None:
+            p = jnp.where(valid[None, :], p, 0.0)
+        correction = jnp.exp2(m_i - m_new)
+        l_i = l_i * correction + jnp.sum(p, axis=1)
+        v = load(qkv_ref.at[batch, keys, v_columns], kv_mask)
+        acc = acc * correction[:, None] + _dot(p.astype(v.dtype), v, precision)
+        return acc, m_new, l_i
+
+    carry = (
+        jnp.zeros((block_q, block_d), jnp.float32),
+        jnp.full((block_q,), lowest, jnp.float32),
+        jnp.zeros((block_q,), jnp.float32),
+    )
+    steps = pl.cdiv(seq, block_kv)
+    acc, _, l_i = step(0, carry) if steps == 1 else jax.lax.fori_loop(0, steps, step, carry)
+    out = acc / jnp.where(l_i == 0.0, 1.0, l_i)[:, None]
+    store(o_ref.at[batch, rows, span(head * head_dim, block_d)], out, tile_mask(row_mask, depth))
+
+
+def attention(
+    qkv: jax.Array,
+    mask: jax.Array | None,
+    *,
+    num_heads: int,
+    sm_scale: float,
+    precision: jax.lax.Precision,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """Attention from qkv (B, S, 3 * heads * head_dim); see `pallas_models.ops.attention`."""
+    batch, seq, width = qkv.shape
+    config = config or heuristic(seq, width // (3 * num_heads))
+    kernel = functools.partial(
+        _attention_kernel, config=config, num_heads=num_heads, sm_scale=sm_scale, precision=precision
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, seq, width // 3), qkv.dtype),
+        grid=(pl.cdiv(seq, config.block_q), num_heads, batch),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="attention",
+    )(qkv, mask)

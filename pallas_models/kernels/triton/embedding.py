@@ -1,0 +1,118 @@
+"""Token embeddings: gather of three tables, sum and layer norm, a program per block of tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_models.kernels.triton._common import (
+    Ref,
+    block_size,
+    check_powers_of_two,
+    in_bounds,
+    load,
+    span,
+    store,
+    tile_mask,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_m` tokens per program."""
+
+    block_m: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_m", "num_warps")
+
+
+def heuristic(m: int, n: int) -> Config:
+    """Chooses blocks for m tokens of width n: about 2048 elements a program, every core busy."""
+    block_n = pl.next_power_of_2(n)
+    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 264)), 1, 16)
+    return Config(block_m=block_m, num_warps=block_size(block_m * block_n // 512, 1, 16))
+
+
+def _embed_tokens_kernel(
+    ids_ref: Ref,  # (M,)
+    types_ref: Ref | None,  # (M,)
+    word_ref: Ref,  # (V, N)
+    position_ref: Ref,  # (P, N)
+    type_ref: Ref,  # (T, N)
+    scale_ref: Ref,  # (N,)
+    bias_ref: Ref,  # (N,)
+    o_ref: Ref,  # (M, N)
+    *,
+    config: Config,
+    seq: int,
+    epsilon: float,
+) -> None:
+    m, n = o_ref.shape
+    block_m, block_n = config.block_m, pl.next_power_of_2(n)
+    start = pl.program_id(0) * block_m
+    tokens, row_mask = span(start, block_m), in_bounds(start, block_m, m)
+    columns, column_mask = span(0, block_n), in_bounds(0, block_n, n)
+    mask = tile_mask(row_mask, column_mask)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (block_m, block_n))
+
+    def look_up(table_ref: Ref, index: jax.Array) -> jax.Array:
+        index = jnp.clip(index, 0, table_ref.shape[0] - 1)
+        tile = table_ref.at[index[:, None], jnp.arange(block_n)[None, :]]
+        return load(tile, mask).astype(jnp.float32)
+
+    def load_ids(ref: Ref) -> jax.Array:
+        return load(ref.at[tokens], row_mask)
+
+    def load_vector(ref: Ref) -> jax.Array:
+        return load(ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+
+    types = jnp.zeros((block_m,), jnp.int32) if types_ref is None else load_ids(types_ref)
+    y = look_up(word_ref, load_ids(ids_ref)) + look_up(type_ref, types)
+    y += look_up(position_ref, (start + jnp.arange(block_m)) % seq)
+    y -= jnp.sum(y, axis=1, keepdims=True) / n
+    if mask is not None:
+        y = jnp.where(mask, y, 0.0)
+    y *= jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) / n + epsilon)
+    store(o_ref.at[tokens, columns], y * load_vector(scale_ref) + load_vector(bias_ref), mask)
+
+
+def embed_tokens(
+    ids: jax.Array,
+    token_type_ids: jax.Array | None,
+    word: jax.Array,
+    position: jax.Array,
+    token_type: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    epsilon: float,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """Embeds ids (B, S) to (B, S, N); see `pallas_models.ops.embed_tokens`."""
+    batch, seq = ids.shape
+    m, n = batch * seq, word.shape[1]
+    config = config or heuristic(m, n)
+    out = pl.pallas_call(
+        functools.partial(_embed_tokens_kernel, config=config, seq=seq, epsilon=epsilon),
+        out_shape=jax.ShapeDtypeStruct((m, n), word.dtype),
+        grid=(pl.cdiv(m, config.block_m),),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        interpret=interpret,
+        name="embed_tokens",
+    )(
+        ids.reshape(m).astype(jnp.int32),
+        None if token_type_ids is None else token_type_ids.reshape(m).astype(jnp.int32),
+        word,
+        position,
+        token_type,
+        scale,
+        bias,
+    )
+    return out.reshape(batch, seq, n)

@@ -1,0 +1,89 @@
+"""Masked mean over the sequence and L2 normalisation, a program per sentence."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_models.kernels.triton._common import (
+    Ref,
+    block_size,
+    check_powers_of_two,
+    in_bounds,
+    load,
+    span,
+    store,
+    tile_mask,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_s` tokens of one sentence per step."""
+
+    block_s: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_s", "num_warps")
+
+
+def heuristic(seq: int, width: int) -> Config:
+    """Chooses blocks for sentences of `seq` tokens: about 16384 elements a step."""
+    block_s = block_size(seq, 1, max(16384 // pl.next_power_of_2(width), 1))
+    return Config(block_s=block_s, num_warps=block_size(block_s * pl.next_power_of_2(width) // 1024, 1, 16))
+
+
+def _mean_pool_kernel(
+    x_ref: Ref,  # (B, S, N)
+    mask_ref: Ref,  # (B, S)
+    o_ref: Ref,  # (B, N)
+    *,
+    config: Config,
+    normalize: bool,
+    epsilon: float,
+) -> None:
+    _, seq, n = x_ref.shape
+    block_s, block_n = config.block_s, pl.next_power_of_2(n)
+    batch = pl.program_id(0)
+    columns, column_mask = span(0, block_n), in_bounds(0, block_n, n)
+
+    def step(s: jax.Array | int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total, tokens = carry
+        positions = span(s * block_s, block_s)
+        valid = load(mask_ref.at[batch, positions], in_bounds(s * block_s, block_s, seq)) != 0
+        # Padding is not read at all: whatever it holds, its contribution is the 0 that stands in for it.
+        x = load(x_ref.at[batch, positions, columns], tile_mask(valid, column_mask)).astype(jnp.float32)
+        return total + jnp.sum(x, axis=0), tokens + jnp.sum(valid.astype(jnp.float32))
+
+    carry = jnp.zeros((block_n,), jnp.float32), jnp.float32(0)
+    total, tokens = jax.lax.fori_loop(0, pl.cdiv(seq, block_s), step, carry)
+    mean = total / jnp.maximum(tokens, 1.0)
+    if normalize:
+        mean *= jax.lax.rsqrt(jnp.maximum(jnp.sum(mean * mean), epsilon**2))
+    store(o_ref.at[batch, columns], mean, column_mask)
+
+
+def mean_pool(
+    x: jax.Array,
+    mask: jax.Array,
+    *,
+    normalize: bool,
+    epsilon: float,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """Masked mean of x (B, S, N) over S; see `pallas_models.ops.mean_pool`."""
+    batch, seq, n = x.shape
+    config = config or heuristic(seq, n)
+    return pl.pallas_call(
+        functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon),
+        out_shape=jax.ShapeDtypeStruct((batch, n), jnp.float32),
+        grid=(batch,),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        interpret=interpret,
+        name="mean_pool",
+    )(x, mask)

@@ -1,0 +1,23 @@
+"""Operations with hand-written kernels: formula, checks, plain-XLA reference and gradient of each."""
+
+from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
+from pallas_models.ops.activations import ACTIVATIONS, Activation
+from pallas_models.ops.attention import attention
+from pallas_models.ops.embedding import embed_tokens
+from pallas_models.ops.matmul import matmul
+from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
+from pallas_models.ops.norm import layer_norm
+from pallas_models.ops.pooling import mean_pool
+
+__all__ = [
+    "ACTIVATIONS",
+    "IMPLEMENTATIONS",
+    "Activation",
+    "Implementation",
+    "attention",
+    "embed_tokens",
+    "layer_norm",
+    "matmul",
+    "matmul_layer_norm",
+    "mean_pool",
+]

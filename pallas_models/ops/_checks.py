@@ -1,0 +1,59 @@
+"""Argument checks shared by the ops: each names the argument, what it was and what was expected."""
+
+import jax
+import jax.numpy as jnp
+
+FLOAT_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+def check_float(name: str, x: jax.Array) -> None:
+    """Raises TypeError unless `x` is an array of float16, bfloat16 or float32."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} has dtype {dtype}; expected float16, bfloat16 or float32")
+
+
+def check_integer(name: str, x: jax.Array) -> None:
+    """Raises TypeError unless `x` is an array of an integer dtype."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {dtype}; expected an integer dtype")
+
+
+def check_rank(name: str, x: jax.Array, rank: int, axes: str) -> None:
+    """Raises ValueError unless `x` has `rank` axes, described by `axes`."""
+    if x.ndim != rank:
+        raise ValueError(f"{name} has shape {x.shape}; expected {rank} axes, {axes}")
+
+
+def check_shape(name: str, x: jax.Array, shape: tuple[int, ...], axes: str) -> None:
+    """Raises ValueError unless `x.shape == shape`, described by `axes`."""
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}, {axes}")
+
+
+def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) -> None:
+    """Checks dtype and shape of a mask and, where they are concrete, that its values are 0 and 1."""
+    if getattr(mask, "dtype", None) is None:
+        raise TypeError(f"{name} must be an array, got {type(mask).__name__}")
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {mask.dtype}; expected bool or an integer dtype")
+    check_shape(name, mask, shape, axes)
+    if mask.dtype == jnp.bool_ or isinstance(mask, jax.core.Tracer) or mask.size == 0:
+        return
+    low, high = int(mask.min()), int(mask.max())
+    if low < 0 or high > 1:
+        raise ValueError(f"{name} has values from {low} to {high}; expected only 0 (padding) and 1 (token)")
+
+
+def check_ids(name: str, ids: jax.Array, size: int, what: str) -> None:
+    """Where the values are concrete, raises ValueError unless all lie in [0, size)."""
+    if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        raise ValueError(f"{name} has values from {low} to {high}; expected 0 to {size - 1}, {what}")

@@ -1,0 +1,63 @@
+"""Which implementation of an op runs, and how it is differentiated: decided here for every op."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+Implementation = Literal["triton", "xla", "interpret"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "interpret")
+
+
+@functools.cache
+def _local_cuda_predates_ampere() -> bool:
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no CUDA backend here: what is lowered for CUDA will run elsewhere
+        return False
+    return any(float(d.compute_capability) < 8.0 for d in devices)
+
+
+def run(
+    implementation: Implementation | None,
+    kernel: Callable[..., jax.Array],
+    reference: Callable[..., jax.Array],
+    *args: Any,
+) -> jax.Array:
+    """Runs an op's kernel or its reference on `args` (arrays, or None for an absent operand).
+
+    Args:
+      implementation: `"triton"` runs the kernel compiled, `"interpret"` runs the same kernel body in
+        Pallas's interpreter, `"xla"` runs the reference. `None` is decided per lowering: the kernel on
+        CUDA devices from Ampere on, the reference on every other platform.
+      kernel: called as `kernel(*args, interpret=bool)`.
+      reference: called as `reference(*args)`; also defines the gradient of the kernel.
+
+    Raises:
+      ValueError: `implementation` is not one of the above.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}")
+    if implementation == "xla":
+        return reference(*args)
+    compiled = functools.partial(kernel, interpret=False)
+
+    @jax.custom_vjp
+    def op(*args: Any) -> jax.Array:
+        if implementation == "triton":
+            return compiled(*args)
+        if implementation == "interpret":
+            return kernel(*args, interpret=True)
+        if _local_cuda_predates_ampere():
+            return reference(*args)
+        return jax.lax.platform_dependent(*args, cuda=compiled, default=reference)
+
+    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        return op(*args), args
+
+    def backward(args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+        return jax.vjp(reference, *args)[1](cotangent)
+
+    op.defvjp(forward, backward)
+    return op(*args)

@@ -1,0 +1,35 @@
+"""Activations that kernels apply in registers and references apply in XLA, under one set of names."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+def apply(activation: Activation | None, x: jax.Array) -> jax.Array:
+    """Applies the named activation to `x`; None is the identity."""
+    return x if activation is None else ACTIVATIONS[activation](x)
+
+
+def check_activation(activation: str | None) -> None:
+    """Raises ValueError unless `activation` is None or a known name."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"{activation=} is unknown; expected None or one of {tuple(ACTIVATIONS)}")

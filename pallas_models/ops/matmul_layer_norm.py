@@ -1,0 +1,97 @@
+"""Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_models.kernels.triton import matmul_layer_norm as triton
+from pallas_models.ops import _checks, norm
+from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops.matmul import check as check_matmul
+from pallas_models.ops.matmul import reference as matmul_reference
+
+
+def matmul_layer_norm(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-5,
+    precision: jax.lax.PrecisionLike = None,
+    config: triton.Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `layer_norm(x @ w + bias + residual) * scale + offset`.
+
+    Where one kernel holds whole output rows the sum is normalised in float32 registers and written once.
+    Few or wide rows are served by `matmul` and `layer_norm` in turn, rounding in between.
+
+    Args:
+      x: (..., K), float16, bfloat16 or float32.
+      w: (K, N), the dtype of `x`.
+      scale: (N,), scale of the layer norm, any float dtype.
+      offset: (N,), bias of the layer norm, any float dtype.
+      bias: (N,), bias of the product, any float dtype, or None.
+      residual: (..., N), any float dtype, or None.
+      epsilon: added to the variance.
+      precision: of float32 products, as in `matmul`.
+      config: tile sizes of the fused Triton kernel; when None chosen from the shape, where two kernels
+        may be chosen instead.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (..., N) in the dtype of `x`.
+
+    Raises:
+      TypeError: an operand is not floating point, or `x` and `w` differ in dtype.
+      ValueError: shapes do not fit.
+    """
+    check_matmul(x, w, bias, None, residual, jnp.float32)
+    for name, vector in (("scale", scale), ("offset", offset)):
+        _checks.check_float(name, vector)
+        _checks.check_shape(name, vector, (w.shape[1],), "(N,)")
+    static = dict(
+        epsilon=epsilon,
+        precision=jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision),
+    )
+    out = run(
+        implementation,
+        functools.partial(triton.matmul_layer_norm, config=config, **static),
+        functools.partial(reference, **static),
+        x.reshape(-1, x.shape[-1]),
+        w,
+        scale,
+        offset,
+        bias,
+        None if residual is None else residual.reshape(-1, w.shape[1]),
+    )
+    return out.reshape(*x.shape[:-1], w.shape[1])
+
+
+def reference(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    epsilon: float,
+    precision: jax.lax.Precision,
+) -> jax.Array:
+    """The same in plain XLA, for x (M, K) and w (K, N)."""
+    y = matmul_reference(
+        x,
+        w,
+        bias,
+        residual,
+        activation=None,
+        acc_dtype=jnp.float32,
+        precision=precision,
+        out_dtype=jnp.float32,
+    )
+    return norm.reference(y, scale, offset, None, epsilon=epsilon).astype(x.dtype)

@@ -1,0 +1,64 @@
+"""Sentence embeddings from token embeddings: masked mean and L2 normalisation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_models.kernels.triton import pooling as triton
+from pallas_models.ops import _checks
+from pallas_models.ops._dispatch import Implementation, run
+
+
+def mean_pool(
+    x: jax.Array,
+    mask: jax.Array,
+    *,
+    normalize: bool = True,
+    epsilon: float = 1e-12,
+    config: triton.Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `m = sum_s x[:, s] * mask[:, s] / sum_s mask[:, s]`, then `m / max(|m|, epsilon)`.
+
+    This is the pooling of sentence-transformers ([Sentence-BERT](https://arxiv.org/abs/1908.10084)).
+    What padding positions hold never reaches the result, NaN and infinities included.
+
+    Args:
+      x: (B, S, D), float16, bfloat16 or float32.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding.
+      normalize: whether to scale every row to unit L2 norm.
+      epsilon: lower bound of the norm that is divided by.
+      config: block sizes of the Triton kernel; chosen from the shape when None.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (B, D) in float32; zeros for a row whose mask is all zero.
+
+    Raises:
+      TypeError: `x` is not floating point or `mask` not bool or integer.
+      ValueError: shapes do not fit, or a concrete `mask` holds anything but 0 and 1.
+    """
+    _checks.check_float("x", x)
+    _checks.check_rank("x", x, 3, "(B, S, D)")
+    _checks.check_mask("mask", mask, x.shape[:2], "(B, S)")
+    static = dict(normalize=normalize, epsilon=epsilon)
+    return run(
+        implementation,
+        functools.partial(triton.mean_pool, config=config, **static),
+        functools.partial(reference, **static),
+        x,
+        mask.astype(jnp.int32),
+    )
+
+
+def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float) -> jax.Array:
+    """The same in plain XLA."""
+    kept = jnp.where((mask != 0)[:, :, None], x.astype(jnp.float32), 0.0)
+    tokens = jnp.sum(mask != 0, axis=1)[:, None]
+    mean = jnp.sum(kept, axis=1) / jnp.maximum(tokens, 1)
+    if not normalize:
+        return mean
+    # max(|m|, epsilon), written so that the gradient at m = 0 is finite
+    square = jnp.sum(jnp.square(mean), axis=-1, keepdims=True)
+    return mean * jax.lax.rsqrt(jnp.maximum(square, epsilon**2))
