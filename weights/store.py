@@ -1,0 +1,121 @@
+"""The project's own checkpoint file: safetensors, one tensor a parameter, the config in the metadata.
+
+Tensors are named as in the parameter tree (`layers.0.attention.qkv.kernel`), so reading is no conversion.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
+
+from pallas_models.minilm import MiniLMConfig
+from weights import checkpoint, tree
+from weights.checkpoint import CheckpointError
+
+FILE_NAME = "params.safetensors"
+_FORMAT = "pallas_models"
+
+
+def save(
+    params: Mapping[Any, Any],
+    dst: str | os.PathLike[str],
+    *,
+    config: tree.Config = MiniLMConfig(),
+    dtype: DTypeLike | None = None,
+) -> Path:
+    """Writes parameters and their config to one safetensors file.
+
+    Args:
+      params: nested dict of float16, bfloat16 or float32 arrays, as `init` or `load_minilm` returns it.
+      dst: a file that ends in .safetensors, or a folder, in which the file is params.safetensors. Parent
+        folders are made; an existing file is replaced once the new one is complete.
+      config: the model's sizes.
+      dtype: what to store, float16, bfloat16 or float32; the dtype of `params` when None.
+
+    Returns:
+      The path of the file.
+
+    Raises:
+      CheckpointError: `params` do not fit `config`; lists every parameter at fault.
+      TypeError: `dtype` is none of the above.
+    """
+    path = _file(dst)
+    tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
+    checkpoint.check_tensors("params", tensors, tree.shapes(config))
+    if dtype is not None:
+        tensors = {name: tensor.astype(checkpoint.float_dtype(dtype)) for name, tensor in tensors.items()}
+    model = next(name for name, kind in tree.CONFIGS.items() if isinstance(config, kind))
+    metadata = {"format": _FORMAT, "model": model, "config": json.dumps(dataclasses.asdict(config))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, partial, metadata)
+    partial.replace(path)
+    return path
+
+
+def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dict[str, Any]:
+    """Reads the parameters that `save` wrote; torch is not needed.
+
+    Args:
+      path: the file, or the folder that holds it as params.safetensors.
+      dtype: float16, bfloat16 or float32; that of the file when None.
+
+    Returns:
+      The parameters, a nested dict of arrays on the default device.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: the file is truncated, corrupt, not written by `save`, or does not fit its config.
+      TypeError: `dtype` is none of the above.
+    """
+    path = _file(path)
+    target = None if dtype is None else checkpoint.float_dtype(dtype)
+    config = load_config(path)
+    tensors = checkpoint.read_safetensors(path)
+    checkpoint.check_tensors(path, tensors, tree.shapes(config))
+    if target is not None:
+        tensors = {name: tensor.astype(target) for name, tensor in tensors.items()}
+    return jax.device_put(tree.unflatten(tensors))
+
+
+def load_config(path: str | os.PathLike[str]) -> tree.Config:
+    """Reads the config of the file that `save` wrote; path and errors as in `load`."""
+    path = _file(path)
+    return _config(path, checkpoint.read_metadata(path))
+
+
+def is_stored(path: Path) -> bool:
+    """Whether `path` is a file of `save`, or a folder that holds one as params.safetensors."""
+    path = _file(path)
+    return path.suffix == ".safetensors" and path.is_file() and _is_ours(checkpoint.read_metadata(path))
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
+def _is_ours(metadata: Mapping[str, str]) -> bool:
+    return metadata.get("format") == _FORMAT
+
+
+def _config(path: Path, metadata: Mapping[str, str]) -> tree.Config:
+    if not _is_ours(metadata):
+        raise CheckpointError(
+            f"{path} was not written by weights.save (its metadata: {dict(metadata)}); "
+            "convert a PyTorch checkpoint with `python -m weights minilm SRC DST`"
+        )
+    model = metadata.get("model")
+    if model not in tree.CONFIGS:
+        raise CheckpointError(f"{path} holds a model {model!r}; expected one of {', '.join(tree.CONFIGS)}")
+    try:
+        return tree.CONFIGS[model](**json.loads(metadata["config"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has metadata that is not a {model} config: {error}") from error

@@ -1,0 +1,40 @@
+"""Parameter trees as flat dicts with dotted names, and the trees that the models expect."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from pallas_models import minilm
+
+Config = minilm.MiniLMConfig
+CONFIGS: dict[str, type[Config]] = {"minilm": minilm.MiniLMConfig}
+
+
+def flatten(params: Mapping[Any, Any]) -> dict[str, Any]:
+    """Flattens nested dicts: `{"layers": {0: {"bias": b}}}` to `{"layers.0.bias": b}`."""
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": leaf for name, leaf in flatten(value).items()}
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[Any, Any]:
+    """Undoes `flatten`; a part of a name that is a number becomes an integer key."""
+    params: dict[Any, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = (int(part) if part.isdecimal() else part for part in name.split("."))
+        node = params
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return params
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of the model of `config`, by dotted name."""
+    params = jax.eval_shape(lambda: minilm.init(jax.random.key(0), config))
+    return {name: leaf.shape for name, leaf in flatten(params).items()}
