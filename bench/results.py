@@ -1,0 +1,204 @@
+"""Result files: one JSON file per GPU and benchmark, with a schema that is checked when it is read.
+
+A file stores what was measured and under which conditions; rates, ratios and means are derived from it where
+they are shown (`bench.tables`), so that a file cannot contradict itself.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.timing import Timing
+
+FORMAT = "pallas_models.bench"
+VERSION = 1
+DEFAULT_FOLDER = Path(__file__).parent / "results"
+
+Family = Literal["ours", "xla", "torch"]
+Status = Literal["ok", "wrong", "failed", "skipped"]
+
+
+class ResultError(ValueError):
+    """A result file cannot be used: the message names the file and what is the matter with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """How far an output is from the reference.
+
+    Attributes:
+      measure: what `value` is, e.g. "1 - cosine".
+      value: the largest seen, not a number included.
+      limit: above it the output counts as wrong.
+    """
+
+    measure: str
+    value: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kernel launch of a call and its median duration in microseconds."""
+
+    name: str
+    us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What became of one candidate in one case.
+
+    Attributes:
+      name: of the candidate, unique in the case.
+      family: whose figure it counts for; the best entry of a family is the family's figure.
+      status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
+        skipped: it was not run.
+      message: why, unless ok.
+      accuracy: of its output, where there is one.
+      device, wall: device and wall time; None unless ok, and `device` also without a GPU.
+      kernels: the launches of one call, in order, where they were recorded.
+      compile_s: seconds that compilation took.
+      metrics: further figures by name, with the unit in the name.
+    """
+
+    name: str
+    family: Family
+    status: Status
+    message: str = ""
+    accuracy: Accuracy | None = None
+    device: Timing | None = None
+    wall: Timing | None = None
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    compile_s: float | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem that every candidate solves.
+
+    Attributes:
+      label: short name, unique in the file.
+      dtype: fp32, fp16 or bf16.
+      shape: sizes by name.
+      flop: floating-point operations of one call; None where they are not counted.
+      entries: what became of each candidate.
+    """
+
+    label: str
+    dtype: str
+    shape: dict[str, int]
+    flop: float | None
+    entries: list[Entry]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run of one benchmark.
+
+    Attributes:
+      benchmark: its name.
+      date: ISO 8601, UTC.
+      partial: whether the run was shortened (--quick, --shapes, no GPU, interrupted) and is not for
+        publication.
+      environment: GPU, driver, versions, commit.
+      ceilings: rates measured in the same run, by name with the unit.
+      settings: options that bear on the figures, and where the weights came from.
+      cases: in the order in which they were run.
+    """
+
+    benchmark: str
+    date: str
+    partial: bool
+    environment: dict[str, str]
+    ceilings: dict[str, float]
+    settings: dict[str, str]
+    cases: list[Case]
+
+
+def slug(name: str) -> str:
+    """Turns a device name into a folder name: lower case, runs of other characters become a hyphen."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def path_of(result: Result, folder: Path) -> Path:
+    """Where a result is stored: `<folder>/<gpu>/<benchmark>.json`, or `.partial.json`."""
+    suffix = ".partial.json" if result.partial else ".json"
+    return folder / slug(result.environment["device"]) / (result.benchmark + suffix)
+
+
+def save(result: Result, folder: Path) -> Path:
+    """Writes a result, replacing an older one of the same GPU and benchmark only once it is complete."""
+    path = path_of(result, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(result)}
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def load(path: Path) -> Result:
+    """Reads and validates a result file.
+
+    Raises:
+      ResultError: it cannot be read, is no JSON, comes from something else or from another version of the
+        schema, or does not fit the schema.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # not UTF-8 or not JSON
+        raise ResultError(f"{path}: is not a JSON file, or was cut short ({error})") from error
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise ResultError(f'{path}: is not a benchmark result (no "format": "{FORMAT}")')
+    version = data.pop("version", None)
+    if version != VERSION:
+        raise ResultError(f"{path}: has version {version!r} of the schema; this program reads version {VERSION}")
+    try:
+        return _build(Result, data, "")
+    except _MismatchError as error:
+        raise ResultError(f"{path}: {error}") from error
+
+
+class _MismatchError(ValueError):
+    pass
+
+
+def _build(expected: Any, data: Any, where: str) -> Any:
+    """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
+    here = where or "the file"
+    if dataclasses.is_dataclass(expected):
+        if not isinstance(data, dict):
+            raise _MismatchError(f"{here}: expected an object, got {data!r:.60}")
+        fields = {field.name: field for field in dataclasses.fields(expected)}
+        hints = typing.get_type_hints(expected)
+        if unknown := sorted(data.keys() - fields.keys()):
+            raise _MismatchError(f"{here}: unknown field {', '.join(unknown)}")
+        if missing := [name for name in fields if name not in data]:
+            raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
+        return expected(**{name: _build(hints[name], data[name], f"{where}.{name}".strip(".")) for name in fields})
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin is list and isinstance(data, list):
+        return [_build(arguments[0], value, f"{where}[{i}]") for i, value in enumerate(data)]
+    if origin is dict and isinstance(data, dict):
+        return {key: _build(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+    if origin is types.UnionType:  # X | None
+        return None if data is None else _build(arguments[0], data, where)
+    if origin is Literal:
+        if data in arguments:
+            return data
+        raise _MismatchError(f"{here}: expected one of {', '.join(arguments)}, got {data!r:.60}")
+    if expected is float and type(data) in (int, float):
+        return float(data)
+    if type(data) is not expected:
+        name = getattr(origin or expected, "__name__", str(expected))
+        raise _MismatchError(f"{here}: expected {name}, got {data!r:.60}")
+    return data

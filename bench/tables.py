@@ -1,0 +1,173 @@
+"""Tables made from results: for the terminal and, between markers, for README.md."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.results import Case, Entry, Family, Result
+from bench.timing import Timing
+
+FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch")
+Clock = Callable[[Entry], Timing | None]
+
+
+def device(entry: Entry) -> Timing | None:
+    """Device time of an entry."""
+    return entry.device
+
+
+def wall(entry: Entry) -> Timing | None:
+    """Wall time of an entry."""
+    return entry.wall
+
+
+def best(case: Case, family: Family, clock: Clock) -> tuple[Entry, Timing] | None:
+    """The entry of a family with the lowest median, and its time; None where none was timed."""
+    timed = [(entry, time) for entry in case.entries if entry.family == family and (time := clock(entry))]
+    return min(timed, key=lambda pair: pair[1].median_us, default=None)
+
+
+def speedup(case: Case, family: Family, clock: Clock) -> float | None:
+    """Time of a family's best entry over that of ours: above 1, ours is faster."""
+    ours, theirs = best(case, "ours", clock), best(case, family, clock)
+    return theirs[1].median_us / ours[1].median_us if ours and theirs else None
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """exp(mean(log(values)))."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def mean_speedup(cases: Sequence[Case], family: Family, clock: Clock) -> float | None:
+    """Geometric mean of `speedup` over the cases; None unless every case has one."""
+    ratios = [ratio for case in cases if (ratio := speedup(case, family, clock)) is not None]
+    return geometric_mean(ratios) if ratios and len(ratios) == len(cases) else None
+
+
+def format_us(time: Timing | None) -> str:
+    """Median in microseconds, three digits at least."""
+    if time is None:
+        return "-"
+    return f"{time.median_us:.0f}" if time.median_us >= 100 else f"{time.median_us:.3g}"
+
+
+def format_spread(time: Timing | None) -> tuple[str, str]:
+    """Median, and 20th and 80th percentile, in microseconds."""
+    return format_us(time), f"{time.p20_us:.4g}-{time.p80_us:.4g}" if time else "-"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """A ratio with two decimals."""
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, the first to the left and the others to the right."""
+    widths = [max(3, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def comparison(result: Result, *, case_header: str = "B x S") -> str:
+    """Ours against the best of XLA and of torch, a row a case, the geometric means below.
+
+    The share of the ceiling is flop / device time over the matrix-product rate measured in the same run.
+    """
+    ceiling = result.ceilings.get("matmul_bf16_tflop_per_s")
+    clocks: list[tuple[str, Clock]] = [("device", device), ("wall", wall)]
+    header = [case_header, "dtype"]
+    for name, _ in clocks:
+        header += [f"{name}: ours, us", "XLA", "torch", "vs XLA", "vs torch"]
+    header += ["TFLOP/s", "of ceiling"]
+    rows = []
+    for case in result.cases:
+        row = [case.label.split()[0], case.dtype]
+        for _, clock in clocks:
+            figures = {family: best(case, family, clock) for family in FAMILIES}
+            row += [format_us(pair[1] if pair else None) for pair in figures.values()]
+            row += [format_ratio(speedup(case, family, clock)) for family in ("xla", "torch")]
+        ours = best(case, "ours", device)
+        rate = case.flop / ours[1].median_us / 1e6 if ours and case.flop else None
+        row += ["-" if rate is None else f"{rate:.3g}"]
+        row += [f"{100 * rate / ceiling:.0f}%" if rate and ceiling else "-"]
+        rows.append(row)
+    last = ["geomean", ""]
+    for _, clock in clocks:
+        last += ["", "", ""]
+        last += [format_ratio(mean_speedup(result.cases, family, clock)) for family in ("xla", "torch")]
+    return markdown(header, [*rows, [*last, "", ""]])
+
+
+def entries(result: Result) -> str:
+    """Every candidate of every case: status, accuracy, times with their spread, method, launches."""
+    header = ["case", "candidate", "status", "error", "device, us", "20-80%", "by", "launches"]
+    header += ["wall, us", "20-80%", "compile, s"]
+    rows = []
+    for case in result.cases:
+        for entry in case.entries:
+            accuracy = f"{entry.accuracy.value:.1e}" if entry.accuracy else "-"
+            row = [case.label, entry.name, entry.status, accuracy]
+            row += [*format_spread(entry.device), entry.device.method if entry.device else "-"]
+            row += [str(len(entry.kernels) or "-"), *format_spread(entry.wall)]
+            rows.append([*row, "-" if entry.compile_s is None else f"{entry.compile_s:.1f}"])
+    return markdown(header, rows)
+
+
+def problems(result: Result) -> list[str]:
+    """A line for every candidate that gave no figure, with the reason."""
+    return [
+        f"{case.label}, {entry.name}: {entry.status}: {entry.message}"
+        for case in result.cases
+        for entry in case.entries
+        if entry.status != "ok"
+    ]
+
+
+def conditions(result: Result) -> str:
+    """One sentence that says where the figures come from."""
+    env = result.environment
+    versions = ", ".join(f"{name} {env[name]}" for name in ("jax", "torch") if env.get(name, "absent") != "absent")
+    ceilings = result.ceilings
+    parts = [f"{env.get('device', 'unknown device')}, driver {env.get('driver', 'unknown')}", versions]
+    if "copy_tb_per_s" in ceilings:
+        parts.append(f"copy {ceilings['copy_tb_per_s']:.2f} TB/s")
+    if "matmul_bf16_tflop_per_s" in ceilings:
+        parts.append(f"8192^3 bf16 product {ceilings['matmul_bf16_tflop_per_s']:.0f} TFLOP/s")
+    parts += [f"{name}: {value}" for name, value in result.settings.items()]
+    return f"{'; '.join(parts)}. Measured {result.date[:10]} at commit {env.get('commit', 'unknown')}."
+
+
+def replace_marked(text: str, name: str, content: str) -> str:
+    """Replaces what stands between `<!-- bench:name -->` and `<!-- /bench:name -->`.
+
+    Raises:
+      ValueError: the markers are not there exactly once, in this order.
+    """
+    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"expected {start} and, after it, {end}, each exactly once")
+    pattern = re.escape(start) + ".*?" + re.escape(end)
+    return re.sub(pattern, lambda _: f"{start}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
+def rewrite(path: Path, tables: dict[str, str]) -> list[str]:
+    """Rewrites the marked tables of a Markdown file.
+
+    Returns:
+      The names of those that the file has no markers for.
+    """
+    text = path.read_text(encoding="utf-8")
+    absent = [name for name in tables if f"bench:{name} -->" not in text]
+    for name, content in tables.items():
+        if name not in absent:
+            text = replace_marked(text, name, content)
+    path.write_text(text, encoding="utf-8")
+    return absent

@@ -1,0 +1,274 @@
+"""The timing core: device time and wall time of candidates that do the same work.
+
+Device time is the sum of the durations of the GPU kernels of one call, as CUPTI reports them: the mechanism of
+`jax.experimental.mosaic.gpu.profiler.measure`, used here directly because it records every kernel of the
+process, whoever launched it, so that torch is measured by the same clock as JAX. Gaps between kernels and
+copies between buffers are not in it. CUPTI allows one subscriber: no other profiler can run in the process.
+
+Wall time is what a caller sees in steady state: many calls queued, one wait at the end, divided by the number
+of calls. It includes dispatch wherever dispatch is slower than the device.
+
+Every candidate is warmed up for a given time, and the repetitions of the candidates are interleaved, so that a
+change of clocks or of temperature meets all of them.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Kernel = tuple[str, float]  # name, duration in microseconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Median time of a call and its spread, in microseconds.
+
+    Attributes:
+      median_us, p20_us, p80_us: median, 20th and 80th percentile of the samples.
+      samples: how many there were.
+      method: how they were taken.
+        cupti: sum of the durations of the kernels of one call, one sample a call.
+        cupti_mean: the same over several calls, divided by their number, one sample for each such group;
+          used where the launches of the calls differ and cannot be told apart.
+        cuda_events: time between two CUDA events around many queued calls, divided by their number; includes
+          gaps between kernels. Used for torch where CUPTI does not see the kernels.
+        wall: host clock around many queued calls and one wait, divided by their number.
+    """
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    samples: int
+    method: str
+
+    @classmethod
+    def of(cls, samples_us: Sequence[float], method: str) -> "Timing":
+        """Summarises samples in microseconds."""
+        if not samples_us:
+            raise ValueError("no samples to summarise")
+        p20, median, p80 = (float(p) for p in np.percentile(samples_us, [20, 50, 80]))
+        return cls(median_us=median, p20_us=p20, p80_us=p80, samples=len(samples_us), method=method)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something to be timed.
+
+    Attributes:
+      call: `call(i)` queues the computation on input set number `i` (any integer, taken modulo the number of
+        sets) and returns its output without waiting for it.
+      wait: `wait(output)` returns once the output is there.
+      events: `events(f)` runs `f()` and returns the microseconds between CUDA events before and after what it
+        queued; None where the candidate's framework has no events.
+      launches_at_least: fewer kernels than this a call mean that CUPTI did not see them all, as can happen
+        with a CUDA graph made before CUPTI was attached.
+    """
+
+    call: Callable[[int], Any]
+    wait: Callable[[Any], None]
+    events: Callable[[Callable[[], None]], float] | None = None
+    launches_at_least: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How long to measure a candidate.
+
+    Attributes:
+      warmup_s: time of warming up.
+      block_s: about how long one block of queued calls takes; a block gives one sample of wall time.
+      wall_samples: number of those blocks.
+      device_groups, device_calls: CUPTI is attached `device_groups` times for `device_calls` calls each; a
+        call gives one sample of device time.
+    """
+
+    warmup_s: float = 0.15
+    block_s: float = 0.015
+    wall_samples: int = 20
+    device_groups: int = 4
+    device_calls: int = 6
+
+
+QUICK = Budget(warmup_s=0.03, block_s=0.004, wall_samples=7, device_groups=2, device_calls=5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was measured of a candidate.
+
+    Attributes:
+      device: device time; None without a GPU.
+      wall: wall time.
+      kernels: the kernels of one call in order, with their median duration in microseconds; empty unless
+        `device.method` is cupti.
+    """
+
+    device: Timing | None
+    wall: Timing
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+
+
+class DeviceTimerError(RuntimeError):
+    """CUPTI is not to be had, or what it recorded cannot be used."""
+
+
+def record_kernels(run: Callable[[], None], *, detach: bool) -> list[Kernel]:
+    """Runs `run`, which must wait for what it queues, and returns the kernels that ran meanwhile.
+
+    Args:
+      run: queues work on the GPU and waits for it.
+      detach: whether to detach CUPTI from the process afterwards. Attached it costs a little at every launch.
+
+    Raises:
+      DeviceTimerError: CUPTI is not there, is in use by another profiler, or saw no kernel.
+    """
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+        start, stop = cupti._cupti_init, cupti._cupti_get_timings
+    except (ImportError, AttributeError) as error:
+        raise DeviceTimerError(f"this jaxlib has no CUPTI profiler ({error})") from error
+    try:
+        start()
+    except RuntimeError as error:
+        raise DeviceTimerError(str(error)) from error
+    try:
+        run()
+    finally:
+        try:
+            recorded = stop(detach)
+        except RuntimeError as error:
+            raise DeviceTimerError(str(error)) from error
+    if not recorded:
+        raise DeviceTimerError("CUPTI saw no kernel")
+    return [(name, 1e3 * ms) for name, ms in recorded]
+
+
+def split_calls(kernels: Sequence[Kernel], calls: int) -> list[list[Kernel]] | None:
+    """Splits the kernels of `calls` equal calls into those of each; None where the calls were not equal."""
+    each, rest = divmod(len(kernels), calls)
+    if rest or not each:
+        return None
+    parts = [list(kernels[i * each : (i + 1) * each]) for i in range(calls)]
+    names = [[name for name, _ in part] for part in parts]
+    return parts if all(part == names[0] for part in names) else None
+
+
+def _queue(candidate: Candidate, calls: int, first: int = 0) -> None:
+    output = None
+    for i in range(first, first + calls):
+        output = candidate.call(i)
+    candidate.wait(output)
+
+
+class _Device:
+    """Collects the device time of one candidate, group by group."""
+
+    def __init__(self, candidate: Candidate, budget: Budget, calls_per_block: int):
+        self.candidate, self.budget, self.calls_per_block = candidate, budget, calls_per_block
+        self.parts: list[list[Kernel]] = []  # kernels of each call
+        self.means: list[float] = []  # microseconds a call of each group
+        self.events: list[float] = []
+        self.error: DeviceTimerError | None = None
+
+    def group(self, *, detach: bool) -> None:
+        # The first call of a group is not counted: it meets a device that was idle while CUPTI was attached.
+        calls = self.budget.device_calls + 1
+        if self.error is None:
+            try:
+                kernels = record_kernels(lambda: _queue(self.candidate, calls), detach=detach)
+                if len(kernels) < calls * self.candidate.launches_at_least:
+                    raise DeviceTimerError(
+                        f"CUPTI saw {len(kernels)} kernels in {calls} calls, expected at least"
+                        f" {self.candidate.launches_at_least} a call"
+                    )
+            except DeviceTimerError as error:
+                self.error = error
+            else:
+                self.means.append(sum(us for _, us in kernels) / calls)
+                self.parts += (split_calls(kernels, calls) or [])[1:]
+        if self.error is not None and self.candidate.events is not None:
+            for _ in range(self.budget.device_calls):
+                elapsed = self.candidate.events(lambda: _queue(self.candidate, self.calls_per_block))
+                self.events.append(elapsed / self.calls_per_block)
+
+    def result(self, wall: Timing) -> tuple[Timing, list[Kernel]]:
+        if self.error is None:
+            names = [[name for name, _ in part] for part in self.parts]
+            complete = len(self.parts) == self.budget.device_calls * len(self.means)
+            if complete and all(part == names[0] for part in names):
+                durations = np.median([[us for _, us in part] for part in self.parts], axis=0)
+                kernels = [(name, float(us)) for name, us in zip(names[0], durations, strict=True)]
+                return Timing.of([sum(us for _, us in part) for part in self.parts], "cupti"), kernels
+            return Timing.of(self.means, "cupti_mean"), []
+        if self.events:
+            return Timing.of(self.events, "cuda_events"), []
+        return wall, []
+
+
+def measure(
+    candidates: dict[str, Candidate], budget: Budget = Budget(), *, on_device: bool = True
+) -> dict[str, Measurement | Exception]:
+    """Measures candidates side by side.
+
+    Args:
+      candidates: by name.
+      budget: how long to measure.
+      on_device: whether there is a GPU, whose time is measured too.
+
+    Returns:
+      For every name its measurement, or the exception that it raised: one that fails does not stop the others.
+    """
+    failed: dict[str, Exception] = {}
+    calls: dict[str, int] = {}
+
+    def attempt(name: str, f: Callable[[], None]) -> None:
+        if name in failed:
+            return
+        try:
+            f()
+        except Exception as error:  # whatever it is belongs to this candidate, and is reported as its result
+            failed[name] = error
+
+    def warm_up(name: str) -> None:
+        _queue(candidates[name], 2)  # whatever is done once, on first use
+        start, done, batch = time.perf_counter(), 0, 1
+        while (elapsed := time.perf_counter() - start) < budget.warmup_s or not done:
+            _queue(candidates[name], batch, first=done)
+            done += batch
+            batch = min(2 * batch, 64)
+        calls[name] = int(np.clip(round(budget.block_s * done / elapsed) if elapsed else 1, 3, 1000))
+
+    def wall_block(name: str) -> None:
+        start = time.perf_counter()
+        _queue(candidates[name], calls[name])
+        walls[name].append(1e6 * (time.perf_counter() - start) / calls[name])
+
+    for name in candidates:
+        attempt(name, lambda name=name: warm_up(name))
+    # All wall times come before all device times: CUPTI, once attached, slows launches down.
+    walls: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(budget.wall_samples):
+        for name in candidates:
+            attempt(name, lambda name=name: wall_block(name))
+
+    devices = {name: _Device(candidates[name], budget, calls[name]) for name in candidates if name not in failed}
+    if on_device:
+        turns = [name for _ in range(budget.device_groups) for name in devices]
+        for turn, name in enumerate(turns, start=1):
+            detach = turn == len(turns)
+            attempt(name, lambda name=name, detach=detach: devices[name].group(detach=detach))
+
+    results: dict[str, Measurement | Exception] = {}
+    for name in candidates:
+        if name in failed:
+            results[name] = failed[name]
+            continue
+        wall = Timing.of(walls[name], "wall")
+        device, kernels = devices[name].result(wall) if on_device else (None, [])
+        results[name] = Measurement(device=device, wall=wall, kernels=kernels)
+    return results
