@@ -7,7 +7,7 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084).
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,18 @@ from jax.typing import DTypeLike
 from pallas_models import ops
 from pallas_models.ops import Implementation, _checks
 
+if TYPE_CHECKING:
+    from pallas_models.encoder import Encoder as Encoder
+
 Params = dict[str, Any]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Encoder":  # on first use, as it needs the tokenizers library and the rest here does not
+        from pallas_models.encoder import Encoder
+
+        return Encoder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors.numpy import save_file
+from safetensors.numpy import save as serialize
 
 from pallas_models.minilm import MiniLMConfig
 from weights import checkpoint, tree
@@ -55,7 +55,8 @@ def save(
     metadata = {"format": _FORMAT, "model": model, "config": json.dumps(dataclasses.asdict(config))}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, partial, metadata)
+    # As bytes: safetensors' own save_file makes a file that nobody but its owner may read.
+    partial.write_bytes(serialize({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata))
     partial.replace(path)
     return path
 

