@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-PARAMS := models/$(notdir $(MODEL))/params.safetensors
+PARAMS := models/$(notdir $(patsubst %/,%,$(MODEL)))/params.safetensors
 EMBED := $(BIN)/python -m pallas_models embed --model $(dir $(PARAMS)) --dtype $(DTYPE) \
 	--output $(OUTPUT) --similarities
 comma := ,
@@ -59,7 +59,7 @@ clean:
 distclean: clean
 	rm -rf $(VENV) models
 
-$(PARAMS): $(VENV)/.run$(CUDA) $(VENV)/.weights
+$(PARAMS): $(VENV)/.run$(CUDA) $(if $(filter %all-MiniLM-L6-v2,$(MODEL)),$(VENV)/.weights)
 	@echo 'Converting the weights of $(MODEL)'
 	$(BIN)/python -m weights minilm $(MODEL) $(dir $@)
 
