@@ -1,0 +1,1 @@
+"""Parity suite: every op and model against a reference written in torch."""

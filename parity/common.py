@@ -1,0 +1,90 @@
+"""What the tests share: where they run, random inputs, the error metric and its tolerances."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNEL = "triton" if ON_GPU else "interpret"
+
+# Bounds on ||out - expected|| / ||expected|| for one op. Rounding the result alone costs about 2e-4 in
+# float16 and 1.7e-3 in bfloat16; inner roundings (attention weights, unfused norms) may add twice that.
+TOLERANCE = {"float32": 3e-6, "float16": 8e-4, "bfloat16": 6e-3}
+
+
+def by_device(*, cpu: Sequence[Any], gpu: Sequence[Any]) -> Sequence[Any]:
+    """The cases for this machine: few and small where kernels are interpreted, real ones on CUDA."""
+    return gpu if ON_GPU else cpu
+
+
+def normal(
+    rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0, shift: float = 0.0
+) -> jax.Array:
+    """Normal random numbers, rounded to `dtype`: both sides of a comparison start from these."""
+    return jnp.asarray(rng.normal(shift, scale, shape), dtype)
+
+
+def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
+    """A padding mask with holes, at least one token a row, the last row's only token its last."""
+    mask = rng.integers(0, 2, (batch, seq))
+    mask[np.arange(batch), rng.integers(0, seq, batch)] = 1
+    mask[-1] = 0
+    mask[-1, -1] = 1
+    return jnp.asarray(mask, jnp.int32)
+
+
+def float64(x: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(jnp.float32) if isinstance(x, jax.Array) else x, np.float64)
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    """||out - expected|| / ||expected||, in float64."""
+    out, expected = float64(out), float64(expected)
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+def assert_close(out: Any, expected: Any, tolerance: float) -> None:
+    """Asserts that `out` is finite and near `expected`, as a whole and element by element."""
+    out, expected = float64(out), float64(expected)
+    assert out.shape == expected.shape, f"shape {out.shape}, expected {expected.shape}"
+    assert np.all(np.isfinite(expected)), "the reference itself is not finite"
+    assert np.all(np.isfinite(out)), f"{np.sum(~np.isfinite(out))} of {out.size} values are not finite"
+    error = relative_error(out, expected)
+    assert error <= tolerance, f"relative error {error:.2e} is over {tolerance:.0e}"
+    # The norm would hide one wrong element among a million.
+    rms = np.sqrt(np.mean(np.square(expected)))
+    excess = np.abs(out - expected) / (rms + np.abs(expected))
+    worst = np.unravel_index(np.argmax(excess), excess.shape)
+    place = tuple(map(int, worst))
+    assert excess[worst] <= 8 * tolerance, f"at {place}: {out[worst]:.6g}, expected {expected[worst]:.6g}"
+
+
+def assert_gradients_close(
+    function: Callable[..., jax.Array],
+    arrays: Sequence[jax.Array],
+    cotangent: jax.Array,
+    expected: Sequence[Any],
+    tolerance: float,
+) -> None:
+    """Asserts that the gradients of `function` at `arrays`, for one cotangent, are near `expected`."""
+    out, pullback = jax.vjp(function, *arrays)
+    gradients = pullback(cotangent.astype(out.dtype))
+    assert len(gradients) == len(expected)
+    for array, gradient, wanted in zip(arrays, gradients, expected, strict=True):
+        assert gradient.dtype == array.dtype
+        assert_close(gradient, wanted, tolerance)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Asserts that two results are bit for bit the same, and not NaN."""
+    np.testing.assert_array_equal(float64(a), float64(b))
+    assert np.all(np.isfinite(float64(a)))
+
+
+def cosines(a: Any, b: Any) -> np.ndarray:
+    """The cosine of each row of `a` with the same row of `b`."""
+    a, b = float64(a), float64(b)
+    return np.sum(a * b, -1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))

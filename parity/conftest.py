@@ -1,0 +1,51 @@
+"""Where the suite runs: compiled kernels at real shapes on CUDA, interpreted ones at small shapes elsewhere."""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
+
+from types import ModuleType
+
+import hypothesis
+import pytest
+
+from parity.common import KERNEL, ON_GPU, TOLERANCE
+
+# The same examples in every run; shapes compile anew, so few of them, and no deadline.
+hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)
+hypothesis.settings.load_profile("parity")
+
+
+def pytest_report_header() -> str:
+    return f"parity: kernels run as implementation={KERNEL!r}, {'real' if ON_GPU else 'small'} shapes"
+
+
+@pytest.fixture(params=["xla", KERNEL])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """The plain-XLA reference and the kernel: both are held against torch."""
+    return request.param
+
+
+@pytest.fixture(params=list(TOLERANCE))
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def tolerance(dtype: str) -> float:
+    """Relative error that one op may have in `dtype`."""
+    return TOLERANCE[dtype]
+
+
+@pytest.fixture(scope="session")
+def on_gpu() -> bool:
+    return ON_GPU
+
+
+@pytest.fixture(scope="session")
+def reference() -> ModuleType:
+    """The torch references; tests that ask for them are skipped where torch is absent."""
+    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
+    from parity import reference
+
+    return reference

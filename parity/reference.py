@@ -1,0 +1,184 @@
+"""Every op and the encoder, written with torch.nn and torch.nn.functional only, for float64 tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def tensor(x: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """An array as a tensor: floats in `dtype` without further rounding, integers as int64."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return torch.tensor(np.asarray(jnp.asarray(x).astype(jnp.float32)), dtype=dtype, device=DEVICE)
+    return torch.tensor(np.asarray(x).astype(np.int64), device=DEVICE)
+
+
+def compute(function: Callable[..., Tensor], *arrays: Any, **options: Any) -> np.ndarray:
+    """Calls a reference on arrays; the result in float64."""
+    with torch.no_grad():
+        out = function(*map(tensor, arrays), **{name: tensor(value) for name, value in options.items()})
+    return out.cpu().numpy()
+
+
+def gradients(function: Callable[..., Tensor], arrays: Sequence[Any], cotangent: Any) -> list[np.ndarray]:
+    """Gradients of a reference with respect to every array, by autograd."""
+    leaves = [tensor(array).requires_grad_() for array in arrays]
+    return [g.cpu().numpy() for g in torch.autograd.grad(function(*leaves), leaves, tensor(cotangent))]
+
+
+def matmul(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> Tensor:
+    y = ACTIVATIONS[activation](F.linear(x, w.T, bias))
+    return y if residual is None else y + residual
+
+
+def layer_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor | None = None, *, epsilon: float = 1e-5
+) -> Tensor:
+    return F.layer_norm(x if residual is None else x + residual, scale.shape, scale, bias, epsilon)
+
+
+def matmul_layer_norm(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    epsilon: float = 1e-5,
+) -> Tensor:
+    return layer_norm(matmul(x, w, bias, residual), scale, offset, epsilon=epsilon)
+
+
+def attention(qkv: Tensor, *, num_heads: int, mask: Tensor | None = None, sm_scale: float | None = None) -> Tensor:
+    batch, seq, width = qkv.shape
+    q, k, v = qkv.view(batch, seq, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    if mask is None:
+        mask = torch.ones(batch, seq, dtype=torch.int64, device=qkv.device)
+    empty = mask.sum(1) == 0
+    # A row with no key at all is computed with every key, and then its result is zero.
+    keep = (mask != 0) | empty[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None, :], scale=sm_scale)
+    return out.transpose(1, 2).reshape(batch, seq, width // 3).masked_fill(empty[:, None, None], 0.0)
+
+
+def embed_tokens(
+    ids: Tensor,
+    word: Tensor,
+    position: Tensor,
+    token_type: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    token_type_ids: Tensor | None = None,
+    epsilon: float = 1e-12,
+) -> Tensor:
+    types = torch.zeros_like(ids) if token_type_ids is None else token_type_ids
+    total = F.embedding(ids, word) + F.embedding(types, token_type) + position[: ids.shape[1]]
+    return F.layer_norm(total, scale.shape, scale, bias, epsilon)
+
+
+def mean_pool(x: Tensor, mask: Tensor, *, normalize: bool = True) -> Tensor:
+    total = x.masked_fill((mask == 0)[:, :, None], 0.0).sum(1)
+    mean = total / mask.sum(1, keepdim=True).clamp(min=1)
+    return F.normalize(mean, dim=-1) if normalize else mean
+
+
+class Encoder(nn.Module):
+    """BERT with the parameter names of a checkpoint, built from torch's own transformer layer."""
+
+    def __init__(self, tensors: Mapping[str, Any], *, num_heads: int, epsilon: float = 1e-12, dtype=torch.float64):
+        super().__init__()
+        t = {name: tensor(value, dtype) for name, value in tensors.items()}
+        self.epsilon = epsilon
+        names = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")
+        self.tables = nn.ParameterDict({name: t[f"embeddings.{name}.weight"] for name in names})
+        self.tables["LayerNorm_bias"] = t["embeddings.LayerNorm.bias"]
+        self.layers = nn.ModuleList()
+        for i in range(len({name.split(".")[2] for name in t if name.startswith("encoder.layer.")})):
+            base = f"encoder.layer.{i}"
+            width, hidden = t[f"{base}.output.dense.weight"].shape
+            layer = nn.TransformerEncoderLayer(
+                width, num_heads, hidden, 0.0, "gelu", epsilon, batch_first=True, device=DEVICE, dtype=dtype
+            )
+            state = {}
+            for kind in ("weight", "bias"):
+                parts = [t[f"{base}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
+                state[f"self_attn.in_proj_{kind}"] = torch.cat(parts)
+                state[f"self_attn.out_proj.{kind}"] = t[f"{base}.attention.output.dense.{kind}"]
+                state[f"norm1.{kind}"] = t[f"{base}.attention.output.LayerNorm.{kind}"]
+                state[f"linear1.{kind}"] = t[f"{base}.intermediate.dense.{kind}"]
+                state[f"linear2.{kind}"] = t[f"{base}.output.dense.{kind}"]
+                state[f"norm2.{kind}"] = t[f"{base}.output.LayerNorm.{kind}"]
+            layer.load_state_dict(state)
+            self.layers.append(layer)
+
+    def forward(self, ids: Tensor, mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        tables = self.tables
+        x = embed_tokens(
+            ids,
+            tables["word_embeddings"],
+            tables["position_embeddings"],
+            tables["token_type_embeddings"],
+            tables["LayerNorm"],
+            tables["LayerNorm_bias"],
+            token_type_ids=token_type_ids,
+            epsilon=self.epsilon,
+        )
+        # In training mode (dropout is 0) torch takes its plain path, which leaves padding rows in place.
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=mask == 0)
+        return x
+
+    def embed(self, ids: Tensor, mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        return mean_pool(self(ids, mask, token_type_ids), mask)
+
+
+def bert_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Our parameters under the names and in the layout of a BERT checkpoint: the inverse of its conversion."""
+    out = {}
+
+    def linear(name: str, p: Mapping[str, jax.Array]) -> None:
+        out[f"{name}.weight"], out[f"{name}.bias"] = p["kernel"].T, p["bias"]
+
+    def norm(name: str, p: Mapping[str, jax.Array]) -> None:
+        out[f"{name}.weight"], out[f"{name}.bias"] = p["scale"], p["bias"]
+
+    for table in ("word", "position", "token_type"):
+        out[f"embeddings.{table}_embeddings.weight"] = params["embeddings"][table]["embedding"]
+    norm("embeddings.LayerNorm", params["embeddings"]["norm"])
+    for i, layer in params["layers"].items():
+        base, qkv = f"encoder.layer.{i}", layer["attention"]["qkv"]
+        kernels, biases = jnp.split(qkv["kernel"], 3, axis=1), jnp.split(qkv["bias"], 3)
+        for part, kernel, bias in zip(("query", "key", "value"), kernels, biases, strict=True):
+            linear(f"{base}.attention.self.{part}", {"kernel": kernel, "bias": bias})
+        linear(f"{base}.attention.output.dense", layer["attention"]["out"])
+        norm(f"{base}.attention.output.LayerNorm", layer["attention_norm"])
+        linear(f"{base}.intermediate.dense", layer["mlp"]["up"])
+        linear(f"{base}.output.dense", layer["mlp"]["down"])
+        norm(f"{base}.output.LayerNorm", layer["mlp_norm"])
+    return out

@@ -1,0 +1,139 @@
+"""`ops.embed_tokens` against torch: widths, token types, tiles, ids at the edges, gradients."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from pallas_models import ops
+from pallas_models.kernels.triton.embedding import Config
+from parity.common import KERNEL, assert_close, assert_equal, assert_gradients_close, by_device, normal
+
+SHAPES = by_device(  # batch, seq, width, vocabulary
+    cpu=[
+        (1, 1, 16, 5),  # one token
+        (3, 7, 33, 50),  # odd everywhere
+        (2, 20, 384, 101),  # MiniLM's width
+    ],
+    gpu=[
+        (1, 1, 16, 5),
+        (1, 16, 384, 30522),
+        (64, 128, 384, 30522),
+        (8, 512, 384, 30522),
+        (3, 77, 385, 1001),
+        (5, 100, 1024, 30522),
+    ],
+)
+kernel = functools.partial(ops.embed_tokens, implementation=KERNEL)
+
+
+def operands(
+    shape: tuple[int, int, int, int], dtype: str = "float32", seed: int = 0
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """(ids, word, position, token_type, scale, bias) and token_type_ids."""
+    batch, seq, width, vocabulary = shape
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, (batch, seq))
+    ids.flat[0], ids.flat[-1] = 0, vocabulary - 1  # both ends of the table
+    arrays = (
+        jnp.asarray(ids, jnp.int32),
+        normal(rng, vocabulary, width, dtype=dtype),
+        normal(rng, seq + 3, width, dtype=dtype, scale=0.5),
+        normal(rng, 3, width, dtype=dtype),
+        normal(rng, width, dtype=dtype, shift=1.0, scale=0.3),
+        normal(rng, width, dtype=dtype),
+    )
+    return arrays, jnp.asarray(rng.integers(0, 3, (batch, seq)), jnp.int32)
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["types", "no_types"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_torch(reference, implementation, dtype, tolerance, shape, typed):
+    arrays, types = operands(shape, dtype)
+    types = types if typed else None
+
+    @jax.jit
+    def f(arrays, types):
+        return ops.embed_tokens(*arrays, token_type_ids=types, implementation=implementation)
+
+    out = f(arrays, types)
+    assert out.dtype == dtype
+    assert_close(out, reference.compute(reference.embed_tokens, *arrays, token_type_ids=types), tolerance)
+
+
+@pytest.mark.parametrize("integers", ["uint8", "int16", "uint32"])
+def test_any_integer_dtype_and_epsilon(reference, implementation, integers):
+    arrays, types = operands((2, 9, 24, 200), seed=1)
+    options = dict(token_type_ids=types, epsilon=0.2)
+    out = ops.embed_tokens(
+        arrays[0].astype(integers),
+        *arrays[1:],
+        token_type_ids=types.astype(integers),
+        epsilon=0.2,
+        implementation=implementation,
+    )
+    assert_close(out, reference.compute(reference.embed_tokens, *arrays, **options), 1e-6)
+
+
+@pytest.mark.parametrize("block_m, num_warps", [(1, 1), (4, 2), (16, 4), (64, 8)])
+@pytest.mark.parametrize("shape", [(3, 7, 33, 50), (4, 16, 64, 50)], ids=str)
+def test_every_tile_config(shape, block_m, num_warps):
+    arrays, types = operands(shape, seed=2)
+    out = kernel(*arrays, token_type_ids=types, config=Config(block_m=block_m, num_warps=num_warps))
+    assert_close(out, ops.embed_tokens(*arrays, token_type_ids=types, implementation="xla"), 1e-6)
+
+
+@pytest.mark.parametrize("value", [0, -2, 3])
+@pytest.mark.parametrize("field", ["block_m", "num_warps"])
+def test_a_block_that_is_no_power_of_two_is_refused(field, value):
+    with pytest.raises(ValueError, match=rf"{field}={value} must be a power of two"):
+        Config(**{**dict(block_m=4, num_warps=1), field: value})
+
+
+@hypothesis.given(st.integers(1, 5), st.integers(1, 20), st.integers(2, 70), st.integers(0, 9))
+def test_any_shape(batch, seq, width, seed):
+    arrays, types = operands((batch, seq, width, 30), seed=seed)
+    # A large epsilon keeps two nearly equal columns from amplifying rounding.
+    options = dict(token_type_ids=types, epsilon=0.1)
+    out = kernel(*arrays, config=Config(block_m=4, num_warps=1), **options)
+    assert_close(out, ops.embed_tokens(*arrays, implementation="xla", **options), 2e-6)
+
+
+def test_ids_outside_the_tables_read_the_nearest_row(implementation):
+    # Under jit values cannot be checked; they must not read foreign memory.
+    arrays, types = operands((2, 9, 24, 40), seed=3)
+    f = jax.jit(
+        lambda ids, types: ops.embed_tokens(ids, *arrays[1:], token_type_ids=types, implementation=implementation)
+    )
+    ids = arrays[0].at[0, 3].set(2**30).at[1, 4].set(-7)
+    out = f(ids, types.at[0, 0].set(99).at[1, 1].set(-2))
+    near = f(arrays[0].at[0, 3].set(39).at[1, 4].set(0), types.at[0, 0].set(2).at[1, 1].set(0))
+    assert_equal(out, near)
+
+
+def test_rows_depend_on_their_own_ids_only(implementation):
+    arrays, types = operands((4, 9, 40, 50), seed=4)
+    f = functools.partial(ops.embed_tokens, implementation=implementation)
+    order = np.asarray([2, 0, 3, 1])
+    out = f(*arrays, token_type_ids=types)
+    assert_equal(f(arrays[0][order], *arrays[1:], token_type_ids=types[order]), out[order])
+
+
+def test_gradients(reference):
+    (ids, *tables), types = operands((3, 8, 22, 6), seed=5)  # few ids: the same rows are read many times
+    cotangent = normal(np.random.default_rng(6), 3, 8, 22)
+    arguments = reference.tensor(ids), reference.tensor(types)
+
+    def expected_of(*tables):
+        return reference.embed_tokens(arguments[0], *tables, token_type_ids=arguments[1])
+
+    expected = reference.gradients(expected_of, tables, cotangent)
+
+    def f(*tables):
+        return kernel(ids, *tables, token_type_ids=types)
+
+    assert_gradients_close(f, tables, cotangent, expected, 3e-6)

@@ -1,0 +1,162 @@
+"""`ops.mean_pool` against torch: masks, garbage in padding, lengths, tiles, gradients."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from pallas_models import ops
+from pallas_models.kernels.triton.pooling import Config
+from parity.common import (
+    KERNEL,
+    assert_close,
+    assert_equal,
+    assert_gradients_close,
+    by_device,
+    cosines,
+    float64,
+    normal,
+    random_mask,
+)
+
+SHAPES = by_device(  # batch, seq, width
+    cpu=[
+        (1, 1, 1),
+        (3, 37, 33),  # odd everywhere
+        (2, 130, 384),  # more than one block of tokens at MiniLM's width
+    ],
+    gpu=[
+        (1, 16, 384),
+        (64, 128, 384),
+        (8, 512, 384),
+        (3, 77, 385),
+        (5, 300, 1024),
+    ],
+)
+kernel = functools.partial(ops.mean_pool, implementation=KERNEL)
+
+
+def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return normal(rng, *shape, dtype=dtype, shift=0.2), random_mask(rng, *shape[:2])
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_torch(reference, implementation, dtype, shape, normalize):
+    x, mask = operands(shape, dtype)
+
+    @jax.jit
+    def f(x, mask):
+        return ops.mean_pool(x, mask, normalize=normalize, implementation=implementation)
+
+    out = f(x, mask)
+    assert out.dtype == "float32"
+    expected = reference.compute(reference.mean_pool, x, mask, normalize=normalize)
+    assert_close(out, expected, 2e-6)  # in every dtype: sums and result are float32
+    if normalize:
+        np.testing.assert_allclose(np.linalg.norm(float64(out), axis=-1), 1.0, atol=1e-6)
+        assert np.all(cosines(out, expected) > 1 - 1e-9)
+
+
+@functools.cache
+def small_kernel():
+    """Compiled once for all masks: 37 tokens are ten blocks, the last ragged."""
+    return jax.jit(functools.partial(kernel, config=Config(block_s=4, num_warps=1)))
+
+
+bits = st.lists(st.integers(0, 1), min_size=37, max_size=37)
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(st.lists(bits, min_size=2, max_size=2), st.integers(0, 9))
+@hypothesis.example([[0] * 37, [1] * 37], 0)
+@hypothesis.example([[0] * 36 + [1], [1] + [0] * 36], 1)
+def test_any_mask(reference, mask, seed):
+    x, mask = operands((2, 37, 33), seed=seed)[0], jnp.asarray(mask, jnp.int32)
+    out = small_kernel()(x, mask)
+    expected = reference.compute(reference.mean_pool, x, mask)
+    for row in range(2):
+        if not np.any(mask[row]):
+            assert np.all(float64(out[row]) == 0.0)  # zero, and not NaN
+        else:
+            assert_close(out[row], expected[row], 2e-6)
+
+
+@pytest.mark.parametrize("garbage", [1e4, np.inf, -np.inf, np.nan])
+def test_padding_never_reaches_the_result(implementation, garbage):
+    x, mask = operands((3, 37, 33), seed=1)
+    mask = mask.at[1].set(0)
+    f = functools.partial(ops.mean_pool, mask=mask, implementation=implementation)
+    assert_equal(f(jnp.where(mask[:, :, None] == 0, garbage, x)), f(x))
+
+
+def test_nan_in_a_token_is_not_hidden(implementation):
+    x, mask = operands((2, 9, 33), seed=2)
+    mask = mask.at[:, 4].set(1)
+    out = float64(ops.mean_pool(x.at[0, 4, 5].set(np.nan), mask, implementation=implementation))
+    assert np.isnan(out[0, 5])
+    assert np.all(np.isfinite(out[1]))
+
+
+def test_boolean_mask(implementation):
+    x, mask = operands((2, 9, 33), seed=3)
+    f = functools.partial(ops.mean_pool, x, implementation=implementation)
+    assert_equal(f(mask.astype(bool)), f(mask))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-6, 1e15])  # the least is below epsilon, and stays below unit norm
+def test_tiny_and_huge_means(reference, implementation, scale):
+    x, mask = operands((3, 9, 33), seed=4)
+    x = x * scale
+    out = ops.mean_pool(x, mask, implementation=implementation)
+    assert_close(out, reference.compute(reference.mean_pool, x, mask), 2e-6)
+
+
+@pytest.mark.parametrize("block_s, num_warps", [(1, 1), (8, 2), (64, 4)])
+@pytest.mark.parametrize("shape", [(3, 37, 33), (2, 64, 64)], ids=str)
+def test_every_tile_config(shape, block_s, num_warps):
+    x, mask = operands(shape, seed=5)
+    out = kernel(x, mask, config=Config(block_s=block_s, num_warps=num_warps))
+    assert_close(out, ops.mean_pool(x, mask, implementation="xla"), 2e-6)
+
+
+@pytest.mark.parametrize("value", [0, -2, 3])
+@pytest.mark.parametrize("field", ["block_s", "num_warps"])
+def test_a_block_that_is_no_power_of_two_is_refused(field, value):
+    with pytest.raises(ValueError, match=rf"{field}={value} must be a power of two"):
+        Config(**{**dict(block_s=4, num_warps=1), field: value})
+
+
+@hypothesis.given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 70), st.integers(0, 9))
+def test_any_shape(batch, seq, width, seed):
+    x, mask = operands((batch, seq, width), seed=seed)
+    out = kernel(x, mask, normalize=False, config=Config(block_s=8, num_warps=1))
+    assert_close(out, ops.mean_pool(x, mask, normalize=False, implementation="xla"), 2e-6)
+
+
+def test_order_of_batch_and_of_tokens():
+    x, mask = operands((4, 37, 33), seed=6)
+    out = kernel(x, mask)
+    assert_equal(kernel(x[::-1], mask[::-1]), out[::-1])
+    order = np.random.default_rng(7).permutation(37)
+    assert_close(kernel(x[:, order], mask[:, order]), out, 1e-6)
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
+def test_gradients(reference, normalize):
+    x, mask = operands((3, 11, 22), seed=8)
+    mask = mask.at[1].set(0)  # a row with no token at all
+    cotangent = normal(np.random.default_rng(9), 3, 22)
+    kept = reference.tensor(mask)
+    expected = reference.gradients(lambda x: reference.mean_pool(x, kept, normalize=normalize), [x], cotangent)
+    assert np.all(expected[0][1] == 0.0)
+
+    def f(x):
+        return kernel(x, mask, normalize=normalize)
+
+    assert_gradients_close(f, [x], cotangent, expected, 3e-6)
