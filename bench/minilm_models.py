@@ -101,7 +101,7 @@ def flop(config: MiniLMConfig, batch: int, seq: int) -> float:
 
 
 def plain_jax(
-    checkpoint: Checkpoint, dtype: str, *, attention: Literal["xla", "cudnn"] = "xla"
+    checkpoint: Checkpoint, dtype: str, *, attention: Literal["einsum", "cudnn"] = "einsum"
 ) -> tuple[Any, Callable[..., jax.Array]]:
     """MiniLM in plain jax.numpy, with what a careful user does for speed: queries, keys and values in one product.
 
@@ -111,8 +111,8 @@ def plain_jax(
     Args:
       checkpoint: the tensors.
       dtype: fp32, fp16 or bf16.
-      attention: implementation of `jax.nn.dot_product_attention`. cudnn takes fp16 and bf16, and masks
-        without holes.
+      attention: einsum, written out; or cudnn, `jax.nn.dot_product_attention` with cuDNN, which takes fp16
+        and bf16 and masks without holes.
 
     Returns:
       The parameters, and the function of (parameters, ids, mask) that computes the embeddings.
@@ -162,9 +162,10 @@ def plain_jax(
         if attention == "cudnn":
             lengths = mask.sum(-1, dtype=jnp.int32)
             y = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation="cudnn")
-        else:
-            with jax.default_matmul_precision("highest" if precision else "default"):
-                y = jax.nn.dot_product_attention(q, k, v, mask=(mask != 0)[:, None, None, :], implementation="xla")
+            return y.reshape(batch, seq, -1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.where((mask != 0)[:, None, None, :], scores * q.shape[-1] ** -0.5, -1e30)
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(target), v, precision=precision)
         return y.reshape(batch, seq, -1)
 
     def embed(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
@@ -226,7 +227,7 @@ def torch_model(checkpoint: Checkpoint, dtype: str, device: str) -> Callable[...
     if wrong := [*unexpected, *(set(missing) - buffers)]:
         raise ValueError(f"the checkpoint does not fit transformers' BertModel: {', '.join(sorted(wrong))}")
     target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    model = model.to(device=device, dtype=target).eval()
+    model = model.to(device=device, dtype=target).eval().requires_grad_(False)
 
     def embed(ids: Any, mask: Any) -> Any:
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()

@@ -76,34 +76,33 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
-def comparison(result: Result, *, case_header: str = "B x S") -> str:
-    """Ours against the best of XLA and of torch, a row a case, the geometric means below.
+def comparison(result: Result) -> str:
+    """Ours against the best of XLA and of torch, a row a case, the geometric means below; a table a clock.
 
     The share of the ceiling is flop / device time over the matrix-product rate measured in the same run.
     """
     ceiling = result.ceilings.get("matmul_bf16_tflop_per_s")
-    clocks: list[tuple[str, Clock]] = [("device", device), ("wall", wall)]
-    header = [case_header, "dtype"]
-    for name, _ in clocks:
-        header += [f"{name}: ours, us", "XLA", "torch", "vs XLA", "vs torch"]
-    header += ["TFLOP/s", "of ceiling"]
-    rows = []
-    for case in result.cases:
-        row = [case.label.split()[0], case.dtype]
-        for _, clock in clocks:
-            figures = {family: best(case, family, clock) for family in FAMILIES}
-            row += [format_us(pair[1] if pair else None) for pair in figures.values()]
+    clocks: list[tuple[str, Clock]] = [("Device time", device), ("Wall time a call, many queued", wall)]
+    parts = []
+    for title, clock in clocks:
+        header = ["case", "ours, us", "XLA, us", "torch, us", "XLA / ours", "torch / ours"]
+        rows = []
+        for case in result.cases:
+            figures = [best(case, family, clock) for family in FAMILIES]
+            row = [case.label, *(format_us(pair[1] if pair else None) for pair in figures)]
             row += [format_ratio(speedup(case, family, clock)) for family in ("xla", "torch")]
-        ours = best(case, "ours", device)
-        rate = case.flop / ours[1].median_us / 1e6 if ours and case.flop else None
-        row += ["-" if rate is None else f"{rate:.3g}"]
-        row += [f"{100 * rate / ceiling:.0f}%" if rate and ceiling else "-"]
-        rows.append(row)
-    last = ["geomean", ""]
-    for _, clock in clocks:
-        last += ["", "", ""]
-        last += [format_ratio(mean_speedup(result.cases, family, clock)) for family in ("xla", "torch")]
-    return markdown(header, [*rows, [*last, "", ""]])
+            if clock is device:
+                rate = case.flop / figures[0][1].median_us / 1e6 if figures[0] and case.flop else None
+                row.append("-" if rate is None else f"{rate:.3g}")
+                row.append(f"{100 * rate / ceiling:.0f}%" if rate and ceiling else "-")
+            rows.append(row)
+        mean = ["geometric mean", "", "", ""]
+        mean += [format_ratio(mean_speedup(result.cases, family, clock)) for family in ("xla", "torch")]
+        if clock is device:
+            header += ["ours, TFLOP/s", "of the measured ceiling"]
+            mean += ["", ""]
+        parts.append(f"{title}:\n\n{markdown(header, [*rows, mean])}")
+    return "\n\n".join(parts)
 
 
 def entries(result: Result) -> str:
@@ -122,13 +121,13 @@ def entries(result: Result) -> str:
 
 
 def problems(result: Result) -> list[str]:
-    """A line for every candidate that gave no figure, with the reason."""
-    return [
-        f"{case.label}, {entry.name}: {entry.status}: {entry.message}"
-        for case in result.cases
-        for entry in case.entries
-        if entry.status != "ok"
-    ]
+    """A line for every candidate that gave no figure, with the reason and the cases that it is the reason for."""
+    labels: dict[tuple[str, str, str], list[str]] = {}
+    for case in result.cases:
+        for entry in case.entries:
+            if entry.status != "ok":
+                labels.setdefault((entry.name, entry.status, entry.message), []).append(case.label)
+    return [f"{name} {status}: {message} ({', '.join(of)})" for (name, status, message), of in labels.items()]
 
 
 def conditions(result: Result) -> str:
@@ -171,3 +170,19 @@ def rewrite(path: Path, tables: dict[str, str]) -> list[str]:
             text = replace_marked(text, name, content)
     path.write_text(text, encoding="utf-8")
     return absent
+
+
+def accuracy(result: Result) -> str:
+    """Agreement with the reference on real sentences, Spearman's correlation and sentences a second, by dtype."""
+    columns = {"min_cosine": ".6f", "mean_cosine": ".6f", "spearman": ".2f"}
+    columns |= {"encode_sentences_per_s": ",.0f", "forward_sentences_per_s": ",.0f"}
+    header = ["dtype", "lowest cosine", "mean cosine", "Spearman", "sentences/s, text in", "sentences/s, ids in"]
+    header.append("torch eager, ids in")
+    rows = []
+    for case in result.cases:
+        metrics = {entry.family: entry.metrics for entry in case.entries}
+        ours, torch = metrics.get("ours", {}), metrics.get("torch", {})
+        row = [case.dtype, *(f"{ours[name]:{form}}" if name in ours else "-" for name, form in columns.items())]
+        theirs = torch.get("forward_sentences_per_s")
+        rows.append([*row, f"{theirs:,.0f}" if theirs else "-"])
+    return markdown(header, rows)

@@ -61,15 +61,15 @@ class Candidate:
       call: `call(i)` queues the computation on input set number `i` (any integer, taken modulo the number of
         sets) and returns its output without waiting for it.
       wait: `wait(output)` returns once the output is there.
-      events: `events(f)` runs `f()` and returns the microseconds between CUDA events before and after what it
-        queued; None where the candidate's framework has no events.
+      events: `events(f)` runs `f()`, which queues work, and returns the microseconds between CUDA events before
+        and after that work; None where the candidate's framework has no events.
       launches_at_least: fewer kernels than this a call mean that CUPTI did not see them all, as can happen
         with a CUDA graph made before CUPTI was attached.
     """
 
     call: Callable[[int], Any]
     wait: Callable[[Any], None]
-    events: Callable[[Callable[[], None]], float] | None = None
+    events: Callable[[Callable[[], Any]], float] | None = None
     launches_at_least: int = 1
 
 
@@ -158,11 +158,15 @@ def split_calls(kernels: Sequence[Kernel], calls: int) -> list[list[Kernel]] | N
     return parts if all(part == names[0] for part in names) else None
 
 
-def _queue(candidate: Candidate, calls: int, first: int = 0) -> None:
+def _queue(candidate: Candidate, calls: int, first: int = 0) -> Any:
     output = None
     for i in range(first, first + calls):
         output = candidate.call(i)
-    candidate.wait(output)
+    return output
+
+
+def _run(candidate: Candidate, calls: int, first: int = 0) -> None:
+    candidate.wait(_queue(candidate, calls, first))
 
 
 class _Device:
@@ -180,7 +184,7 @@ class _Device:
         calls = self.budget.device_calls + 1
         if self.error is None:
             try:
-                kernels = record_kernels(lambda: _queue(self.candidate, calls), detach=detach)
+                kernels = record_kernels(lambda: _run(self.candidate, calls), detach=detach)
                 if len(kernels) < calls * self.candidate.launches_at_least:
                     raise DeviceTimerError(
                         f"CUPTI saw {len(kernels)} kernels in {calls} calls, expected at least"
@@ -235,17 +239,17 @@ def measure(
             failed[name] = error
 
     def warm_up(name: str) -> None:
-        _queue(candidates[name], 2)  # whatever is done once, on first use
+        _run(candidates[name], 2)  # whatever is done once, on first use
         start, done, batch = time.perf_counter(), 0, 1
         while (elapsed := time.perf_counter() - start) < budget.warmup_s or not done:
-            _queue(candidates[name], batch, first=done)
+            _run(candidates[name], batch, first=done)
             done += batch
             batch = min(2 * batch, 64)
         calls[name] = int(np.clip(round(budget.block_s * done / elapsed) if elapsed else 1, 3, 1000))
 
     def wall_block(name: str) -> None:
         start = time.perf_counter()
-        _queue(candidates[name], calls[name])
+        _run(candidates[name], calls[name])
         walls[name].append(1e6 * (time.perf_counter() - start) / calls[name])
 
     for name in candidates:

@@ -1,0 +1,256 @@
+"""The STS benchmark's sentences through the real MiniLM: are the embeddings right, and how many a second.
+
+Every distinct sentence is embedded in each dtype by `Encoder.encode` and compared with the float32 torch model;
+Spearman's correlation of the cosine of each test pair with its human score must be the published one.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import datetime
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+
+import weights
+from bench import environment, minilm_models, results, tables
+from bench.minilm import error_of, parse_dtypes
+from bench.minilm_models import DTYPES, Checkpoint
+from bench.results import Accuracy, Case, Entry
+from pallas_models import minilm
+from pallas_models.encoder import Encoder
+
+HELP = "MiniLM on real sentences: accuracy against torch, Spearman's correlation, sentences a second"
+NAME = "sts"
+
+FILES = ("stsb-en-test.csv", "stsb-en-dev.csv")
+LIMITS = {"fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}  # on 1 - cosine, for every sentence
+SPEARMAN, SPEARMAN_TOLERANCE = 82.0, 0.1  # published for all-MiniLM-L6-v2: 82.03
+PASSES = 5  # over all sentences, of which the median time counts
+
+Pair = tuple[str, str, float]
+Batch = tuple[list[int], np.ndarray, np.ndarray]  # rows, ids, mask
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `python -m bench sts`."""
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with {' and '.join(FILES)}")
+    parser.add_argument("--dtype", type=parse_dtypes, default=list(DTYPES), help="fp32, fp16, bf16 or all")
+    parser.add_argument("--weights", help="checkpoint folder, or tensor file with config.json beside it")
+    parser.add_argument("--batch-size", type=int, default=512, help="sentences computed at a time")
+    parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument(
+        "--throughput",
+        action=argparse.BooleanOptionalAction,
+        help="measure sentences a second; by default on a GPU",
+    )
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Reads rows of sentence1, sentence2, score.
+
+    Raises:
+      ValueError: a row is something else; names the file and the row.
+    """
+    pairs = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.reader(file), start=1):
+            try:
+                first, second, score = row
+                pairs.append((first, second, float(score)))
+            except ValueError:
+                message = f"{path}, row {number}: expected sentence1, sentence2, score, got {row!r:.100}"
+                raise ValueError(message) from None
+    return pairs
+
+
+def batches(tokens: Sequence[Sequence[int]], batch_size: int, step: int = 8) -> Iterator[Batch]:
+    """Groups sentences by length and pads each batch to its longest, rounded up to a multiple of `step`.
+
+    Yields:
+      The rows of the batch, and ids and mask, int32 (batch_size, length), with empty sentences at the end of a
+      batch that is not full, so that few shapes occur.
+    """
+    order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]), reverse=True)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        length = -(-len(tokens[rows[0]]) // step) * step
+        ids, mask = np.zeros((2, batch_size, length), np.int32)
+        for i, row in enumerate(rows):
+            ids[i, : len(tokens[row])] = tokens[row]
+            mask[i, : len(tokens[row])] = 1
+        yield rows, ids, mask
+
+
+def reference(checkpoint: Checkpoint, tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, str]:
+    """Float32 embeddings by torch, or by plain JAX without torch; and which it was."""
+    missing = minilm_models.torch_missing()
+    if missing:
+        params, function = minilm_models.plain_jax(checkpoint, "fp32")
+        embed, name = functools.partial(jax.jit(function), params), f"plain JAX ({missing})"
+    else:
+        import torch
+
+        model, name = minilm_models.torch_model(checkpoint, "fp32", "cpu"), "torch"
+
+        def embed(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+            return model(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
+
+    output = np.empty((len(tokens), checkpoint.config.hidden_size), np.float32)
+    for rows, ids, mask in batches(tokens, batch_size=64):
+        output[rows] = np.asarray(embed(ids, mask))[: len(rows)]
+    return output, f"{name}, float32"
+
+
+def spearman(embeddings: np.ndarray, index: dict[str, int], pairs: Sequence[Pair]) -> float:
+    """100 times Spearman's rank correlation of the cosines of the pairs with their scores."""
+    from scipy import stats
+
+    first, second = (embeddings[[index[pair[side]] for pair in pairs]] for side in (0, 1))
+    norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
+    cosines = np.sum(first.astype(np.float64) * second, axis=-1) / norms
+    return 100 * float(stats.spearmanr(cosines, [score for *_, score in pairs]).statistic)
+
+
+def rate(run: Callable[[], Any], sentences: int) -> float:
+    """Sentences a second of `run`, which embeds all of them, after one pass to warm up."""
+    run()
+    seconds = []
+    for _ in range(PASSES):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return sentences / float(np.median(seconds))
+
+
+def forward_rate(checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int) -> float:
+    """Sentences a second of the forward pass alone: ids on the device, sorted by length, all batches queued."""
+    params = checkpoint.params(dtype)
+    embed = jax.jit(functools.partial(minilm.embed, config=checkpoint.config))
+    inputs = jax.device_put([(ids, mask) for _, ids, mask in batches(tokens, batch_size)])
+    examples = {ids.shape: (ids, mask) for ids, mask in inputs}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(lambda pair: embed.lower(params, *pair).compile(), examples.values())
+        programs = dict(zip(examples, compiled, strict=True))
+    return rate(
+        lambda: jax.block_until_ready([programs[ids.shape](params, ids, mask) for ids, mask in inputs]),
+        len(tokens),
+    )
+
+
+def torch_forward_rate(
+    checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int
+) -> float:
+    """The same with torch, eager, on its CUDA device."""
+    import torch
+
+    model = minilm_models.torch_model(checkpoint, dtype, "cuda")
+    inputs = [
+        tuple(torch.from_numpy(x[: len(rows)]).cuda().long() for x in pair)
+        for rows, *pair in batches(tokens, batch_size, step=1)
+    ]
+
+    def run() -> None:
+        for ids, mask in inputs:
+            model(ids, mask)
+        torch.cuda.synchronize()
+
+    return rate(run, len(tokens))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark; returns the exit code, 1 if a target was missed."""
+    try:
+        data = {name: read_pairs(args.data / name) for name in FILES}
+        found = weights.resolve() if args.weights is None else weights.resolve(args.weights)
+        checkpoint = minilm_models.load_checkpoint(found)
+    except (OSError, ValueError) as error:
+        print(f"{error}")
+        return 2
+    gpu = environment.has_gpu()
+    throughput = gpu if args.throughput is None else args.throughput
+    sentences = list(dict.fromkeys(s for pairs in data.values() for pair in pairs for s in pair[:2]))
+    index = {sentence: i for i, sentence in enumerate(sentences)}
+    folder = found if found.is_dir() else found.parent
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(256)  # as the model's sentence_bert_config.json says
+    tokens = [encoding.ids for encoding in tokenizer.encode_batch(sentences)]
+    expected, by = reference(checkpoint, tokens)
+    pairs = data[FILES[0]]
+    correlation = spearman(expected, index, pairs)
+    print(
+        f"{len(sentences)} distinct sentences, {np.mean([len(t) for t in tokens]):.1f} tokens on average;"
+        f" reference: {by}, Spearman {correlation:.2f} on the {len(pairs)} test pairs"
+    )
+    result = results.Result(
+        benchmark=NAME,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        partial=not gpu or set(args.dtype) != set(DTYPES),
+        environment=environment.describe(),
+        ceilings={},
+        settings={"weights": checkpoint.origin, "reference": by, "batch size": str(args.batch_size)},
+        cases=[],
+    )
+    for dtype in args.dtype:
+        encoder = Encoder.from_pretrained(found, dtype=DTYPES[dtype])
+        encode = functools.partial(encoder.encode, sentences, batch_size=args.batch_size, show_progress_bar=False)
+        output = encode()
+        distance, correlation = error_of(output, expected), spearman(output, index, pairs)
+        metrics = {
+            "min_cosine": 1 - distance,
+            "mean_cosine": float(np.mean(np.sum(output.astype(np.float64) * expected, axis=-1))),
+            "spearman": correlation,
+        }
+        missed = []
+        if distance > LIMITS[dtype]:
+            missed.append(f"the lowest cosine is {1 - distance:.7f}, must be {1 - LIMITS[dtype]:g}")
+        if not abs(correlation - SPEARMAN) <= SPEARMAN_TOLERANCE:
+            missed.append(f"Spearman is {correlation:.2f}, must be {SPEARMAN} +- {SPEARMAN_TOLERANCE}")
+        print(
+            f"{dtype}: cosine min {1 - distance:.7f}, mean {metrics['mean_cosine']:.7f};"
+            f" Spearman {correlation:.2f}; {'MISSED: ' + '; '.join(missed) if missed else 'ok'}",
+            flush=True,
+        )
+        theirs = []
+        if throughput:
+            metrics["encode_sentences_per_s"] = rate(encode, len(sentences))
+            metrics["forward_sentences_per_s"] = forward_rate(checkpoint, dtype, tokens, args.batch_size)
+            line = f"{dtype}: {metrics['encode_sentences_per_s']:.0f} sentences/s end to end,"
+            line += f" {metrics['forward_sentences_per_s']:.0f} forward only"
+            if gpu and not minilm_models.torch_missing():
+                theirs.append(torch_entry(checkpoint, dtype, tokens, args.batch_size))
+                line += f"; torch eager {theirs[0].metrics.get('forward_sentences_per_s', float('nan')):.0f}"
+            print(line, flush=True)
+        entry = Entry(
+            name="pallas" if gpu else "xla-ops",
+            family="ours",
+            status="wrong" if missed else "ok",
+            message="; ".join(missed),
+            accuracy=Accuracy(measure="1 - cosine", value=distance, limit=LIMITS[dtype]),
+            metrics=metrics,
+        )
+        sizes = {"sentences": len(sentences)}
+        result.cases.append(Case(label=dtype, dtype=dtype, shape=sizes, flop=None, entries=[entry, *theirs]))
+        path = results.save(result, args.output)
+    for line in tables.problems(result):
+        print(line)
+    print(f"results: {path}")
+    return int(any(case.entries[0].status != "ok" for case in result.cases))
+
+
+def torch_entry(checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int) -> Entry:
+    """What torch reaches on the same sentences."""
+    common = dict(name="torch-eager", family="torch")
+    try:
+        found = torch_forward_rate(checkpoint, dtype, tokens, batch_size)
+    except (RuntimeError, ValueError) as error:  # CUDA's errors are RuntimeError
+        return Entry(status="failed", message=f"{type(error).__name__}: {error}"[:300], **common)
+    return Entry(status="ok", metrics={"forward_sentences_per_s": found}, **common)
