@@ -1,17 +1,21 @@
 """What the tests share: where they run, random inputs, the error metric and its tolerances."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "triton" if ON_GPU else "interpret"
 
 # Bounds on ||out - expected|| / ||expected|| for one op. Rounding the result alone costs about 2e-4 in
 # float16 and 1.7e-3 in bfloat16; inner roundings (attention weights, unfused norms) may add twice that.
+TRITON_CALL = "__gpu$xla.gpu.triton"  # the custom call that a Triton kernel is lowered to
+
 TOLERANCE = {"float32": 3e-6, "float16": 8e-4, "bfloat16": 6e-3}
 
 
@@ -88,3 +92,9 @@ def cosines(a: Any, b: Any) -> np.ndarray:
     """The cosine of each row of `a` with the same row of `b`."""
     a, b = float64(a), float64(b)
     return np.sum(a * b, -1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+
+
+def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:
+    """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
+    device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -1,0 +1,135 @@
+"""One small call of every op, for tests of what all ops have in common; none of them needs torch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_models import ops
+from pallas_models.kernels.triton import matmul_layer_norm as fused
+from parity.common import normal, random_mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`function(*arrays, implementation=...)`; the first `floats` arrays can be differentiated.
+
+    The first axis of `arrays[i]` for i in `batched` is a batch: it can be mapped over.
+    """
+
+    name: str
+    function: Callable[..., jax.Array]
+    make: Callable[[int, str], tuple[jax.Array, ...]]
+    floats: int
+    batched: tuple[int, ...] = (0,)
+
+    def arrays(self, dtype: str = "float32", size: int = 1) -> tuple[jax.Array, ...]:
+        """Random operands; `size` multiplies the odd sizes, so that size 16 needs no masks."""
+        return self.make(size, dtype)
+
+    def __call__(self, implementation: str | None, **options: Any) -> Callable[..., jax.Array]:
+        return lambda *arrays: self.function(*arrays, implementation=implementation, **options)
+
+
+def _sizes(size: int) -> tuple[int, int, int, int]:
+    """batch, tokens, inputs, outputs: odd, or multiples of 16."""
+    return (2, 7, 33, 21) if size == 1 else (2, 4 * size, 2 * size, 4 * size)
+
+
+def _linear(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, n = _sizes(size)
+    rng = np.random.default_rng(20)
+    return (
+        normal(rng, b, s, k, dtype=dtype),
+        normal(rng, b, s, n, dtype=dtype),
+        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, n, dtype=dtype, shift=0.5),
+    )
+
+
+def _linear_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    n = _sizes(size)[-1]
+    rng = np.random.default_rng(21)
+    return (
+        *_linear(size, dtype),
+        normal(rng, n, dtype=dtype, shift=1, scale=0.3),
+        normal(rng, n, dtype=dtype),
+    )
+
+
+def _norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, _, n = _sizes(size)
+    rng = np.random.default_rng(22)
+    return (
+        normal(rng, b, s, n, dtype=dtype),
+        normal(rng, b, s, n, dtype=dtype),
+        normal(rng, n, dtype=dtype, shift=1, scale=0.3),
+        normal(rng, n, dtype=dtype),
+    )
+
+
+def _attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, _, _ = _sizes(size)
+    rng = np.random.default_rng(23)
+    return normal(rng, b, s, 3 * 2 * (48 if size == 1 else 32), dtype=dtype), random_mask(rng, b, s)
+
+
+def _pooling(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, _, n = _sizes(size)
+    rng = np.random.default_rng(24)
+    return normal(rng, b, s, n, dtype=dtype), random_mask(rng, b, s)
+
+
+def _embedding(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, _, n = _sizes(size)
+    rng = np.random.default_rng(25)
+    return (
+        normal(rng, 50, n, dtype=dtype),
+        normal(rng, s + 2, n, dtype=dtype),
+        normal(rng, 3, n, dtype=dtype),
+        normal(rng, n, dtype=dtype, shift=1, scale=0.3),
+        normal(rng, n, dtype=dtype),
+        jnp.asarray(rng.integers(0, 50, (b, s)), jnp.int32),
+        jnp.asarray(rng.integers(0, 3, (b, s)), jnp.int32),
+    )
+
+
+def _call_matmul(x, residual, w, bias, **options):
+    return ops.matmul(x, w, bias=bias, residual=residual, activation="gelu", **options)
+
+
+def _call_matmul_layer_norm(x, residual, w, bias, scale, offset, **options):
+    return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, epsilon=0.1, **options)
+
+
+def _call_fused_matmul_layer_norm(x, residual, w, bias, scale, offset, **options):
+    config = fused.Config(block_m=16, block_n=-(-w.shape[1] // 16) * 16, block_k=32, num_warps=4, num_stages=2)
+    return _call_matmul_layer_norm(x, residual, w, bias, scale, offset, config=config, **options)
+
+
+def _call_layer_norm(x, residual, scale, bias, **options):
+    return ops.layer_norm(x, scale, bias, residual=residual, epsilon=0.1, **options)
+
+
+def _call_attention(qkv, mask, **options):
+    return ops.attention(qkv, num_heads=2, mask=mask, **options)
+
+
+def _call_embed_tokens(word, position, token_type, scale, bias, ids, types, **options):
+    return ops.embed_tokens(
+        ids, word, position, token_type, scale, bias, token_type_ids=types, epsilon=0.1, **options
+    )
+
+
+CALLS = [
+    Call("matmul", _call_matmul, _linear, 4, (0, 1)),
+    Call("matmul_layer_norm", _call_matmul_layer_norm, _linear_norm, 6, (0, 1)),
+    Call("matmul_layer_norm_fused", _call_fused_matmul_layer_norm, _linear_norm, 6, (0, 1)),
+    Call("layer_norm", _call_layer_norm, _norm, 4, (0, 1)),
+    Call("attention", _call_attention, _attention, 1, (0, 1)),
+    Call("embed_tokens", _call_embed_tokens, _embedding, 5, (5, 6)),
+    Call("mean_pool", ops.mean_pool, _pooling, 1, (0, 1)),
+]

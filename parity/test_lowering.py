@@ -1,0 +1,73 @@
+"""Every kernel lowered for CUDA GPUs on any machine: one that cannot be expressed in Triton fails here.
+
+What only the GPU's own compiler finds, such as too much shared memory, is left to the runs on CUDA.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_models import minilm
+from parity.calls import CALLS, Call
+from parity.common import TOLERANCE, TRITON_CALL, cuda_device
+
+HOPPER, AMPERE = ("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108)
+DEVICES = [
+    HOPPER,
+    AMPERE,
+    ("NVIDIA GeForce RTX 3090", 82),
+    ("NVIDIA L40", 142),
+    ("NVIDIA B200", 148),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188),
+]
+
+
+def lowered_for_cuda(function, *arrays) -> str:
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("size", [1, 16], ids=["odd", "even"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+def test_every_op_lowers_to_triton(device, call: Call, dtype, size):
+    with cuda_device(*device):
+        text = lowered_for_cuda(call("triton"), *call.arrays(dtype, size))
+    kernels = 2 if call.name == "matmul_layer_norm" else 1  # where it is not fused
+    assert 1 <= text.count(f"@{TRITON_CALL}") <= kernels
+    assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_the_default_is_triton_on_cuda_and_xla_elsewhere(call: Call):
+    arrays = call.arrays()
+    with cuda_device(*HOPPER):
+        on_cuda = lowered_for_cuda(call(None), *arrays)
+    assert f"@{TRITON_CALL}" in on_cuda
+    assert "stablehlo.dot_general" not in on_cuda
+    on_cpu = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cpu",)).as_text()
+    assert TRITON_CALL not in on_cpu
+    assert TRITON_CALL not in lowered_for_cuda(call("xla"), *arrays)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@pytest.mark.parametrize(
+    "dtype, batch, seq",
+    [
+        ("float16", 64, 128),  # many rows: the large tiles
+        ("bfloat16", 3, 77),  # odd
+        ("float32", 1, 16),  # few rows
+    ],
+)
+def test_minilm_is_nothing_but_triton_kernels(device, dtype, batch, seq):
+    config = minilm.MiniLMConfig(num_layers=1)  # all layers are alike
+    params = jax.eval_shape(lambda: minilm.init(jax.random.key(0), config, dtype=dtype))
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    with cuda_device(*device):
+        text = lowered_for_cuda(
+            lambda params, ids, mask: minilm.embed(params, ids, mask, config=config), params, tokens, tokens
+        )
+    # embedding, QKV, attention, projection and norm (one or two), MLP (two or three), pooling
+    assert 7 <= text.count(f"@{TRITON_CALL}") <= 9
+    for operation in ("dot_general", "convolution", "reduce", "exponential", "gather"):
+        assert f"stablehlo.{operation}" not in text

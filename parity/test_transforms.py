@@ -1,0 +1,170 @@
+"""Every op and the encoder under jit, vmap, grad and export, each against its plain-XLA form."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from pallas_models import minilm, ops
+from parity.calls import CALLS, Call
+from parity.common import KERNEL, ON_GPU, TRITON_CALL, assert_close, assert_equal, cuda_device, normal, random_mask
+
+every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+def stacked(arrays, which, copies=3):
+    """`arrays` with those in `which` replaced by different ones stacked on a new first axis."""
+
+    def stack(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.stack([jnp.roll(x, i, axis=-1) for i in range(copies)])
+        return jnp.stack([x * (1 + 0.25 * i) for i in range(copies)])
+
+    return [stack(x) if i in which else x for i, x in enumerate(arrays)]
+
+
+@every_op
+def test_jit(call: Call):
+    arrays = call.arrays()
+    out = jax.jit(call(KERNEL))(*arrays)
+    assert_close(out, call("xla")(*arrays), 2e-6)
+    assert_close(call(KERNEL)(*arrays), out, 5e-7)
+
+
+@every_op
+@pytest.mark.parametrize("implementation", [KERNEL, None])
+def test_vmap_over_inputs_and_over_everything(call: Call, implementation):
+    arrays = call.arrays()
+    for which in (set(call.batched), set(range(len(arrays)))):
+        axes = [0 if i in which else None for i in range(len(arrays))]
+        mapped = stacked(arrays, which)
+        out = jax.jit(jax.vmap(call(implementation), axes))(*mapped)
+        xla = jax.jit(call("xla"))
+        expected = [xla(*(x[j] if i in which else x for i, x in enumerate(mapped))) for j in range(3)]
+        assert_close(out, jnp.stack(expected), 2e-6)
+
+
+@pytest.mark.parametrize("in_axis, out_axis", [(1, 2), (2, 0)])
+def test_vmap_over_another_axis(in_axis, out_axis):
+    x, _, w, bias = CALLS[0].arrays()
+    x = x[..., None] * jnp.asarray([1.0, -0.5, 2.0])  # (batch, tokens, inputs, 3)
+    x = jnp.moveaxis(x, -1, in_axis)
+
+    def f(implementation):
+        one = functools.partial(ops.matmul, w=w, bias=bias, implementation=implementation)
+        return jax.jit(jax.vmap(one, in_axis, out_axis))
+
+    assert_close(f(KERNEL)(x), f("xla")(x), 2e-6)
+
+
+@every_op
+@pytest.mark.parametrize("implementation", [KERNEL, None])
+def test_grad_of_vmap_under_jit(call: Call, implementation):
+    arrays = call.arrays()
+    which = set(call.batched)
+    axes = [0 if i in which else None for i in range(len(arrays))]
+    mapped = stacked(arrays, which)
+    floats, rest = mapped[: call.floats], mapped[call.floats :]
+    weights = normal(np.random.default_rng(30), *call("xla")(*arrays).shape)
+
+    def loss(implementation):
+        return lambda *floats: jnp.sum(jax.vmap(call(implementation), axes)(*floats, *rest) * weights)
+
+    argnums = tuple(range(call.floats))
+    gradients = jax.jit(jax.value_and_grad(loss(implementation), argnums))(*floats)
+    expected = jax.jit(jax.value_and_grad(loss("xla"), argnums))(*floats)
+    for out, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert_close(out, wanted, 1e-5)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_have_the_dtype_of_their_arguments(call: Call, dtype):
+    arrays = call.arrays(dtype)
+    floats, rest = arrays[: call.floats], arrays[call.floats :]
+    out, pullback = jax.vjp(lambda *floats: call(KERNEL)(*floats, *rest), *floats)
+    gradients = pullback(normal(np.random.default_rng(33), *out.shape, dtype=str(out.dtype)))
+    for x, gradient in zip(floats, gradients, strict=True):
+        assert gradient.dtype == x.dtype
+        assert np.all(np.isfinite(gradient.astype("float32")))
+        assert np.any(gradient != 0)
+
+
+def test_constants_and_numpy_arrays_under_jit():
+    # Values that are known while a function is traced are still constants of it.
+    rng = np.random.default_rng(31)
+    x, mask = normal(rng, 2, 7, 33), random_mask(rng, 2, 7)
+    out = jax.jit(lambda x: ops.mean_pool(x, np.asarray(mask), implementation=KERNEL))(x)
+    assert_equal(out, ops.mean_pool(np.asarray(x), mask, implementation=KERNEL))
+    assert_equal(jax.jit(lambda x: ops.mean_pool(x, mask, implementation=KERNEL))(x), out)
+
+
+@every_op
+def test_an_empty_batch_gives_an_empty_result(call: Call):
+    arrays = [x[:0] if i in call.batched else x for i, x in enumerate(call.arrays())]
+    out = call(KERNEL)(*arrays)
+    assert out.shape == call("xla")(*arrays).shape
+    assert out.shape[0] == 0
+
+
+def encoder():
+    """A small encoder with nothing left at its initial zeros and ones, and a batch for it."""
+    config = minilm.MiniLMConfig(
+        vocab_size=50, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=20
+    )
+    rng = np.random.default_rng(32)
+    params = jax.tree.map(lambda x: x + normal(rng, *x.shape, scale=0.2), minilm.init(jax.random.key(1), config))
+    ids, mask = jnp.asarray(rng.integers(0, 50, (3, 9)), jnp.int32), random_mask(rng, 3, 9)
+    return lambda i: lambda p, ids, mask: minilm.embed(p, ids, mask, config=config, implementation=i), (
+        params,
+        ids,
+        mask,
+    )
+
+
+@pytest.mark.parametrize("implementation", [KERNEL, None])
+def test_encoder_under_vmap(implementation):
+    embed, (params, ids, mask) = encoder()
+    several, masks = jnp.stack([ids, ids[::-1]]), jnp.stack([mask, mask])
+    out = jax.jit(jax.vmap(embed(implementation), (None, 0, 0)))(params, several, masks)
+    xla = jax.jit(embed("xla"))
+    expected = [xla(params, several[i], mask) for i in range(2)]
+    assert_close(out, jnp.stack(expected), 5e-6)
+    # An ensemble: the same sentences through several sets of parameters.
+    ensemble = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
+    out = jax.jit(jax.vmap(embed(implementation), (0, None, None)))(ensemble, ids, mask)
+    expected = [xla(jax.tree.map(lambda x, i=i: x[i], ensemble), ids, mask) for i in range(2)]
+    assert_close(out, jnp.stack(expected), 5e-6)
+
+
+def round_trip(function, arrays, platform: str, **options) -> export.Exported:
+    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: jax.export serialises with it")
+    exported = export.export(jax.jit(function), platforms=[platform], **options)(*arrays)
+    restored = export.deserialize(exported.serialize())
+    assert restored.platforms == (platform,)
+    assert [a.shape for a in restored.out_avals] == [a.shape for a in exported.out_avals]
+    return restored
+
+
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_export_for_cpu(implementation):
+    embed, arrays = encoder()
+    restored = round_trip(embed(implementation), arrays, "cpu")
+    assert TRITON_CALL not in restored.mlir_module()
+    on_cpu = jax.device_put(arrays, jax.devices("cpu")[0])
+    assert_close(restored.call(*on_cpu), jax.jit(embed("xla"))(*arrays), 5e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_export_for_cuda(implementation):
+    embed, arrays = encoder()
+    allowed = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+    with cuda_device("NVIDIA H200", 132):
+        restored = round_trip(embed(implementation), arrays, "cuda", disabled_checks=allowed)
+        kernels = restored.mlir_module().count(f"@{TRITON_CALL}")
+    assert 7 <= kernels <= 9
+    if ON_GPU:
+        assert_close(restored.call(*arrays), jax.jit(embed("xla"))(*arrays), 5e-6)
