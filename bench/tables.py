@@ -85,6 +85,8 @@ def comparison(result: Result) -> str:
     clocks: list[tuple[str, Clock]] = [("Device time", device), ("Wall time a call, many queued", wall)]
     parts = []
     for title, clock in clocks:
+        if not any(clock(entry) for case in result.cases for entry in case.entries):
+            continue  # no GPU, no device time
         header = ["case", "ours, us", "XLA, us", "torch, us", "XLA / ours", "torch / ours"]
         rows = []
         for case in result.cases:

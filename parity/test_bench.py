@@ -1,0 +1,399 @@
+"""The benchmarks' own logic: statistics, timing, result files, tables, and what commands say when they cannot."""
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import __main__ as cli
+from bench import environment, minilm_models, report, results, sts, tables, timing
+from bench import minilm as benchmark
+from bench.results import Accuracy, Case, Entry, Kernel, Result, ResultError
+from bench.timing import Budget, Candidate, DeviceTimerError, Timing
+from pallas_models import minilm
+from pallas_models.minilm import MiniLMConfig
+
+TINY = MiniLMConfig(
+    vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=24
+)
+FAST = Budget(warmup_s=0.001, block_s=0.001, wall_samples=5, device_groups=2, device_calls=3)
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> minilm_models.Checkpoint:
+    """A small random encoder, which the commands load in place of the real one, on a machine without GPU."""
+    tiny = minilm_models.Checkpoint(tensors=minilm_models.random_tensors(TINY), config=TINY, origin="random")
+    monkeypatch.setattr(minilm_models, "load_checkpoint", lambda path: tiny)
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(timing, "QUICK", FAST)
+    return tiny
+
+
+def entry(family: str, us: float, **changes: object) -> Entry:
+    time = Timing(median_us=us, p20_us=0.9 * us, p80_us=1.1 * us, samples=24, method="cupti")
+    fields = dict(name=f"{family}-{us:g}", family=family, status="ok", device=time, wall=time)
+    return Entry(**{**fields, **changes})
+
+
+def make_result(**changes: object) -> Result:
+    lost = dict(device=None, wall=None, message="out of memory", status="failed")
+    cases = [
+        Case(
+            label=label,
+            dtype="fp16",
+            shape={"batch": 1, "seq": 16},
+            flop=8e8,
+            entries=[
+                entry("ours", 10.0, kernels=[Kernel(name="k", us=10.0)], compile_s=1.5),
+                entry("xla", xla, accuracy=Accuracy(measure="1 - cosine", value=1e-6, limit=1e-5)),
+                entry("xla", 50.0),
+                entry("torch", 40.0),
+                entry("torch", 1.0, name="torch-graph", **lost),
+            ],
+        )
+        for label, xla in (("1x16 fp16", 20.0), ("1x128 fp16", 45.0))
+    ]
+    fields = dict(
+        benchmark="minilm",
+        date="2026-11-20T12:00:00+00:00",
+        partial=False,
+        environment={"device": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc123"},
+        ceilings={"matmul_bf16_tflop_per_s": 800.0, "copy_tb_per_s": 4.2},
+        settings={"weights": "random"},
+        cases=cases,
+    )
+    return Result(**{**fields, **changes})
+
+
+class TestTiming:
+    def test_summary(self):
+        time = Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0], "wall")
+        assert (time.median_us, time.p20_us, time.p80_us, time.samples) == (3.5, 2.0, 5.0, 6)
+        with pytest.raises(ValueError, match="no samples"):
+            Timing.of([], "wall")
+
+    def test_split_calls(self):
+        kernels = [("a", 1.0), ("b", 2.0)] * 3
+        assert timing.split_calls(kernels, 3) == [[("a", 1.0), ("b", 2.0)]] * 3
+        assert timing.split_calls(kernels, 4) is None
+        assert timing.split_calls([("a", 1.0), ("a", 1.0), ("b", 1.0), ("a", 1.0)], 2) is None
+
+    def measure(self, monkeypatch, record, **candidate):
+        queued = []
+
+        def record_kernels(run, *, detach):
+            queued.clear()
+            run()
+            return record(len(queued))
+
+        monkeypatch.setattr(timing, "record_kernels", record_kernels)
+        fake = Candidate(call=queued.append, wait=lambda _: None, **candidate)
+        return timing.measure({"fake": fake}, FAST)["fake"]
+
+    def test_device_time_is_the_sum_of_the_kernels(self, monkeypatch):
+        found = self.measure(monkeypatch, lambda calls: [("a", 3.0), ("b", 4.0)] * calls)
+        assert found.device == Timing(median_us=7.0, p20_us=7.0, p80_us=7.0, samples=6, method="cupti")
+        assert found.kernels == [("a", 3.0), ("b", 4.0)]
+        assert found.wall.samples == FAST.wall_samples and found.wall.method == "wall"
+
+    def test_calls_that_differ_are_averaged(self, monkeypatch):
+        found = self.measure(monkeypatch, lambda calls: [("a", 3.0)] * calls + [("once", 4.0)])
+        assert found.device.method == "cupti_mean" and found.device.median_us == 4.0
+        assert found.device.samples == FAST.device_groups and not found.kernels
+
+    def test_kernels_that_cupti_does_not_see(self, monkeypatch):
+        def events(queue):
+            queue()
+            return 500.0
+
+        found = self.measure(
+            monkeypatch, lambda calls: [("copy", 1.0)] * calls, events=events, launches_at_least=2
+        )
+        assert found.device.method == "cuda_events" and found.device.samples == 6
+
+    def test_without_cupti_or_events(self, monkeypatch):
+        def record(calls):
+            raise DeviceTimerError("another profiler is attached")
+
+        found = self.measure(monkeypatch, record)
+        assert found.device == found.wall and found.device.method == "wall"
+
+    def test_a_failure_stops_nobody_else(self):
+        def fail(i):
+            if i > 2:
+                raise RuntimeError("illegal address")
+
+        good = Candidate(call=lambda i: i, wait=lambda _: None)
+        found = timing.measure({"bad": dataclasses.replace(good, call=fail), "good": good}, FAST, on_device=False)
+        assert isinstance(found["bad"], RuntimeError)
+        assert found["good"].device is None and found["good"].wall.median_us > 0
+
+    def test_record_kernels(self, monkeypatch):
+        from jax.experimental.mosaic.gpu import profiler
+
+        log = []
+        cupti = types.SimpleNamespace(
+            _cupti_init=lambda: log.append("start"),
+            _cupti_get_timings=lambda detach: log.append(f"stop {detach}") or [("k", 0.25)],
+        )
+        monkeypatch.setattr(profiler, "mosaic_gpu_lib", types.SimpleNamespace(_mosaic_gpu_ext=cupti))
+        assert timing.record_kernels(lambda: log.append("run"), detach=True) == [("k", 250.0)]  # ms to us
+        assert log == ["start", "run", "stop True"]
+
+        cupti._cupti_get_timings = lambda detach: []
+        with pytest.raises(DeviceTimerError, match="no kernel"):
+            timing.record_kernels(lambda: None, detach=False)
+
+        def busy():
+            raise RuntimeError("another subscriber is active")
+
+        cupti._cupti_init = busy
+        with pytest.raises(DeviceTimerError, match="another subscriber"):
+            timing.record_kernels(lambda: None, detach=False)
+        monkeypatch.setattr(profiler, "mosaic_gpu_lib", None)
+        with pytest.raises(DeviceTimerError, match="no CUPTI"):
+            timing.record_kernels(lambda: None, detach=False)
+
+
+class TestResults:
+    def test_round_trip(self, tmp_path):
+        result = make_result()
+        path = results.save(result, tmp_path)
+        assert path == tmp_path / "nvidia-h200" / "minilm.json"
+        assert results.load(path) == result
+        assert [p.name for p in path.parent.iterdir()] == ["minilm.json"]
+
+    def test_partial_results_do_not_replace_complete_ones(self, tmp_path):
+        assert results.save(make_result(partial=True), tmp_path).name == "minilm.partial.json"
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda d: d.update(format="other"), "is not a benchmark result"),
+            (lambda d: d.update(version=99), "version 99"),
+            (lambda d: d.pop("cases"), "lacks cases"),
+            (lambda d: d.update(more=1), "unknown field more"),
+            (lambda d: d.update(partial="no"), "partial: expected bool, got 'no'"),
+            (lambda d: d["ceilings"].update(copy="fast"), "ceilings.copy: expected float, got 'fast'"),
+            (lambda d: d["cases"][1]["entries"][0].pop("status"), r"cases\[1\].entries\[0\]: lacks status"),
+            (lambda d: d["cases"][0]["entries"][0].update(status="fine"), "expected one of ok, wrong"),
+            (lambda d: d["cases"][0].update(entries={}), r"cases\[0\].entries: expected list, got {}"),
+            (lambda d: d["cases"][0]["entries"][0].update(wall=3), "wall: expected an object, got 3"),
+        ],
+    )
+    def test_invalid(self, tmp_path, change, message):
+        path = results.save(make_result(), tmp_path)
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+        with pytest.raises(ResultError, match=message) as error:
+            results.load(path)
+        assert str(path) in str(error.value)
+
+    @pytest.mark.parametrize("content", [b"", b'{"format": "pallas', b"\xff\xfe\x00", b"[1]", b"null"])
+    def test_corrupt(self, tmp_path, content):
+        path = tmp_path / "minilm.json"
+        path.write_bytes(content)
+        with pytest.raises(ResultError, match=r"minilm\.json: is not a"):
+            results.load(path)
+
+    def test_absent(self, tmp_path):
+        with pytest.raises(ResultError, match="cannot be read"):
+            results.load(tmp_path / "none.json")
+
+
+class TestTables:
+    def test_best_and_means(self):
+        result = make_result()
+        case = result.cases[0]
+        assert tables.best(case, "xla", tables.device)[0].name == "xla-20"
+        assert tables.speedup(case, "xla", tables.device) == 2.0
+        assert tables.mean_speedup(result.cases, "xla", tables.device) == pytest.approx(3.0)  # sqrt(2 * 4.5)
+        bare = dataclasses.replace(case, entries=case.entries[:1])
+        assert tables.speedup(bare, "torch", tables.wall) is None
+        assert tables.mean_speedup([case, bare], "torch", tables.wall) is None
+
+    def test_comparison(self):
+        text = tables.comparison(make_result())
+        device, wall = text.split("\n\nWall time")
+        row = [cell.strip() for cell in device.splitlines()[4].strip("|").split("|")]
+        assert row == ["1x16 fp16", "10", "20", "40", "2.00", "4.00", "80", "10%"]  # 8e8 flop in 10 us: 80 TFLOP/s
+        assert "3.00" in device.splitlines()[-1] and "3.00" in wall.splitlines()[-1]
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        assert len({len(row) for row in rows[: len(rows) // 2]}) == 1, "columns are not aligned"
+
+    def test_nothing_measured_is_shown_as_such(self):
+        case = make_result().cases[0]
+        lost = [dataclasses.replace(e, device=None) for e in case.entries]
+        result = make_result(cases=[dataclasses.replace(case, entries=lost, flop=None)], ceilings={})
+        assert "Device time" not in tables.comparison(result)
+        assert "torch-graph" in tables.entries(result)
+
+    def test_problems(self):
+        assert tables.problems(make_result()) == ["torch-graph failed: out of memory (1x16 fp16, 1x128 fp16)"]
+
+    def test_replace_marked(self):
+        text = "a\n<!-- bench:x -->\nold\n<!-- /bench:x -->\nb"
+        new = tables.replace_marked(text, "x", r"\1 new")
+        assert new == "a\n<!-- bench:x -->\n\\1 new\n<!-- /bench:x -->\nb"
+        assert tables.replace_marked(new, "x", r"\1 new") == new
+        for broken in ("", "<!-- /bench:x --><!-- bench:x -->", text + text):
+            with pytest.raises(ValueError, match="exactly once"):
+                tables.replace_marked(broken, "x", "new")
+
+
+class TestReport:
+    def run(self, tmp_path: Path, readme: str) -> tuple[int, str]:
+        path = tmp_path / "README.md"
+        path.write_text(readme)
+        code = cli.main(["report", "--results", str(tmp_path), "--readme", str(path)])
+        return code, path.read_text()
+
+    def test_writes_the_table(self, tmp_path):
+        results.save(make_result(), tmp_path)
+        code, text = self.run(tmp_path, "# Title\n<!-- bench:minilm -->\n<!-- /bench:minilm -->\nend\n")
+        assert code == 0
+        assert text.startswith("# Title\n") and text.endswith("<!-- /bench:minilm -->\nend\n")
+        assert tables.comparison(make_result()) in text
+        for condition in ("Generated by", "NVIDIA H200", "2026-11-20", "abc123", "800 TFLOP/s", "weights: random"):
+            assert condition in text
+
+    def test_without_markers(self, tmp_path, capsys):
+        results.save(make_result(), tmp_path)
+        assert self.run(tmp_path, "# Title\n") == (0, "# Title\n")
+        assert "has no <!-- bench:minilm -->" in capsys.readouterr().out
+
+    def test_without_results(self, tmp_path, capsys):
+        assert self.run(tmp_path, "# Title\n") == (1, "# Title\n")
+        assert "run `python -m bench minilm`" in capsys.readouterr().out
+
+    def test_corrupt_result(self, tmp_path, capsys):
+        results.save(make_result(), tmp_path).write_text("{")
+        assert self.run(tmp_path, "# Title\n") == (1, "# Title\n")
+        assert "is not a JSON file" in capsys.readouterr().err
+
+    def test_accuracy_table(self, tmp_path):
+        metrics = dict(min_cosine=0.99999, mean_cosine=1.0, spearman=82.03, encode_sentences_per_s=12345.6)
+        ours = Entry(name="pallas", family="ours", status="ok", metrics=metrics)
+        torch = Entry(name="torch", family="torch", status="ok", metrics={"forward_sentences_per_s": 1e5})
+        case = Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours, torch])
+        last = report.section(make_result(benchmark="sts", cases=[case])).splitlines()[2]
+        cells = [cell.strip() for cell in last.strip("|").split("|")]
+        assert cells == ["fp16", "0.999990", "1.000000", "82.03", "12,346", "-", "100,000"]
+
+
+class TestMiniLM:
+    def test_flop(self):
+        # 8192 tokens: 6 layers * (2 * 8192 * 1769472 + 4 * 64 * 128**2 * 384)
+        assert minilm_models.flop(MiniLMConfig(), 64, 128) == 183_609_851_904
+
+    def test_baselines_agree(self, checkpoint):
+        import torch
+
+        ids, mask = benchmark.draw_inputs((5, 12), TINY.vocab_size, "ragged")[0]
+        assert mask.min() == 0
+        expected = minilm_models.torch_model(checkpoint, "fp32", "cpu")(*map(torch.from_numpy, (ids, mask)))
+        params, plain = minilm_models.plain_jax(checkpoint, "fp32")
+        assert benchmark.error_of(jax.jit(plain)(params, ids, mask), expected.numpy()) < 1e-6
+        ours = minilm.embed(checkpoint.params("fp32"), jnp.asarray(ids), jnp.asarray(mask), config=TINY)
+        assert benchmark.error_of(ours, expected.numpy()) < 1e-6
+
+    def test_error_of(self):
+        a = np.eye(3)
+        assert benchmark.error_of(2 * a, a) == 0
+        assert benchmark.error_of(a[[0, 1, 0]], a) == 1
+        assert benchmark.error_of(a * np.nan, a) == 2
+        assert benchmark.error_of(a * 0, a) == 2
+        with pytest.raises(ValueError, match="shape"):
+            benchmark.error_of(a[:2], a)
+
+    def run(self, tmp_path, *options):
+        code = cli.main(["minilm", "--shapes", "2x5,1x8", "--output", str(tmp_path), "--show-results", *options])
+        return code, results.load(tmp_path / "cpu" / "minilm.partial.json")
+
+    def test_without_gpu(self, checkpoint, tmp_path, capsys):
+        code, result = self.run(tmp_path, "--dtype", "fp32,bf16", "--masks", "ragged")
+        out = capsys.readouterr().out
+        assert code == 0 and "No CUDA GPU found" in out and "Wall time" in out
+        assert [case.label for case in result.cases] == ["2x5 fp32", "1x8 fp32", "2x5 bf16", "1x8 bf16"]
+        for case in result.cases:
+            found = {entry.name: entry for entry in case.entries}
+            for name in ("xla-plain", "xla-ops", "torch-eager"):
+                assert found[name].status == "ok", found[name].message
+                assert found[name].wall.samples == FAST.wall_samples and found[name].device is None
+            for name in ("xla-cudnn", "torch-graph", "torch-compile", "torch-compile-graph"):
+                assert found[name].status == "skipped" and "GPU" in found[name].message
+
+    def test_without_torch(self, checkpoint, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(minilm_models, "torch_missing", lambda: "transformers is not installed")
+        code, result = self.run(tmp_path)
+        assert code == 0 and "torch is left out: transformers is not installed" in capsys.readouterr().out
+        status = {entry.name: entry.status for entry in result.cases[0].entries}
+        assert status["xla-plain"] == "ok" and status["torch-eager"] == "skipped"
+
+    def test_wrong_and_failing_candidates(self, checkpoint, tmp_path, capsys, monkeypatch):
+        def broken(params, ids, mask, **_):
+            if ids.shape == (1, 8):
+                raise RuntimeError("cannot do 8")
+            return jnp.ones((ids.shape[0], TINY.hidden_size))
+
+        monkeypatch.setattr(minilm, "embed", broken)
+        _, result = self.run(tmp_path)
+        wrong, failed = ({e.name: e for e in case.entries}["xla-ops"] for case in result.cases)
+        assert wrong.status == "wrong" and wrong.wall is None and "1 - cosine is" in wrong.message
+        assert failed.status == "failed" and "cannot do 8" in failed.message
+        assert all({e.name: e.status for e in case.entries}["xla-plain"] == "ok" for case in result.cases)
+        assert "xla-ops wrong" in capsys.readouterr().out
+
+    def test_too_long(self, checkpoint, capsys):
+        assert cli.main(["minilm", "--shapes", "1x25"]) == 2
+        assert "1x25: longer than the model's 24 positions" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["minilm", "--shapes", "1x16,7"], "'7' is no shape"),
+            (["minilm", "--shapes", "0x16"], "'0x16' is no shape"),
+            (["minilm", "--dtype", "fp8"], "unknown dtype fp8"),
+            (["sts"], "--data"),
+            (["unknown"], "invalid choice: 'unknown'"),
+        ],
+    )
+    def test_wrong_options(self, capsys, options, message):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(options)
+        assert message in capsys.readouterr().err
+
+
+class TestSts:
+    def test_read_pairs(self, tmp_path):
+        path = tmp_path / "pairs.csv"
+        path.write_text('"A ""b"", c.",D.,2.5\nE.,"F\ng",0\n', encoding="utf-8")
+        assert sts.read_pairs(path) == [('A "b", c.', "D.", 2.5), ("E.", "F\ng", 0.0)]
+        path.write_text("a,b,1\na,b\n")
+        with pytest.raises(ValueError, match=r"pairs\.csv, row 2: expected sentence1"):
+            sts.read_pairs(path)
+
+    def test_batches(self):
+        tokens = [[1], [2] * 9, [3] * 3, [4] * 8]
+        (rows, ids, mask), (last, *_, last_mask) = sts.batches(tokens, batch_size=3)
+        assert rows == [1, 3, 2] and last == [0]
+        assert ids.shape == (3, 16) and last_mask.shape == (3, 8)
+        assert mask.sum(-1).tolist() == [9, 8, 3] and last_mask.sum(-1).tolist() == [1, 0, 0]
+        assert all(ids[i, : mask[i].sum()].tolist() == tokens[row] for i, row in enumerate(rows))
+
+    def test_spearman(self):
+        embeddings = np.array([[1.0, 0], [0.9, 0.1], [0.5, 0.5], [0, 1.0]])
+        index = {name: i for i, name in enumerate("abcd")}
+        pairs = [("a", "b", 5.0), ("a", "c", 3.0), ("a", "d", 0.0)]
+        assert sts.spearman(embeddings, index, pairs) == pytest.approx(100)
+        assert sts.spearman(embeddings, index, [(a, b, -s) for a, b, s in pairs]) == pytest.approx(-100)
+
+    def test_without_data(self, tmp_path, capsys):
+        assert cli.main(["sts", "--data", str(tmp_path)]) == 2
+        assert "stsb-en-test.csv" in capsys.readouterr().out
