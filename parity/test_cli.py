@@ -1,0 +1,99 @@
+"""`python -m pallas_models`: what it reads, writes, prints and refuses."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pallas_models.__main__ import EXAMPLES, main
+from pallas_models.minilm import Encoder
+from parity import checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "checkpoint")
+
+
+def test_file_to_npy(folder, tmp_path, capsys):
+    text, output = tmp_path / "sentences.txt", tmp_path / "embeddings"
+    text.write_text("a man\n\nthe guitar is playing\n", encoding="utf-8")
+    assert main(["embed", str(text), "--model", str(folder), "--output", str(output), "--batch-size", "2"]) == 0
+    expected = Encoder.from_pretrained(folder).encode(["a man", "", "the guitar is playing"], batch_size=2)
+    np.testing.assert_array_equal(np.load(output), expected)
+    assert capsys.readouterr().out == f"{output}: 3 x 64 float32\n"
+
+
+def test_stdin_to_table(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a man [is]\na woman"))
+    assert main(["embed", "-", "--model", str(folder)]) == 0
+    similarity = np.prod(Encoder.from_pretrained(folder).encode(["a man [is]", "a woman"]), axis=0).sum()
+    out = capsys.readouterr().out
+    first, second = (line for line in out.splitlines() if "a man" in line or "a woman" in line)
+    assert [cell.strip() for cell in first.split("│")[1:-1]] == ["1", "a man [is]", "1.00", f"{similarity:.2f}"]
+    assert [cell.strip() for cell in second.split("│")[1:-1]] == ["2", "a woman", f"{similarity:.2f}", "1.00"]
+
+
+def test_table_and_file_both(folder, tmp_path, capsys):
+    output = tmp_path / "out.npy"
+    assert main(["embed", "--model", str(folder), "--output", str(output), "--similarities"]) == 0
+    out = capsys.readouterr().out
+    assert all(sentence in out for sentence in EXAMPLES) and f"{output}: {len(EXAMPLES)} x 64" in out
+
+
+def test_table_of_many_sentences_is_cut(folder, tmp_path, capsys):
+    text = tmp_path / "many.txt"
+    text.write_text("\n".join(f"{'guitar ' * i}a man {i}" for i in range(30)))
+    assert main(["embed", str(text), "--model", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "first 12 of 30" in out and "a man 0" in out and "a man 29" not in out
+
+
+@pytest.mark.parametrize("content, rows", [("", 0), ("\n", 1), ("a", 1), ("a\n", 1), ("a\r\nb\r\n", 2)])
+def test_lines(folder, tmp_path, content, rows):
+    text, output = tmp_path / "sentences.txt", tmp_path / "out.npy"
+    text.write_bytes(content.encode())
+    assert main(["embed", str(text), "--model", str(folder), "--output", str(output)]) == 0
+    assert np.load(output).shape == (rows, 64)
+
+
+def test_dtype_and_implementation(folder, tmp_path):
+    output = tmp_path / "out.npy"
+    options = ["--dtype", "bfloat16", "--implementation", "xla"]
+    assert main(["embed", "--model", str(folder), "--output", str(output), *options]) == 0
+    expected = Encoder.from_pretrained(folder, dtype="bfloat16", implementation="xla").encode(EXAMPLES)
+    np.testing.assert_array_equal(np.load(output), expected)
+
+
+def test_errors(folder, tmp_path, capsys):
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    for arguments, message in [
+        ([str(tmp_path / "absent.txt"), "--model", str(folder)], "absent.txt"),
+        ([str(binary), "--model", str(folder)], "codec can't decode"),
+        (["--model", str(tmp_path)], "config.json is missing"),
+        (["--model", "nothing"], "no model name"),
+        (["--model", str(folder), "--output", str(tmp_path / "absent" / "out.npy")], "out.npy"),
+    ]:
+        assert main(["embed", *arguments]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error
+    for arguments in (
+        ["--batch-size", "0"],
+        ["--implementation", "cuda"],
+        ["--dtype", "int8"],
+        ["--no-such-option"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["embed", *arguments])
+        assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["embed", "--help"]])
+def test_help(arguments):
+    command = [sys.executable, "-m", "pallas_models", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0 and "embed" in done.stdout and not done.stderr
