@@ -46,6 +46,7 @@ test: $(VENV)/.test$(CUDA) $(VENV)/.weights
 
 lint: $(VENV)/.test$(CUDA)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test$(CUDA)
 	$(BIN)/mypy
