@@ -89,6 +89,6 @@ def measure_ceilings(budget: timing.Budget) -> dict[str, float]:
     for name, outcome in measured.items():
         if isinstance(outcome, Exception):
             print(f"{name}: could not be measured ({outcome})")
-        else:
+        elif outcome.device is not None:
             ceilings[name] = work[name] / outcome.device.median_us / 1e6  # per microsecond to tera per second
     return ceilings

@@ -126,17 +126,22 @@ class Attempt:
     def entry(self, outcome: timing.Measurement | Exception | None) -> Entry:
         """The entry in the result file, given what timing it gave."""
         error = outcome if isinstance(outcome, Exception) else self.error
-        common = dict(name=self.name, family=self.family, accuracy=self.accuracy, compile_s=self.compile_s)
+        entry = Entry(
+            name=self.name, family=self.family, status="ok", accuracy=self.accuracy, compile_s=self.compile_s
+        )
         if self.skipped:
-            return Entry(status="skipped", message=self.skipped, **common)
+            return dataclasses.replace(entry, status="skipped", message=self.skipped)
         if error is not None:
             first_line = next(iter(str(error).splitlines()), "")
-            return Entry(status="failed", message=f"{type(error).__name__}: {first_line}"[:300], **common)
-        if not isinstance(outcome, timing.Measurement):
-            off = f"{self.accuracy.measure} is {self.accuracy.value:.1e}, limit {self.accuracy.limit:.0e}"
-            return Entry(status="wrong", message=off, **common)
-        kernels = [results.Kernel(name=name, us=us) for name, us in outcome.kernels]
-        return Entry(status="ok", device=outcome.device, wall=outcome.wall, kernels=kernels, **common)
+            message = f"{type(error).__name__}: {first_line}"[:300]
+            return dataclasses.replace(entry, status="failed", message=message)
+        if isinstance(outcome, timing.Measurement):
+            kernels = [results.Kernel(name=name, us=us) for name, us in outcome.kernels]
+            return dataclasses.replace(entry, device=outcome.device, wall=outcome.wall, kernels=kernels)
+        if self.accuracy is None:
+            raise ValueError(f"{self.name} has no output, no error and no reason to be skipped")
+        message = f"{self.accuracy.measure} is {self.accuracy.value:.1e}, limit {self.accuracy.limit:.0e}"
+        return dataclasses.replace(entry, status="wrong", message=message)
 
 
 def error_of(output: np.ndarray, reference: np.ndarray) -> float:
@@ -406,7 +411,7 @@ def run(args: argparse.Namespace) -> int:
             attempts = [*jax_models.attempts(dtype, shape, sets), *torch_models.attempts(dtype, sets)]
             for attempt in attempts:
                 attempt.check(references, LIMITS[dtype])
-            ready = {attempt.name: attempt.candidate for attempt in attempts if attempt.ready}
+            ready = {a.name: a.candidate for a in attempts if a.ready and a.candidate is not None}
             outcomes = timing.measure(ready, budget, on_device=gpu)
             case = Case(
                 label=f"{shape[0]}x{shape[1]} {dtype}",

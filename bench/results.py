@@ -175,7 +175,7 @@ class _MismatchError(ValueError):
 def _build(expected: Any, data: Any, where: str) -> Any:
     """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
     here = where or "the file"
-    if dataclasses.is_dataclass(expected):
+    if isinstance(expected, type) and dataclasses.is_dataclass(expected):
         if not isinstance(data, dict):
             raise _MismatchError(f"{here}: expected an object, got {data!r:.60}")
         fields = {field.name: field for field in dataclasses.fields(expected)}

@@ -7,6 +7,7 @@ Spearman's correlation of the cosine of each test pair with its human score must
 import argparse
 import concurrent.futures
 import csv
+import dataclasses
 import datetime
 import functools
 import os
@@ -92,6 +93,7 @@ def batches(tokens: Sequence[Sequence[int]], batch_size: int, step: int = 8) -> 
 def reference(checkpoint: Checkpoint, tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, str]:
     """Float32 embeddings by torch, or by plain JAX without torch; and which it was."""
     missing = minilm_models.torch_missing()
+    embed: Callable[[np.ndarray, np.ndarray], Any]
     if missing:
         params, function = minilm_models.plain_jax(checkpoint, "fp32")
         embed, name = functools.partial(jax.jit(function), params), f"plain JAX ({missing})"
@@ -99,10 +101,7 @@ def reference(checkpoint: Checkpoint, tokens: Sequence[Sequence[int]]) -> tuple[
         import torch
 
         model, name = minilm_models.torch_model(checkpoint, "fp32", "cpu"), "torch"
-
-        def embed(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-            return model(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
-
+        embed = lambda ids, mask: model(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # noqa: E731
     output = np.empty((len(tokens), checkpoint.config.hidden_size), np.float32)
     for rows, ids, mask in batches(tokens, batch_size=64):
         output[rows] = np.asarray(embed(ids, mask))[: len(rows)]
@@ -111,9 +110,10 @@ def reference(checkpoint: Checkpoint, tokens: Sequence[Sequence[int]]) -> tuple[
 
 def spearman(embeddings: np.ndarray, index: dict[str, int], pairs: Sequence[Pair]) -> float:
     """100 times Spearman's rank correlation of the cosines of the pairs with their scores."""
-    from scipy import stats
+    from scipy import stats  # type: ignore[import-untyped]
 
-    first, second = (embeddings[[index[pair[side]] for pair in pairs]] for side in (0, 1))
+    first = embeddings[[index[sentence] for sentence, _, _ in pairs]]
+    second = embeddings[[index[sentence] for _, sentence, _ in pairs]]
     norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
     cosines = np.sum(first.astype(np.float64) * second, axis=-1) / norms
     return 100 * float(stats.spearmanr(cosines, [score for *_, score in pairs]).statistic)
@@ -248,9 +248,10 @@ def run(args: argparse.Namespace) -> int:
 
 def torch_entry(checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int) -> Entry:
     """What torch reaches on the same sentences."""
-    common = dict(name="torch-eager", family="torch")
+    entry = Entry(name="torch-eager", family="torch", status="ok")
     try:
         found = torch_forward_rate(checkpoint, dtype, tokens, batch_size)
     except (RuntimeError, ValueError) as error:  # CUDA's errors are RuntimeError
-        return Entry(status="failed", message=f"{type(error).__name__}: {error}"[:300], **common)
-    return Entry(status="ok", metrics={"forward_sentences_per_s": found}, **common)
+        message = f"{type(error).__name__}: {error}"[:300]
+        return dataclasses.replace(entry, status="failed", message=message)
+    return dataclasses.replace(entry, metrics={"forward_sentences_per_s": found})

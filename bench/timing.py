@@ -230,11 +230,11 @@ def measure(
     failed: dict[str, Exception] = {}
     calls: dict[str, int] = {}
 
-    def attempt(name: str, f: Callable[[], None]) -> None:
+    def attempt(name: str, f: Callable[..., None], *args: Any, **options: Any) -> None:
         if name in failed:
             return
         try:
-            f()
+            f(*args, **options)
         except Exception as error:  # whatever it is belongs to this candidate, and is reported as its result
             failed[name] = error
 
@@ -253,19 +253,18 @@ def measure(
         walls[name].append(1e6 * (time.perf_counter() - start) / calls[name])
 
     for name in candidates:
-        attempt(name, lambda name=name: warm_up(name))
+        attempt(name, warm_up, name)
     # All wall times come before all device times: CUPTI, once attached, slows launches down.
     walls: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(budget.wall_samples):
         for name in candidates:
-            attempt(name, lambda name=name: wall_block(name))
+            attempt(name, wall_block, name)
 
     devices = {name: _Device(candidates[name], budget, calls[name]) for name in candidates if name not in failed}
     if on_device:
         turns = [name for _ in range(budget.device_groups) for name in devices]
         for turn, name in enumerate(turns, start=1):
-            detach = turn == len(turns)
-            attempt(name, lambda name=name, detach=detach: devices[name].group(detach=detach))
+            attempt(name, devices[name].group, detach=turn == len(turns))
 
     results: dict[str, Measurement | Exception] = {}
     for name in candidates:
