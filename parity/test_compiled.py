@@ -1,0 +1,60 @@
+"""What XLA makes of the encoder on CUDA: the kernels of this library and no other's."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import minilm
+from parity.common import ON_GPU, TRITON_CALL, assert_equal, random_mask
+
+pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: reads the program compiled for it")
+
+CONFIG = minilm.MiniLMConfig()
+
+
+@functools.cache
+def params() -> minilm.Params:
+    return jax.jit(functools.partial(minilm.init, dtype="float16"))(jax.random.key(0))
+
+
+@functools.cache
+def tokens(batch: int, seq: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(50)
+    return jnp.asarray(rng.integers(0, CONFIG.vocab_size, (batch, seq)), jnp.int32), random_mask(rng, batch, seq)
+
+
+@functools.cache
+def compiled(implementation: str | None, batch: int, seq: int) -> jax.stages.Compiled:
+    embed = jax.jit(functools.partial(minilm.embed, implementation=implementation))
+    return embed.lower(params(), *tokens(batch, seq)).compile()
+
+
+# One sentence, whole tiles, the longest, odd.
+SHAPES = [(1, 16), (64, 128), (8, 512), (3, 77)]
+
+
+@pytest.mark.parametrize("batch, seq", SHAPES)
+def test_every_computation_is_a_triton_kernel_of_ours(batch, seq):
+    text = compiled(None, batch, seq).as_text()
+    targets = set(re.findall(r'custom_call_target="([^"]*)"', text))
+    kernels = len(re.findall(rf'custom_call_target="{re.escape(TRITON_CALL)}"', text))
+    assert kernels >= 2 + 5 * CONFIG.num_layers
+    assert targets == {TRITON_CALL}, f"calls of others: {targets - {TRITON_CALL}}"
+    assert not re.search(r"\bdot\(|\bconvolution\(|\bcublas|\bcudnn|__triton_gemm|triton_nested_gemm", text)
+    # What is left to XLA may reshape, convert or copy small integers, and compute nothing.
+    assert not re.search(r"\b(reduce|exponential|rsqrt|divide|tanh|erf|gather)\(", text)
+
+
+@pytest.mark.parametrize("batch, seq", SHAPES)
+def test_the_default_on_cuda_is_bitwise_triton(batch, seq):
+    default, named = (compiled(i, batch, seq)(params(), *tokens(batch, seq)) for i in (None, "triton"))
+    assert_equal(default, named)
+
+
+def test_two_calls_give_the_same_bits():
+    first, second = (compiled(None, 64, 128)(params(), *tokens(64, 128)) for _ in range(2))
+    assert_equal(first, second)

@@ -1,0 +1,196 @@
+"""Every check of an argument, triggered once: the error names it, what it was and what is expected."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import minilm, ops
+from parity.calls import CALLS, Call
+from parity.common import ON_GPU, normal
+
+RNG = np.random.default_rng(60)
+X, W = normal(RNG, 5, 6), normal(RNG, 6, 8)
+N6, N8, R8 = normal(RNG, 6), normal(RNG, 8), normal(RNG, 5, 8)
+QKV, X3 = normal(RNG, 2, 4, 96), normal(RNG, 2, 4, 8)
+MASK = jnp.asarray([[1, 0, 1, 1], [1, 1, 0, 0]])
+IDS = jnp.asarray([[1, 2, 3, 0], [4, 0, 2, 1]])
+WORD, POSITION, TYPE = normal(RNG, 9, 8), normal(RNG, 6, 8), normal(RNG, 2, 8)
+INTS, DOUBLE = jnp.arange(30).reshape(5, 6), np.ones((5, 6)) * 0.5
+
+
+def embed_tokens(ids=IDS, word=WORD, position=POSITION, token_type=TYPE, scale=N8, bias=N8, **options):
+    return ops.embed_tokens(ids, word, position, token_type, scale, bias, **options)
+
+
+def attention(qkv=QKV, num_heads=2, **options):
+    return ops.attention(qkv, num_heads=num_heads, **options)
+
+
+CASES = {
+    "matmul": [
+        (lambda: ops.matmul([1.0], W), TypeError, "x must be an array, got list"),
+        (lambda: ops.matmul(INTS, W), TypeError, "x has dtype int32; expected float16, bfloat16 or float32"),
+        (lambda: ops.matmul(DOUBLE, W), TypeError, "x has dtype float64; expected float16"),
+        (lambda: ops.matmul(X, INTS), TypeError, "w has dtype int32; expected float16"),
+        (lambda: ops.matmul(X, W.astype("float16")), TypeError, "x has dtype float32 and w has dtype float16"),
+        (lambda: ops.matmul(X[0, 0], W), ValueError, "x has shape (); expected (..., K)"),
+        (lambda: ops.matmul(X, N6), ValueError, "w has shape (6,); expected 2 axes, (K, N)"),
+        (lambda: ops.matmul(X, W.T), ValueError, "x has shape (5, 6) and w has shape (8, 6); expected (..., K)"),
+        (lambda: ops.matmul(X, W, activation="elu"), ValueError, "activation='elu' is unknown; expected None or"),
+        (lambda: ops.matmul(X, W, bias=INTS[0]), TypeError, "bias has dtype int32; expected float16"),
+        (lambda: ops.matmul(X, W, bias=N6), ValueError, "bias has shape (6,); expected (8,), (N,)"),
+        (lambda: ops.matmul(X, W, residual=INTS), TypeError, "residual has dtype int32; expected float16"),
+        (lambda: ops.matmul(X, W, residual=X), ValueError, "residual has shape (5, 6); expected (5, 8)"),
+        (lambda: ops.matmul(X, W, acc_dtype=jnp.bfloat16), ValueError, "is not supported; expected float32 or"),
+        (lambda: ops.matmul(X, W, acc_dtype=jnp.float16), ValueError, "needs float16 operands, got float32"),
+        (lambda: ops.matmul(X, W, precision="some"), ValueError, "some"),
+    ],
+    "matmul_layer_norm": [
+        (lambda: ops.matmul_layer_norm(X, W.T, N8, N8), ValueError, "expected (..., K) and (K, N)"),
+        (lambda: ops.matmul_layer_norm(X, W, N6, N8), ValueError, "scale has shape (6,); expected (8,), (N,)"),
+        (lambda: ops.matmul_layer_norm(X, W, N8, N6), ValueError, "offset has shape (6,); expected (8,), (N,)"),
+        (lambda: ops.matmul_layer_norm(X, W, INTS[0], N8), TypeError, "scale has dtype int32; expected float16"),
+        (lambda: ops.matmul_layer_norm(X, W, N8, N8, bias=N6), ValueError, "bias has shape (6,); expected (8,)"),
+        (lambda: ops.matmul_layer_norm(X, W, N8, N8, residual=X), ValueError, "residual has shape (5, 6); exp"),
+    ],
+    "layer_norm": [
+        (lambda: ops.layer_norm(INTS, N6, N6), TypeError, "x has dtype int32; expected float16"),
+        (lambda: ops.layer_norm(X[0, 0], N6, N6), ValueError, "x has shape (); expected (..., D)"),
+        (lambda: ops.layer_norm(X, N8, N6), ValueError, "scale has shape (8,); expected (6,), (D,)"),
+        (lambda: ops.layer_norm(X, N6, N8), ValueError, "bias has shape (8,); expected (6,), (D,)"),
+        (lambda: ops.layer_norm(X, N6, INTS[0]), TypeError, "bias has dtype int32; expected float16"),
+        (lambda: ops.layer_norm(X, N6, N6, residual=R8), ValueError, "residual has shape (5, 8); expected (5, 6)"),
+        (lambda: ops.layer_norm(X, N6, N6, residual=INTS), TypeError, "residual has dtype int32; expected"),
+    ],
+    "attention": [
+        (lambda: attention(INTS), TypeError, "qkv has dtype int32; expected float16"),
+        (lambda: attention(QKV[0]), ValueError, "qkv has shape (4, 96); expected 3 axes, (B, S, 3 * num_heads"),
+        (lambda: attention(num_heads=5), ValueError, "qkv has shape (2, 4, 96); expected its width to be 3 * num"),
+        (lambda: attention(num_heads=0), ValueError, "num_heads=0"),
+        (lambda: attention(num_heads=4), NotImplementedError, "head_dim=8 is not supported; expected a multiple"),
+        (lambda: attention(jnp.tile(QKV, 9), 1), NotImplementedError, "head_dim=288 is not supported; expected"),
+        (lambda: attention(mask=[1, 1]), TypeError, "mask must be an array, got list"),
+        (lambda: attention(mask=MASK * 1.0), TypeError, "mask has dtype float32; expected bool or an integer"),
+        (lambda: attention(mask=MASK[:, :3]), ValueError, "mask has shape (2, 3); expected (2, 4), (B, S)"),
+        (lambda: attention(mask=MASK * 2), ValueError, "mask has values from 0 to 2; expected only 0 (padding)"),
+        (lambda: attention(mask=-MASK), ValueError, "mask has values from -1 to 0; expected only 0 (padding)"),
+    ],
+    "embed_tokens": [
+        (lambda: embed_tokens([[1]]), TypeError, "ids must be an array, got list"),
+        (lambda: embed_tokens(IDS * 1.0), TypeError, "ids has dtype float32; expected an integer dtype"),
+        (lambda: embed_tokens(IDS[0]), ValueError, "ids has shape (4,); expected 2 axes, (B, S)"),
+        (lambda: embed_tokens(word=INTS), TypeError, "word has dtype int32; expected float16"),
+        (lambda: embed_tokens(word=N8), ValueError, "word has shape (8,); expected 2 axes, (rows, D)"),
+        (lambda: embed_tokens(position=X), ValueError, "position is float32 (5, 6) and word is float32 (9, 8)"),
+        (
+            lambda: embed_tokens(token_type=TYPE.astype("float16")),
+            ValueError,
+            "token_type is float16 (2, 8) and word is float32 (9, 8); expected the same width and dtype",
+        ),
+        (lambda: embed_tokens(scale=N6), ValueError, "scale has shape (6,); expected (8,), (D,)"),
+        (lambda: embed_tokens(bias=N6), ValueError, "bias has shape (6,); expected (8,), (D,)"),
+        (lambda: embed_tokens(position=POSITION[:3]), ValueError, "length 4; expected at most 3 positions"),
+        (lambda: embed_tokens(IDS + 6), ValueError, "ids has values from 6 to 10; expected 0 to 8, rows of"),
+        (lambda: embed_tokens(IDS - 1), ValueError, "ids has values from -1 to 3; expected 0 to 8, rows of"),
+        (lambda: embed_tokens(token_type_ids=MASK * 0.5), TypeError, "token_type_ids has dtype float32; expected"),
+        (lambda: embed_tokens(token_type_ids=MASK[:1]), ValueError, "token_type_ids has shape (1, 4); expected"),
+        (lambda: embed_tokens(token_type_ids=MASK * 2), ValueError, "token_type_ids has values from 0 to 2; exp"),
+    ],
+    "mean_pool": [
+        (lambda: ops.mean_pool(INTS, MASK), TypeError, "x has dtype int32; expected float16"),
+        (lambda: ops.mean_pool(X, MASK), ValueError, "x has shape (5, 6); expected 3 axes, (B, S, D)"),
+        (lambda: ops.mean_pool(X3, MASK * 0.5), TypeError, "mask has dtype float32; expected bool or an integer"),
+        (lambda: ops.mean_pool(X3, MASK.T), ValueError, "mask has shape (4, 2); expected (2, 4), (B, S)"),
+        (
+            lambda: ops.mean_pool(X3, MASK + 1),
+            ValueError,
+            "mask has values from 1 to 2; expected only 0 (padding)",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [pytest.param(*case, id=f"{op}-{case[2]}") for op, cases in CASES.items() for case in cases],
+)
+def test_ops(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_unknown_implementation(call: Call):
+    with pytest.raises(ValueError, match=r"implementation='cuda' is unknown; expected None or one of .*'triton'"):
+        call("cuda")(*call.arrays())
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_triton_does_not_fall_back_on_a_cpu(call: Call):
+    with pytest.raises(Exception, match=r"(?i)interpret|gpu|cuda|platform"):
+        jax.block_until_ready(call("triton")(*call.arrays()))
+
+
+CONFIG = minilm.MiniLMConfig(
+    vocab_size=9, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=16, max_positions=6
+)
+
+
+@functools.cache
+def params() -> minilm.Params:
+    return jax.jit(functools.partial(minilm.init, config=CONFIG))(jax.random.key(2))
+
+
+@pytest.mark.parametrize(
+    "ids, mask, options, error, message",
+    [
+        (IDS[0], MASK[0], {}, ValueError, "ids has shape (4,); expected 2 axes, (B, S)"),
+        (IDS[None], MASK, {}, ValueError, "ids has shape (1, 2, 4); expected 2 axes, (B, S)"),
+        (IDS.tolist(), MASK, {}, TypeError, "ids must be an array, got list"),
+        (IDS, MASK.tolist(), {}, TypeError, "mask must be an array, got list"),
+        (IDS * 1.0, MASK, {}, TypeError, "ids has dtype float32; expected an integer dtype"),
+        (IDS, MASK[:, :3], {}, ValueError, "mask has shape (2, 3); expected (2, 4), the shape of ids"),
+        (IDS, MASK * 1.0, {}, TypeError, "mask has dtype float32; expected bool or an integer dtype"),
+        (IDS, MASK * 3, {}, ValueError, "mask has values from 0 to 3; expected only 0 (padding) and 1 (token)"),
+        (IDS + 5, MASK, {}, ValueError, "ids has values from 5 to 9; expected 0 to 8, rows of the vocabulary"),
+        (IDS - 1, MASK, {}, ValueError, "ids has values from -1 to 3; expected 0 to 8, rows of the vocabulary"),
+        (jnp.tile(IDS, 2), jnp.tile(MASK, 2), {}, ValueError, "ids has length 8; expected at most 6 positions"),
+        (IDS, MASK, {"token_type_ids": MASK[:1]}, ValueError, "token_type_ids has shape (1, 4); expected (2, 4)"),
+        (IDS, MASK, {"token_type_ids": MASK * 2}, ValueError, "token_type_ids has values from 0 to 2; expected"),
+        (IDS, MASK, {"implementation": "cudnn"}, ValueError, "implementation='cudnn' is unknown; expected None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("function", [minilm.encode, minilm.embed], ids=["encode", "embed"])
+def test_minilm(function, ids, mask, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        function(params(), ids, mask, config=CONFIG, **options)
+
+
+def test_what_can_be_known_is_checked_under_jit():
+    embed = jax.jit(functools.partial(minilm.embed, config=CONFIG))
+    with pytest.raises(ValueError, match="ids has length 8; expected at most 6 positions"):
+        embed(params(), jnp.tile(IDS, 2), jnp.tile(MASK, 2))
+    with pytest.raises(ValueError, match=re.escape("mask has shape (2, 3); expected (2, 4)")):
+        embed(params(), IDS, MASK[:, :3])
+
+
+def test_params_that_do_not_fit_the_config_are_listed():
+    wrong = {**params(), "extra": {"kernel": N8}}
+    wrong["embeddings"] = {**wrong["embeddings"], "word": {"embedding": WORD}}
+    with pytest.raises(ValueError) as error:
+        minilm.embed(wrong, IDS, MASK, config=CONFIG)
+    for part in ("['embeddings']['word']['embedding']: expected (9, 32), got (9, 8)", "['extra']['kernel']"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"\['layers'\].*: expected nothing, got"):
+        minilm.embed(params(), IDS, MASK, config=minilm.MiniLMConfig(num_layers=0, hidden_size=32, num_heads=2))
+
+
+def test_config_of_impossible_sizes():
+    with pytest.raises(ValueError, match="hidden_size=384 is not a multiple of num_heads=7"):
+        minilm.MiniLMConfig(num_heads=7)
