@@ -1,6 +1,7 @@
 """What the tests share: where they run, random inputs, the error metric and its tolerances."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_models import minilm
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "triton" if ON_GPU else "interpret"
@@ -28,7 +31,7 @@ def normal(
     rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0, shift: float = 0.0
 ) -> jax.Array:
     """Normal random numbers, rounded to `dtype`: both sides of a comparison start from these."""
-    return jnp.asarray(rng.normal(shift, scale, shape), dtype)
+    return jnp.asarray(rng.normal(shift, scale, shape).astype(jnp.dtype(dtype)))  # numpy compiles nothing
 
 
 def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
@@ -40,8 +43,21 @@ def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
     return jnp.asarray(mask, jnp.int32)
 
 
+@functools.cache
+def random_params(config: minilm.MiniLMConfig, dtype: str = "float32") -> minilm.Params:
+    """Parameters of the size that real ones have, none of them the zeros and ones of `minilm.init`."""
+    rng = np.random.default_rng(40)
+    shapes = jax.eval_shape(functools.partial(minilm.init, config=config), jax.random.key(0))
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        is_scale = path[-1].key == "scale"
+        return normal(rng, *leaf.shape, dtype=dtype, scale=0.05, shift=1.0 if is_scale else 0.0)
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
 def float64(x: Any) -> np.ndarray:
-    return np.asarray(jnp.asarray(x).astype(jnp.float32) if isinstance(x, jax.Array) else x, np.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 def relative_error(out: Any, expected: Any) -> float:

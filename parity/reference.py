@@ -26,7 +26,7 @@ def tensor(x: Any, dtype: torch.dtype = torch.float64) -> Any:
     if not isinstance(x, jax.Array | np.ndarray):
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return torch.tensor(np.asarray(jnp.asarray(x).astype(jnp.float32)), dtype=dtype, device=DEVICE)
+        return torch.tensor(np.asarray(x).astype(np.float64), dtype=dtype, device=DEVICE)
     return torch.tensor(np.asarray(x).astype(np.int64), device=DEVICE)
 
 
@@ -158,14 +158,14 @@ class Encoder(nn.Module):
         return mean_pool(self(ids, mask, token_type_ids), mask)
 
 
-def bert_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
+def bert_tensors(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Our parameters under the names and in the layout of a BERT checkpoint: the inverse of its conversion."""
-    out = {}
+    out, params = {}, jax.tree.map(np.asarray, params)
 
-    def linear(name: str, p: Mapping[str, jax.Array]) -> None:
+    def linear(name: str, p: Mapping[str, np.ndarray]) -> None:
         out[f"{name}.weight"], out[f"{name}.bias"] = p["kernel"].T, p["bias"]
 
-    def norm(name: str, p: Mapping[str, jax.Array]) -> None:
+    def norm(name: str, p: Mapping[str, np.ndarray]) -> None:
         out[f"{name}.weight"], out[f"{name}.bias"] = p["scale"], p["bias"]
 
     for table in ("word", "position", "token_type"):
@@ -173,7 +173,7 @@ def bert_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     norm("embeddings.LayerNorm", params["embeddings"]["norm"])
     for i, layer in params["layers"].items():
         base, qkv = f"encoder.layer.{i}", layer["attention"]["qkv"]
-        kernels, biases = jnp.split(qkv["kernel"], 3, axis=1), jnp.split(qkv["bias"], 3)
+        kernels, biases = np.split(qkv["kernel"], 3, axis=1), np.split(qkv["bias"], 3)
         for part, kernel, bias in zip(("query", "key", "value"), kernels, biases, strict=True):
             linear(f"{base}.attention.self.{part}", {"kernel": kernel, "bias": bias})
         linear(f"{base}.attention.output.dense", layer["attention"]["out"])

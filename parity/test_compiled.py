@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_models import minilm
-from parity.common import ON_GPU, TRITON_CALL, assert_equal, random_mask
+from parity.common import ON_GPU, TRITON_CALL, assert_equal, random_mask, random_params
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: reads the program compiled for it")
 
 CONFIG = minilm.MiniLMConfig()
-
-
-@functools.cache
-def params() -> minilm.Params:
-    return jax.jit(functools.partial(minilm.init, dtype="float16"))(jax.random.key(0))
 
 
 @functools.cache
@@ -30,7 +25,7 @@ def tokens(batch: int, seq: int) -> tuple[jax.Array, jax.Array]:
 @functools.cache
 def compiled(implementation: str | None, batch: int, seq: int) -> jax.stages.Compiled:
     embed = jax.jit(functools.partial(minilm.embed, implementation=implementation))
-    return embed.lower(params(), *tokens(batch, seq)).compile()
+    return embed.lower(random_params(CONFIG, "float16"), *tokens(batch, seq)).compile()
 
 
 # One sentence, whole tiles, the longest, odd.
@@ -51,10 +46,12 @@ def test_every_computation_is_a_triton_kernel_of_ours(batch, seq):
 
 @pytest.mark.parametrize("batch, seq", SHAPES)
 def test_the_default_on_cuda_is_bitwise_triton(batch, seq):
-    default, named = (compiled(i, batch, seq)(params(), *tokens(batch, seq)) for i in (None, "triton"))
+    default, named = (
+        compiled(i, batch, seq)(random_params(CONFIG, "float16"), *tokens(batch, seq)) for i in (None, "triton")
+    )
     assert_equal(default, named)
 
 
 def test_two_calls_give_the_same_bits():
-    first, second = (compiled(None, 64, 128)(params(), *tokens(64, 128)) for _ in range(2))
+    first, second = (compiled(None, 64, 128)(random_params(CONFIG, "float16"), *tokens(64, 128)) for _ in range(2))
     assert_equal(first, second)

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_models import minilm, ops
 from parity.calls import CALLS, Call
-from parity.common import ON_GPU, normal
+from parity.common import ON_GPU, normal, random_params
 
 RNG = np.random.default_rng(60)
 X, W = normal(RNG, 5, 6), normal(RNG, 6, 8)
@@ -141,11 +141,6 @@ CONFIG = minilm.MiniLMConfig(
 )
 
 
-@functools.cache
-def params() -> minilm.Params:
-    return jax.jit(functools.partial(minilm.init, config=CONFIG))(jax.random.key(2))
-
-
 @pytest.mark.parametrize(
     "ids, mask, options, error, message",
     [
@@ -169,26 +164,28 @@ def params() -> minilm.Params:
 @pytest.mark.parametrize("function", [minilm.encode, minilm.embed], ids=["encode", "embed"])
 def test_minilm(function, ids, mask, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        function(params(), ids, mask, config=CONFIG, **options)
+        function(random_params(CONFIG), ids, mask, config=CONFIG, **options)
 
 
 def test_what_can_be_known_is_checked_under_jit():
     embed = jax.jit(functools.partial(minilm.embed, config=CONFIG))
     with pytest.raises(ValueError, match="ids has length 8; expected at most 6 positions"):
-        embed(params(), jnp.tile(IDS, 2), jnp.tile(MASK, 2))
+        embed(random_params(CONFIG), jnp.tile(IDS, 2), jnp.tile(MASK, 2))
     with pytest.raises(ValueError, match=re.escape("mask has shape (2, 3); expected (2, 4)")):
-        embed(params(), IDS, MASK[:, :3])
+        embed(random_params(CONFIG), IDS, MASK[:, :3])
 
 
 def test_params_that_do_not_fit_the_config_are_listed():
-    wrong = {**params(), "extra": {"kernel": N8}}
+    wrong = {**random_params(CONFIG), "extra": {"kernel": N8}}
     wrong["embeddings"] = {**wrong["embeddings"], "word": {"embedding": WORD}}
     with pytest.raises(ValueError) as error:
         minilm.embed(wrong, IDS, MASK, config=CONFIG)
     for part in ("['embeddings']['word']['embedding']: expected (9, 32), got (9, 8)", "['extra']['kernel']"):
         assert part in str(error.value)
     with pytest.raises(ValueError, match=r"\['layers'\].*: expected nothing, got"):
-        minilm.embed(params(), IDS, MASK, config=minilm.MiniLMConfig(num_layers=0, hidden_size=32, num_heads=2))
+        minilm.embed(
+            random_params(CONFIG), IDS, MASK, config=minilm.MiniLMConfig(num_layers=0, hidden_size=32, num_heads=2)
+        )
 
 
 def test_config_of_impossible_sizes():

@@ -15,7 +15,7 @@ HOPPER, AMPERE = ("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108)
 DEVICES = [
     HOPPER,
     AMPERE,
-    ("NVIDIA GeForce RTX 3090", 82),
+    ("NVIDIA GeForce RTX 4090", 128),
     ("NVIDIA L40", 142),
     ("NVIDIA B200", 148),
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188),

@@ -10,7 +10,17 @@ from jax import export
 
 from pallas_models import minilm, ops
 from parity.calls import CALLS, Call
-from parity.common import KERNEL, ON_GPU, TRITON_CALL, assert_close, assert_equal, cuda_device, normal, random_mask
+from parity.common import (
+    KERNEL,
+    ON_GPU,
+    TRITON_CALL,
+    assert_close,
+    assert_equal,
+    cuda_device,
+    normal,
+    random_mask,
+    random_params,
+)
 
 every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 
@@ -85,7 +95,8 @@ def test_grad_of_vmap_under_jit(call: Call, implementation):
 def test_gradients_have_the_dtype_of_their_arguments(call: Call, dtype):
     arrays = call.arrays(dtype)
     floats, rest = arrays[: call.floats], arrays[call.floats :]
-    out, pullback = jax.vjp(jax.jit(lambda *floats: call(KERNEL)(*floats, *rest)), *floats)
+    f = jax.jit(call(KERNEL))
+    out, pullback = jax.vjp(lambda *floats: f(*floats, *rest), *floats)
     gradients = pullback(normal(np.random.default_rng(33), *out.shape, dtype=str(out.dtype)))
     for x, gradient in zip(floats, gradients, strict=True):
         assert gradient.dtype == x.dtype
@@ -111,21 +122,21 @@ def test_an_empty_batch_gives_an_empty_result(call: Call):
 
 
 def encoder():
-    """A small encoder with nothing left at its initial zeros and ones, and a batch for it."""
+    """`embed` of a small encoder by implementation, and arguments for it."""
     config = minilm.MiniLMConfig(
         vocab_size=50, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=20
     )
     rng = np.random.default_rng(32)
-    params = jax.tree.map(
-        lambda x: x + normal(rng, *x.shape, scale=0.2),
-        jax.jit(functools.partial(minilm.init, config=config))(jax.random.key(1)),
-    )
     ids, mask = jnp.asarray(rng.integers(0, 50, (3, 9)), jnp.int32), random_mask(rng, 3, 9)
-    return lambda i: lambda p, ids, mask: minilm.embed(p, ids, mask, config=config, implementation=i), (
-        params,
-        ids,
-        mask,
-    )
+
+    def embed(implementation):
+        return functools.partial(_embed, config=config, implementation=implementation)
+
+    return embed, (random_params(config), ids, mask)
+
+
+def _embed(params, ids, mask, **options):  # vmap and export count arguments by position
+    return minilm.embed(params, ids, mask, **options)
 
 
 @pytest.mark.parametrize("implementation", [KERNEL, None])
