@@ -72,7 +72,8 @@ def test_computes_what_torch_computes(reference, folder, implementation):
 def test_dtype(folder, dtype):
     sentences = random_sentences(5)
     encoder = Encoder.from_pretrained(folder, dtype=dtype)
-    assert {leaf.dtype for leaf in jax.tree.leaves(encoder.params)} == {jnp.dtype(dtype)}
+    for leaf in jax.tree.leaves(encoder.params):
+        assert leaf.dtype == (jnp.float32 if leaf.ndim == 1 else dtype)
     embeddings = encoder.encode(sentences)
     assert embeddings.dtype == np.float32
     assert_close(embeddings, Encoder.from_pretrained(folder).encode(sentences), 0.03)

@@ -58,7 +58,8 @@ def load_minilm(
     Args:
       path_or_name: a folder with config.json and model.safetensors or pytorch_model.bin, such a tensor
         file itself, what `weights.save` wrote, or a name that `weights.resolve` knows.
-      dtype: float16, bfloat16 or float32, that of the parameters and so of the computation.
+      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
+        scales stay float32.
 
     Returns:
       Nested dict of arrays on the default device, as `minilm.init` returns it and `minilm.embed` takes
@@ -121,7 +122,7 @@ def convert(
     Args:
       tensors: by their official names, with or without the prefix `bert.`; linear weights (out, in).
       config: the model's sizes.
-      dtype: float16, bfloat16 or float32, of the result.
+      dtype: float16, bfloat16 or float32, of the matrices; biases and norm scales are float32.
       source: where the tensors come from, for error messages.
 
     Returns:
@@ -144,7 +145,7 @@ def convert(
         parameter: np.concatenate([tensors[n].T if _is_kernel(parameter) else tensors[n] for n in parts], axis=-1)
         for parameter, parts in names.items()
     }
-    return tree.unflatten({parameter: value.astype(jnp.dtype(dtype)) for parameter, value in flat.items()})
+    return tree.unflatten(tree.astype(flat, dtype))
 
 
 def _is_kernel(parameter: str) -> bool:

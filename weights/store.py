@@ -37,7 +37,8 @@ def save(
       dst: a file that ends in .safetensors, or a folder, in which the file is params.safetensors. Parent
         folders are made; an existing file is replaced once the new one is complete.
       config: the model's sizes.
-      dtype: what to store, float16, bfloat16 or float32; the dtype of `params` when None.
+      dtype: what to store matrices in, float16, bfloat16 or float32 (biases and scales are then float32);
+        the dtypes of `params` when None.
 
     Returns:
       The path of the file.
@@ -50,7 +51,7 @@ def save(
     tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
     checkpoint.check_tensors("params", tensors, tree.shapes(config))
     if dtype is not None:
-        tensors = {name: tensor.astype(checkpoint.float_dtype(dtype)) for name, tensor in tensors.items()}
+        tensors = tree.astype(tensors, checkpoint.float_dtype(dtype))
     model = next(name for name, kind in tree.CONFIGS.items() if isinstance(config, kind))
     metadata = {"format": _FORMAT, "model": model, "config": json.dumps(dataclasses.asdict(config))}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,8 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
 
     Args:
       path: the file, or the folder that holds it as params.safetensors.
-      dtype: float16, bfloat16 or float32; that of the file when None.
+      dtype: of matrices, float16, bfloat16 or float32 (biases and scales are then float32); the dtypes of
+        the file when None.
 
     Returns:
       The parameters, a nested dict of arrays on the default device.
@@ -82,7 +84,7 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
     tensors = checkpoint.read_safetensors(path)
     checkpoint.check_tensors(path, tensors, tree.shapes(config))
     if target is not None:
-        tensors = {name: tensor.astype(target) for name, tensor in tensors.items()}
+        tensors = tree.astype(tensors, target)
     return jax.device_put(tree.unflatten(tensors))
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FLOAT_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
@@ -45,7 +46,8 @@ def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) ->
     check_shape(name, mask, shape, axes)
     if mask.dtype == jnp.bool_ or isinstance(mask, jax.core.Tracer) or mask.size == 0:
         return
-    low, high = int(mask.min()), int(mask.max())
+    values = np.asarray(mask)  # a constant is concrete in a trace too, where jnp would trace its minimum
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high > 1:
         raise ValueError(f"{name} has values from {low} to {high}; expected only 0 (padding) and 1 (token)")
 
@@ -54,6 +56,7 @@ def check_ids(name: str, ids: jax.Array, size: int, what: str) -> None:
     """Where the values are concrete, raises ValueError unless all lie in [0, size)."""
     if isinstance(ids, jax.core.Tracer) or ids.size == 0:
         return
-    low, high = int(ids.min()), int(ids.max())
+    values = np.asarray(ids)
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high >= size:
         raise ValueError(f"{name} has values from {low} to {high}; expected 0 to {size - 1}, {what}")

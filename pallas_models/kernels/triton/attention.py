@@ -8,13 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton._common import (
+    Gpu,
     Ref,
     block_size,
     check_powers_of_two,
+    exp2,
     in_bounds,
     load,
+    local_gpu,
     span,
     store,
     tile_mask,
@@ -34,15 +38,29 @@ class Config:
         check_powers_of_two(self, "block_q", "block_kv", "num_warps")
 
 
-def heuristic(seq: int, head_dim: int) -> Config:
-    """Chooses blocks for `seq` queries and keys of `head_dim`."""
-    block_q = block_size(seq, 16, 128 if head_dim <= 128 else 64)
+def heuristic(batch: int, seq: int, num_heads: int, head_dim: int, dtype: DTypeLike, gpu: Gpu) -> Config:
+    """Chooses blocks: a short sentence in one step; few queries per program where there are few sentences."""
+    few = batch * num_heads * seq < 64 * gpu.num_cores
+    block_q = block_size(seq, 16, 32 if few else 64)
+    block_kv = block_size(seq, 16, 128 if few and head_dim <= 64 else 64)
+    depth = pl.next_power_of_2(head_dim) * jnp.dtype(dtype).itemsize
+    stages = (gpu.shared_memory - block_q * depth) // (2 * block_kv * depth)
     return Config(
         block_q=block_q,
-        block_kv=block_size(seq, 16, 128 if head_dim <= 64 else 64),
-        num_warps=block_size(block_q // 16, 1, 4 if head_dim <= 64 else 8),
-        num_stages=2,
+        block_kv=block_kv,
+        num_warps=block_size(block_q // 16, 1, 4) if block_kv >= 64 else 1,
+        num_stages=max(min(stages, 3), 1),
     )
+
+
+# Added to the scores of keys that take no part: finite, so that no difference of scores is NaN, and so low
+# that beside any other score exp2 gives exactly 0.
+MASKED = -1e30
+
+
+def attended(m_i: jax.Array, l_i: jax.Array) -> jax.Array:
+    """1 / sum of weights from a row's maximum and sum; 0 for a row that no key takes part in."""
+    return jnp.where(m_i <= 0.5 * MASKED, 0.0, 1.0 / l_i)
 
 
 def _dot(a: jax.Array, b: jax.Array, precision: jax.lax.Precision, *, trans_b: bool = False) -> jax.Array:
@@ -68,7 +86,6 @@ def _attention_kernel(
     rows, row_mask = span(start, block_q), in_bounds(start, block_q, seq)
     q_columns, k_columns, v_columns = (span(part * width + head * head_dim, block_d) for part in range(3))
     q = load(qkv_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
-    lowest = jnp.finfo(jnp.float32).min / 2  # finite: differences of two such maxima are not NaN
 
     def step(s: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, m_i, l_i = carry
@@ -80,12 +97,10 @@ def _attention_kernel(
         if mask_ref is not None:
             valid = load(mask_ref.at[batch, keys], valid) != 0
         if valid is not None:
-            scores = jnp.where(valid[None, :], scores, lowest)
+            scores += jnp.where(valid, 0.0, MASKED)[None, :]
         m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-        p = jnp.exp2(scores - m_new[:, None])
-        if valid is not None:
-            p = jnp.where(valid[None, :], p, 0.0)
-        correction = jnp.exp2(m_i - m_new)
+        p = exp2(scores - m_new[:, None])
+        correction = exp2(m_i - m_new)
         l_i = l_i * correction + jnp.sum(p, axis=1)
         v = load(qkv_ref.at[batch, keys, v_columns], kv_mask)
         acc = acc * correction[:, None] + _dot(p.astype(v.dtype), v, precision)
@@ -93,12 +108,12 @@ def _attention_kernel(
 
     carry = (
         jnp.zeros((block_q, block_d), jnp.float32),
-        jnp.full((block_q,), lowest, jnp.float32),
+        jnp.full((block_q,), MASKED, jnp.float32),
         jnp.zeros((block_q,), jnp.float32),
     )
     steps = pl.cdiv(seq, block_kv)
-    acc, _, l_i = step(0, carry) if steps == 1 else jax.lax.fori_loop(0, steps, step, carry)
-    out = acc / jnp.where(l_i == 0.0, 1.0, l_i)[:, None]
+    acc, m_i, l_i = step(0, carry) if steps == 1 else jax.lax.fori_loop(0, steps, step, carry)
+    out = acc * attended(m_i, l_i)[:, None]
     store(o_ref.at[batch, rows, span(head * head_dim, block_d)], out, tile_mask(row_mask, depth))
 
 
@@ -114,7 +129,7 @@ def attention(
 ) -> jax.Array:
     """Attention from qkv (B, S, 3 * heads * head_dim); see `pallas_models.ops.attention`."""
     batch, seq, width = qkv.shape
-    config = config or heuristic(seq, width // (3 * num_heads))
+    config = config or heuristic(batch, seq, num_heads, width // (3 * num_heads), qkv.dtype, local_gpu())
     kernel = functools.partial(
         _attention_kernel, config=config, num_heads=num_heads, sm_scale=sm_scale, precision=precision
     )
