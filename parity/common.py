@@ -47,11 +47,11 @@ def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
 def random_params(config: minilm.MiniLMConfig, dtype: str = "float32") -> minilm.Params:
     """Parameters of the size that real ones have, none of them the zeros and ones of `minilm.init`."""
     rng = np.random.default_rng(40)
-    shapes = jax.eval_shape(functools.partial(minilm.init, config=config), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(minilm.init, config=config, dtype=dtype), jax.random.key(0))
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         is_scale = path[-1].key == "scale"
-        return normal(rng, *leaf.shape, dtype=dtype, scale=0.05, shift=1.0 if is_scale else 0.0)
+        return normal(rng, *leaf.shape, dtype=str(leaf.dtype), scale=0.05, shift=1.0 if is_scale else 0.0)
 
     return jax.tree.map_with_path(draw, shapes)
 

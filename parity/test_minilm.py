@@ -84,7 +84,7 @@ def test_hidden_states_with_random_weights(reference, implementation, dtype):
 
 def test_init_draws_parameters_that_fit():
     params, other = (minilm.init(jax.random.key(seed), SMALL, dtype="bfloat16") for seed in (0, 1))
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(params) if x.ndim == 2} == {jnp.dtype("bfloat16")}
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, random_params(SMALL))
     kernel, table = params["layers"][0]["mlp"]["up"]["kernel"], params["embeddings"]["word"]["embedding"]
     assert 0.01 < float(jnp.std(kernel.astype("float32"))) < 0.03
