@@ -7,6 +7,7 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084).
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -181,8 +182,20 @@ def _abstract(config: MiniLMConfig) -> tuple[nnx.GraphDef[MiniLM], nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: MiniLM(config, rngs=nnx.Rngs(0))))
 
 
+def _with_keys(kind: Callable[[str], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A nested dict whose keys that are numbers, those of the layers, are of another type.
+
+    NNX numbers the modules of a list by integers, and jax.export takes no dict with such keys.
+    """
+    return {
+        kind(key) if str(key).isdecimal() else key: _with_keys(kind, leaf) if isinstance(leaf, Mapping) else leaf
+        for key, leaf in tree.items()
+    }
+
+
 def _module(params: Params, config: MiniLMConfig) -> MiniLM:
     graph, state = _abstract(config)
+    params = _with_keys(int, params)
     expected, given = (
         {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (nnx.to_pure_dict(state), params)
@@ -203,7 +216,7 @@ def init(key: jax.Array, config: MiniLMConfig = MiniLMConfig(), *, dtype: DTypeL
     Matrices are of `dtype`; biases and norm scales are float32, which costs nothing and halves the error
     of a bfloat16 model.
     """
-    return nnx.to_pure_dict(nnx.state(MiniLM(config, dtype=dtype, rngs=nnx.Rngs(key))))
+    return _with_keys(str, nnx.to_pure_dict(nnx.state(MiniLM(config, dtype=dtype, rngs=nnx.Rngs(key)))))
 
 
 def encode(

@@ -86,10 +86,10 @@ def test_init_draws_parameters_that_fit():
     params, other = (minilm.init(jax.random.key(seed), SMALL, dtype="bfloat16") for seed in (0, 1))
     assert {x.dtype for x in jax.tree.leaves(params) if x.ndim == 2} == {jnp.dtype("bfloat16")}
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, random_params(SMALL))
-    kernel, table = params["layers"][0]["mlp"]["up"]["kernel"], params["embeddings"]["word"]["embedding"]
+    kernel, table = params["layers"]["0"]["mlp"]["up"]["kernel"], params["embeddings"]["word"]["embedding"]
     assert 0.01 < float(jnp.std(kernel.astype("float32"))) < 0.03
-    assert relative_error(kernel, other["layers"][0]["mlp"]["up"]["kernel"]) > 0.5
-    assert relative_error(kernel, params["layers"][1]["mlp"]["up"]["kernel"]) > 0.5
+    assert relative_error(kernel, other["layers"]["0"]["mlp"]["up"]["kernel"]) > 0.5
+    assert relative_error(kernel, params["layers"]["1"]["mlp"]["up"]["kernel"]) > 0.5
     assert 0.01 < float(jnp.std(table.astype("float32"))) < 0.03
 
 

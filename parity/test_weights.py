@@ -77,7 +77,7 @@ def test_tree_is_that_of_init(folder, dtype):
 
 def test_layout():
     tensors = bert_tensors()
-    layer = weights.minilm.convert(tensors, CONFIG)["layers"][1]
+    layer = weights.minilm.convert(tensors, CONFIG)["layers"]["1"]
     parts = [tensors[f"encoder.layer.1.attention.self.{part}.weight"].T for part in ("query", "key", "value")]
     np.testing.assert_array_equal(layer["attention"]["qkv"]["kernel"], np.hstack(parts))
     np.testing.assert_array_equal(
@@ -315,7 +315,7 @@ def test_dtype_of_save_and_load(tmp_path, folder, dtype):
 
 def test_save_checks_params(tmp_path, folder):
     params = weights.load_minilm(folder)
-    del params["layers"][1]["mlp"]["up"]["bias"]
+    del params["layers"]["1"]["mlp"]["up"]["bias"]
     params["extra"] = jnp.ones(3)
     with pytest.raises(weights.CheckpointError) as error:
         weights.save(params, tmp_path / "out", config=CONFIG)
@@ -369,7 +369,7 @@ assert "tokenizers" not in sys.modules  # only the text encoder needs it
 
 
 def test_flatten_and_unflatten():
-    params = {"layers": {0: {"bias": 1}, 10: {"bias": 2}}, "norm": {"scale": 3}}
+    params = {"layers": {"0": {"bias": 1}, "10": {"bias": 2}}, "norm": {"scale": 3}}
     flat = {"layers.0.bias": 1, "layers.10.bias": 2, "norm.scale": 3}
     assert tree.flatten(params) == flat
     assert tree.unflatten(flat) == params

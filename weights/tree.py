@@ -15,7 +15,7 @@ CONFIGS: dict[str, type[Config]] = {"minilm": minilm.MiniLMConfig}
 
 
 def flatten(params: Mapping[Any, Any]) -> dict[str, Any]:
-    """Flattens nested dicts: `{"layers": {0: {"bias": b}}}` to `{"layers.0.bias": b}`."""
+    """Flattens nested dicts: `{"layers": {"0": {"bias": b}}}` to `{"layers.0.bias": b}`."""
     flat: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
@@ -34,11 +34,11 @@ def astype(flat: Mapping[str, np.ndarray], dtype: DTypeLike) -> dict[str, np.nda
     return {name: leaf.astype(np.float32 if leaf.ndim == 1 else jnp.dtype(dtype)) for name, leaf in flat.items()}
 
 
-def unflatten(flat: Mapping[str, Any]) -> dict[Any, Any]:
-    """Undoes `flatten`; a part of a name that is a number becomes an integer key."""
-    params: dict[Any, Any] = {}
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes `flatten`."""
+    params: dict[str, Any] = {}
     for name, leaf in flat.items():
-        *parents, last = (int(part) if part.isdecimal() else part for part in name.split("."))
+        *parents, last = name.split(".")
         node = params
         for part in parents:
             node = node.setdefault(part, {})

@@ -78,7 +78,8 @@ def reference(
 ) -> jax.Array:
     """The same in plain XLA."""
     batch, seq, width = qkv.shape
-    q, k, v = jnp.unstack(qkv.reshape(batch, seq, 3, num_heads, -1), axis=2)  # (B, S, heads, head_dim)
+    heads = qkv.reshape(batch, seq, 3, num_heads, width // (3 * num_heads))
+    q, k, v = jnp.unstack(heads, axis=2)  # (B, S, heads, head_dim)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
     scores *= sm_scale
     where = None if mask is None else (mask != 0)[:, None, None, :]

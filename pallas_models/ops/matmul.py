@@ -114,7 +114,7 @@ def check(
     if residual is not None:
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, (*x.shape[:-1], w.shape[1]), "(..., N)")
-    if acc_dtype not in (jnp.float32, jnp.float16):
+    if jnp.dtype(acc_dtype) not in (jnp.float32, jnp.float16):
         raise ValueError(f"{acc_dtype=} is not supported; expected float32 or float16")
-    if acc_dtype == jnp.float16 and x.dtype != jnp.float16:
+    if jnp.dtype(acc_dtype) == jnp.float16 and x.dtype != jnp.float16:
         raise ValueError(f"acc_dtype float16 needs float16 operands, got {x.dtype}")

@@ -27,8 +27,8 @@ def matmul_layer_norm(
 ) -> jax.Array:
     """Computes `layer_norm(x @ w + bias + residual) * scale + offset`.
 
-    Where one kernel holds whole output rows the sum is normalised in float32 registers and written once.
-    Few or wide rows are served by `matmul` and `layer_norm` in turn, rounding in between.
+    The sum is normalised in float32. Where one kernel can hold whole output rows it is never written;
+    few or wide rows take two kernels, of which the first may split the contraction for parallelism.
 
     Args:
       x: (..., K), float16, bfloat16 or float32.

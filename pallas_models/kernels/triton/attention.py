@@ -53,7 +53,7 @@ def heuristic(batch: int, seq: int, num_heads: int, head_dim: int, dtype: DTypeL
     )
 
 
-# Added to the scores of keys that take no part: finite, so that no difference of scores is NaN, and so low
+# The score of keys that take no part: finite, so that no difference of scores is NaN, and so low
 # that beside any other score exp2 gives exactly 0.
 MASKED = -1e30
 
@@ -76,6 +76,7 @@ def _attention_kernel(
     num_heads: int,
     sm_scale: float,
     precision: jax.lax.Precision,
+    interpret: bool,
 ) -> None:
     _, seq, width = o_ref.shape
     head_dim = width // num_heads
@@ -97,10 +98,10 @@ def _attention_kernel(
         if mask_ref is not None:
             valid = load(mask_ref.at[batch, keys], valid) != 0
         if valid is not None:
-            scores += jnp.where(valid, 0.0, MASKED)[None, :]
+            scores = jnp.where(valid[None, :], scores, MASKED)
         m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-        p = exp2(scores - m_new[:, None])
-        correction = exp2(m_i - m_new)
+        p = exp2(scores - m_new[:, None], interpret=interpret)
+        correction = exp2(m_i - m_new, interpret=interpret)
         l_i = l_i * correction + jnp.sum(p, axis=1)
         v = load(qkv_ref.at[batch, keys, v_columns], kv_mask)
         acc = acc * correction[:, None] + _dot(p.astype(v.dtype), v, precision)
@@ -131,7 +132,12 @@ def attention(
     batch, seq, width = qkv.shape
     config = config or heuristic(batch, seq, num_heads, width // (3 * num_heads), qkv.dtype, local_gpu())
     kernel = functools.partial(
-        _attention_kernel, config=config, num_heads=num_heads, sm_scale=sm_scale, precision=precision
+        _attention_kernel,
+        config=config,
+        num_heads=num_heads,
+        sm_scale=sm_scale,
+        precision=precision,
+        interpret=interpret,
     )
     return pl.pallas_call(
         kernel,

@@ -32,10 +32,10 @@ class Config:
 
 
 def heuristic(m: int, n: int) -> Config:
-    """Chooses blocks for m tokens of width n: about 2048 elements a program, every core busy."""
+    """Chooses blocks for m tokens of width n: about 1024 elements a program, every core busy."""
     block_n = pl.next_power_of_2(n)
-    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 264)), 1, 16)
-    return Config(block_m=block_m, num_warps=block_size(block_m * block_n // 512, 1, 16))
+    block_m = block_size(min(1024 // block_n, pl.cdiv(m, 528)), 1, 16)
+    return Config(block_m=block_m, num_warps=block_size(block_m * block_n // 1024, 1, 16))
 
 
 def _embed_tokens_kernel(

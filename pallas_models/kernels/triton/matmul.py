@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, "block_m", "block_k", "num_warps")
-        if self.block_n % 16:
-            raise ValueError(f"{__name__}: block_n={self.block_n} must be a multiple of 16")
+        if self.block_n < 16 or self.block_n % 16:
+            raise ValueError(f"{__name__}: block_n={self.block_n} must be a positive multiple of 16")
 
 
 def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> Config:
@@ -59,24 +60,32 @@ _SMALLER = (
     (_config(16, 16, 128, 2, 3), 0.38),
 )
 _TILE_OVERHEAD = 1200  # what a tile costs besides its outputs, in outputs
+_START_OVERHEAD = 600  # what a program costs besides its steps, in elements of the contraction
 
 
 def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Config:
-    """Chooses tiles for x (m, k) and w (k, n).
+    """Chooses tiles for x (m, k) and w (k, n): large ones where there are two for every core."""
+    return split_heuristic(m, n, k, dtype, num_cores, splits=(1,))[0]
 
-    The largest tiles where there are two for every core; else those that keep the busiest core shortest.
-    """
+
+def split_heuristic(
+    m: int, n: int, k: int, dtype: DTypeLike, num_cores: int, splits: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
+) -> tuple[Config, int]:
+    """Chooses tiles, and into how many parts to split the contraction, so that the busiest core ends first."""
     if jnp.dtype(dtype).itemsize == 4:
-        return _config(64, 64, 32, 4, 3)
+        return _config(64, 64, 32, 4, 3), 1
+    if num_tiles(_LARGE, m, n) >= 2 * num_cores:
+        return _LARGE, 1
 
-    def tiles(config: Config) -> int:
-        return pl.cdiv(m, config.block_m) * pl.cdiv(n, config.block_n)
+    def cost(choice: tuple[tuple[Config, float], int]) -> float:
+        (config, rate), split = choice
+        programs = num_tiles(config, m, n) * split
+        area = config.block_m * config.block_n / rate + _TILE_OVERHEAD
+        depth = steps_per_part(k, config, split) * config.block_k
+        return pl.cdiv(programs, num_cores) * area * (depth + _START_OVERHEAD)
 
-    def cost(candidate: tuple[Config, float]) -> float:
-        config, rate = candidate
-        return pl.cdiv(tiles(config), num_cores) * (config.block_m * config.block_n / rate + _TILE_OVERHEAD)
-
-    return _LARGE if tiles(_LARGE) >= 2 * num_cores else min(_SMALLER, key=cost)[0]
+    (config, _), split = min(itertools.product(_SMALLER, splits), key=cost)
+    return config, split
 
 
 def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tuple[jax.Array, jax.Array]:
@@ -107,10 +116,10 @@ class Tile:
         columns, mask = self.columns[c]
         return load(ref.at[columns], mask).astype(jnp.float32)[None, :]
 
-    def store(self, ref: Ref, c: int, value: jax.Array) -> None:
-        """Stores `value` under column block `c`."""
+    def store(self, ref: Ref, c: int, value: jax.Array, *leading: jax.Array) -> None:
+        """Stores `value` under column block `c`, of the matrix that `leading` indices select."""
         columns, mask = self.columns[c]
-        store(ref.at[self.rows, columns], value, tile_mask(self.row_mask, mask))
+        store(ref.at[(*leading, self.rows, columns)], value, tile_mask(self.row_mask, mask))
 
 
 def make_tile(config: Config, i: jax.Array, j: jax.Array, m: int, n: int) -> Tile:
@@ -127,14 +136,42 @@ def make_tile(config: Config, i: jax.Array, j: jax.Array, m: int, n: int) -> Til
     )
 
 
+def program_tile(config: Config, m: int, n: int) -> Tile:
+    """The tile of this program, from the first axis of the grid."""
+    i, j = tile_order(pl.program_id(0), pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), config.group_m)
+    return make_tile(config, i, j, m, n)
+
+
+def num_tiles(config: Config, m: int, n: int) -> int:
+    """The number of tiles of an (m, n) output."""
+    return pl.cdiv(m, config.block_m) * pl.cdiv(n, config.block_n)
+
+
+def steps_per_part(k: int, config: Config, parts: int) -> int:
+    """How many blocks of K each of `parts` programs takes."""
+    return pl.cdiv(pl.cdiv(k, config.block_k), parts)
+
+
 def product(
-    x_ref: Ref, w_ref: Ref, tile: Tile, config: Config, acc_dtype: DTypeLike, precision: jax.lax.Precision
+    x_ref: Ref,
+    w_ref: Ref,
+    tile: Tile,
+    config: Config,
+    acc_dtype: DTypeLike,
+    precision: jax.lax.Precision,
+    *,
+    part: jax.Array | int = 0,
+    parts: int = 1,
 ) -> list[jax.Array]:
-    """x @ w under a tile, in float32, one array per column block."""
+    """x @ w under a tile, over one of equal parts of K, in float32, one array per column block."""
     k, block_k = x_ref.shape[1], config.block_k
+    steps = steps_per_part(k, config, parts)
+
+    exact = k == parts * steps * block_k
 
     def step(s: jax.Array, accs: list[jax.Array]) -> list[jax.Array]:
-        ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, k)
+        start = (part * steps + s) * block_k
+        ks, k_mask = span(start, block_k), None if exact else start + jnp.arange(block_k) < k
         x = load(x_ref.at[tile.rows, ks], tile_mask(tile.row_mask, k_mask))
         ws = [load(w_ref.at[ks, columns], tile_mask(k_mask, mask)) for columns, mask in tile.columns]
         return [
@@ -143,7 +180,7 @@ def product(
         ]
 
     accs = [jnp.zeros((config.block_m, columns.size), acc_dtype) for columns, _ in tile.columns]
-    accs = jax.lax.fori_loop(0, pl.cdiv(k, block_k), step, accs)
+    accs = jax.lax.fori_loop(0, steps, step, accs)
     return [acc.astype(jnp.float32) for acc in accs]
 
 
@@ -158,14 +195,13 @@ def _matmul_kernel(
     activation: str | None,
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
+    interpret: bool,
 ) -> None:
-    m, n = o_ref.shape
-    i, j = tile_order(pl.program_id(0), pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), config.group_m)
-    tile = make_tile(config, i, j, m, n)
+    tile = program_tile(config, *o_ref.shape)
     for c, y in enumerate(product(x_ref, w_ref, tile, config, acc_dtype, precision)):
         if bias_ref is not None:
             y += tile.load_vector(bias_ref, c)
-        y = activate(activation, y)
+        y = activate(activation, y, interpret=interpret)
         if residual_ref is not None:
             y += tile.load(residual_ref, c)
         tile.store(o_ref, c, y)
@@ -188,12 +224,17 @@ def matmul(
     (m, k), n = x.shape, w.shape[1]
     config = config or heuristic(m, n, k, x.dtype, local_gpu().num_cores)
     kernel = functools.partial(
-        _matmul_kernel, config=config, activation=activation, acc_dtype=acc_dtype, precision=precision
+        _matmul_kernel,
+        config=config,
+        activation=activation,
+        acc_dtype=acc_dtype,
+        precision=precision,
+        interpret=interpret,
     )
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(pl.cdiv(m, config.block_m) * pl.cdiv(n, config.block_n),),
+        grid=(num_tiles(config, m, n),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul",

@@ -8,10 +8,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.triton import matmul as tiled
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton._common import Gpu, Ref, local_gpu
-from pallas_models.kernels.triton.matmul import Config, make_tile, product
+from pallas_models.kernels.triton.matmul import (
+    Config,
+    make_tile,
+    num_tiles,
+    product,
+    program_tile,
+    split_heuristic,
+)
 
 
 def heuristic(m: int, n: int, dtype: DTypeLike, gpu: Gpu) -> Config | None:
@@ -72,6 +78,21 @@ def _matmul_layer_norm_kernel(
         tile.store(o_ref, c, y * rstd * tile.load_vector(scale_ref, c) + tile.load_vector(offset_ref, c))
 
 
+def _parts_kernel(
+    x_ref: Ref,  # (M, K)
+    w_ref: Ref,  # (K, N)
+    o_ref: Ref,  # (P, M, N)
+    *,
+    config: Config,
+    precision: jax.lax.Precision,
+) -> None:
+    parts, m, n = o_ref.shape
+    part, tile = pl.program_id(1), program_tile(config, m, n)
+    ys = product(x_ref, w_ref, tile, config, jnp.float32, precision, part=part, parts=parts)
+    for c, y in enumerate(ys):
+        tile.store(o_ref, c, y, part)
+
+
 def matmul_layer_norm(
     x: jax.Array,
     w: jax.Array,
@@ -86,22 +107,30 @@ def matmul_layer_norm(
     interpret: bool,
 ) -> jax.Array:
     """layer_norm(x @ w + bias + residual) for x (M, K); see `pallas_models.ops.matmul_layer_norm`."""
-    m, n = x.shape[0], w.shape[1]
+    (m, k), n = x.shape, w.shape[1]
     config = config or heuristic(m, n, x.dtype, local_gpu())
     if config is None:
-        y = tiled.matmul(
-            x,
-            w,
-            bias,
+        # Few rows: parts of K in parallel, whose sum the layer norm takes.
+        config, parts = split_heuristic(m, n, k, x.dtype, local_gpu().num_cores)
+        sums = pl.pallas_call(
+            functools.partial(_parts_kernel, config=config, precision=precision),
+            out_shape=jax.ShapeDtypeStruct((parts, m, n), jnp.float32),
+            grid=(num_tiles(config, m, n), parts),
+            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+            interpret=interpret,
+            name="matmul_parts",
+        )(x, w)
+        return norm.sum_layer_norm(
+            sums,
+            scale,
+            offset,
             residual,
-            activation=None,
-            acc_dtype=jnp.float32,
-            precision=precision,
+            bias,
+            epsilon=epsilon,
             out_dtype=x.dtype,
             config=None,
             interpret=interpret,
         )
-        return norm.layer_norm(y, scale, offset, None, epsilon=epsilon, config=None, interpret=interpret)
     if config.block_n < n:
         raise ValueError(f"block_n={config.block_n} is too small; expected at least the {n} columns of a row")
     kernel = functools.partial(_matmul_layer_norm_kernel, config=config, epsilon=epsilon, precision=precision)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton._common import (
     Ref,
@@ -37,23 +38,24 @@ class Config:
 
 
 def heuristic(m: int, n: int) -> Config:
-    """Chooses blocks for rows (m, n): whole rows up to 16384 columns, about 4096 elements a program."""
+    """Chooses blocks for rows (m, n): whole rows up to 16384 columns, about 2048 elements a program."""
     block_n = block_size(n, 16, 16384)
-    block_m = block_size(min(4096 // block_n, pl.cdiv(m, 132)), 1, 16)
-    return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 512, 1, 16))
+    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 528)), 1, 16)
+    return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 2048, 1, 16))
 
 
 def _layer_norm_kernel(
-    x_ref: Ref,  # (M, N)
+    x_ref: Ref,  # (P, M, N)
     scale_ref: Ref,  # (N,)
     bias_ref: Ref,  # (N,)
     residual_ref: Ref | None,  # (M, N)
+    x_bias_ref: Ref | None,  # (N,)
     o_ref: Ref,  # (M, N)
     *,
     config: Config,
     epsilon: float,
 ) -> None:
-    m, n = x_ref.shape
+    parts, m, n = x_ref.shape
     block_m, block_n = config.block_m, config.block_n
     start = pl.program_id(0) * block_m
     rows, row_mask = span(start, block_m), in_bounds(start, block_m, m)
@@ -61,7 +63,11 @@ def _layer_norm_kernel(
     def read(s: jax.Array | int) -> tuple[jax.Array, pl.Slice, jax.Array | None]:
         columns, column_mask = span(s * block_n, block_n), in_bounds(s * block_n, block_n, n)
         mask = tile_mask(row_mask, column_mask)
-        y = load(x_ref.at[rows, columns], mask).astype(jnp.float32)
+        y = jnp.zeros((block_m, block_n), jnp.float32)
+        for part in range(parts):
+            y += load(x_ref.at[jnp.int32(part), rows, columns], mask).astype(jnp.float32)
+        if x_bias_ref is not None:
+            y += load(x_bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
         if residual_ref is not None:
             y += load(residual_ref.at[rows, columns], mask).astype(jnp.float32)
         return y, columns, column_mask
@@ -110,13 +116,39 @@ def layer_norm(
     interpret: bool,
 ) -> jax.Array:
     """Layer norm over the rows of x (M, N); see `pallas_models.ops.layer_norm`."""
-    m, n = x.shape
+    return sum_layer_norm(
+        x[None],
+        scale,
+        bias,
+        residual,
+        None,
+        epsilon=epsilon,
+        out_dtype=x.dtype,
+        config=config,
+        interpret=interpret,
+    )
+
+
+def sum_layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    residual: jax.Array | None,
+    x_bias: jax.Array | None,
+    *,
+    epsilon: float,
+    out_dtype: DTypeLike,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """Layer norm over the rows of `sum_p x[p] + x_bias + residual`, for x (P, M, N)."""
+    _, m, n = x.shape
     config = config or heuristic(m, n)
     return pl.pallas_call(
         functools.partial(_layer_norm_kernel, config=config, epsilon=epsilon),
-        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(pl.cdiv(m, config.block_m),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
         name="layer_norm",
-    )(x, scale, bias, residual)
+    )(x, scale, bias, residual, x_bias)
