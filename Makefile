@@ -7,8 +7,8 @@ MINILM := models/all-MiniLM-L6-v2
 MODEL ?= $(MINILM)
 DTYPE ?= float32
 OUTPUT ?= embeddings.npy
-# The kernels of one GPU are tested one at a time; the cores of a CPU in parallel.
-WORKERS ?= $(if $(CUDA),0,auto)
+# Compiling takes longer than running, on a GPU too.
+WORKERS ?= auto
 PYTEST_ARGS ?=
 
 VENV := .venv

@@ -129,6 +129,14 @@ def test_unknown_implementation(call: Call):
         call("cuda")(*call.arrays())
 
 
+def test_arrays_too_large_for_the_kernels():
+    x = jax.ShapeDtypeStruct((2**21, 384), jnp.float16)
+    w = jax.ShapeDtypeStruct((384, 1536), jnp.float16)  # the result has 3 * 2**30 elements
+    with pytest.raises(NotImplementedError, match=r"3221225472 elements is too large .* implementation='xla'"):
+        jax.eval_shape(functools.partial(ops.matmul, implementation="triton"), x, w)
+    assert jax.eval_shape(ops.matmul, x, w).shape == (2**21, 1536)
+
+
 @pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_triton_does_not_fall_back_on_a_cpu(call: Call):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.triton.matmul import split_heuristic
 from pallas_models.kernels.triton.matmul_layer_norm import Config
 from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, normal
 
@@ -16,9 +17,13 @@ SHAPES = by_device(
     cpu=[
         (5, 40, 33),  # odd rows and width
         (70, 96, 384),  # a width that is no power of two
+        (5, 1100, 24),  # K in parts, the last of them ragged and with steps past the end
     ],
     gpu=[
         (16, 384, 384),  # MiniLM's two, at few rows and at many
+        (16, 1536, 384),
+        (128, 1536, 384),
+        (5, 1100, 24),  # K in parts, the last of them ragged and with steps past the end
         (8192, 384, 384),
         (8192, 1536, 384),
         (2049, 385, 383),  # odd everywhere
@@ -63,6 +68,18 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape):
     assert out.dtype == dtype
     expected = reference.compute(reference.matmul_layer_norm, x, w, scale, offset, bias, residual)
     assert_close(out, expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    "m, k, n, parts",
+    [
+        (5, 1100, 24, 6),  # as in SHAPES: 9 blocks of K, 2 a part; the fifth is ragged, the sixth empty
+        (16, 1536, 384, 4),
+        (8192, 1536, 384, 1),  # enough tiles for every core
+    ],
+)
+def test_few_rows_split_the_contraction(m, k, n, parts):
+    assert split_heuristic(m, n, k, np.float16, num_cores=132)[1] == parts
 
 
 @pytest.mark.parametrize("shape", by_device(cpu=[(37, 50, 41)], gpu=[(4096, 1536, 384), (300, 129, 41)]), ids=str)

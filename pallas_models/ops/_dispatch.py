@@ -8,6 +8,7 @@ import jax
 
 Implementation = Literal["triton", "xla", "interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "interpret")
+_MAX_SIZE = 2**31 - 1  # Triton's offsets are signed 32-bit integers
 
 
 @functools.cache
@@ -36,12 +37,20 @@ def run(
 
     Raises:
       ValueError: `implementation` is not one of the above.
+      NotImplementedError: the kernel is asked for by name and an array has 2**31 elements or more.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}")
-    empty = any(arg is not None and arg.size == 0 for arg in args)
-    if implementation == "xla" or empty:  # there is no grid for a kernel over nothing
+    sizes = [leaf.size for leaf in jax.tree.leaves((args, jax.eval_shape(reference, *args)))]
+    if implementation == "xla" or min(sizes) == 0:  # there is no grid for a kernel over nothing
         return reference(*args)
+    if max(sizes) > _MAX_SIZE:
+        if implementation is None:
+            return reference(*args)
+        raise NotImplementedError(
+            f"an array of {max(sizes)} elements is too large for the kernels, which index up to {_MAX_SIZE}; "
+            "use smaller batches or implementation='xla'"
+        )
     compiled = functools.partial(kernel, interpret=False)
 
     @jax.custom_vjp

@@ -107,16 +107,16 @@ def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
     return y
 
 
-# -log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of
+# log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of
 # gelu: below 1e-7 everywhere, in float32.
 _GELU_POLYNOMIAL = (
-    -3.30928651e-05,
-    7.69220131e-04,
-    -8.08071791e-03,
-    5.34121062e-02,
-    4.58770972e-01,
-    1.1512017,
-    9.99993061e-01,
+    3.30928651e-05,
+    -7.69220131e-04,
+    8.08071791e-03,
+    -5.34121062e-02,
+    -4.58770972e-01,
+    -1.1512017,
+    -9.99993061e-01,
 )
 
 
@@ -130,7 +130,7 @@ def _gelu(x: jax.Array, interpret: bool) -> jax.Array:
     p = jnp.full_like(a, _GELU_POLYNOMIAL[0])
     for coefficient in _GELU_POLYNOMIAL[1:]:
         p = p * a + coefficient
-    return _relu(x) - a * exp2(-p, interpret=interpret)
+    return _relu(x) - a * exp2(p, interpret=interpret)
 
 
 def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:

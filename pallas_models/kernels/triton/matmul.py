@@ -54,7 +54,7 @@ _LARGE = _config(128, 128, 64, 4, 2)
 # H200 over the products of MiniLM with 16 to 8192 rows.
 _SMALLER = (
     (_config(64, 128, 64, 4, 3), 1.0),
-    (_config(64, 64, 128, 4, 3), 0.85),
+    (_config(64, 64, 64, 4, 3), 0.85),
     (_config(64, 32, 128, 4, 3), 0.7),
     (_config(16, 32, 128, 4, 3), 0.3),
     (_config(16, 16, 128, 2, 3), 0.38),
