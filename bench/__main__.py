@@ -1,4 +1,4 @@
-"""`python -m bench COMMAND`: a benchmark, or the report made from their results.
+"""`python -m bench COMMAND`: a benchmark, or something made from their results.
 
 A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`, listed in COMMANDS.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-COMMANDS = ("minilm", "sts", "report")
+COMMANDS = ("minilm", "sts", "compare", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
