@@ -161,7 +161,7 @@ def test_gradients_of_every_parameter(reference):
             # The gradient of the key bias is zero: it shifts all scores of a query alike.
             third = config.hidden_size
             assert np.max(np.abs(gradient.detach().cpu().numpy()[third : 2 * third])) < 1e-6
-        assert_close(gradient.detach(), expected[name], 2e-5)
+        assert_close(gradient.detach().cpu(), expected[name], 2e-5)
 
 
 def test_gradients_are_finite_at_a_row_without_tokens():

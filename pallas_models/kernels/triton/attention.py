@@ -40,6 +40,9 @@ class Config:
 
 def heuristic(batch: int, seq: int, num_heads: int, head_dim: int, dtype: DTypeLike, gpu: Gpu) -> Config:
     """Chooses blocks: a short sentence in one step; few queries per program where there are few sentences."""
+    if jnp.dtype(dtype).itemsize == 4 and head_dim > 64:
+        # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.
+        return Config(block_q=block_size(seq, 16, 32), block_kv=32, num_warps=4, num_stages=1)
     few = batch * num_heads * seq < 64 * gpu.num_cores
     block_q = block_size(seq, 16, 32 if few else 64)
     block_kv = block_size(seq, 16, 128 if few and head_dim <= 64 else 64)
