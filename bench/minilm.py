@@ -419,6 +419,9 @@ def run(args: argparse.Namespace) -> int:
                 shape={"batch": shape[0], "seq": shape[1]},
                 flop=minilm_models.flop(checkpoint.config, *shape),
                 entries=[attempt.entry(outcomes.get(attempt.name)) for attempt in attempts],
+                bytes=minilm_models.least_bytes(
+                    checkpoint.config, shape[0], shape[1], np.dtype(DTYPES[dtype]).itemsize
+                ),
             )
             result.cases.append(case)
             results.save(result, args.output)  # kept, should the run be interrupted

@@ -100,6 +100,18 @@ def flop(config: MiniLMConfig, batch: int, seq: int) -> float:
     return float(config.num_layers * (linear + 4 * batch * seq**2 * hidden))
 
 
+def least_bytes(config: MiniLMConfig, batch: int, seq: int, itemsize: int) -> float:
+    """Bytes that one forward pass must move even if all of it were one kernel.
+
+    The layers' parameters, the word embeddings of the tokens (of each word once, at most) and the positions' are
+    read; ids and mask are read, int32; the embeddings are written.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layer = 4 * hidden**2 + 2 * hidden * inner + 9 * hidden + inner  # linear maps, biases, two layer norms
+    rows = min(batch * seq, config.vocab_size) + seq + 3  # words, positions, one token type, layer norm
+    return float((config.num_layers * layer + (rows + batch) * hidden) * itemsize + 2 * 4 * batch * seq)
+
+
 def plain_jax(
     checkpoint: Checkpoint, dtype: str, *, attention: Literal["einsum", "cudnn"] = "einsum"
 ) -> tuple[Any, Callable[..., jax.Array]]:

@@ -6,6 +6,7 @@ they are shown (`bench.tables`), so that a file cannot contradict itself.
 
 import dataclasses
 import json
+import math
 import os
 import re
 import types
@@ -89,6 +90,7 @@ class Case:
       shape: sizes by name.
       flop: floating-point operations of one call; None where they are not counted.
       entries: what became of each candidate.
+      bytes: what one call must read and write at the least; None where it is not counted. A file may lack it.
     """
 
     label: str
@@ -96,6 +98,7 @@ class Case:
     shape: dict[str, int]
     flop: float | None
     entries: list[Entry]
+    bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +166,13 @@ def load(path: Path) -> Result:
     if version != VERSION:
         raise ResultError(f"{path}: has version {version!r} of the schema; this program reads version {VERSION}")
     try:
-        return _build(Result, data, "")
+        result: Result = _build(Result, data, "")
+        for case in result.cases:
+            for entry in case.entries:
+                for time in (entry.device, entry.wall):
+                    if time and not 0 < time.p20_us <= time.median_us <= time.p80_us < math.inf:
+                        raise _MismatchError(f"{case.label}, {entry.name}: impossible times {time}")
+        return result
     except _MismatchError as error:
         raise ResultError(f"{path}: {error}") from error
 
@@ -182,9 +191,9 @@ def _build(expected: Any, data: Any, where: str) -> Any:
         hints = typing.get_type_hints(expected)
         if unknown := sorted(data.keys() - fields.keys()):
             raise _MismatchError(f"{here}: unknown field {', '.join(unknown)}")
-        if missing := [name for name in fields if name not in data]:
+        if missing := [n for n, field in fields.items() if n not in data and not field.metadata.get("optional")]:
             raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
-        return expected(**{name: _build(hints[name], data[name], f"{where}.{name}".strip(".")) for name in fields})
+        return expected(**{name: _build(hints[name], data[name], f"{where}.{name}".strip(".")) for name in data})
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin is list and isinstance(data, list):
         return [_build(arguments[0], value, f"{where}[{i}]") for i, value in enumerate(data)]

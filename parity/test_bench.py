@@ -184,6 +184,11 @@ class TestResults:
             (lambda d: d["cases"][0]["entries"][0].update(status="fine"), "expected one of ok, wrong"),
             (lambda d: d["cases"][0].update(entries={}), r"cases\[0\].entries: expected list, got {}"),
             (lambda d: d["cases"][0]["entries"][0].update(wall=3), "wall: expected an object, got 3"),
+            (
+                lambda d: d["cases"][0]["entries"][0]["wall"].update(p20_us=0),
+                "1x16 fp16, ours-10: impossible times",
+            ),
+            (lambda d: d["cases"][0]["entries"][0]["wall"].update(p80_us=9), "impossible times"),
         ],
     )
     def test_invalid(self, tmp_path, change, message):
@@ -201,6 +206,14 @@ class TestResults:
         path.write_bytes(content)
         with pytest.raises(ResultError, match=r"minilm\.json: is not a"):
             results.load(path)
+
+    def test_without_bytes(self, tmp_path):
+        path = results.save(make_result(), tmp_path)
+        data = json.loads(path.read_text())
+        for case in data["cases"]:
+            del case["bytes"]
+        path.write_text(json.dumps(data))
+        assert results.load(path) == make_result()
 
     def test_absent(self, tmp_path):
         with pytest.raises(ResultError, match="cannot be read"):
@@ -291,6 +304,11 @@ class TestMiniLM:
     def test_flop(self):
         # 8192 tokens: 6 layers * (2 * 8192 * 1769472 + 4 * 64 * 128**2 * 384)
         assert minilm_models.flop(MiniLMConfig(), 64, 128) == 183_609_851_904
+
+    def test_least_bytes(self):
+        # 6 layers of 1774464 parameters in float16, 512 words, 128 positions, 3 vectors, 4 outputs; ids and mask
+        expected = 2 * (6 * 1774464 + (512 + 128 + 3 + 4) * 384) + 8 * 512
+        assert minilm_models.least_bytes(MiniLMConfig(), 4, 128, 2) == expected
 
     def test_baselines_agree(self, checkpoint):
         import torch

@@ -1,0 +1,127 @@
+"""One HTML page of all results of a GPU: plots, tables and conditions, with nothing loaded from elsewhere."""
+
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench import plots, tables
+from bench.drawing import NAMES, Plot
+from bench.results import Family, Result, slug
+
+NAME = "index.html"
+CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+
+
+def table(markdown: str) -> str:
+    """An HTML table made from a Markdown one, in a container of its own in which it can scroll."""
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines())
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "\n".join(row(cells, "td") for cells in rows)
+    label = html.escape("table: " + ", ".join(header[:4]))
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>\n'
+        f"<thead>{row(header, 'th')}</thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def blocks(text: str) -> str:
+    """Tables and paragraphs, from text in which an empty line separates them."""
+    parts = text.split("\n\n")
+    return "\n".join(table(part) if part.startswith("|") else f"<p>{html.escape(part)}</p>" for part in parts)
+
+
+def drawing(plot: Plot) -> str:
+    """A plot with its title and note."""
+    return (
+        f'<figure id="{plot.name}">\n<h3>{html.escape(plot.title)}</h3>\n{plot.svg(inline=True)}\n'
+        f"<figcaption>{html.escape(plot.note)}</figcaption>\n</figure>"
+    )
+
+
+def headline(result: Result) -> str:
+    """The geometric means of the speed-ups, large."""
+    clocks: list[tuple[str, tables.Clock]] = [("device time", tables.device), ("wall time", tables.wall)]
+    families: tuple[Family, ...] = ("xla", "torch")
+    cards = []
+    for kind, clock in clocks:
+        for family in families:
+            if mean := tables.mean_speedup(result.cases, family, clock):
+                cards.append(f"<li><b>{mean:.2f}&times;</b> {NAMES[family]}'s best, {kind}</li>")
+    return f'<ul class="cards">{"".join(cards)}</ul>' if cards else ""
+
+
+def conditions(result: Result) -> str:
+    """The environment, the settings and the measured ceilings, as a list of terms."""
+    terms = {"date": result.date} | result.environment | result.settings
+    terms |= {name: f"{value:.4g}" for name, value in result.ceilings.items()}
+    found = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in terms.items())
+    return f'<dl class="conditions">{found}</dl>'
+
+
+def section(result: Result, summary: Callable[[Result], str], drawn: Sequence[Plot]) -> str:
+    """All about one benchmark."""
+    parts = [f'<section id="{slug(result.benchmark)}">', f"<h2>{html.escape(result.benchmark)}</h2>"]
+    if result.partial:
+        parts.append('<p class="warning">From a shortened or unfinished run: not for publication.</p>')
+    parts += [f"<p>{html.escape(tables.conditions(result))}</p>", headline(result)]
+    parts.append(f'<div class="plots">{"".join(map(drawing, drawn))}</div>')
+    parts.append(blocks(summary(result)))
+    if lines := tables.problems(result):
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+        parts.append(f"<details open><summary>Without a figure</summary><ul>{items}</ul></details>")
+    parts.append(f"<details><summary>Every candidate</summary>{blocks(tables.entries(result))}</details>")
+    parts.append(f"<details open><summary>Conditions</summary>{conditions(result)}</details>")
+    return "\n".join([*parts, "</section>"])
+
+
+def page(results: Sequence[Result], summaries: Sequence[Callable[[Result], str]], drawn: list[list[Plot]]) -> str:
+    """The whole page."""
+    device = html.escape(", ".join(dict.fromkeys(r.environment.get("device", "unknown device") for r in results)))
+    links = "".join(
+        f'<a href="#{slug(result.benchmark)}">{html.escape(result.benchmark)}</a>' for result in results
+    )
+    body = "\n".join(section(*parts) for parts in zip(results, summaries, drawn, strict=True))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Benchmarks on {device}</title>
+<link rel="icon" href="data:,">
+<style>
+{CSS}</style>
+</head>
+<body>
+<header>
+<h1>Benchmarks on {device}</h1>
+<p>Ours against XLA and torch, side by side in one run. Device time is the sum of the durations of a call's
+kernels; wall time is what a caller sees with many calls queued, dispatch included. Figures are medians.</p>
+<nav>{links}</nav>
+</header>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def write(results: Sequence[Result], summaries: Sequence[Callable[[Result], str]], folder: Path) -> Path:
+    """Writes the page and, beside it, each plot as SVG and PNG; plots of an earlier report are removed.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    drawn = [plots.plots(result) for result in results]
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.svg"), *folder.glob("*.png")):
+        old.unlink()
+    for plot in (plot for of in drawn for plot in of):
+        plot.save(folder)
+    path = folder / NAME
+    path.write_text(page(results, summaries, drawn), encoding="utf-8")
+    return path

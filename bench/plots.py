@@ -1,0 +1,289 @@
+"""The plots of a result."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from bench import tables
+from bench.drawing import COLORS, INK, NAMES, PARTS, Plot, axes_of, bars, legend, plain_ticks, style
+from bench.results import Case, Entry, Family, Result, slug
+
+
+def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot | None:
+    """Speed-up of ours over the best of each other family."""
+    families: list[Family] = [
+        f for f in ("xla", "torch") if any(tables.speedup(c, f, clock) for c in result.cases)
+    ]
+    if not families:
+        return None
+    labels = [case.label for case in result.cases]
+    series: dict[str, tuple[str, list[float | None]]] = {
+        f"over {NAMES[f]}": (COLORS[f], [tables.speedup(case, f, clock) for case in result.cases])
+        for f in families
+    }
+    figure, axes = bars(labels, series, f"speed-up of ours, {kind} (times)", ".2f")
+    with style():
+        axes.axvline(1, color=INK, linewidth=1)
+    means = {f: tables.mean_speedup(result.cases, f, clock) for f in families}
+    said = ", ".join(f"{mean:.2f} times {NAMES[f]}'s best" for f, mean in means.items() if mean)
+    return Plot(
+        name=name,
+        title=f"Speed-up, {kind}",
+        alt=f"bars for {len(labels)} cases; geometric mean {said or 'not known, as some were not measured'}",
+        note="Time of the best candidate of XLA or torch over that of ours. Right of the line, ours is faster.",
+        figure=figure,
+    )
+
+
+def size_of(case: Case) -> float:
+    """The product of a case's sizes: tokens of a batch, elements of an array."""
+    return float(math.prod(case.shape.values()))
+
+
+def size_name(result: Result) -> str:
+    """What `size_of` counts."""
+    return "tokens" if all(case.shape.keys() == {"batch", "seq"} for case in result.cases) else "elements"
+
+
+def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str) -> Plot | None:
+    """Time of every candidate against the size of the problem."""
+    points: dict[tuple[Family, str], list[tuple[float, float]]] = {}
+    for case in result.cases:
+        for entry in case.entries:
+            if case.dtype == dtype and (time := clock(entry)):
+                points.setdefault((entry.family, entry.name), []).append((size_of(case), time.median_us))
+    if not points or len({size for found in points.values() for size, _ in found}) < 2:
+        return None
+    figure, axes = axes_of(4.0)
+    lines: dict[Family, Iterator[str]] = {f: itertools.cycle(("-", "--", ":", "-.")) for f in COLORS}
+    marks: dict[Family, Iterator[str]] = {f: itertools.cycle("os^Dv") for f in COLORS}
+    with style():
+        for (family, label), found in points.items():
+            sizes = sorted({size for size, _ in found})
+            curve = [tables.geometric_mean([us for s, us in found if s == size]) for size in sizes]
+            mark, color = next(marks[family]), COLORS[family]
+            axes.plot(sizes, curve, next(lines[family]), marker=mark, markersize=4, color=color, label=label)
+            axes.plot(*zip(*found, strict=True), mark, markersize=3, color=color, alpha=0.45)
+        axes.set(xscale="log", yscale="log", xlabel=f"{size_name(result)} a call", ylabel=f"{kind} (us)")
+        plain_ticks(axes.xaxis, (1,))
+        plain_ticks(axes.yaxis, (1, 2, 5))
+    legend(figure, 2)
+    names = ", ".join(label for _, label in points)
+    return Plot(
+        name=name,
+        title=f"{kind.capitalize()} against size, {dtype}",
+        alt=f"curves of {names} over {size_name(result)}, both axes logarithmic",
+        note="Every candidate; lower is better. Where several cases have one size the curve goes through their"
+        " geometric mean, and each has a faint mark.",
+        figure=figure,
+    )
+
+
+def floors(case: Case, ceilings: dict[str, float]) -> dict[str, float]:
+    """The least microseconds that a case takes at the measured rates, by what limits it.
+
+    The rate of matrix products is measured in bfloat16: it is not held against float32.
+    """
+    found = {}
+    matmul, copy = ceilings.get("matmul_bf16_tflop_per_s"), ceilings.get("copy_tb_per_s")
+    if case.flop and matmul and case.dtype != "fp32":
+        found["matmul"] = case.flop / matmul / 1e6
+    if case.bytes and copy:
+        found["memory"] = case.bytes / copy / 1e6
+    return found
+
+
+def share(result: Result, name: str) -> Plot | None:
+    """How near each family's best comes to the floor that the measured ceilings set."""
+    cases = [case for case in result.cases if floors(case, result.ceilings)]
+    series: dict[str, tuple[str, list[float | None]]] = {}
+    for family, color in COLORS.items():
+        pairs = [tables.best(case, family, tables.device) for case in cases]
+        least = [max(floors(case, result.ceilings).values()) for case in cases]
+        shares = [100 * us / pair[1].median_us if pair else None for us, pair in zip(least, pairs, strict=True)]
+        if any(shares):
+            series[NAMES[family]] = color, shares
+    if not series:
+        return None
+    binding = [max(found, key=found.__getitem__) for found in (floors(c, result.ceilings) for c in cases)]
+    labels = [f"{case.label}\n({by})" for case, by in zip(cases, binding, strict=True)]
+    figure, _ = bars(labels, series, "share of the measured ceiling (%)", ".0f")
+    reached = (
+        ", ".join(f"{case.label} {s:.0f}%" for case, s in zip(cases, series["ours"][1], strict=True) if s)
+        if ("ours" in series)
+        else "ours not measured"
+    )
+    return Plot(
+        name=name,
+        title="Share of the measured ceiling",
+        alt=f"bars of the best of each family; ours: {reached}",
+        note="The least time that the work takes at the rates measured in the same run, over the device time."
+        " In brackets what sets that least time: the rate of matrix products or of memory.",
+        figure=figure,
+    )
+
+
+def roofline(result: Result, name: str) -> Plot | None:
+    """Rate against arithmetic intensity, under the measured ceilings."""
+    cases = [case for case in result.cases if len(floors(case, result.ceilings)) == 2]
+    points: dict[Family, list[tuple[float, float]]] = {}
+    for case in cases:
+        for family in COLORS:
+            if case.flop and case.bytes and (pair := tables.best(case, family, tables.device)):
+                rate = case.flop / pair[1].median_us / 1e6
+                points.setdefault(family, []).append((case.flop / case.bytes, rate))
+    if not points:
+        return None
+    matmul, copy = (result.ceilings[key] for key in ("matmul_bf16_tflop_per_s", "copy_tb_per_s"))
+    figure, axes = axes_of(3.8)
+    xs = [x for found in points.values() for x, _ in found]
+    ridge = matmul / copy
+    low, high = min(*xs, ridge) / 2, max(*xs, ridge) * 2
+    with style():
+        axes.plot([low, ridge, high], [low * copy, matmul, matmul], color=INK, linewidth=1.5, label="ceilings")
+        for (family, found), mark in zip(points.items(), "os^", strict=False):
+            axes.plot(*zip(*found, strict=True), mark, color=COLORS[family], markersize=5, label=NAMES[family])
+        axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop/byte)", ylabel="rate (TFLOP/s)")
+        plain_ticks(axes.xaxis, (1,))
+        plain_ticks(axes.yaxis, (1,))
+        above = {"textcoords": "offset points", "xytext": (0, 4), "fontsize": 8}
+        axes.annotate(f"{matmul:.0f} TFLOP/s", (high, matmul), ha="right", **above)
+        axes.annotate(f"{copy:.2f} TB/s", (low, low * copy), **{**above, "xytext": (8, 0)})
+        axes.margins(y=0.12)
+    legend(figure, 4)
+    return Plot(
+        name=name,
+        title="Roofline",
+        alt=f"{len(cases)} cases under ceilings of {copy:.2f} TB/s and {matmul:.0f} TFLOP/s",
+        note="Bytes are what the whole call must move at the least, had it no intermediate results; both ceilings"
+        " are measured in the same run.",
+        figure=figure,
+    )
+
+
+def _our_kernels(case: Case) -> dict[str, float]:
+    """Microseconds of ours by kernel; `x__1`, another kernel of the same function, is called `x 2`."""
+    pair = tables.best(case, "ours", tables.device)
+    totals: dict[str, float] = {}
+    for kernel in pair[0].kernels if pair else []:
+        base, _, number = kernel.name.rpartition("__")
+        label = f"{base} {int(number) + 1}" if base and number.isdecimal() else kernel.name
+        totals[label] = totals.get(label, 0) + kernel.us
+    return totals
+
+
+def breakdown(result: Result, name: str) -> Plot | None:
+    """Where the device time of ours goes, kernel by kernel."""
+    found = {case.label: totals for case in result.cases if (totals := _our_kernels(case))}
+    kernels = list(dict.fromkeys(kernel for totals in found.values() for kernel in totals))
+    if len(kernels) < 2:
+        return None
+    shares = {label: {k: 100 * us / sum(t.values()) for k, us in t.items()} for label, t in found.items()}
+    weight = {kernel: sum(s.get(kernel, 0) for s in shares.values()) for kernel in kernels}
+    shown = sorted(kernels, key=weight.__getitem__, reverse=True)[: len(PARTS) - 1]
+    figure, axes = axes_of(1.2 + 0.34 * len(found) + 0.17 * math.ceil(len(shown) / 2))
+    left = [0.0] * len(found)
+    with style():
+        for part, color in zip([*(k for k in kernels if k in shown), None], PARTS, strict=False):
+            values = [
+                100 - x if part is None else s.get(part, 0) for x, s in zip(left, shares.values(), strict=True)
+            ]
+            if max(values) > 1e-6:
+                axes.barh(range(len(found)), values, 0.75, left, color=color, label=part or "others")
+            left = [x + value for x, value in zip(left, values, strict=True)]
+        labels = [f"{label}\n{sum(totals.values()):.0f} us" for label, totals in found.items()]
+        axes.set_yticks(range(len(found)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.set(xlabel="share of the device time (%)", xlim=(0, 100))
+    legend(figure, 2)
+    largest = {label: max(s, key=s.__getitem__) for label, s in shares.items()}
+    said = "; ".join(f"{label}: most in {k}, {shares[label][k]:.0f}%" for label, k in largest.items())
+    return Plot(
+        name=name,
+        title="Where the time of ours goes",
+        alt=f"stacked bars by kernel. {said}",
+        note="All launches of one kernel together. A number after a name: the same function with another shape.",
+        figure=figure,
+    )
+
+
+def _metric(result: Result, family: Family, name: str) -> list[float | None]:
+    entries: list[Entry | None] = [
+        next((e for e in case.entries if e.family == family and name in e.metrics), None) for case in result.cases
+    ]
+    return [entry.metrics[name] if entry else None for entry in entries]
+
+
+def throughput(result: Result, name: str) -> Plot | None:
+    """Sentences a second by dtype."""
+    series = {
+        "ours, text in": ("#56b4e9", _metric(result, "ours", "encode_sentences_per_s")),
+        "ours, ids in": (COLORS["ours"], _metric(result, "ours", "forward_sentences_per_s")),
+        "torch eager, ids in": (COLORS["torch"], _metric(result, "torch", "forward_sentences_per_s")),
+    }
+    series = {label: pair for label, pair in series.items() if any(pair[1])}
+    if not series:
+        return None
+    thousands = {label: (c, [v and v / 1e3 for v in values]) for label, (c, values) in series.items()}
+    labels = [case.label for case in result.cases]
+    figure, _ = bars(labels, thousands, "thousand sentences a second", ".0f")
+    best = ", ".join(
+        f"{label} up to {max(v or 0 for v in values):,.0f}/s" for label, (_, values) in series.items()
+    )
+    return Plot(
+        name=name,
+        title="Sentences a second",
+        alt=f"bars by dtype; {best}",
+        note="Text in: with tokenisation on the host. Ids in: the forward pass on ids that lie on the device.",
+        figure=figure,
+    )
+
+
+def accuracy(result: Result, name: str) -> Plot | None:
+    """Largest distance of an output from its reference, against the limit, for each case."""
+    pairs = [
+        (case.label, entry.accuracy)
+        for case in result.cases
+        for entry in case.entries
+        if entry.family == "ours" and entry.accuracy
+    ]
+    if not pairs:
+        return None
+    labels = [label for label, _ in pairs]
+    values = [max(found.value, 1e-16) for _, found in pairs]
+    figure, axes = axes_of(1.2 + 0.36 * len(pairs))
+    with style():
+        axes.barh(labels, values, 0.6, color=COLORS["ours"], label="ours")
+        limits = [found.limit for _, found in pairs]
+        axes.plot(limits, labels, "|", color=PARTS[5], markersize=16, markeredgewidth=2.5, label="limit")
+        axes.set(xscale="log", xlim=(min(values) / 10, max(*values, *limits) * 10))
+        axes.set_xlabel(f"largest {pairs[0][1].measure} (no unit)")
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+    legend(figure, 2)
+    said = ", ".join(f"{label} {found.value:.1e} (limit {found.limit:.0e})" for label, found in pairs)
+    return Plot(
+        name=name,
+        title="Distance from the reference",
+        alt=f"bars, logarithmic: {said}",
+        note="Of the worst output, from the float32 reference. Beyond its limit a result counts as wrong.",
+        figure=figure,
+    )
+
+
+def plots(result: Result) -> list[Plot]:
+    """Every plot that a result has the figures for."""
+    name = slug(result.benchmark)
+    clocks: list[tuple[str, str, tables.Clock]] = [
+        ("device", "device time", tables.device),
+        ("wall", "wall time a call", tables.wall),
+    ]
+    dtypes = dict.fromkeys(case.dtype for case in result.cases)
+    found = [speedup(result, f"{name}-speedup-{key}", clock, kind) for key, kind, clock in clocks]
+    for key, kind, clock in clocks:
+        found += [times(result, f"{name}-time-{key}-{slug(dtype)}", clock, kind, dtype) for dtype in dtypes]
+    found += [share(result, f"{name}-share"), roofline(result, f"{name}-roofline")]
+    found += [breakdown(result, f"{name}-breakdown"), throughput(result, f"{name}-throughput")]
+    found.append(accuracy(result, f"{name}-accuracy"))
+    return [plot for plot in found if plot]

@@ -1,0 +1,218 @@
+"""`python -m bench report`: every plot is on the page, which loads nothing and fits a phone; unusable files."""
+
+import dataclasses
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from bench import __main__ as cli
+from bench import report, results
+from bench.results import Accuracy, Case, Kernel, Result
+from parity.test_bench import entry, make_result
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")
+
+MINILM = ("speedup-device", "speedup-wall", "time-device-fp16", "time-wall-fp16", "share", "roofline", "breakdown")
+STS = ("throughput", "accuracy")
+
+
+def minilm_result(**changes: object) -> Result:
+    names = ("matmul", "attention", "matmul__1", "layer_norm")
+    cases = []
+    for batch, seq, us in ((1, 16, 80.0), (64, 128, 600.0), (256, 128, 2200.0)):
+        ours = entry("ours", us, name="pallas", kernels=[Kernel(name=name, us=us / 4) for name in names])
+        others = [entry(f, k * us, name=f"{f}-<{k}>") for f in ("xla", "torch") for k in (2, 3)]
+        cases.append(
+            Case(
+                label=f"{batch}x{seq} fp16",
+                dtype="fp16",
+                shape={"batch": batch, "seq": seq},
+                flop=2e7 * batch * seq,
+                bytes=2e7 + 800.0 * batch * seq,
+                entries=[ours, *others],
+            )
+        )
+    return make_result(**{"cases": cases, **changes})
+
+
+def sts_result() -> Result:
+    accuracy = Accuracy(measure="1 - cosine", value=6e-7, limit=1e-4)
+    rates = {"encode_sentences_per_s": 1e5, "forward_sentences_per_s": 5e5, "spearman": 82.03}
+    bare = dict(device=None, wall=None)
+    entries = [
+        entry("ours", 1, metrics=rates, accuracy=accuracy, **bare),
+        entry("torch", 1, metrics={"forward_sentences_per_s": 9e4}, **bare),
+    ]
+    cases = [Case(label="fp16", dtype="fp16", shape={"sentences": 9}, flop=None, entries=entries)]
+    return make_result(benchmark="sts", cases=cases, ceilings={})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of both benchmarks."""
+    root = tmp_path_factory.mktemp("results")
+    results.save(minilm_result(partial=True), root)
+    results.save(sts_result(), root)
+    assert cli.main(["report", "--results", str(root), "--no-readme"]) == 0
+    return root / "nvidia-h200" / "report"
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return (folder / "index.html").read_text(encoding="utf-8")
+
+
+def test_every_plot_is_there(folder, page):
+    names = [*(f"minilm-{name}" for name in MINILM), *(f"sts-{name}" for name in STS)]
+    assert re.findall(r'<figure id="([^"]+)">', page) == names
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        ["index.html", *(name + ending for name in names for ending in (".png", ".svg"))]
+    )
+    for name in names:
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        ElementTree.parse(folder / f"{name}.svg")
+    labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', page)
+    assert len(labels) == len(names) and all(len(label) > 30 for label in labels)
+    assert "geometric mean 2.00 times XLA&#x27;s best" in labels[0]
+
+
+def test_axes_have_labels_with_units(folder):
+    expected = {
+        "minilm-speedup-wall": ["speed-up of ours, wall time a call (times)"],
+        "minilm-time-device-fp16": ["tokens a call", "device time (us)"],
+        "minilm-share": ["share of the measured ceiling (%)"],
+        "minilm-roofline": ["arithmetic intensity (flop/byte)", "rate (TFLOP/s)"],
+        "minilm-breakdown": ["share of the device time (%)", "matmul", "matmul 2", "attention", "layer_norm"],
+        "sts-throughput": ["thousand sentences a second"],
+        "sts-accuracy": ["largest 1 - cosine (no unit)"],
+    }
+    for name, texts in expected.items():
+        root = ElementTree.parse(folder / f"{name}.svg").getroot()
+        found = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert set(texts) <= set(found), f"{name}: {found}"
+
+
+def test_nothing_is_loaded(folder, page):
+    assert not re.search(r"https?://|@import|<script|<img|<iframe", page)
+    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {f"#{i}" for i in re.findall(r'id="([^"]+)"', page)}
+    links = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert all(link.startswith(("#", "data:,")) for link in links)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)), "two elements of the page share an id"
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+
+def test_conditions_and_tables(page):
+    for text in ("NVIDIA H200", "580.1", "0.11.2", "abc123", "2026-11-20", "not for publication", "82.03"):
+        assert text in page
+    assert "xla-&lt;2&gt;" in page and "<2>" not in page
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert page.count("<table>") == page.count('<div class="scroll"') > 3
+
+
+def test_same_page_from_the_same_results(folder, page):
+    assert cli.main(["report", "--results", str(folder.parent.parent), "--no-readme"]) == 0
+    assert (folder / "index.html").read_text(encoding="utf-8") == page
+
+
+CHECK = """<title>waiting</title><iframe style="width:{width}px;height:900px;border:0" srcdoc="{page}"></iframe>
+<script>
+const errors = []; window.onerror = (text) => errors.push(text);
+onload = () => {{
+  const inner = document.querySelector("iframe").contentDocument, root = inner.documentElement;
+  if (root.scrollWidth > root.clientWidth) errors.push("overflow: " + root.scrollWidth);
+  for (const svg of inner.querySelectorAll("svg")) {{
+    const box = svg.getBoundingClientRect();
+    if (box.width < 200 || box.height < 80) errors.push("tiny plot");
+    for (const text of svg.querySelectorAll("text")) {{
+      const at = text.getBoundingClientRect();
+      if (at.left < box.left - 2 || at.right > box.right + 2 || at.bottom > box.bottom + 2 || at.top < box.top - 2)
+        errors.push("cut off: " + text.textContent);
+      if (at.height < 7) errors.push("too small to read: " + text.textContent);
+    }}
+  }}
+  document.title = "plots " + inner.querySelectorAll("svg").length + ", errors [" + errors.join("; ") + "]";
+}};
+</script>"""
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_in_a_browser(tmp_path, page, width):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed: the page is not looked at in a browser")
+    path = tmp_path / "check.html"
+    path.write_text(CHECK.format(width=width, page=html.escape(page)), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [browser, *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title and title[1] == f"plots {len(MINILM) + len(STS)}, errors []"
+    assert "CONSOLE" not in done.stderr
+
+
+def test_a_result_with_few_figures(tmp_path):
+    """No GPU, one case, nothing counted; and a benchmark that the report has never heard of."""
+    case = make_result().cases[0]
+    entries = [dataclasses.replace(e, device=None, kernels=[]) for e in case.entries]
+    cases = [dataclasses.replace(case, entries=entries, flop=None, shape={"rows": 8})]
+    results.save(make_result(benchmark="soft max", cases=cases, ceilings={}), tmp_path)
+    results.save(make_result(benchmark="none", cases=[]), tmp_path)
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 0
+    page = (tmp_path / "nvidia-h200" / "report" / "index.html").read_text()
+    assert re.findall(r'<figure id="([^"]+)">', page) == ["soft-max-speedup-wall"]
+
+
+def test_memory_bound(tmp_path):
+    case = dataclasses.replace(make_result().cases[0], flop=None, bytes=4.2e6, shape={"rows": 8, "columns": 9})
+    results.save(make_result(cases=[case]), tmp_path)
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 0
+    drawn = (tmp_path / "nvidia-h200" / "report" / "minilm-share.svg").read_text()
+    assert "(memory)" in drawn and "1x16 fp16 10%" in drawn  # 4.2 MB at 4.2 TB/s take 1 us, ours 10
+
+
+def test_complete_results_come_first_and_old_plots_go(tmp_path):
+    results.save(minilm_result(partial=True), tmp_path)
+    results.save(minilm_result(), tmp_path)
+    folder = tmp_path / "nvidia-h200" / report.FOLDER
+    folder.mkdir()
+    (folder / "old.svg").write_text("")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:minilm --><!-- /bench:minilm -->")
+    assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 0
+    assert "not for publication" not in (folder / "index.html").read_text()
+    assert not (folder / "old.svg").exists() and "geometric mean" in readme.read_text()
+
+
+def test_options(tmp_path, capsys):
+    results.save(minilm_result(environment={"device": "NVIDIA L4"}), tmp_path)
+    folder = tmp_path / "nvidia-l4" / "report"
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme", "--no-html"]) == 0
+    assert not folder.exists()
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing marked")
+    assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 0
+    assert "Benchmarks on NVIDIA L4" in (folder / "index.html").read_text()
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme", "--gpu", "nvidia-b200"]) == 1
+    assert "no result could be read" in capsys.readouterr().err
+
+
+def test_corrupt_result_beside_a_good_one(tmp_path, capsys):
+    results.save(minilm_result(), tmp_path)
+    (tmp_path / "nvidia-h200" / "sts.json").write_text('{"format": "other"}')
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 1
+    captured = capsys.readouterr()
+    assert "sts.json: is not a benchmark result" in captured.err and "index.html" in captured.out
+
+
+def test_without_matplotlib(tmp_path, capsys, monkeypatch):
+    results.save(minilm_result(), tmp_path)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 1
+    assert "matplotlib is not installed" in capsys.readouterr().err
