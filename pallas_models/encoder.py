@@ -5,6 +5,7 @@ Tokenizing and batching follow [sentence-transformers](https://sbert.net), so re
 
 import collections
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -187,14 +188,14 @@ class Encoder:
     def _tokenize(self, sentences: list[str], batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns ids and mask, int32 (B, S), of one batch; B and S as `encode` describes."""
         tokens = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]
-        longest = max(len(t) for t in tokens)
-        length = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, self.max_length)
         rows = min(1 << (len(tokens) - 1).bit_length(), batch_size)
-        ids, mask = np.zeros((2, rows, length), np.int32)
-        for row, t in enumerate(tokens):
-            ids[row, : len(t)] = t
-            mask[row, : len(t)] = 1
-        return ids, mask
+        lengths = np.zeros((rows, 1), np.int32)
+        lengths[: len(tokens), 0] = [len(t) for t in tokens]
+        length = min(-(-int(lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP, self.max_length)
+        mask = np.arange(length) < lengths
+        ids = np.zeros((rows, length), np.int32)
+        ids[mask] = np.fromiter(itertools.chain.from_iterable(tokens), np.int32, lengths.sum())
+        return ids, mask.astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "normalize", "implementation"))
