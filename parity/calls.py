@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_models import ops
 from pallas_models.kernels.triton import matmul_layer_norm as fused
+from pallas_models.kernels.triton import softmax
 from parity.common import normal, random_mask
 
 
@@ -83,6 +84,12 @@ def _pooling(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, n, dtype=dtype), random_mask(rng, b, s)
 
 
+def _softmax(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, _ = _sizes(size)
+    rng = np.random.default_rng(26)
+    return normal(rng, b, s, k, dtype=dtype, scale=2.0), random_mask(rng, b, k)
+
+
 def _embedding(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, _, n = _sizes(size)
     rng = np.random.default_rng(25)
@@ -118,6 +125,15 @@ def _call_attention(qkv, mask, **options):
     return ops.attention(qkv, num_heads=2, mask=mask, **options)
 
 
+def _call_softmax(x, mask, **options):
+    return ops.softmax(x, where=mask[:, None, :], scale=0.5, **options)
+
+
+def _call_split_softmax(x, mask, **options):
+    config = softmax.Config(block_m=4, block_n=16, num_warps=1, splits=2)
+    return _call_softmax(x, mask, algorithm="online", config=config, **options)
+
+
 def _call_embed_tokens(word, position, token_type, scale, bias, ids, types, **options):
     return ops.embed_tokens(
         ids, word, position, token_type, scale, bias, token_type_ids=types, epsilon=0.1, **options
@@ -131,5 +147,7 @@ CALLS = [
     Call("layer_norm", _call_layer_norm, _norm, 4, (0, 1)),
     Call("attention", _call_attention, _attention, 1, (0, 1)),
     Call("embed_tokens", _call_embed_tokens, _embedding, 5, (5, 6)),
+    Call("softmax", _call_softmax, _softmax, 1, (0, 1)),
+    Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),
     Call("mean_pool", ops.mean_pool, _pooling, 1, (0, 1)),
 ]

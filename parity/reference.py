@@ -102,6 +102,16 @@ def embed_tokens(
     return F.layer_norm(total, scale.shape, scale, bias, epsilon)
 
 
+def softmax(x: Tensor, axis: int = -1, *, where: Tensor | None = None, scale: float | None = None) -> Tensor:
+    y = x if scale is None else x * scale
+    if where is None:
+        return F.softmax(y, axis)
+    masked = (where == 0).expand(y.shape)
+    # A row with nothing left is computed with everything, and then its result is zero.
+    empty = masked.all(axis, keepdim=True)
+    return F.softmax(y.masked_fill(masked & ~empty, -torch.inf), axis).masked_fill(masked, 0.0)
+
+
 def mean_pool(x: Tensor, mask: Tensor, *, normalize: bool = True) -> Tensor:
     total = x.masked_fill((mask == 0)[:, :, None], 0.0).sum(1)
     mean = total / mask.sum(1, keepdim=True).clamp(min=1)

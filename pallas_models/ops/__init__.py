@@ -8,6 +8,7 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm
 from pallas_models.ops.pooling import mean_pool
+from pallas_models.ops.softmax import softmax
 
 __all__ = [
     "ACTIVATIONS",
@@ -20,4 +21,5 @@ __all__ = [
     "matmul",
     "matmul_layer_norm",
     "mean_pool",
+    "softmax",
 ]

@@ -1,0 +1,291 @@
+"""Softmax over rows: naive (three passes), online (one pass and the writing one), fused (row in registers)."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_models.kernels.triton._common import (
+    Gpu,
+    Ref,
+    block_size,
+    check_powers_of_two,
+    exp2,
+    in_bounds,
+    load,
+    local_gpu,
+    span,
+    store,
+    tile_mask,
+)
+
+Algorithm = Literal["naive", "online", "fused"]
+ALGORITHMS: tuple[Algorithm, ...] = ("naive", "online", "fused")
+
+_LONGEST_FUSED = 32768  # columns: 32 warps of 32 elements a thread
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+_LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_m` rows per program, walked in blocks of `block_n` columns; fused, `block_n` covers the row.
+
+    With the online algorithm `splits` programs may share their rows: a first kernel leaves the maximum
+    and the sum of each part of a row in memory, a second one merges them and writes.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    splits: int = 1
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_m", "block_n", "num_warps")
+        if self.splits < 1:
+            raise ValueError(f"{__name__}: splits={self.splits} must be positive")
+
+
+def fastest(n: int) -> Algorithm:
+    """The algorithm for rows of `n` columns: registers while the row fits, memory is then read once."""
+    return "fused" if n <= _LONGEST_FUSED else "online"
+
+
+def heuristic(m: int, n: int, algorithm: Algorithm, gpu: Gpu) -> Config:
+    """Chooses blocks for rows (m, n): about 32 elements a thread where a row is held, else 16.
+
+    Rows too few to fill the GPU are split between programs, a block of columns or more for each.
+
+    Raises:
+      NotImplementedError: a row is too long for the fused algorithm.
+    """
+    if algorithm == "fused":
+        if n > _LONGEST_FUSED:
+            raise NotImplementedError(
+                f"algorithm='fused' holds a row in registers: {n} columns are not supported, expected at most "
+                f"{_LONGEST_FUSED}; use 'online'"
+            )
+        block_n = block_size(n, 16, _LONGEST_FUSED)
+        block_m = block_size(min(4096 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
+        return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 1024, 1, 32))
+    block_n = block_size(n, 16, 8192)
+    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
+    num_warps = block_size(block_m * block_n // 512, 1, 16)
+    splits = 1
+    if algorithm == "online" and m < 2 * gpu.num_cores:
+        splits = min(pl.cdiv(n, block_n), pl.cdiv(2 * gpu.num_cores, m))
+    return Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=splits)
+
+
+class _Rows:
+    """The rows of one program, block of columns by block of columns."""
+
+    def __init__(
+        self,
+        x_ref: Ref,  # (M, N)
+        where_ref: Ref | None,  # (W, N)
+        o_ref: Ref | None,  # (M, N)
+        *,
+        config: Config,
+        scale: float,
+        repeat: int,
+        interpret: bool,
+    ) -> None:
+        self.x_ref, self.where_ref, self.o_ref = x_ref, where_ref, o_ref
+        self.config, self.scale, self.repeat, self.interpret = config, scale, repeat, interpret
+        m, self.n = x_ref.shape
+        self.start = pl.program_id(0) * config.block_m
+        self.rows, self.row_mask = span(self.start, config.block_m), in_bounds(self.start, config.block_m, m)
+        self.steps = pl.cdiv(self.n, config.block_n)
+
+    def mask(self, s: jax.Array | int) -> tuple[jax.Array | None, jax.Array | None]:
+        """The masks of the columns and of the whole of block `s`."""
+        block_n = self.config.block_n
+        columns = in_bounds(s * block_n, block_n, self.n)
+        return columns, tile_mask(self.row_mask, columns)
+
+    def read(self, s: jax.Array | int) -> tuple[jax.Array, jax.Array | None]:
+        """Block `s`, scaled, in float32, -inf past the end of a row and where it is masked; and the mask."""
+        block_m, block_n = self.config.block_m, self.config.block_n
+        column_mask, mask = self.mask(s)
+        y = load(self.x_ref.at[self.rows, span(s * block_n, block_n)], mask).astype(jnp.float32)
+        if self.scale != 1.0:
+            y *= self.scale
+        if self.where_ref is not None:
+            row = (self.start + jnp.arange(block_m)) // self.repeat % self.where_ref.shape[0]
+            column = s * block_n + jnp.arange(block_n)
+            if mask is not None:
+                mask = jnp.broadcast_to(mask, y.shape)
+            valid = load(self.where_ref.at[row[:, None], column[None, :]], mask) != 0
+            return jnp.where(valid, y, -jnp.inf), valid
+        return (y if column_mask is None else jnp.where(column_mask[None, :], y, -jnp.inf)), None
+
+    def exp(self, y: jax.Array, peak: jax.Array) -> jax.Array:
+        """`exp(y - peak)`, subtracting first: the product with log2(e) would round a large y too coarsely."""
+        return exp2((y - peak[:, None]) * _LOG2_E, interpret=self.interpret)
+
+    def write(self, s: jax.Array | int, weight: jax.Array, valid: jax.Array | None, total: jax.Array) -> None:
+        """Stores `weight / total` as block `s`."""
+        assert self.o_ref is not None
+        out = weight * (1.0 / total)[:, None]
+        if valid is not None:
+            out = jnp.where(valid, out, 0.0)  # in a row with nothing left it is NaN until here
+        block_n = self.config.block_n
+        store(self.o_ref.at[self.rows, span(s * block_n, block_n)], out, self.mask(s)[1])
+
+    def write_all(self, start: jax.Array | int, stop: jax.Array | int, peak: jax.Array, total: jax.Array) -> None:
+        """Reads blocks [start, stop) again, the latest first as it is likeliest in cache, and writes them."""
+
+        def step(i: jax.Array, carry: None) -> None:
+            s = start + stop - 1 - i
+            y, valid = self.read(s)
+            self.write(s, self.exp(y, peak), valid, total)
+
+        jax.lax.fori_loop(start, stop, step, None)
+
+    def full(self, value: float) -> jax.Array:
+        return jnp.full((self.config.block_m, self.config.block_n), value, jnp.float32)
+
+    def statistics(self, start: jax.Array | int, stop: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """The maximum of every row over blocks [start, stop), and its sum of `exp(y - maximum)`, in one pass.
+
+        Each position in the block keeps a maximum and a sum of its own, so that nothing is exchanged between
+        threads before the end. Of the old maximum and the new value one is the new maximum: a single
+        exponential of their distance rescales the sum or adds to it. The first maximum is finite, for its
+        distance to -inf to be infinite and not NaN.
+        """
+
+        def step(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            peak, total = carry
+            y, _ = self.read(s)
+            e = exp2(jnp.abs(y - peak) * -_LOG2_E, interpret=self.interpret)
+            above = y > peak
+            return jnp.where(above, y, peak), jnp.where(above, total * e + 1.0, total + e)
+
+        return self.merge(*jax.lax.fori_loop(start, stop, step, (self.full(_LOWEST), self.full(0.0))))
+
+    def merge(self, peaks: jax.Array, totals: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Merges the maxima and sums of several parts of a row, along the second axis."""
+        peak = jnp.max(peaks, axis=1)
+        return peak, jnp.sum(totals * self.exp(peaks, peak), axis=1)
+
+
+_MakeRows = Callable[..., _Rows]
+
+
+def _naive_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeRows) -> None:
+    rows = make(x_ref, where_ref, o_ref)
+
+    def add_peak(s: jax.Array, peak: jax.Array) -> jax.Array:
+        return jnp.maximum(peak, rows.read(s)[0])
+
+    def add_total(s: jax.Array, total: jax.Array) -> jax.Array:
+        y, valid = rows.read(s)
+        e = rows.exp(y, peak)
+        return total + (e if valid is None else jnp.where(valid, e, 0.0))
+
+    peak = jnp.max(jax.lax.fori_loop(0, rows.steps, add_peak, rows.full(-jnp.inf)), axis=1)
+    total = jnp.sum(jax.lax.fori_loop(0, rows.steps, add_total, rows.full(0.0)), axis=1)
+    rows.write_all(0, rows.steps, peak, total)
+
+
+def _fused_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeRows) -> None:
+    rows = make(x_ref, where_ref, o_ref)
+    y, valid = rows.read(0)
+    e = rows.exp(y, jnp.max(y, axis=1))
+    rows.write(0, e, valid, jnp.sum(e, axis=1))
+
+
+def _online_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeRows) -> None:
+    rows = make(x_ref, where_ref, o_ref)
+    rows.write_all(0, rows.steps, *rows.statistics(0, rows.steps))
+
+
+def _part(rows: _Rows) -> tuple[jax.Array, jax.Array]:
+    """The blocks [start, stop) of this program's part of its rows."""
+    index, splits = pl.program_id(1), rows.config.splits
+    return index * rows.steps // splits, (index + 1) * rows.steps // splits
+
+
+def _statistics_kernel(
+    x_ref: Ref,
+    where_ref: Ref | None,
+    peak_ref: Ref,  # (M, splits)
+    total_ref: Ref,  # (M, splits)
+    *,
+    make: _MakeRows,
+) -> None:
+    rows = make(x_ref, where_ref, None)
+    peak, total = rows.statistics(*_part(rows))
+    store(peak_ref.at[rows.rows, pl.program_id(1)], peak, rows.row_mask)
+    store(total_ref.at[rows.rows, pl.program_id(1)], total, rows.row_mask)
+
+
+def _write_kernel(
+    x_ref: Ref,
+    where_ref: Ref | None,
+    peak_ref: Ref,  # (M, splits)
+    total_ref: Ref,  # (M, splits)
+    o_ref: Ref,
+    *,
+    make: _MakeRows,
+) -> None:
+    rows = make(x_ref, where_ref, o_ref)
+    splits = rows.config.splits
+    block = pl.next_power_of_2(splits)
+    valid = in_bounds(0, block, splits)
+    mask = tile_mask(rows.row_mask, valid)
+    peaks = load(peak_ref.at[rows.rows, span(0, block)], mask)
+    totals = load(total_ref.at[rows.rows, span(0, block)], mask)  # 0 past the last part
+    if valid is not None:
+        peaks = jnp.where(valid[None, :], peaks, _LOWEST)
+    rows.write_all(*_part(rows), *rows.merge(peaks, totals))
+
+
+def softmax(
+    x: jax.Array,
+    where: jax.Array | None,
+    *,
+    scale: float,
+    repeat: int,
+    algorithm: Algorithm | None,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """Softmax over the rows of x (M, N); see `pallas_models.ops.softmax`.
+
+    Row i of x is masked by row `i // repeat % W` of where (W, N).
+    """
+    m, n = x.shape
+    algorithm = algorithm or fastest(n)
+    config = config or heuristic(m, n, algorithm, local_gpu())
+    if algorithm == "fused" and config.block_n < n:
+        raise ValueError(f"algorithm='fused' needs block_n of at least {n}, the length of a row; got {config}")
+    if algorithm != "online" and config.splits > 1:
+        raise ValueError(f"only algorithm='online' splits rows between programs; got {algorithm=} and {config}")
+
+    def call(kernel: Callable[..., None], out_shape: object, name: str) -> Callable[..., jax.Array]:
+        blocks = (pl.cdiv(m, config.block_m),)
+        make = functools.partial(_Rows, config=config, scale=scale, repeat=repeat, interpret=interpret)
+        return pl.pallas_call(
+            functools.partial(kernel, make=make),
+            out_shape=out_shape,
+            grid=blocks if config.splits == 1 else (*blocks, config.splits),
+            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+            interpret=interpret,
+            name=name,
+        )
+
+    out = jax.ShapeDtypeStruct((m, n), x.dtype)
+    if config.splits == 1:
+        kernel = {"naive": _naive_kernel, "online": _online_kernel, "fused": _fused_kernel}[algorithm]
+        return call(kernel, out, f"softmax_{algorithm}")(x, where)
+    part = jax.ShapeDtypeStruct((m, config.splits), jnp.float32)
+    peaks, totals = call(_statistics_kernel, (part, part), "softmax_statistics")(x, where)
+    return call(_write_kernel, out, "softmax_write")(x, where, peaks, totals)

@@ -1,0 +1,112 @@
+"""Softmax over any axis, with mask and scale."""
+
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_models.kernels.triton import softmax as triton
+from pallas_models.kernels.triton.softmax import Algorithm
+from pallas_models.ops import _checks
+from pallas_models.ops._dispatch import Implementation, run
+
+
+def softmax(
+    x: jax.Array,
+    axis: int = -1,
+    *,
+    where: jax.Array | None = None,
+    scale: float | None = None,
+    algorithm: Algorithm | None = None,
+    config: triton.Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `where * exp(y - m) / sum(where * exp(y - m))`, `y = x * scale`, `m` the maximum of y.
+
+    Maximum and sum run over `axis` and over the entries that `where` keeps, in float32. What the others
+    hold never reaches the result, NaN and infinities included: they are exactly 0, and so is a row with
+    no entry left, as is every gradient there. Otherwise infinities and NaN do as in torch: -inf counts
+    for 0, and a row whose kept entries are all -inf, or hold +inf or NaN, is NaN wherever it is kept.
+
+    Args:
+      x: any shape but (), float16, bfloat16 or float32. Any axis but the last costs two transpositions.
+      axis: the axis that sums to 1.
+      where: bool or integers 0 and 1, broadcastable to the shape of `x`, or None to keep everything. The
+        kernels read it without a copy if it is integer and its axes of size 1 come before or after all
+        others but `axis`.
+      scale: multiplies `x` first, in float32; 1 when None.
+      algorithm: `"naive"` reads a row three times, for its maximum, its sum and to write; `"online"` twice,
+        rescaling the sum when the maximum grows ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)),
+        and splits few long rows between programs; `"fused"` once, holding the row in registers, at most
+        32768 columns. None chooses the fastest for the shape. Kernels only: ignored by `"xla"`.
+      config: block sizes of the Triton kernel; chosen from the shape when None.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      The shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not floating point or `where` not bool or integer.
+      ValueError: `axis` is out of range, `where` cannot be broadcast or, concrete, holds anything but 0 and
+        1, `algorithm` is unknown, or `config` does not fit it.
+      NotImplementedError: rows too long for `"fused"`.
+    """
+    _checks.check_float("x", x)
+    if x.ndim < 1:
+        raise ValueError(f"x has shape {x.shape}; expected at least one axis")
+    if not -x.ndim <= operator.index(axis) < x.ndim:
+        raise ValueError(f"{axis=} is out of range for x of shape {x.shape}")
+    if algorithm is not None and algorithm not in triton.ALGORITHMS:
+        raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
+    rows = jnp.moveaxis(x, axis, -1)
+    *batch, n = rows.shape
+    repeat = 1
+    if where is not None:
+        where, repeat = _mask_rows(where, x.shape, axis)
+    if x.size == 0:
+        return x
+    scale = 1.0 if scale is None else float(scale)
+    out = run(
+        implementation,
+        functools.partial(triton.softmax, scale=scale, repeat=repeat, algorithm=algorithm, config=config),
+        functools.partial(reference, scale=scale, repeat=repeat),
+        rows.reshape(-1, n),
+        where,
+    )
+    return jnp.moveaxis(out.reshape(*batch, n), -1, axis)
+
+
+def _mask_rows(where: jax.Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:
+    """The mask as (W, N) for an x of `shape` as (M, N), and `repeat`: row i of x has mask i // repeat % W."""
+    _checks.check_mask("where", where, getattr(where, "shape", ()), "")
+    if where.ndim > len(shape) or any(
+        a not in (1, b) for a, b in zip(where.shape[::-1], shape[::-1], strict=False)
+    ):
+        raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, that of x")
+    if where.dtype == jnp.bool_:
+        where = where.astype(jnp.int8)  # Pallas holds bool as int32 in memory
+    where = jnp.moveaxis(where.reshape((1,) * (len(shape) - where.ndim) + where.shape), axis, -1)
+    n, batch = shape[axis], [size for i, size in enumerate(shape) if i != axis % len(shape)]
+    varying = [i for i, size in enumerate(where.shape[:-1]) if size != 1]
+    first, last = (varying[0], varying[-1] + 1) if varying else (0, 0)
+    where = where.reshape(where.shape[first:last] + where.shape[-1:])
+    repeat = math.prod(batch[last:]) if varying else 1
+    return jnp.broadcast_to(where, (*batch[first:last], n)).reshape(-1, n), repeat
+
+
+def reference(x: jax.Array, where: jax.Array | None, *, scale: float, repeat: int) -> jax.Array:
+    """The same in plain XLA, over the rows of x (M, N), with row i masked by row `i // repeat % W` of where."""
+    if where is None:
+        return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
+    kept = where[:, None, :] != 0
+    y = jnp.where(kept, x.reshape(-1, len(where), repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
+    # A row with nothing left has maximum 0 and sum 1, so that its result and its gradient are 0.
+    left = jnp.any(kept, axis=-1, keepdims=True)
+    peak = jnp.max(jnp.where(kept, y, -jnp.inf), axis=-1, keepdims=True)
+    peak = jax.lax.stop_gradient(jnp.where(left, peak, 0.0))
+    # The inner one is for the gradient, in which 0 times an overflown exponential would be NaN.
+    e = jnp.where(kept, jnp.exp(jnp.where(kept, y - peak, 0.0)), 0.0)
+    e /= jnp.where(left, jnp.sum(e, axis=-1, keepdims=True), 1.0)
+    return jnp.where(kept, e, 0.0).reshape(x.shape).astype(x.dtype)  # not the NaN of a row of -inf
