@@ -1,6 +1,9 @@
 """`python -m bench COMMAND`: a benchmark, or something made from their results.
 
-A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`, listed in COMMANDS.
+A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`. A benchmark is listed in
+BENCHMARKS, which is all that it takes for `python -m bench all` to run it; any other command in COMMANDS. A
+benchmark takes --output and saves what it has after every case; if it has --dtype, --quick, --show-results or
+--data, `all` hands on what was given.
 """
 
 import argparse
@@ -12,18 +15,25 @@ from collections.abc import Sequence
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-COMMANDS = ("minilm", "sts", "compare", "report")
+BENCHMARKS = ("minilm", "sts")
+COMMANDS = (*BENCHMARKS, "all", "compare", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks against XLA and torch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    modules = {name: importlib.import_module(f"bench.{name}") for name in COMMANDS}
+    needed = given[:1] if given and given[0] in COMMANDS else COMMANDS  # none waits for the imports of another
+    modules = {name: importlib.import_module(f"bench.{name}") for name in needed}
     for name, module in modules.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
-    args = parser.parse_args(arguments)
-    return modules[args.command].run(args)
+    args = parser.parse_args(given)
+    try:
+        return int(modules[args.command].run(args))
+    except KeyboardInterrupt:
+        print("interrupted; what was measured before is kept", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", help="checkpoint folder, or tensor file with config.json beside it")
     parser.add_argument("--batch-size", type=int, default=512, help="sentences computed at a time")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument("--show-results", action="store_true", help="print the table, not only the file's name")
+    parser.add_argument("--quick", action="store_true", help=f"only the sentences of {FILES[0]}")
     parser.add_argument(
         "--throughput",
         action=argparse.BooleanOptionalAction,
@@ -168,7 +170,7 @@ def torch_forward_rate(
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; returns the exit code, 1 if a target was missed."""
     try:
-        data = {name: read_pairs(args.data / name) for name in FILES}
+        data = {name: read_pairs(args.data / name) for name in (FILES[:1] if args.quick else FILES)}
         found = weights.resolve() if args.weights is None else weights.resolve(args.weights)
         checkpoint = minilm_models.load_checkpoint(found)
     except (OSError, ValueError) as error:
@@ -193,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     result = results.Result(
         benchmark=NAME,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        partial=not gpu or set(args.dtype) != set(DTYPES),
+        partial=args.quick or not gpu or set(args.dtype) != set(DTYPES),
         environment=environment.describe(),
         ceilings={},
         settings={"weights": checkpoint.origin, "reference": by, "batch size": str(args.batch_size)},
@@ -240,6 +242,8 @@ def run(args: argparse.Namespace) -> int:
         sizes = {"sentences": len(sentences)}
         result.cases.append(Case(label=dtype, dtype=dtype, shape=sizes, flop=None, entries=[entry, *theirs]))
         path = results.save(result, args.output)
+    if args.show_results:
+        print(f"\n{tables.accuracy(result)}\n\n{tables.conditions(result)}")
     for line in tables.problems(result):
         print(line)
     print(f"results: {path}")

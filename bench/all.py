@@ -1,0 +1,201 @@
+"""Runs every benchmark, each in a process of its own, so that one that fails or hangs takes no other with it.
+
+A benchmark that exceeds its budget of time is interrupted; what it had measured by then is kept, as a partial
+result. The options given here are handed to each benchmark that has them.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+from bench import results
+from bench.__main__ import BENCHMARKS
+from bench.minilm import parse_dtypes
+
+HELP = "every benchmark, one after the other"
+
+BUDGET_S, QUICK_BUDGET_S = 300.0, 170.0  # of one benchmark; of all together with --quick
+GRACE_S = 15.0  # between the request to stop and the end by force
+
+Status = Literal["ok", "FAILED", "left out"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a benchmark: its status, why, and the seconds that it took."""
+
+    name: str
+    status: Status
+    message: str = ""
+    seconds: float = 0.0
+
+
+def parse_names(text: str) -> list[str]:
+    """Parses `minilm,sts`.
+
+    Raises:
+      argparse.ArgumentTypeError: something in it is no benchmark.
+    """
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        message = f"unknown benchmark {', '.join(unknown)}; expected some of {', '.join(BENCHMARKS)}"
+        raise argparse.ArgumentTypeError(message)
+    return names
+
+
+def parse_seconds(text: str) -> float:
+    """Parses a number of seconds above 0.
+
+    Raises:
+      argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `python -m bench all`."""
+    parser.add_argument("--only", type=parse_names, default=list(BENCHMARKS), help="e.g. minilm,sts")
+    parser.add_argument(
+        "--quick", action="store_true", help="shortened, under 3 minutes in all; fp16 unless --dtype"
+    )
+    parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
+    parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
+    parser.add_argument("--data", type=Path, help="folder with the sentences of sts, which is left out without")
+    parser.add_argument(
+        "--budget",
+        type=parse_seconds,
+        metavar="S",
+        help=f"seconds for one benchmark; {BUDGET_S:.0f}, with --quick a share of {QUICK_BUDGET_S:.0f}",
+    )
+
+
+def budget_of(args: argparse.Namespace) -> float:
+    """Seconds that one benchmark may take."""
+    if args.budget is not None:
+        return float(args.budget)
+    return QUICK_BUDGET_S / len(args.only) if args.quick else BUDGET_S
+
+
+def options_of(name: str) -> dict[str, bool]:
+    """The options that a benchmark has, and whether it needs them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    importlib.import_module(f"bench.{name}").add_arguments(parser)
+    return {option: action.required for option, action in parser._option_string_actions.items()}
+
+
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    """How to run a benchmark.
+
+    Raises:
+      LookupError: it needs an option that was not given.
+    """
+    dtypes = args.dtype or (["fp16"] if args.quick else None)
+    given: dict[str, list[str] | None] = {
+        "--output": [str(args.output)],
+        "--dtype": [",".join(dtypes)] if dtypes else None,
+        "--data": [str(args.data)] if args.data else None,
+        "--quick": [] if args.quick else None,
+        "--show-results": [] if args.show_results else None,
+        "--compile-budget": [f"{budget_of(args) / 4:.0f}"] if args.quick else None,
+    }
+    found = [sys.executable, "-m", "bench", name]
+    for option, required in options_of(name).items():
+        value = given.get(option)
+        if value is not None:
+            found += [option, *value]
+        elif required:
+            raise LookupError(f"needs {option}")
+    return found
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts a process, and ends it by force if that does not help."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run_one(name: str, args: argparse.Namespace) -> Outcome:
+    """Runs a benchmark in a process of its own, whose output goes where that of this one goes."""
+    started = time.monotonic()
+
+    def outcome(status: Status, message: str = "") -> Outcome:
+        return Outcome(name=name, status=status, message=message, seconds=time.monotonic() - started)
+
+    try:
+        line = command(name, args)
+    except LookupError as error:
+        return outcome("left out", str(error))
+    except Exception as error:  # a benchmark that cannot be imported must not stop the others
+        return outcome("FAILED", f"{type(error).__name__}: {error}")
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(line, env=environment)
+    budget = budget_of(args)
+    try:
+        code = process.wait(budget)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return outcome("FAILED", f"took longer than its budget of {budget:.0f} s (--budget)")
+    except KeyboardInterrupt:
+        stop(process)
+        raise
+    if code < 0:
+        return outcome("FAILED", f"ended by signal {-code}")
+    return outcome("FAILED", f"exit code {code}") if code else outcome("ok")
+
+
+def summary(outcomes: list[Outcome], written: list[Path]) -> str:
+    """What became of each benchmark, and the files that were written."""
+    lines = [f"{o.name:<12} {o.status:<9} {o.seconds:5.0f} s  {o.message}".rstrip() for o in outcomes]
+    lines += [f"results: {path}" for path in written] or ["no results were written"]
+    if failed := [o.name for o in outcomes if o.status == "FAILED"]:
+        lines.append(f"failed: {', '.join(failed)}")
+    return "\n".join(lines)
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """The result files of all GPUs, with when they were written."""
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*/*.json"))}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmarks; returns 1 if one failed or none ran, 130 if interrupted."""
+    before, started = files(args.output), time.monotonic()
+    outcomes: list[Outcome] = []
+    interrupted = False
+    for number, name in enumerate(args.only, start=1):
+        left = budget_of(args) * (len(args.only) - number + 1)
+        print(f"\n== {number} of {len(args.only)}: {name}; at most {left:.0f} s left in all", flush=True)
+        try:
+            outcomes.append(run_one(name, args))
+        except KeyboardInterrupt:
+            interrupted = True
+            outcomes.append(Outcome(name=name, status="FAILED", message="interrupted"))
+            rest = args.only[number:]
+            outcomes += [Outcome(name=n, status="left out", message="interrupted before it") for n in rest]
+            break
+        print(f"== {name}: {outcomes[-1].status} {outcomes[-1].message}".rstrip(), flush=True)
+    written = [path for path, at in files(args.output).items() if before.get(path) != at]
+    print(f"\n{summary(outcomes, written)}\n{time.monotonic() - started:.0f} s in all", flush=True)
+    if interrupted:
+        return 130
+    return int(any(o.status == "FAILED" for o in outcomes) or all(o.status == "left out" for o in outcomes))

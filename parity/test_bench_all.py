@@ -1,0 +1,176 @@
+"""`python -m bench all`: what it runs, and what it says and keeps when a benchmark fails, hangs or is stopped."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import __main__ as cli
+from bench import all as everything
+from bench import results
+from parity.test_bench import make_result
+
+SAVE = """
+import sys
+from pathlib import Path
+from bench import results
+result = results.load(Path({source!r}))
+results.save(result, Path({folder!r}))
+"""
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Python programs that run in place of two benchmarks, by name; one without a program is left out."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(everything, "BENCHMARKS", ("minilm", "sts"))
+
+    def command(name: str, args: argparse.Namespace) -> list[str]:
+        if name not in found:
+            raise LookupError("needs --data")
+        return [sys.executable, "-c", found[name]]
+
+    monkeypatch.setattr(everything, "command", command)
+    return found
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[[str], str]:
+    """A program that saves a result of a benchmark under tmp_path / "out"."""
+
+    def program(name: str) -> str:
+        source = results.save(make_result(benchmark=name), tmp_path / "source")
+        return SAVE.format(source=str(source), folder=str(tmp_path / "out"))
+
+    return program
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    everything.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_a_failure_stops_nobody_else(tmp_path, programs, save, capfd):
+    programs["minilm"], programs["sts"] = save("minilm") + "sys.exit(3)", save("sts")
+    assert cli.main(["all", "--output", str(tmp_path / "out")]) == 1
+    out = capfd.readouterr().out
+    assert "== 1 of 2: minilm; at most 600 s left in all" in out
+    assert "== 2 of 2: sts; at most 300 s left in all" in out
+    assert "failed: minilm\n" in out and "exit code 3" in out
+    for name in ("minilm", "sts"):
+        assert f"results: {tmp_path / 'out' / 'nvidia-h200' / name}.json" in out
+
+
+def test_success_lists_only_what_was_written(tmp_path, programs, save, capfd):
+    programs["sts"] = save("sts")
+    old = results.save(make_result(), tmp_path / "out")
+    assert cli.main(["all", "--output", str(tmp_path / "out")]) == 0
+    out = capfd.readouterr().out
+    assert "minilm       left out" in out and "needs --data" in out and "failed" not in out
+    assert str(old) not in out and "sts.json" in out
+
+
+def test_nothing_ran(tmp_path, programs, capfd):
+    assert cli.main(["all", "--output", str(tmp_path)]) == 1
+    assert "no results were written" in capfd.readouterr().out
+
+
+HANG = "\nimport time\nprint('measuring', flush=True)\ntime.sleep(60)"
+STUBBORN = "\nimport signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)" + HANG
+
+
+@pytest.mark.parametrize("program", [HANG, STUBBORN])
+def test_budget(tmp_path, programs, save, capfd, monkeypatch, program):
+    monkeypatch.setattr(everything, "GRACE_S", 0.5)
+    monkeypatch.setattr(everything, "files", lambda folder: {p: 0 for p in folder.glob("*/*.json")})
+    programs["minilm"], programs["sts"] = save("minilm") + program, "print('ran')"
+    assert cli.main(["all", "--output", str(tmp_path / "out"), "--budget", "6"]) == 1
+    out = capfd.readouterr().out
+    assert "took longer than its budget of 6 s" in out and "ran\n" in out and "sts          ok" in out
+    assert results.load(tmp_path / "out" / "nvidia-h200" / "minilm.json") == make_result()
+
+
+def test_interrupted(tmp_path, programs, capfd, monkeypatch):
+    programs["minilm"] = programs["sts"] = HANG
+    waits = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(everything.subprocess, "Popen", Interrupted)
+    assert cli.main(["all", "--output", str(tmp_path)]) == 130
+    out = capfd.readouterr().out
+    assert "minilm       FAILED" in out and "interrupted\n" in out
+    assert "sts          left out" in out and "interrupted before it" in out
+    assert len(waits) == 2, "the benchmark was not waited for"
+
+
+def test_interrupted_benchmark(capsys, monkeypatch):
+    from bench import report
+
+    def run(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "run", run)
+    assert cli.main(["report"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_options_reach_the_benchmarks_that_have_them(tmp_path):
+    args = options("--quick", "--dtype", "bf16,fp32", "--output", "out", "--show-results", "--data", "d")
+    minilm, sts = (everything.command(name, args)[3:] for name in ("minilm", "sts"))
+    shared = ["--output", "out", "--dtype", "bf16,fp32", "--quick", "--show-results"]
+    for line in (minilm, sts):
+        assert set(shared) <= set(line)
+    assert "--data" in sts and "--data" not in minilm
+    assert minilm[minilm.index("--compile-budget") + 1] == "21" and "--compile-budget" not in sts
+    for name, line in (("minilm", minilm), ("sts", sts)):  # the benchmarks take what they are given
+        parser = argparse.ArgumentParser()
+        getattr(__import__("bench", fromlist=[name]), name).add_arguments(parser)
+        assert parser.parse_args(line[1:]).dtype == ["bf16", "fp32"]
+
+
+def test_defaults():
+    full, quick = options(), options("--quick", "--only", "minilm")
+    assert full.only == list(cli.BENCHMARKS) and everything.budget_of(full) == everything.BUDGET_S
+    assert "--dtype" not in everything.command("minilm", full)
+    assert "fp16" in everything.command("minilm", quick) and everything.budget_of(quick) < 180
+    with pytest.raises(LookupError, match="needs --data"):
+        everything.command("sts", full)
+
+
+def test_a_benchmark_that_cannot_be_imported(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(everything, "BENCHMARKS", ("absent",))
+    assert cli.main(["all", "--output", str(tmp_path)]) == 1
+    assert "ModuleNotFoundError: No module named 'bench.absent'" in capfd.readouterr().out
+
+
+def test_a_real_benchmark(tmp_path, capfd):
+    """In its own process, from another folder: it does not find its data."""
+    data = tmp_path / "nothing"
+    assert cli.main(["all", "--only", "sts", "--data", str(data), "--output", str(tmp_path / "out")]) == 1
+    out = capfd.readouterr().out
+    assert f"{data}/stsb-en-test.csv" in out and "exit code 2" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "minilm,gemm"], "unknown benchmark gemm; expected some of minilm, "),
+        (["--budget", "0"], "'0' is no number of seconds above 0"),
+        (["--budget", "long"], "'long' is no number of seconds above 0"),
+        (["--dtype", "fp8"], "unknown dtype fp8"),
+    ],
+)
+def test_wrong_options(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["all", *arguments])
+    assert message in capsys.readouterr().err
