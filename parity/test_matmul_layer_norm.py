@@ -17,13 +17,13 @@ SHAPES = by_device(
     cpu=[
         (5, 40, 33),  # odd rows and width
         (70, 96, 384),  # a width that is no power of two
-        (5, 1100, 24),  # K in parts, the last of them ragged and with steps past the end
+        (5, 1700, 24),  # K in parts, the last of them ragged and with steps past the end
     ],
     gpu=[
         (16, 384, 384),  # MiniLM's two, at few rows and at many
         (16, 1536, 384),
         (128, 1536, 384),
-        (5, 1100, 24),  # K in parts, the last of them ragged and with steps past the end
+        (5, 1700, 24),  # K in parts, the last of them ragged and with steps past the end
         (8192, 384, 384),
         (8192, 1536, 384),
         (2049, 385, 383),  # odd everywhere
@@ -73,8 +73,8 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape):
 @pytest.mark.parametrize(
     "m, k, n, parts",
     [
-        (5, 1100, 24, 6),  # as in SHAPES: 9 blocks of K, 2 a part; the fifth is ragged, the sixth empty
-        (16, 1536, 384, 4),
+        (5, 1700, 24, 8),  # as in SHAPES: 14 blocks of K, 2 a part; the seventh is ragged, the eighth empty
+        (16, 1536, 384, 6),
         (8192, 1536, 384, 1),  # enough tiles for every core
     ],
 )

@@ -50,17 +50,16 @@ def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages
 
 
 _LARGE = _config(128, 128, 64, 4, 2)
-# Tiles for half precision and the rate each computes its outputs at, relative to the first: measured on an
-# H200 over the products of MiniLM with 16 to 8192 rows.
+# Tiles for half precision and the rate at which each computes, relative to the first; measured on an H200
+# over the products of MiniLM with 16 to 8192 rows, as is what follows.
 _SMALLER = (
     (_config(64, 128, 64, 4, 3), 1.0),
-    (_config(64, 64, 64, 4, 3), 0.85),
-    (_config(64, 32, 128, 4, 3), 0.7),
-    (_config(16, 32, 128, 4, 3), 0.3),
-    (_config(16, 16, 128, 2, 3), 0.38),
+    (_config(64, 64, 64, 4, 3), 0.82),
+    (_config(64, 32, 128, 4, 3), 0.54),
+    (_config(16, 32, 128, 4, 3), 0.16),
 )
-_TILE_OVERHEAD = 1200  # what a tile costs besides its outputs, in outputs
-_START_OVERHEAD = 600  # what a program costs besides its steps, in elements of the contraction
+# What each part of K costs, in multiplications at rate 1: once, and for an output written and added up.
+_PART_COST, _PART_OUTPUT_COST = 140_000, 2.2
 
 
 def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Config:
@@ -77,12 +76,13 @@ def split_heuristic(
     if num_tiles(_LARGE, m, n) >= 2 * num_cores:
         return _LARGE, 1
 
+    part_cost = _PART_COST + _PART_OUTPUT_COST * m * n
+
     def cost(choice: tuple[tuple[Config, float], int]) -> float:
         (config, rate), split = choice
-        programs = num_tiles(config, m, n) * split
-        area = config.block_m * config.block_n / rate + _TILE_OVERHEAD
+        rounds = pl.cdiv(num_tiles(config, m, n) * split, num_cores)
         depth = steps_per_part(k, config, split) * config.block_k
-        return pl.cdiv(programs, num_cores) * area * (depth + _START_OVERHEAD)
+        return rounds * depth * config.block_m * config.block_n / rate + split * part_cost
 
     (config, _), split = min(itertools.product(_SMALLER, splits), key=cost)
     return config, split
