@@ -177,8 +177,21 @@ def files(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*/*.json"))}
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmarks; returns 1 if one failed or none ran, 130 if interrupted."""
+    """Runs the benchmarks; returns 1 if one failed or none ran, 130 if interrupted or terminated."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)  # no benchmark is left behind running
+    try:
+        return run_all(args)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Runs the benchmarks one after the other and says what became of them; returns the exit code."""
     before, started = files(args.output), time.monotonic()
     outcomes: list[Outcome] = []
     interrupted = False

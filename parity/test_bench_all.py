@@ -1,6 +1,7 @@
 """`python -m bench all`: what it runs, and what it says and keeps when a benchmark fails, hangs or is stopped."""
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,6 +112,18 @@ def test_interrupted(tmp_path, programs, capfd, monkeypatch):
     assert "minilm       FAILED" in out and "interrupted\n" in out
     assert "sts          left out" in out and "interrupted before it" in out
     assert len(waits) == 2, "the benchmark was not waited for"
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_signals(tmp_path, programs, save, capfd, number):
+    programs["minilm"] = save("minilm") + f"\nimport os, signal\nos.kill(os.getppid(), signal.{number})" + HANG
+    handlers = [signal.getsignal(of) for of in (signal.SIGINT, signal.SIGTERM)]
+    if number == "SIGINT" and handlers[0] is not signal.default_int_handler:
+        pytest.skip("SIGINT is ignored or handled by another in this process")
+    assert cli.main(["all", "--output", str(tmp_path / "out")]) == 130
+    out = capfd.readouterr().out
+    assert "minilm.json" in out and "interrupted before it" in out
+    assert [signal.getsignal(of) for of in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_interrupted_benchmark(capsys, monkeypatch):
