@@ -97,11 +97,12 @@ def axes_of(height: float) -> tuple[Any, Any]:
         return figure, figure.subplots()
 
 
-def plain_ticks(axis: Any, steps: Sequence[int]) -> None:
-    """Labels a logarithmic axis with plain numbers, at `steps` of each power of ten."""
+def plain_ticks(axis: Any) -> None:
+    """Labels a logarithmic axis, on which all has been drawn, with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=steps))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 
