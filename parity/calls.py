@@ -72,6 +72,10 @@ def _norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
+def _rms_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    return _norm(size, dtype)[:3]
+
+
 def _attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, _, _ = _sizes(size)
     rng = np.random.default_rng(23)
@@ -121,6 +125,17 @@ def _call_layer_norm(x, residual, scale, bias, **options):
     return ops.layer_norm(x, scale, bias, residual=residual, epsilon=0.1, **options)
 
 
+def _call_rms_norm(x, residual, scale, **options):
+    return ops.rms_norm(x, scale, residual=residual, epsilon=0.1, **options)
+
+
+def _call_rms_norm_residual(x, residual, scale, **options):
+    # The tests take one array from every op.
+    return jnp.concatenate(
+        ops.rms_norm(x, scale, residual=residual, return_residual=True, epsilon=0.1, **options), axis=-1
+    )
+
+
 def _call_attention(qkv, mask, **options):
     return ops.attention(qkv, num_heads=2, mask=mask, **options)
 
@@ -145,6 +160,8 @@ CALLS = [
     Call("matmul_layer_norm", _call_matmul_layer_norm, _linear_norm, 6, (0, 1)),
     Call("matmul_layer_norm_fused", _call_fused_matmul_layer_norm, _linear_norm, 6, (0, 1)),
     Call("layer_norm", _call_layer_norm, _norm, 4, (0, 1)),
+    Call("rms_norm", _call_rms_norm, _rms_norm, 3, (0, 1)),
+    Call("rms_norm_residual", _call_rms_norm_residual, _rms_norm, 3, (0, 1)),
     Call("attention", _call_attention, _attention, 1, (0, 1)),
     Call("embed_tokens", _call_embed_tokens, _embedding, 5, (5, 6)),
     Call("softmax", _call_softmax, _softmax, 1, (0, 1)),

@@ -61,6 +61,10 @@ def layer_norm(
     return F.layer_norm(x if residual is None else x + residual, scale.shape, scale, bias, epsilon)
 
 
+def rms_norm(x: Tensor, scale: Tensor, residual: Tensor | None = None, *, epsilon: float = 1e-6) -> Tensor:
+    return F.rms_norm(x if residual is None else x + residual, scale.shape, scale, epsilon)
+
+
 def matmul_layer_norm(
     x: Tensor,
     w: Tensor,

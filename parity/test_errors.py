@@ -66,6 +66,13 @@ CASES = {
         (lambda: ops.layer_norm(X, N6, N6, residual=R8), ValueError, "residual has shape (5, 8); expected (5, 6)"),
         (lambda: ops.layer_norm(X, N6, N6, residual=INTS), TypeError, "residual has dtype int32; expected"),
     ],
+    "rms_norm": [
+        (lambda: ops.rms_norm(INTS, N6), TypeError, "x has dtype int32; expected float16"),
+        (lambda: ops.rms_norm(X[0, 0], N6), ValueError, "x has shape (); expected (..., D)"),
+        (lambda: ops.rms_norm(X, N8), ValueError, "scale has shape (8,); expected (6,), (D,)"),
+        (lambda: ops.rms_norm(X, N6, residual=R8), ValueError, "residual has shape (5, 8); expected (5, 6)"),
+        (lambda: ops.rms_norm(X, N6, residual=INTS), TypeError, "residual has dtype int32; expected"),
+    ],
     "attention": [
         (lambda: attention(INTS), TypeError, "qkv has dtype int32; expected float16"),
         (lambda: attention(QKV[0]), ValueError, "qkv has shape (4, 96); expected 3 axes, (B, S, 3 * num_heads"),

@@ -1,4 +1,4 @@
-"""`ops.layer_norm` against torch: widths, residual, tiles, hard inputs, gradients."""
+"""`ops.layer_norm` and `ops.rms_norm` against torch: widths, residual, tiles, hard inputs, gradients."""
 
 import functools
 
@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.triton.norm import Config
-from parity.common import KERNEL, TOLERANCE, assert_close, assert_gradients_close, by_device, float64, normal
+from parity.common import (
+    KERNEL,
+    TOLERANCE,
+    assert_close,
+    assert_equal,
+    assert_gradients_close,
+    by_device,
+    float64,
+    normal,
+)
 
 SHAPES = by_device(
     cpu=[
         (5, 33),  # odd
         (2, 7, 384),  # MiniLM's width, leading dimensions
-        (3, 17000),  # wider than one chunk: three passes over the row
+        (3, 17000),  # wider than one block: two passes over the row
     ],
     gpu=[
         (1, 384),
@@ -28,6 +37,9 @@ SHAPES = by_device(
     ],
 )
 kernel = functools.partial(ops.layer_norm, implementation=KERNEL)
+
+
+rms_kernel = functools.partial(ops.rms_norm, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -136,3 +148,99 @@ def test_gradients(reference):
         return kernel(x, scale, bias, residual=residual)
 
     assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_against_torch(reference, implementation, dtype, tolerance, shape):
+    x, scale, _, residual = operands(shape, dtype)
+
+    @jax.jit
+    def f(x, scale, residual):
+        return ops.rms_norm(x, scale, residual=residual, implementation=implementation)
+
+    out = f(x, scale, residual)
+    assert out.dtype == dtype
+    assert_close(out, reference.compute(reference.rms_norm, x, scale, residual), tolerance)
+
+
+def test_rms_norm_without_residual_and_with_epsilon(reference, implementation):
+    x, scale, _, _ = operands((6, 50), seed=1)
+    for epsilon in (0.0, 0.5):
+        out = ops.rms_norm(x, scale, epsilon=epsilon, implementation=implementation)
+        assert_close(out, reference.compute(reference.rms_norm, x, scale, epsilon=epsilon), 1e-6)
+    zeros = ops.rms_norm(0 * x, scale, implementation=implementation)
+    assert np.all(float64(zeros) == 0.0)
+
+
+@pytest.mark.parametrize("dtype, scale", [("float32", 1e15), ("float32", 1e-4), ("float16", 1e4)])
+def test_rms_norm_of_hard_inputs(reference, implementation, dtype, scale):
+    x = normal(np.random.default_rng(3), 5, 384, dtype=dtype, scale=scale)
+    _, weight, _, _ = operands((1, 384), dtype)
+    out = ops.rms_norm(x, weight, epsilon=1e-12, implementation=implementation)
+    assert_close(out, reference.compute(reference.rms_norm, x, weight, epsilon=1e-12), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("block_m, block_n", [(1, 16), (4, 64), (8, 256)])
+@pytest.mark.parametrize("shape", [(33, 50), (5, 200)], ids=str)
+def test_every_tile_config_of_rms_norm(shape, block_m, block_n):
+    x, scale, _, residual = operands(shape, seed=5)
+    config = Config(block_m=block_m, block_n=block_n, num_warps=2)
+    options = dict(residual=residual, return_residual=True)
+    out, total = rms_kernel(x, scale, config=config, **options)
+    expected, expected_total = ops.rms_norm(x, scale, implementation="xla", **options)
+    assert_close(out, expected, 1e-6)
+    assert_equal(total, expected_total)
+
+
+@pytest.mark.parametrize("offset", [300.0, -3000.0])
+def test_a_wide_row_far_from_zero(reference, offset):
+    # Walked in blocks, the statistics take one pass: sums of squares about 0 would be wrong by 1e-2 and 1.
+    x, scale, bias, _ = operands((3, 1000), seed=9)
+    x = x + offset
+    out = kernel(x, scale, bias, config=Config(block_m=2, block_n=64, num_warps=1))
+    assert_close(out, reference.compute(reference.layer_norm, x, scale, bias), 3e-7 * abs(offset))
+
+
+@pytest.mark.parametrize("width", [33, 70], ids=["held", "walked"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_updated_residual(reference, implementation, dtype, tolerance, name, width):
+    x, scale, bias, residual = operands((2, 9, width), dtype, seed=10)
+    vectors = (scale, bias) if name == "layer_norm" else (scale,)
+    function = functools.partial(getattr(ops, name), implementation=implementation)
+    config = Config(block_m=4, block_n=64, num_warps=1)
+    out, total = function(x, *vectors, residual=residual, return_residual=True, config=config)
+    assert out.dtype == total.dtype == dtype
+    assert_equal(total, (x.astype("float32") + residual.astype("float32")).astype(dtype))
+    assert_close(out, reference.compute(getattr(reference, name), x, *vectors, residual), tolerance)
+    # Without a residual there is nothing to add.
+    out, total = function(x, *vectors, return_residual=True)
+    assert_close(out, reference.compute(getattr(reference, name), x, *vectors), tolerance)
+    assert_equal(total, x)
+
+
+def test_gradients_of_rms_norm(reference):
+    x, scale, _, residual = operands((9, 31), seed=7)
+    cotangent = normal(np.random.default_rng(8), 9, 31)
+    expected = reference.gradients(reference.rms_norm, (x, scale, residual), cotangent)
+
+    def f(x, scale, residual):
+        return rms_kernel(x, scale, residual=residual)
+
+    assert_gradients_close(f, (x, scale, residual), cotangent, expected, 3e-6)
+
+
+def test_gradients_through_both_results(reference):
+    x, scale, _, residual = operands((9, 31), seed=7)
+    cotangents = [normal(np.random.default_rng(seed), 9, 31) for seed in (8, 9)]
+    first, second = map(reference.tensor, cotangents)
+
+    def torch_loss(x, scale, residual):
+        return (reference.rms_norm(x, scale, residual) * first + (x + residual) * second).sum()
+
+    def f(x, scale, residual):
+        out, total = rms_kernel(x, scale, residual=residual, return_residual=True)
+        return jax.numpy.sum(out * cotangents[0] + total * cotangents[1])
+
+    one = np.ones(())
+    expected = reference.gradients(torch_loss, (x, scale, residual), one)
+    assert_gradients_close(f, (x, scale, residual), jax.numpy.asarray(one), expected, 3e-6)

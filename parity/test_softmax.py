@@ -202,8 +202,8 @@ def test_kept_entries_that_are_all_minus_infinity(options):
     assert np.all(out[1] == 0.0)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("block_m, block_n", [(1, 16), (4, 64), (16, 32), (8, 256)])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("block_m, block_n", [(1, 64), (4, 16), (8, 256)])
 @pytest.mark.parametrize("shape", [(33, 50), (16, 64), (5, 200)], ids=str)
 def test_every_tile_config(shape, block_m, block_n, splits):
     x, where = draw(*shape), holes(*shape)
@@ -211,9 +211,9 @@ def test_every_tile_config(shape, block_m, block_n, splits):
     for algorithm in ALGORITHMS:
         if (algorithm == "fused" and block_n < shape[1]) or (algorithm != "online" and splits > 1):
             continue
+        f = jitted(algorithm=algorithm, config=config, implementation=KERNEL)
         for kept in (None, where):
-            out = kernel(x, where=kept, algorithm=algorithm, config=config)
-            assert_close(out, ops.softmax(x, where=kept, implementation="xla"), 1e-6)
+            assert_close(f(x, kept), ops.softmax(x, where=kept, implementation="xla"), 1e-6)
 
 
 @hypothesis.given(

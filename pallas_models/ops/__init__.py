@@ -6,7 +6,7 @@ from pallas_models.ops.attention import attention
 from pallas_models.ops.embedding import embed_tokens
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
-from pallas_models.ops.norm import layer_norm
+from pallas_models.ops.norm import layer_norm, rms_norm
 from pallas_models.ops.pooling import mean_pool
 from pallas_models.ops.softmax import softmax
 
@@ -21,5 +21,6 @@ __all__ = [
     "matmul",
     "matmul_layer_norm",
     "mean_pool",
+    "rms_norm",
     "softmax",
 ]

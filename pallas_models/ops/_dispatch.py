@@ -2,10 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
+Result = TypeVar("Result")  # an array, or a tuple of them
 Implementation = Literal["triton", "xla", "interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "interpret")
 _MAX_SIZE = 2**31 - 1  # Triton's offsets are signed 32-bit integers
@@ -22,10 +23,10 @@ def _local_cuda_predates_ampere() -> bool:
 
 def run(
     implementation: Implementation | None,
-    kernel: Callable[..., jax.Array],
-    reference: Callable[..., jax.Array],
+    kernel: Callable[..., Result],
+    reference: Callable[..., Result],
     *args: Any,
-) -> jax.Array:
+) -> Result:
     """Runs an op's kernel or its reference on `args` (arrays, or None for an absent operand).
 
     Args:
@@ -54,7 +55,7 @@ def run(
     compiled = functools.partial(kernel, interpret=False)
 
     @jax.custom_vjp
-    def op(*args: Any) -> jax.Array:
+    def op(*args: Any) -> Result:
         if implementation == "triton":
             return compiled(*args)
         if implementation == "interpret":
@@ -63,10 +64,10 @@ def run(
             return reference(*args)
         return jax.lax.platform_dependent(*args, cuda=compiled, default=reference)
 
-    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    def forward(*args: Any) -> tuple[Result, tuple[Any, ...]]:
         return op(*args), args
 
-    def backward(args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    def backward(args: tuple[Any, ...], cotangent: Result) -> tuple[Any, ...]:
         return jax.vjp(reference, *args)[1](cotangent)
 
     op.defvjp(forward, backward)

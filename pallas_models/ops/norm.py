@@ -1,6 +1,7 @@
-"""Layer normalisation, with the residual addition that precedes it."""
+"""Layer and RMS normalisation, with the residual addition that precedes them."""
 
 import functools
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,67 +11,196 @@ from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, run
 
 
+@overload
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    residual: jax.Array | None = ...,
+    return_residual: Literal[False] = ...,
+    epsilon: float = ...,
+    config: triton.Config | None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    residual: jax.Array | None = ...,
+    return_residual: Literal[True],
+    epsilon: float = ...,
+    config: triton.Config | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
 def layer_norm(
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
     *,
     residual: jax.Array | None = None,
+    return_residual: bool = False,
     epsilon: float = 1e-5,
     config: triton.Config | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `(y - mean(y)) / sqrt(var(y) + epsilon) * scale + bias` with `y = x + residual`.
 
     Mean and (biased) variance run over the last axis, in float32
-    ([Layer Normalization](https://arxiv.org/abs/1607.06450)).
+    ([Layer Normalization](https://arxiv.org/abs/1607.06450)). y itself is not rounded before it is normalised.
 
     Args:
       x: (..., D), float16, bfloat16 or float32; any D.
       scale: (D,), any float dtype.
       bias: (D,), any float dtype.
       residual: the shape of `x`, any float dtype, or None.
+      return_residual: whether to return y too, which is the residual of what follows.
       epsilon: added to the variance.
       config: block sizes of the Triton kernel; chosen from the shape when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
-      The shape and dtype of `x`.
+      The shape and dtype of `x`; with `return_residual` a pair of these, the second being y.
 
     Raises:
       TypeError: an operand is not floating point.
       ValueError: shapes do not fit.
     """
+    return _norm(x, scale, bias, residual, return_residual, epsilon, config, implementation, subtract_mean=True)
+
+
+@overload
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    residual: jax.Array | None = ...,
+    return_residual: Literal[False] = ...,
+    epsilon: float = ...,
+    config: triton.Config | None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    residual: jax.Array | None = ...,
+    return_residual: Literal[True],
+    epsilon: float = ...,
+    config: triton.Config | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    residual: jax.Array | None = None,
+    return_residual: bool = False,
+    epsilon: float = 1e-6,
+    config: triton.Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes `y / sqrt(mean(y**2) + epsilon) * scale` with `y = x + residual`.
+
+    The mean runs over the last axis ([Root Mean Square Layer Normalization](https://arxiv.org/abs/1910.07467)).
+    Everything is float32 and rounded once, to the result, as in torch's `rms_norm`. Hugging Face's LLaMA and
+    Qwen3 round y before and the normalised y after, once more each: a difference of about a rounding.
+
+    Args:
+      x: (..., D), float16, bfloat16 or float32; any D.
+      scale: (D,), any float dtype.
+      residual: the shape of `x`, any float dtype, or None.
+      return_residual: whether to return y too, which is the residual of what follows.
+      epsilon: added to the mean of squares.
+      config: block sizes of the Triton kernel; chosen from the shape when None.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      The shape and dtype of `x`; with `return_residual` a pair of these, the second being y.
+
+    Raises:
+      TypeError: an operand is not floating point.
+      ValueError: shapes do not fit.
+    """
+    return _norm(x, scale, None, residual, return_residual, epsilon, config, implementation, subtract_mean=False)
+
+
+def _norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    return_residual: bool,
+    epsilon: float,
+    config: triton.Config | None,
+    implementation: Implementation | None,
+    *,
+    subtract_mean: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     _checks.check_float("x", x)
     if x.ndim < 1:
         raise ValueError(f"x has shape {x.shape}; expected (..., D)")
-    for name, vector in (("scale", scale), ("bias", bias)):
+    vectors = {"scale": scale} | ({"bias": bias} if subtract_mean else {})
+    for name, vector in vectors.items():
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, x.shape[-1:], "(D,)")
     if residual is not None:
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, x.shape, "the shape of x")
-    rows = (-1, x.shape[-1])
+    rows, both = (-1, x.shape[-1]), return_residual and residual is not None
+    static = dict(subtract_mean=subtract_mean, epsilon=epsilon)
     out = run(
         implementation,
-        functools.partial(triton.layer_norm, epsilon=epsilon, config=config),
-        functools.partial(reference, epsilon=epsilon),
+        functools.partial(triton.norm, return_residual=both, config=config, **static),
+        functools.partial(_reference_and_residual if both else reference, **static),
         x.reshape(rows),
         scale,
         bias,
         None if residual is None else residual.reshape(rows),
     )
-    return out.reshape(x.shape)
+    out = jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
+    return (out, x) if return_residual and not both else out  # without a residual, y is x
 
 
-def reference(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, residual: jax.Array | None, *, epsilon: float
-) -> jax.Array:
-    """The same in plain XLA, over the last axis of x."""
+def _reference_and_residual(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    subtract_mean: bool,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array]:
     y = x.astype(jnp.float32)
     if residual is not None:
         y += residual.astype(jnp.float32)
-    y -= jnp.mean(y, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(variance + epsilon)
-    return (y * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    d = y - jnp.mean(y, axis=-1, keepdims=True) if subtract_mean else y
+    out = d * jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon) * scale.astype(jnp.float32)
+    if bias is not None:
+        out += bias.astype(jnp.float32)
+    return out.astype(x.dtype), y.astype(x.dtype)
+
+
+def reference(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    subtract_mean: bool = True,
+    epsilon: float,
+) -> jax.Array:
+    """The same in plain XLA, over the last axis of x."""
+    out, _ = _reference_and_residual(x, scale, bias, residual, subtract_mean=subtract_mean, epsilon=epsilon)
+    return out

@@ -1,4 +1,4 @@
-"""Layer normalisation: a program per block of rows, a row in registers where it fits."""
+"""Layer and RMS normalisation: a program per block of rows, a row in registers where it fits."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ from pallas_models.kernels.triton._common import (
 class Config:
     """`block_m` rows per program, walked in chunks of `block_n` columns.
 
-    With `block_n` at least the width a row is read once; narrower, it is read three times, the second
-    and third from cache.
+    With `block_n` at least the width a row is read once; narrower, it is read twice, the second time
+    from cache where it is not too long.
     """
 
     block_m: int
@@ -44,16 +44,18 @@ def heuristic(m: int, n: int) -> Config:
     return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 2048, 1, 16))
 
 
-def _layer_norm_kernel(
+def _norm_kernel(
     x_ref: Ref,  # (P, M, N)
     scale_ref: Ref,  # (N,)
-    bias_ref: Ref,  # (N,)
+    bias_ref: Ref | None,  # (N,)
     residual_ref: Ref | None,  # (M, N)
     x_bias_ref: Ref | None,  # (N,)
     o_ref: Ref,  # (M, N)
+    sum_ref: Ref | None,  # (M, N)
     *,
     config: Config,
     epsilon: float,
+    subtract_mean: bool,
 ) -> None:
     parts, m, n = x_ref.shape
     block_m, block_n = config.block_m, config.block_n
@@ -73,60 +75,82 @@ def _layer_norm_kernel(
         return y, columns, column_mask
 
     def deviation(y: jax.Array, mean: jax.Array, column_mask: jax.Array | None) -> jax.Array:
-        d = y - mean[:, None]
+        d = y - mean
         return d if column_mask is None else jnp.where(column_mask[None, :], d, 0.0)
 
-    def write(d: jax.Array, variance: jax.Array, columns: pl.Slice, column_mask: jax.Array | None) -> None:
+    def write(
+        y: jax.Array, d: jax.Array, variance: jax.Array, columns: pl.Slice, column_mask: jax.Array | None
+    ) -> None:
+        mask = tile_mask(row_mask, column_mask)
         scale = load(scale_ref.at[columns], column_mask).astype(jnp.float32)
-        bias = load(bias_ref.at[columns], column_mask).astype(jnp.float32)
-        y = d * jax.lax.rsqrt(variance + epsilon)[:, None] * scale[None, :] + bias[None, :]
-        store(o_ref.at[rows, columns], y, tile_mask(row_mask, column_mask))
+        out = d * jax.lax.rsqrt(variance + epsilon)[:, None] * scale[None, :]
+        if bias_ref is not None:
+            out += load(bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+        store(o_ref.at[rows, columns], out, mask)
+        if sum_ref is not None:
+            store(sum_ref.at[rows, columns], y, mask)
 
     if n <= block_n:
         y, columns, column_mask = read(0)
-        d = deviation(y, jnp.sum(y, axis=1) / n, column_mask)
-        write(d, jnp.sum(d * d, axis=1) / n, columns, column_mask)
+        d = deviation(y, jnp.sum(y, axis=1, keepdims=True) / n, column_mask) if subtract_mean else y
+        write(y, d, jnp.sum(d * d, axis=1) / n, columns, column_mask)
         return
 
-    def add_mean(s: jax.Array, total: jax.Array) -> jax.Array:
-        return total + jnp.sum(read(s)[0], axis=1)
-
-    def add_variance(s: jax.Array, total: jax.Array) -> jax.Array:
+    # One pass for the statistics (Welford's): each position in the block has a mean and a sum of squares about
+    # it of its own, and they are merged at the end. Sums of squares about 0 would cancel far from 0.
+    def add(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        means, squares = carry
         y, _, column_mask = read(s)
-        return total + jnp.sum(jnp.square(deviation(y, mean, column_mask)), axis=1)
+        if not subtract_mean:
+            return means, squares + y * y
+        d = deviation(y, means, column_mask)
+        step = d * (1.0 / (s + 1).astype(jnp.float32))
+        return means + step, squares + d * (d - step)
 
-    def write_block(s: jax.Array, carry: None) -> None:
-        y, columns, column_mask = read(s)
-        write(deviation(y, mean, column_mask), variance, columns, column_mask)
+    steps, zeros = pl.cdiv(n, block_n), jnp.zeros((block_m, block_n), jnp.float32)
+    means, squares = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
+    mean = jnp.zeros((block_m, 1), jnp.float32)
+    if subtract_mean:
+        counts = ((n - 1 - jnp.arange(block_n)) // block_n + 1).astype(jnp.float32)[None, :]
+        mean = jnp.sum(means * counts, axis=1, keepdims=True) / n
+        squares += counts * jnp.square(means - mean)
+    variance = jnp.sum(squares, axis=1) / n
 
-    steps, zeros = pl.cdiv(n, block_n), jnp.zeros((block_m,), jnp.float32)
-    mean = jax.lax.fori_loop(0, steps, add_mean, zeros) / n
-    variance = jax.lax.fori_loop(0, steps, add_variance, zeros) / n
+    def write_block(i: jax.Array, carry: None) -> None:
+        y, columns, column_mask = read(steps - 1 - i)  # the last block read is likeliest still in cache
+        d = deviation(y, mean, column_mask) if subtract_mean else y
+        write(y, d, variance, columns, column_mask)
+
     jax.lax.fori_loop(0, steps, write_block, None)
 
 
-def layer_norm(
+def norm(
     x: jax.Array,
     scale: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     residual: jax.Array | None,
     *,
+    subtract_mean: bool,
+    return_residual: bool,
     epsilon: float,
     config: Config | None,
     interpret: bool,
-) -> jax.Array:
-    """Layer norm over the rows of x (M, N); see `pallas_models.ops.layer_norm`."""
-    return sum_layer_norm(
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`."""
+    out, total = _call(
         x[None],
         scale,
         bias,
         residual,
         None,
+        subtract_mean=subtract_mean,
+        sum_dtype=x.dtype if return_residual else None,
         epsilon=epsilon,
         out_dtype=x.dtype,
         config=config,
         interpret=interpret,
     )
+    return out if total is None else (out, total)
 
 
 def sum_layer_norm(
@@ -142,13 +166,41 @@ def sum_layer_norm(
     interpret: bool,
 ) -> jax.Array:
     """Layer norm over the rows of `sum_p x[p] + x_bias + residual`, for x (P, M, N)."""
+    out, _ = _call(
+        x,
+        scale,
+        bias,
+        residual,
+        x_bias,
+        subtract_mean=True,
+        sum_dtype=None,
+        epsilon=epsilon,
+        out_dtype=out_dtype,
+        config=config,
+        interpret=interpret,
+    )
+    return out
+
+
+def _call(
+    x: jax.Array,
+    *operands: jax.Array | None,
+    subtract_mean: bool,
+    sum_dtype: DTypeLike | None,
+    epsilon: float,
+    out_dtype: DTypeLike,
+    config: Config | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The norm and, unless `sum_dtype` is None, what was normalised."""
     _, m, n = x.shape
     config = config or heuristic(m, n)
+    total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
     return pl.pallas_call(
-        functools.partial(_layer_norm_kernel, config=config, epsilon=epsilon),
-        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+        functools.partial(_norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
+        out_shape=(jax.ShapeDtypeStruct((m, n), out_dtype), total),
         grid=(pl.cdiv(m, config.block_m),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
-        name="layer_norm",
-    )(x, scale, bias, residual, x_bias)
+        name="layer_norm" if subtract_mean else "rms_norm",
+    )(x, *operands)
