@@ -33,16 +33,16 @@ SHAPES = by_device(
         (3, 9001),  # more than one block of columns where rows are walked, split between programs
     ],
     gpu=[
-        (8192, 4096),
-        (32768, 1024),
-        (8192, 768),
+        (2048, 4096),
+        (8192, 1024),
+        (4096, 768),
         (64, 128, 384),
         (3, 5, 7),
         (1001, 333),
         (5, 32768),
     ],
 )
-LONGEST = by_device(cpu=[(1_000_003,)], gpu=[(1_000_003,), (3, 2**21), (64, 65536), (2048, 65536)])
+LONGEST = by_device(cpu=[(1_000_003,)], gpu=[(1_000_003,), (3, 2**21), (64, 65536), (300, 65536)])
 WALKED = [name for name in ALGORITHMS if name != "fused"]
 FORMS = [dict(implementation="xla"), *(dict(implementation=KERNEL, algorithm=name) for name in ALGORITHMS)]
 every_form = pytest.mark.parametrize("options", FORMS, ids=lambda options: "-".join(options.values()))
