@@ -37,11 +37,17 @@ class Config:
         check_powers_of_two(self, "block_m", "block_n", "num_warps")
 
 
-def heuristic(m: int, n: int) -> Config:
-    """Chooses blocks for rows (m, n): whole rows up to 16384 columns, about 2048 elements a program."""
+def heuristic(m: int, n: int, parts: int = 1) -> Config:
+    """Chooses blocks for rows (m, n): whole rows up to 16384 columns, about 2048 elements a program.
+
+    A program that adds up several parts of its rows gets more warps, for the more loads in flight.
+    """
     block_n = block_size(n, 16, 16384)
     block_m = block_size(min(2048 // block_n, pl.cdiv(m, 528)), 1, 16)
-    return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 2048, 1, 16))
+    elements_per_warp = 2048 if parts == 1 else max(512 // parts, 1)
+    return Config(
+        block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // elements_per_warp, 1, 16)
+    )
 
 
 def _norm_kernel(
@@ -193,8 +199,8 @@ def _call(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The norm and, unless `sum_dtype` is None, what was normalised."""
-    _, m, n = x.shape
-    config = config or heuristic(m, n)
+    parts, m, n = x.shape
+    config = config or heuristic(m, n, parts)
     total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
     return pl.pallas_call(
         functools.partial(_norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
