@@ -40,14 +40,13 @@ class Config:
 def heuristic(m: int, n: int, parts: int = 1) -> Config:
     """Chooses blocks for rows (m, n): whole rows up to 16384 columns, about 2048 elements a program.
 
-    A program that adds up several parts of its rows gets more warps, for the more loads in flight.
+    A program that reads more, wider rows or several parts of them, gets more warps for its loads.
     """
     block_n = block_size(n, 16, 16384)
     block_m = block_size(min(2048 // block_n, pl.cdiv(m, 528)), 1, 16)
-    elements_per_warp = 2048 if parts == 1 else max(512 // parts, 1)
-    return Config(
-        block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // elements_per_warp, 1, 16)
-    )
+    elements = block_m * block_n
+    elements_per_warp = max(512 // parts, 1) if parts > 1 or elements > 2048 else 2048
+    return Config(block_m=block_m, block_n=block_n, num_warps=block_size(elements // elements_per_warp, 1, 8))
 
 
 def _norm_kernel(

@@ -58,7 +58,7 @@ def fastest(n: int) -> Algorithm:
 
 
 def heuristic(m: int, n: int, algorithm: Algorithm, gpu: Gpu) -> Config:
-    """Chooses blocks for rows (m, n): about 32 elements a thread where a row is held, else 16.
+    """Chooses blocks for rows (m, n): about 32 elements a thread where a row is held, else 8.
 
     Rows too few to fill the GPU are split between programs, a block of columns or more for each.
 
@@ -72,14 +72,15 @@ def heuristic(m: int, n: int, algorithm: Algorithm, gpu: Gpu) -> Config:
                 f"{_LONGEST_FUSED}; use 'online'"
             )
         block_n = block_size(n, 16, _LONGEST_FUSED)
-        block_m = block_size(min(4096 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
+        block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
         return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 1024, 1, 32))
     block_n = block_size(n, 16, 8192)
     block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
-    num_warps = block_size(block_m * block_n // 512, 1, 16)
+    num_warps = block_size(block_m * block_n // 256, 1, 32)
     splits = 1
     if algorithm == "online" and m < 2 * gpu.num_cores:
         splits = min(pl.cdiv(n, block_n), pl.cdiv(2 * gpu.num_cores, m))
+        splits = 1 << splits.bit_length() - 1  # long rows are mostly powers of two: equal parts
     return Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=splits)
 
 
