@@ -48,7 +48,7 @@ def describe() -> dict[str, str]:
     device = jax.devices("cuda")[0].device_kind if has_gpu() else "CPU"
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     found = {"device": device, "driver": driver[0] if driver else "none"}
-    found |= {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    found |= {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
