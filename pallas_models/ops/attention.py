@@ -1,6 +1,7 @@
 """Multi-head attention over a fused QKV buffer."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def attention(
         raise NotImplementedError(f"{head_dim=} is not supported; expected a multiple of 16 up to 256")
     if mask is not None:
         _checks.check_mask("mask", mask, qkv.shape[:2], "(B, S)")
-    static = dict(
+    static: dict[str, Any] = dict(
         num_heads=num_heads,
         sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
         precision=jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision),

@@ -1,6 +1,7 @@
 """Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def matmul_layer_norm(
     for name, vector in (("scale", scale), ("offset", offset)):
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, (w.shape[1],), "(N,)")
-    static = dict(
+    static: dict[str, Any] = dict(
         epsilon=epsilon,
         precision=jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision),
     )

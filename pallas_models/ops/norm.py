@@ -1,7 +1,7 @@
 """Layer and RMS normalisation, with the residual addition that precedes them."""
 
 import functools
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ def _norm(
     _checks.check_float("x", x)
     if x.ndim < 1:
         raise ValueError(f"x has shape {x.shape}; expected (..., D)")
-    vectors = {"scale": scale} | ({"bias": bias} if subtract_mean else {})
+    vectors: dict[str, Any] = {"scale": scale} | ({"bias": bias} if subtract_mean else {})
     for name, vector in vectors.items():
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, x.shape[-1:], "(D,)")
@@ -159,7 +159,7 @@ def _norm(
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, x.shape, "the shape of x")
     rows, both = (-1, x.shape[-1]), return_residual and residual is not None
-    static = dict(subtract_mean=subtract_mean, epsilon=epsilon)
+    static: dict[str, Any] = dict(subtract_mean=subtract_mean, epsilon=epsilon)
     out = run(
         implementation,
         functools.partial(triton.norm, return_residual=both, config=config, **static),

@@ -1,6 +1,7 @@
 """Sentence embeddings from token embeddings: masked mean and L2 normalisation."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def mean_pool(
     _checks.check_float("x", x)
     _checks.check_rank("x", x, 3, "(B, S, D)")
     _checks.check_mask("mask", mask, x.shape[:2], "(B, S)")
-    static = dict(normalize=normalize, epsilon=epsilon)
+    static: dict[str, Any] = dict(normalize=normalize, epsilon=epsilon)
     return run(
         implementation,
         functools.partial(triton.mean_pool, config=config, **static),

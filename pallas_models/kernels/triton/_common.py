@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-Ref = jax.Array  # inside a kernel: a reference to an array in device memory
+Ref = Any  # inside a kernel: a reference to an array in device memory, for which JAX has no public type
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def block_size(size: int, low: int, high: int) -> int:
 
 def span(start: jax.Array | int, block: int) -> pl.Slice:
     """`start + [0, block)`, which may reach past the end of an axis: access is to be masked there."""
-    return pl.ds(jnp.asarray(start, jnp.int32), block)  # Pallas rejects static slices past the end
+    return pl.Slice(jnp.asarray(start, jnp.int32), block)  # Pallas rejects static slices past the end
 
 
 def power_of_two_blocks(width: int, largest: int = 256) -> list[tuple[int, int]]:

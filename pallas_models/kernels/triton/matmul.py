@@ -122,7 +122,7 @@ class Tile:
         store(ref.at[(*leading, self.rows, columns)], value, tile_mask(self.row_mask, mask))
 
 
-def make_tile(config: Config, i: jax.Array, j: jax.Array, m: int, n: int) -> Tile:
+def make_tile(config: Config, i: jax.Array, j: jax.Array | int, m: int, n: int) -> Tile:
     """The tile at row block i and column block j of an (m, n) output."""
     row, column = i * config.block_m, j * config.block_n
     exact = n % config.block_n == 0
