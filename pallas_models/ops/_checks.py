@@ -7,22 +7,29 @@ import numpy as np
 FLOAT_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
+def _dtype(name: str, x: jax.Array) -> jnp.dtype:
+    if getattr(x, "dtype", None) is None:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    return x.dtype
+
+
 def check_float(name: str, x: jax.Array) -> None:
     """Raises TypeError unless `x` is an array of float16, bfloat16 or float32."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    dtype = _dtype(name, x)
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} has dtype {dtype}; expected float16, bfloat16 or float32")
 
 
 def check_integer(name: str, x: jax.Array) -> None:
     """Raises TypeError unless `x` is an array of an integer dtype."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    dtype = _dtype(name, x)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {dtype}; expected an integer dtype")
+
+
+def as_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
+    """The precision that an op computes float32 products in: None means true float32, never TF32."""
+    return jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision)
 
 
 def check_rank(name: str, x: jax.Array, rank: int, axes: str) -> None:
@@ -39,12 +46,11 @@ def check_shape(name: str, x: jax.Array, shape: tuple[int, ...], axes: str) -> N
 
 def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) -> None:
     """Checks dtype and shape of a mask and, where they are concrete, that its values are 0 and 1."""
-    if getattr(mask, "dtype", None) is None:
-        raise TypeError(f"{name} must be an array, got {type(mask).__name__}")
-    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {mask.dtype}; expected bool or an integer dtype")
+    dtype = _dtype(name, mask)
+    if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {dtype}; expected bool or an integer dtype")
     check_shape(name, mask, shape, axes)
-    if mask.dtype == jnp.bool_ or isinstance(mask, jax.core.Tracer) or mask.size == 0:
+    if dtype == jnp.bool_ or isinstance(mask, jax.core.Tracer) or mask.size == 0:
         return
     values = np.asarray(mask)  # a constant is concrete in a trace too, where jnp would trace its minimum
     low, high = int(values.min()), int(values.max())

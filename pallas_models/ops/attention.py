@@ -58,7 +58,7 @@ def attention(
     static: dict[str, Any] = dict(
         num_heads=num_heads,
         sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
-        precision=jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision),
+        precision=_checks.as_precision(precision),
     )
     return run(
         implementation,

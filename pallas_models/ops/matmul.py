@@ -54,9 +54,11 @@ def matmul(
     """
     check(x, w, bias, activation, residual, acc_dtype)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    precision = jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision)
     static: dict[str, Any] = dict(
-        activation=activation, acc_dtype=jnp.dtype(acc_dtype), precision=precision, out_dtype=out_dtype
+        activation=activation,
+        acc_dtype=jnp.dtype(acc_dtype),
+        precision=_checks.as_precision(precision),
+        out_dtype=out_dtype,
     )
     batch = x.shape[:-1]
     out = run(

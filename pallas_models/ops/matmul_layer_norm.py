@@ -57,7 +57,7 @@ def matmul_layer_norm(
         _checks.check_shape(name, vector, (w.shape[1],), "(N,)")
     static: dict[str, Any] = dict(
         epsilon=epsilon,
-        precision=jax.lax.Precision.HIGHEST if precision is None else jax.lax.Precision(precision),
+        precision=_checks.as_precision(precision),
     )
     out = run(
         implementation,
