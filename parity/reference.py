@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "sigmoid": F.sigmoid,
     "silu": F.silu,
 }
 

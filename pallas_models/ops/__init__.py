@@ -4,6 +4,7 @@ from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation
 from pallas_models.ops.attention import attention
 from pallas_models.ops.embedding import embed_tokens
+from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm, rms_norm
@@ -17,10 +18,13 @@ __all__ = [
     "Implementation",
     "attention",
     "embed_tokens",
+    "gated_matmul",
+    "gated_mlp",
     "layer_norm",
     "matmul",
     "matmul_layer_norm",
     "mean_pool",
     "rms_norm",
     "softmax",
+    "stack_gate_up",
 ]

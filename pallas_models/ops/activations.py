@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu"]
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,
 }
 

@@ -35,7 +35,7 @@ def matmul(
       x: (..., K), float16, bfloat16 or float32.
       w: (K, N), the dtype of `x`.
       bias: (N,), any float dtype, or None.
-      activation: `"gelu"` (exact, with erf), `"gelu_tanh"`, `"relu"`, `"silu"` or None.
+      activation: `"gelu"` (exact, with erf), `"gelu_tanh"`, `"relu"`, `"sigmoid"`, `"silu"` or None.
       residual: (..., N), any float dtype, or None.
       acc_dtype: float32, or float16 for float16 operands: on GeForce GPUs twice the tensor-core rate,
         at an error that grows with K.

@@ -146,6 +146,8 @@ def activate(activation: str | None, x: jax.Array, *, interpret: bool) -> jax.Ar
             return x * _sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x * x * x), interpret)
         case "relu":
             return _relu(x)
+        case "sigmoid":
+            return _sigmoid(x, interpret)
         case "silu":
             return x * _sigmoid(x, interpret)
         case _:

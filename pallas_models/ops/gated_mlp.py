@@ -1,0 +1,135 @@
+"""Gated matrix product, and the gated MLP that a down projection makes of it (SwiGLU and its kin)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.triton import gated_mlp as triton
+from pallas_models.ops import _checks, activations
+from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops.activations import Activation
+from pallas_models.ops.matmul import matmul
+
+
+def stack_gate_up(gate: Any, up: Any) -> Any:
+    """The (K, 2, N) that `gated_matmul` takes, of gate and up, (K, N) each; NumPy arrays give a NumPy array."""
+    stack = np.stack if isinstance(gate, np.ndarray) and isinstance(up, np.ndarray) else jnp.stack
+    return stack([gate, up], axis=1)
+
+
+def gated_matmul(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    *,
+    activation: Activation | None = "silu",
+    bias: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    out_dtype: DTypeLike | None = None,
+    config: triton.Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `activation(x @ gate + gate_bias) * (x @ up + up_bias)`, both products over one read of `x`.
+
+    With silu this is SwiGLU, with gelu GEGLU, with sigmoid GLU, with None bilinear
+    (https://arxiv.org/abs/2002.05202). Sums, biases, activation and the product of the two are float32;
+    the result is rounded once.
+
+    Args:
+      x: (..., K), float16, bfloat16 or float32.
+      w_gate_up: (K, 2, N), gate then up, the dtype of `x`; `stack_gate_up` makes it of two matrices.
+      activation: of the gate: `"silu"`, `"gelu"` (exact, with erf), `"gelu_tanh"`, `"relu"`, `"sigmoid"` or None.
+      bias: (2, N), any float dtype, or None.
+      precision: of float32 products, as in `matmul`.
+      out_dtype: dtype of the result; that of `x` when None.
+      config: tile sizes of the Triton kernel; chosen from the shape when None.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (..., N) in `out_dtype`.
+
+    Raises:
+      TypeError: an operand is not floating point, or `x` and `w_gate_up` differ in dtype.
+      ValueError: shapes do not fit, or an option is unknown.
+    """
+    _checks.check_float("x", x)
+    _checks.check_float("w_gate_up", w_gate_up)
+    if x.dtype != w_gate_up.dtype:
+        raise TypeError(f"x has dtype {x.dtype} and w_gate_up has dtype {w_gate_up.dtype}; expected the same")
+    if x.ndim < 1:
+        raise ValueError(f"x has shape {x.shape}; expected (..., K)")
+    _checks.check_rank("w_gate_up", w_gate_up, 3, "(K, 2, N)")
+    k, _, n = w_gate_up.shape
+    _checks.check_shape("w_gate_up", w_gate_up, (x.shape[-1], 2, n), f"(K, 2, N) with the K of x {x.shape}")
+    activations.check_activation(activation)
+    if bias is not None:
+        _checks.check_float("bias", bias)
+        _checks.check_shape("bias", bias, (2, n), "(2, N)")
+    static: dict[str, Any] = dict(
+        activation=activation,
+        precision=_checks.as_precision(precision),
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+    )
+    out = run(
+        implementation,
+        functools.partial(triton.gated_matmul, config=config, **static),
+        functools.partial(reference, **static),
+        x.reshape(-1, k),
+        w_gate_up,
+        bias,
+    )
+    return out.reshape(*x.shape[:-1], n)
+
+
+def reference(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Activation | None,
+    precision: jax.lax.Precision,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """`gated_matmul` in plain XLA, for x (M, K)."""
+    y = jnp.einsum("mk,kgn->mgn", x, w_gate_up, precision=precision, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y += bias.astype(jnp.float32)
+    return (activations.apply(activation, y[:, 0]) * y[:, 1]).astype(out_dtype)
+
+
+def gated_mlp(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    residual: jax.Array | None = None,
+    activation: Activation | None = "silu",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `(activation(x @ gate) * (x @ up)) @ w_down + residual`: the MLP of Llama, Qwen and Gemma.
+
+    Two kernels: `gated_matmul`, whose result is rounded to the dtype of `x`, and `matmul`.
+
+    Args:
+      x: (..., K), float16, bfloat16 or float32.
+      w_gate_up: (K, 2, N), gate then up, the dtype of `x`.
+      w_down: (N, D), the dtype of `x`.
+      residual: (..., D), any float dtype, or None.
+      activation: of the gate, as in `gated_matmul`.
+      precision: of float32 products, as in `matmul`.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (..., D) in the dtype of `x`.
+
+    Raises:
+      TypeError: an operand is not floating point, or the dtypes of `x` and the weights differ.
+      ValueError: shapes do not fit, or an option is unknown.
+    """
+    options: dict[str, Any] = dict(precision=precision, implementation=implementation)
+    hidden = gated_matmul(x, w_gate_up, activation=activation, **options)
+    return matmul(hidden, w_down, residual=residual, **options)
