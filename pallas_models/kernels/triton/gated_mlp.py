@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton._common import Ref, activate, local_gpu, span
+from pallas_models.kernels.triton._common import Ref, activate, local_gpu
 from pallas_models.kernels.triton.matmul import Config, Tile, num_tiles, product, program_tile
 
 
@@ -31,9 +31,8 @@ def _gated_matmul_kernel(
     precision: jax.lax.Precision,
     interpret: bool,
 ) -> None:
-    n = o_ref.shape[1]
-    gates = program_tile(config, *o_ref.shape)
-    ups = Tile(gates.rows, gates.row_mask, [(span(jnp.asarray(c.start) + n, c.size), mask) for c, mask in gates.columns])
+    m, n = o_ref.shape
+    gates, ups = program_tile(config, m, n), program_tile(config, m, n, first=n)
     both = Tile(gates.rows, gates.row_mask, gates.columns + ups.columns)
     ys = product(x_ref, w_ref, both, config, jnp.float32, precision)
     for c in range(len(gates.columns)):

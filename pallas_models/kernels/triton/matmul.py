@@ -122,24 +122,24 @@ class Tile:
         store(ref.at[(*leading, self.rows, columns)], value, tile_mask(self.row_mask, mask))
 
 
-def make_tile(config: Config, i: jax.Array, j: jax.Array | int, m: int, n: int) -> Tile:
-    """The tile at row block i and column block j of an (m, n) output."""
+def make_tile(config: Config, i: jax.Array, j: jax.Array | int, m: int, n: int, *, first: int = 0) -> Tile:
+    """The tile at row block i and column block j of an (m, n) matrix that starts at column `first` of another."""
     row, column = i * config.block_m, j * config.block_n
     exact = n % config.block_n == 0
     return Tile(
         span(row, config.block_m),
         in_bounds(row, config.block_m, m),
         [
-            (span(column + start, block), None if exact else column + start + jnp.arange(block) < n)
+            (span(first + column + start, block), None if exact else column + start + jnp.arange(block) < n)
             for start, block in power_of_two_blocks(config.block_n)
         ],
     )
 
 
-def program_tile(config: Config, m: int, n: int) -> Tile:
+def program_tile(config: Config, m: int, n: int, *, first: int = 0) -> Tile:
     """The tile of this program, from the first axis of the grid."""
     i, j = tile_order(pl.program_id(0), pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), config.group_m)
-    return make_tile(config, i, j, m, n)
+    return make_tile(config, i, j, m, n, first=first)
 
 
 def num_tiles(config: Config, m: int, n: int) -> int:
