@@ -6,8 +6,6 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084).
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,12 +14,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops
+from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, draw
 from pallas_models.ops import Implementation, _checks
 
 if TYPE_CHECKING:
     from pallas_models.encoder import Encoder as Encoder
-
-Params = dict[str, Any]
 
 
 def __getattr__(name: str) -> Any:
@@ -48,29 +45,6 @@ class MiniLMConfig:
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
-
-
-class Linear(nnx.Module):
-    """Parameters of `x @ kernel + bias`."""
-
-    def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, d_out), dtype))
-        self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32))
-
-
-class LayerNorm(nnx.Module):
-    """Parameters of a layer norm."""
-
-    def __init__(self, features: int):
-        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
-
-
-class Embedding(nnx.Module):
-    """A table of vectors."""
-
-    def __init__(self, rows: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, features), dtype))
 
 
 class Embeddings(nnx.Module):
@@ -177,46 +151,13 @@ class MiniLM(nnx.Module):
         return x
 
 
-@functools.cache
-def _abstract(config: MiniLMConfig) -> tuple[nnx.GraphDef[MiniLM], nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: MiniLM(config, rngs=nnx.Rngs(0))))
-
-
-def _with_keys(kind: Callable[[str], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A nested dict whose keys that are numbers, those of the layers, are of another type.
-
-    NNX numbers the modules of a list by integers, and jax.export takes no dict with such keys.
-    """
-    return {
-        kind(key) if str(key).isdecimal() else key: _with_keys(kind, leaf) if isinstance(leaf, Mapping) else leaf
-        for key, leaf in tree.items()
-    }
-
-
-def _module(params: Params, config: MiniLMConfig) -> MiniLM:
-    graph, state = _abstract(config)
-    params = _with_keys(int, params)
-    expected, given = (
-        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
-        for tree in (nnx.to_pure_dict(state), params)
-    )
-    wrong = [
-        f"{path}: expected {expected.get(path, 'nothing')}, got {given.get(path, 'nothing')}"
-        for path in sorted(expected.keys() | given.keys())
-        if expected.get(path) != given.get(path)
-    ]
-    if wrong:
-        raise ValueError("params do not fit the config:\n  " + "\n  ".join(wrong))
-    return nnx.merge(graph, nnx.State(params))
-
-
 def init(key: jax.Array, config: MiniLMConfig = MiniLMConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws random parameters: a nested dict of arrays, as `encode` and `embed` take it.
 
     Matrices are of `dtype`; biases and norm scales are float32, which costs nothing and halves the error
     of a bfloat16 model.
     """
-    return _with_keys(str, nnx.to_pure_dict(nnx.state(MiniLM(config, dtype=dtype, rngs=nnx.Rngs(key)))))
+    return draw(MiniLM, config, key, dtype)
 
 
 def encode(
@@ -252,7 +193,7 @@ def encode(
     """
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
-    return _module(params, config)(ids, mask, token_type_ids, implementation=implementation)
+    return bind(MiniLM, config, params)(ids, mask, token_type_ids, implementation=implementation)
 
 
 def embed(
