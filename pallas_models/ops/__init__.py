@@ -10,6 +10,7 @@ from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm, rms_norm
 from pallas_models.ops.pooling import mean_pool
 from pallas_models.ops.softmax import softmax
+from pallas_models.ops.trimul import triangle_update
 
 __all__ = [
     "ACTIVATIONS",
@@ -27,4 +28,5 @@ __all__ = [
     "rms_norm",
     "softmax",
     "stack_gate_up",
+    "triangle_update",
 ]
