@@ -2,8 +2,9 @@
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def triangle_update(
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
     Args:
-      x: (B, N, N, C), float16, bfloat16 or float32.
+      x: (..., N, N, C), float16, bfloat16 or float32.
       norm_scale: (C,), scale of the layer norm of x, any float dtype, as all that follow.
       norm_bias: (C,), its bias.
       w_in: (C, 4, H), projections: left, gate of left, right, gate of right.
@@ -82,7 +83,7 @@ def triangle_update(
       w_gate: (C, H), or (C, C) where `gate_after`.
       w_out: (H, C).
       direction: `"outgoing"` or `"incoming"`.
-      mask: (B, N, N), bool, integer or float, factors of left and right; all 1 when None.
+      mask: (..., N, N), bool, integer or float, factors of left and right; all 1 when None.
       b_in: (4, H) or None.
       b_gate: (H,), or (C,) where `gate_after`, or None.
       b_out: (C,) or None.
@@ -95,7 +96,7 @@ def triangle_update(
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
-      (B, N, N, C) in `out_dtype`.
+      (..., N, N, C) in `out_dtype`.
 
     Raises:
       TypeError: an operand is not floating point.
@@ -103,6 +104,7 @@ def triangle_update(
     """
     weights = (norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out)
     _check(x, mask, weights, direction, gate_after, compute_dtype)
+    batch = math.prod(x.shape[:-3])
     static: dict[str, Any] = dict(
         direction=direction,
         gate_after=gate_after,
@@ -117,7 +119,15 @@ def triangle_update(
         operands = _converted(*arrays, compute_dtype=compute_dtype)
         return triton.triangle_update(*operands, config=config, interpret=interpret, **static)
 
-    return run(implementation, kernel, _differentiable_reference(**static), x, mask, *weights)
+    out = run(
+        implementation,
+        kernel,
+        _differentiable_reference(**static),
+        x.reshape(batch, *x.shape[-3:]),
+        None if mask is None else mask.reshape(batch, *mask.shape[-2:]),
+        *weights,
+    )
+    return out.reshape(x.shape)
 
 
 def reference(
@@ -141,7 +151,7 @@ def reference(
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """The same in plain XLA."""
+    """The same in plain XLA, for x (B, N, N, C)."""
 
     def product(equation: str, a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         a, b = a.astype(compute_dtype), b.astype(compute_dtype)
@@ -205,26 +215,6 @@ def _converted(
     return (x, mask, *converted)
 
 
-def check_direction(direction: str) -> None:
-    """Raises ValueError unless `direction` is known."""
-    if direction not in get_args(Direction):
-        raise ValueError(f"{direction=} is unknown; expected one of {get_args(Direction)}")
-
-
-def check_pairs(x: jax.Array, mask: jax.Array | None) -> None:
-    """Raises TypeError or ValueError unless `x` is (B, N, N, C) and `mask` (B, N, N) or None."""
-    _checks.check_float("x", x)
-    _checks.check_rank("x", x, 4, "(B, N, N, C)")
-    if x.shape[1] != x.shape[2]:
-        raise ValueError(f"x has shape {x.shape}; expected (B, N, N, C), as many rows as columns")
-    if mask is None:
-        return
-    if getattr(mask, "dtype", None) in _checks.FLOAT_DTYPES:
-        _checks.check_shape("mask", mask, x.shape[:3], "(B, N, N)")
-    else:
-        _checks.check_mask("mask", mask, x.shape[:3], "(B, N, N)")
-
-
 def _check(
     x: jax.Array,
     mask: jax.Array | None,
@@ -233,8 +223,15 @@ def _check(
     gate_after: bool,
     compute_dtype: DTypeLike,
 ) -> None:
-    check_direction(direction)
-    check_pairs(x, mask)
+    if direction not in _EQUATIONS:
+        raise ValueError(f"{direction=} is unknown; expected one of {tuple(_EQUATIONS)}")
+    _checks.check_float("x", x)
+    if x.ndim < 3 or x.shape[-3] != x.shape[-2]:
+        raise ValueError(f"x has shape {x.shape}; expected (..., N, N, C)")
+    if mask is not None:
+        floating = getattr(mask, "dtype", None) in _checks.FLOAT_DTYPES
+        check = _checks.check_shape if floating else _checks.check_mask
+        check("mask", mask, x.shape[:-1], "(..., N, N)")
     if jnp.dtype(compute_dtype) not in _checks.FLOAT_DTYPES:
         raise ValueError(f"{compute_dtype=} is not supported; expected float16, bfloat16 or float32")
     out_norm_scale = weights[4]

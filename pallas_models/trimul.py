@@ -1,0 +1,162 @@
+"""AlphaFold's triangle multiplicative update of a pair representation, from the Evoformer and the Pairformer.
+
+Algorithms 11 (outgoing edges) and 12 (incoming edges) of
+[AlphaFold 2](https://doi.org/10.1038/s41586-021-03819-2); `ops.triangle_update` has the formula.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_models import ops
+from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, draw
+from pallas_models.ops import Implementation, _checks
+from pallas_models.ops.trimul import Direction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TriMulConfig:
+    """Sizes and form of the update.
+
+    `gate_after`: the gate is as wide as x and applied to the output, as in AlphaFold, OpenFold, Boltz and
+    Protenix. Otherwise it is applied to the hidden channels, as in lucidrains' module and GPU MODE's TriMul.
+    """
+
+    channels: int = 128
+    hidden: int = 128
+    gate_after: bool = False
+    use_bias: bool = False
+    epsilon: float = 1e-5
+
+
+class TriMul(nnx.Module):
+    """The update, without the residual it is added to: (B, N, N, C) to (B, N, N, C)."""
+
+    def __init__(self, config: TriMulConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        c, h = config.channels, config.hidden
+        linear = Linear if config.use_bias else Projection
+        self.config = config
+        self.norm = LayerNorm(c)
+        self.projections = linear(c, 4 * h, dtype=dtype, rngs=rngs)  # left, its gate, right, its gate
+        if config.gate_after:
+            self.gate_after = linear(c, c, dtype=dtype, rngs=rngs)
+        else:
+            self.gate_before = linear(c, h, dtype=dtype, rngs=rngs)
+        self.out_norm = LayerNorm(h)
+        self.out = linear(h, c, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        direction: Direction,
+        compute_dtype: DTypeLike = jnp.float16,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes the update of x; arguments and errors are those of `trimul`."""
+        config = self.config
+        _checks.check_float("x", x)
+        if x.shape[-1:] != (config.channels,):
+            raise ValueError(
+                f"x has shape {x.shape}; expected {config.channels} channels, those of the parameters"
+            )
+        gate = self.gate_after if config.gate_after else self.gate_before
+        b_in = _bias(self.projections)
+        return ops.triangle_update(
+            x,
+            self.norm.scale[...],
+            self.norm.bias[...],
+            self.projections.kernel[...].reshape(config.channels, 4, config.hidden),
+            self.out_norm.scale[...],
+            self.out_norm.bias[...],
+            gate.kernel[...],
+            self.out.kernel[...],
+            direction=direction,
+            mask=mask,
+            b_in=None if b_in is None else b_in.reshape(4, config.hidden),
+            b_gate=_bias(gate),
+            b_out=_bias(self.out),
+            gate_after=config.gate_after,
+            epsilon=config.epsilon,
+            compute_dtype=compute_dtype,
+            precision=precision,
+            implementation=implementation,
+        )
+
+
+def _bias(linear: Projection) -> jax.Array | None:
+    return linear.bias[...] if isinstance(linear, Linear) else None
+
+
+def init(key: jax.Array, config: TriMulConfig = TriMulConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draws random parameters: a nested dict of arrays, as `trimul` takes it.
+
+    Matrices are of `dtype`, (in, out), the four projections side by side as `projections`: left, its gate, right,
+    its gate. The gate is `gate_before` or `gate_after`. Biases and norm scales are float32.
+    """
+    return draw(TriMul, config, key, dtype)
+
+
+def trimul(
+    params: Params,
+    x: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    direction: Direction,
+    epsilon: float = 1e-5,
+    compute_dtype: DTypeLike = jnp.float16,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the triangle multiplicative update of x, without the residual it is added to.
+
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_trimul`. Sizes, biases and the place of the gate
+        are read off it. Matrices that are of `compute_dtype` are not converted at each call.
+      x: (B, N, N, C) or (N, N, C), float16, bfloat16 or float32.
+      mask: (B, N, N) or (N, N), bool, integer or float: 1 for a pair, 0 for padding; all 1 when None. A masked
+        pair has no part in the update of others. With nothing but padding the result is finite.
+      direction: `"outgoing"`, sums over left[i, k] right[j, k], or `"incoming"`, over left[k, i] right[k, j].
+      epsilon: added to the variances of both layer norms.
+      compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
+        float32 end to end.
+      precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      The shape and dtype of x.
+
+    Raises:
+      TypeError: x or mask have another dtype.
+      ValueError: x is not square in N, mask is of another shape, C is not that of the parameters, params do not
+        fit together (all that do not are listed), or an option is unknown.
+    """
+    module = bind(TriMul, _config(params, epsilon), params)
+    return module(
+        x,
+        mask,
+        direction=direction,
+        compute_dtype=compute_dtype,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def _config(params: Params, epsilon: float) -> TriMulConfig:
+    """The config that `params` were made for."""
+    try:
+        (channels,), (hidden,) = params["norm"]["scale"].shape, params["out_norm"]["scale"].shape
+        use_bias = "bias" in params["out"]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            "params are not those of a triangle multiplicative update; expected a nested dict as `trimul.init` or "
+            "`weights.load_trimul` returns it, with norm.scale (C,), out_norm.scale (H,) and out"
+        ) from None
+    return TriMulConfig(
+        channels=channels, hidden=hidden, gate_after="gate_after" in params, use_bias=use_bias, epsilon=epsilon
+    )
