@@ -94,6 +94,17 @@ def _softmax(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, k, dtype=dtype, scale=2.0), random_mask(rng, b, k)
 
 
+def _rotary(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, _ = _sizes(size)
+    rng = np.random.default_rng(27)
+    head_dim = 2 * (k // 2)
+    return (
+        normal(rng, b, s, (3 + 2 * 2) * head_dim, dtype=dtype),
+        *(normal(rng, b, s, head_dim // 2) for _ in range(2)),
+        *(normal(rng, head_dim, dtype=dtype, shift=1, scale=0.3) for _ in range(2)),
+    )
+
+
 def _embedding(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, _, n = _sizes(size)
     rng = np.random.default_rng(25)
@@ -149,6 +160,11 @@ def _call_split_softmax(x, mask, **options):
     return _call_softmax(x, mask, algorithm="online", config=config, **options)
 
 
+def _call_rotary(qkv, cos, sin, q_scale, k_scale, **options):
+    scales = dict(q_scale=q_scale, k_scale=k_scale)
+    return ops.rotary(qkv, cos, sin, num_heads=3, num_kv_heads=2, **scales, epsilon=0.1, **options)
+
+
 def _call_embed_tokens(word, position, token_type, scale, bias, ids, types, **options):
     return ops.embed_tokens(
         ids, word, position, token_type, scale, bias, token_type_ids=types, epsilon=0.1, **options
@@ -166,5 +182,6 @@ CALLS = [
     Call("embed_tokens", _call_embed_tokens, _embedding, 5, (5, 6)),
     Call("softmax", _call_softmax, _softmax, 1, (0, 1)),
     Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),
+    Call("rotary", _call_rotary, _rotary, 5, (0, 1, 2)),
     Call("mean_pool", ops.mean_pool, _pooling, 1, (0, 1)),
 ]

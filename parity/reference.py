@@ -117,6 +117,32 @@ def softmax(x: Tensor, axis: int = -1, *, where: Tensor | None = None, scale: fl
     return F.softmax(y.masked_fill(masked & ~empty, -torch.inf), axis).masked_fill(masked, 0.0)
 
 
+def rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """Rotates pairs of elements as complex numbers."""
+    batch, seq, _ = qkv.shape
+    q, k, v = qkv.view(batch, seq, num_heads + 2 * num_kv_heads, -1).split(
+        (num_heads, num_kv_heads, num_kv_heads), 2
+    )
+    turn = torch.complex(cos, sin)[..., None, :]
+
+    def rotate(x: Tensor, scale: Tensor | None) -> Tensor:
+        y = x if scale is None else F.rms_norm(x, scale.shape, scale, epsilon)
+        z = turn * torch.complex(*y.chunk(2, -1))
+        return torch.cat([z.real, z.imag], -1)
+
+    return torch.cat([rotate(q, q_scale), rotate(k, k_scale), v], 2).view(qkv.shape)
+
+
 def mean_pool(x: Tensor, mask: Tensor, *, normalize: bool = True) -> Tensor:
     total = x.masked_fill((mask == 0)[:, :, None], 0.0).sum(1)
     mean = total / mask.sum(1, keepdim=True).clamp(min=1)

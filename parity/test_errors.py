@@ -30,6 +30,10 @@ def attention(qkv=QKV, num_heads=2, **options):
     return ops.attention(qkv, num_heads=num_heads, **options)
 
 
+def rotary(qkv=QKV, cos=QKV[0, :, :8], sin=QKV[1, :, :8], num_heads=4, num_kv_heads=1, **options):
+    return ops.rotary(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, **options)
+
+
 CASES = {
     "matmul": [
         (lambda: ops.matmul([1.0], W), TypeError, "x must be an array, got list"),
@@ -119,6 +123,34 @@ CASES = {
         (lambda: ops.softmax(X, where=MASK[:, :3]), ValueError, "where has shape (2, 3); expected one broad"),
         (lambda: ops.softmax(X[0], where=X > 0), ValueError, "where has shape (5, 6); expected one broadcastable"),
         (lambda: ops.softmax(X, where=INTS), ValueError, "where has values from 0 to 29; expected only 0"),
+    ],
+    "rotary": [
+        (lambda: rotary(INTS), TypeError, "qkv has dtype int32; expected float16"),
+        (
+            lambda: rotary(QKV[0]),
+            ValueError,
+            "qkv has shape (4, 96); expected 3 axes, (B, S, (num_heads + 2 * num",
+        ),
+        (lambda: rotary(num_heads=5), ValueError, "expected its width to be (num_heads=5 + 2 * num_kv_heads=1) *"),
+        (lambda: rotary(num_kv_heads=0), ValueError, "num_heads=4 + 2 * num_kv_heads=0"),
+        (lambda: rotary(QKV[..., :90]), ValueError, "head_dim=15 cannot be rotated; expected an even number"),
+        (
+            lambda: rotary(cos=N8),
+            ValueError,
+            "cos has shape (8,); expected (4, 8) or (2, 4, 8), (S, head_dim / 2)",
+        ),
+        (lambda: rotary(sin=INTS), TypeError, "sin has dtype int32; expected float16"),
+        (lambda: rotary(sin=QKV[..., :8]), ValueError, "sin has shape (2, 4, 8); expected (4, 8), the shape of"),
+        (lambda: rotary(q_scale=N8), ValueError, "k_scale is None and the other scale is not; expected both"),
+        (lambda: rotary(k_scale=N8), ValueError, "q_scale is None and the other scale is not; expected both"),
+        (
+            lambda: rotary(q_scale=N8, k_scale=N8),
+            ValueError,
+            "q_scale has shape (8,); expected (16,), (head_dim,)",
+        ),
+        (lambda: ops.rotary_table(N8, 16), TypeError, "positions has dtype float32; expected an integer dtype"),
+        (lambda: ops.rotary_table(INTS[None], 16), ValueError, "positions has shape (1, 5, 6); expected (S,) or"),
+        (lambda: ops.rotary_table(INTS, 5), ValueError, "head_dim=5 cannot be rotated; expected an even number"),
     ],
     "mean_pool": [
         (lambda: ops.mean_pool(INTS, MASK), TypeError, "x has dtype int32; expected float16"),

@@ -9,6 +9,7 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm, rms_norm
 from pallas_models.ops.pooling import mean_pool
+from pallas_models.ops.rotary import rotary, rotary_table
 from pallas_models.ops.softmax import softmax
 from pallas_models.ops.trimul import triangle_update
 
@@ -26,6 +27,8 @@ __all__ = [
     "matmul_layer_norm",
     "mean_pool",
     "rms_norm",
+    "rotary",
+    "rotary_table",
     "softmax",
     "stack_gate_up",
     "triangle_update",

@@ -1,0 +1,147 @@
+"""Rotary positions in a fused QKV buffer, with the RMS norm of queries and keys that precedes them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_models.kernels.triton import rotary as triton
+from pallas_models.ops import _checks
+from pallas_models.ops._dispatch import Implementation, run
+
+
+def rotary_table(positions: jax.Array, head_dim: int, *, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+    """Computes cos and sin of `positions * theta ** (-2 i / head_dim)` for i below head_dim / 2.
+
+    Args:
+      positions: (S,) or (B, S), integers.
+      head_dim: width of a head, even.
+      theta: base of the frequencies.
+
+    Returns:
+      cos and sin, (S, head_dim / 2) or (B, S, head_dim / 2) float32, for `rotary`. Angles are float32 as
+      everywhere else: at position p they are off by up to p * 6e-8.
+
+    Raises:
+      TypeError: positions are not integers.
+      ValueError: `positions` has another rank, or head_dim is not even.
+    """
+    _checks.check_integer("positions", positions)
+    if positions.ndim not in (1, 2):
+        raise ValueError(f"positions has shape {positions.shape}; expected (S,) or (B, S)")
+    _check_head_dim(head_dim)
+    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotary(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    config: triton.Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Rotates queries and keys by their positions, after RMS norm if scales are given; values stay as they are.
+
+    Of every head, with a and b its first and second half (each normalised, `x / rms(x) * scale`):
+    `a cos - b sin` and `b cos + a sin`. This is [RoFormer](https://arxiv.org/abs/2104.09864)'s rotation in the
+    layout of Hugging Face's LLaMA and Qwen, which pairs element i with i + head_dim / 2, not with its neighbour.
+    All is float32 and rounded once; Hugging Face rounds the normalised and the scaled head, cos, sin and both
+    products to the dtype of the model.
+
+    Args:
+      qkv: (B, S, (num_heads + 2 num_kv_heads) * head_dim), float16, bfloat16 or float32: the queries of all
+        heads, then the keys, then the values. head_dim is even. Where it is not used again, as under `jit`, the
+        kernel works in place.
+      cos: (S, head_dim / 2) or (B, S, head_dim / 2), any float dtype; see `rotary_table`.
+      sin: the shape of `cos`, any float dtype.
+      num_heads: number of query heads.
+      num_kv_heads: number of key heads, and of value heads.
+      q_scale: (head_dim,), scale of the RMS norm of each query, any float dtype; no norm when None.
+      k_scale: (head_dim,), of each key; given where q_scale is.
+      epsilon: added to the mean of squares.
+      config: block sizes of the Triton kernel; chosen from the shape when None.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      The shape and dtype of `qkv`.
+
+    Raises:
+      TypeError: an operand is not floating point.
+      ValueError: shapes do not fit, or one of q_scale and k_scale is missing.
+    """
+    _checks.check_float("qkv", qkv)
+    _checks.check_rank("qkv", qkv, 3, "(B, S, (num_heads + 2 * num_kv_heads) * head_dim)")
+    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[-1] % (num_heads + 2 * num_kv_heads):
+        raise ValueError(
+            f"qkv has shape {qkv.shape}; expected its width to be ({num_heads=} + 2 * {num_kv_heads=}) * head_dim"
+        )
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    _check_head_dim(head_dim)
+    batch, seq, _ = qkv.shape
+    for name, table in (("cos", cos), ("sin", sin)):
+        _checks.check_float(name, table)
+        if table.shape not in ((seq, head_dim // 2), (batch, seq, head_dim // 2)):
+            raise ValueError(
+                f"{name} has shape {table.shape}; expected {(seq, head_dim // 2)} or "
+                f"{(batch, seq, head_dim // 2)}, (S, head_dim / 2) or (B, S, head_dim / 2)"
+            )
+    _checks.check_shape("sin", sin, cos.shape, "the shape of cos")
+    if (q_scale is None) != (k_scale is None):
+        missing = "q_scale" if q_scale is None else "k_scale"
+        raise ValueError(f"{missing} is None and the other scale is not; expected both or neither")
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
+        if scale is not None:
+            _checks.check_float(name, scale)
+            _checks.check_shape(name, scale, (head_dim,), "(head_dim,)")
+    static: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, epsilon=epsilon)
+    return run(
+        implementation,
+        functools.partial(triton.rotary, config=config, **static),
+        functools.partial(reference, **static),
+        qkv,
+        *(table if table.ndim == 3 else table[None] for table in (cos, sin)),
+        q_scale,
+        k_scale,
+    )
+
+
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"{head_dim=} cannot be rotated; expected an even number")
+
+
+def reference(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    epsilon: float,
+) -> jax.Array:
+    """The same in plain XLA, for cos and sin (B or 1, S, head_dim / 2)."""
+    by_head = qkv.reshape(*qkv.shape[:2], num_heads + 2 * num_kv_heads, 2 * cos.shape[-1])
+    q, k, v = jnp.split(by_head, (num_heads, num_heads + num_kv_heads), axis=2)
+    cos, sin = (table.astype(jnp.float32)[:, :, None, :] for table in (cos, sin))
+
+    def rotate(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if scale is not None:
+            y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+            y *= scale.astype(jnp.float32)
+        a, b = jnp.split(y, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+    return jnp.concatenate([rotate(q, q_scale), rotate(k, k_scale), v], axis=2).reshape(qkv.shape)
