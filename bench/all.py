@@ -17,7 +17,7 @@ from typing import Literal
 
 from bench import results
 from bench.__main__ import BENCHMARKS
-from bench.minilm import parse_dtypes
+from bench.harness import parse_dtypes
 
 HELP = "every benchmark, one after the other"
 

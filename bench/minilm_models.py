@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import weights
+from bench.contenders import DTYPES
 from pallas_models.minilm import MiniLMConfig
 from weights.checkpoint import read_tensors
 from weights.minilm import convert
-
-DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ from typing import Any, Literal
 from bench.timing import Timing
 
 FORMAT = "pallas_models.bench"
-VERSION = 1
+VERSION = 2  # 2 has more families, and peak_bytes
+READABLE = (1, 2)
 DEFAULT_FOLDER = Path(__file__).parent / "results"
 
-Family = Literal["ours", "xla", "torch"]
+Family = Literal["ours", "ladder", "xla", "torch", "peer"]
 Status = Literal["ok", "wrong", "failed", "skipped"]
 
 
@@ -57,7 +58,8 @@ class Entry:
 
     Attributes:
       name: of the candidate, unique in the case.
-      family: whose figure it counts for; the best entry of a family is the family's figure.
+      family: whose figure it counts for; the best entry of a family is the family's figure. ladder: variants of
+        ours that are shown but count for nothing; peer: other libraries.
       status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
         skipped: it was not run.
       message: why, unless ok.
@@ -66,6 +68,8 @@ class Entry:
       kernels: the launches of one call, in order, where they were recorded.
       compile_s: seconds that compilation took.
       metrics: further figures by name, with the unit in the name.
+      peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
+        itself, such as weights; None where it is not known. A file may lack it.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Entry:
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     compile_s: float | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,8 +168,9 @@ def load(path: Path) -> Result:
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ResultError(f'{path}: is not a benchmark result (no "format": "{FORMAT}")')
     version = data.pop("version", None)
-    if version != VERSION:
-        raise ResultError(f"{path}: has version {version!r} of the schema; this program reads version {VERSION}")
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise ResultError(f"{path}: has version {version!r} of the schema; this program reads {known}")
     try:
         result: Result = _build(Result, data, "")
         for case in result.cases:

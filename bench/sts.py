@@ -22,8 +22,8 @@ import tokenizers
 
 import weights
 from bench import environment, minilm_models, results, tables
-from bench.minilm import error_of, parse_dtypes
-from bench.minilm_models import DTYPES, Checkpoint
+from bench.harness import DTYPES, cosine_distance, parse_dtypes
+from bench.minilm_models import Checkpoint
 from bench.results import Accuracy, Case, Entry
 from pallas_models import minilm
 from pallas_models.encoder import Encoder
@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
         encoder = Encoder.from_pretrained(found, dtype=DTYPES[dtype])
         encode = functools.partial(encoder.encode, sentences, batch_size=args.batch_size, show_progress_bar=False)
         output = encode()
-        distance, correlation = error_of(output, expected), spearman(output, index, pairs)
+        distance, correlation = cosine_distance(output, expected), spearman(output, index, pairs)
         metrics = {
             "min_cosine": 1 - distance,
             "mean_cosine": float(np.mean(np.sum(output.astype(np.float64) * expected, axis=-1))),

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.results import Case, Entry, Family, Result
 from bench.timing import Timing
 
-FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch")
+FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch", "peer")
 Clock = Callable[[Entry], Timing | None]
 
 
@@ -43,6 +43,13 @@ def mean_speedup(cases: Sequence[Case], family: Family, clock: Clock) -> float |
     """Geometric mean of `speedup` over the cases; None unless every case has one."""
     ratios = [ratio for case in cases if (ratio := speedup(case, family, clock)) is not None]
     return geometric_mean(ratios) if ratios and len(ratios) == len(cases) else None
+
+
+def summary(case: Case, clock: Clock) -> str:
+    """A line with the best of each family."""
+    pairs = [best(case, family, clock) for family in FAMILIES]
+    found = [f"{pair[0].name} {format_us(pair[1])} us" for pair in pairs if pair]
+    return ", ".join(found) or "nothing could be timed"
 
 
 def format_us(time: Timing | None) -> str:
@@ -90,7 +97,7 @@ def comparison(result: Result) -> str:
         header = ["case", "ours, us", "XLA, us", "torch, us", "XLA / ours", "torch / ours"]
         rows = []
         for case in result.cases:
-            figures = [best(case, family, clock) for family in FAMILIES]
+            figures = [best(case, family, clock) for family in FAMILIES[:3]]
             row = [case.label, *(format_us(pair[1] if pair else None) for pair in figures)]
             row += [format_ratio(speedup(case, family, clock)) for family in ("xla", "torch")]
             if clock is device:
@@ -123,13 +130,17 @@ def entries(result: Result) -> str:
 
 
 def problems(result: Result) -> list[str]:
-    """A line for every candidate that gave no figure, with the reason and the cases that it is the reason for."""
+    """A line for every reason why candidates gave no figure, with their names and the cases."""
     labels: dict[tuple[str, str, str], list[str]] = {}
     for case in result.cases:
         for entry in case.entries:
             if entry.status != "ok":
                 labels.setdefault((entry.name, entry.status, entry.message), []).append(case.label)
-    return [f"{name} {status}: {message} ({', '.join(of)})" for (name, status, message), of in labels.items()]
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for (name, status, message), of in labels.items():
+        cases = "all cases" if len(of) == len(result.cases) > 1 else ", ".join(of)
+        names.setdefault((status, message, cases), []).append(name)
+    return [f"{', '.join(who)} {status}: {why} ({cases})" for (status, why, cases), who in names.items()]
 
 
 def conditions(result: Result) -> str:

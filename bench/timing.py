@@ -92,6 +92,7 @@ class Budget:
     device_calls: int = 6
 
 
+STANDARD = Budget(warmup_s=0.05, block_s=0.01, wall_samples=12, device_groups=4, device_calls=5)
 QUICK = Budget(warmup_s=0.03, block_s=0.004, wall_samples=7, device_groups=2, device_calls=5)
 
 
@@ -179,12 +180,13 @@ class _Device:
         self.events: list[float] = []
         self.error: DeviceTimerError | None = None
 
-    def group(self, *, detach: bool) -> None:
+    def group(self, turn: int, *, detach: bool) -> None:
         # The first call of a group is not counted: it meets a device that was idle while CUPTI was attached.
         calls = self.budget.device_calls + 1
+        first = turn * calls  # not the input sets that the candidate before has just brought into the cache
         if self.error is None:
             try:
-                kernels = record_kernels(lambda: _run(self.candidate, calls), detach=detach)
+                kernels = record_kernels(lambda: _run(self.candidate, calls, first), detach=detach)
                 if len(kernels) < calls * self.candidate.launches_at_least:
                     raise DeviceTimerError(
                         f"CUPTI saw {len(kernels)} kernels in {calls} calls, expected at least"
@@ -264,7 +266,7 @@ def measure(
     if on_device:
         turns = [name for _ in range(budget.device_groups) for name in devices]
         for turn, name in enumerate(turns, start=1):
-            attempt(name, devices[name].group, detach=turn == len(turns))
+            attempt(name, devices[name].group, turn, detach=turn == len(turns))
 
     results: dict[str, Measurement | Exception] = {}
     for name in candidates:

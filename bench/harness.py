@@ -1,0 +1,307 @@
+"""The harness of every benchmark: give it problems and contenders, it measures them side by side.
+
+A benchmark of an operation is a module such as this one, listed in `bench.__main__.BENCHMARKS`:
+
+    HELP = "softmax of rows: ours, XLA, torch"
+
+    def problem(dtype: str, shape: Shape) -> Problem:
+        rows, columns = shape
+
+        def ours():  # imports what it needs; an ImportError means "skipped: ... is not installed"
+            return functools.partial(ops.softmax, implementation="triton")
+
+        def in_torch():
+            import torch
+            return lambda x: torch.softmax(x, -1)
+
+        return Problem(
+            inputs=lambda seed: normal(seed, dtype, (rows, columns)),  # a tuple of arrays
+            reference=lambda x: jax.nn.softmax(x.astype(jnp.float32)),  # in float32 or float64
+            contenders=[
+                Contender("pallas", "ours", ours, gpu=True),
+                Contender("xla", "xla", lambda: jax.nn.softmax),
+                Contender("torch", "torch", in_torch),  # becomes torch-eager, torch-graph, torch-compile ...
+            ],
+            bytes=2.0 * rows * columns * itemsize(dtype),
+        )
+
+    BENCHMARK = Benchmark(name="softmax", axes=("rows", "columns"), shapes=((8192, 4096), (32768, 1024)),
+                          cpu_shapes=((16, 384),), dtypes=("bf16",), problem=problem)
+    add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+What happens to it: the JAX programs of all cases are compiled ahead, in threads; torch is run eagerly, in CUDA
+graphs and compiled; every output is compared with the reference, and one that is wrong is reported, not timed;
+the others are timed in turns (`bench.timing`) on input sets that rotate, so many that they come from memory, not
+from the L2 cache, unless `Problem.sets` says otherwise. The result is saved after every case. The exit code is
+1 if a contender of ours failed or was wrong. More about the parts: `Contender`, `Problem`, `Benchmark`.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench import environment, results, tables, timing
+from bench.contenders import (
+    COSINE,
+    DTYPES,
+    LIMITS,
+    RELATIVE,
+    Attempt,
+    Contender,
+    JaxPrograms,
+    Measure,
+    Problem,
+    TorchPrograms,
+    cosine_distance,
+    normal,
+)
+from bench.results import Case, Result
+
+__all__ = [
+    "COSINE",
+    "DTYPES",
+    "RELATIVE",
+    "Benchmark",
+    "Contender",
+    "Measure",
+    "Problem",
+    "Shape",
+    "cosine_distance",
+    "itemsize",
+    "normal",
+    "parse_dtypes",
+]
+
+Shape = tuple[int | str, ...]  # sizes, then flags
+
+OURS = ("ours", "ladder")  # families whose failure is a failure of the benchmark
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return int(np.dtype(DTYPES[dtype]).itemsize)
+
+
+def parse_dtypes(text: str) -> list[str]:
+    """Parses `fp16`, `fp16,bf16` or `all`.
+
+    Raises:
+      argparse.ArgumentTypeError: an unknown dtype.
+    """
+    names = list(DTYPES) if text == "all" else [part.strip() for part in text.split(",")]
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise argparse.ArgumentTypeError(
+            f"unknown dtype {', '.join(unknown)}; expected all or some of {list(DTYPES)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A benchmark: its cases, and what is computed in each.
+
+    Attributes:
+      name: of the command and of the result file.
+      axes: names of the sizes of a shape, in order.
+      flags: words that may follow the sizes: `8192x4096+masked` is the shape (8192, 4096, "masked").
+      shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first three.
+      cpu_shapes: the cases without a GPU.
+      dtypes: those that are measured by default.
+      problem: gives the problem of a dtype and a shape; a ValueError or NotImplementedError says that there is
+        none. None where it depends on options: `dataclasses.replace` it, and what else does, before `run`.
+      shortened: whether the result is partial whatever the options that all share.
+      settings: what bears on the figures, for the result file.
+      budget: how long to measure a candidate; with --quick and without a GPU `timing.QUICK`.
+      compile_budget: seconds after which no torch.compile is begun, unless --compile-budget.
+    """
+
+    name: str
+    axes: Sequence[str]
+    shapes: Sequence[Shape]
+    cpu_shapes: Sequence[Shape]
+    dtypes: Sequence[str]
+    problem: Callable[[str, Shape], Problem] | None = None
+    flags: Sequence[str] = ()
+    quick_shapes: Sequence[Shape] | None = None
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    budget: timing.Budget = timing.STANDARD
+    compile_budget: float = 15.0
+    shortened: bool = False
+
+    def parse_shapes(self, text: str) -> list[Shape]:
+        """Parses shapes such as `8192x4096,32x128+masked`.
+
+        Raises:
+          argparse.ArgumentTypeError: something in it is not a shape.
+        """
+        found = []
+        for part in text.split(","):
+            numbers, *flags = part.strip().split("+")
+            sizes = numbers.split("x")
+            good = len(sizes) == len(self.axes) and all(s.isdecimal() and int(s) for s in sizes)
+            if not good or set(flags) - set(self.flags) or len(set(flags)) < len(flags):
+                syntax = "x".join(axis.upper() for axis in self.axes) + "".join(f"[+{f}]" for f in self.flags)
+                known = ",".join(map(shape_text, self.shapes))
+                raise argparse.ArgumentTypeError(
+                    f"{part!r} is no shape; expected {syntax}, such as those of {known}"
+                )
+            found.append((*map(int, sizes), *flags))
+        return found
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the options that all benchmarks share."""
+        show = parser.add_argument
+        show("--show-results", action="store_true", help="print the tables, not only the file's name")
+        show("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+        default = list(self.dtypes)
+        show("--dtype", type=parse_dtypes, default=default, help=f"fp32, fp16, bf16 or all; {','.join(default)}")
+        example = ",".join(map(shape_text, self.shapes[:2]))
+        show("--shapes", type=self.parse_shapes, help=f"e.g. {example}: {' x '.join(self.axes)}")
+        show("--quick", action="store_true", help="fewer shapes and samples")
+        show("--no-compile", action="store_true", help="leave torch.compile out")
+        show(
+            "--compile-mode",
+            choices=("default", "max-autotune-no-cudagraphs"),
+            default="default",
+            help="of torch.compile; it is run with and without a CUDA graph around it either way",
+        )
+        show(
+            "--compile-budget",
+            type=float,
+            default=self.compile_budget,
+            metavar="S",
+            help=f"no torch.compile is begun after it has taken S seconds; {self.compile_budget:g}",
+        )
+
+    def chosen_shapes(self, args: argparse.Namespace, *, gpu: bool) -> list[Shape]:
+        """The shapes to measure."""
+        if args.shapes:
+            return list(args.shapes)
+        if not gpu:
+            return list(self.cpu_shapes)
+        quick = self.shapes[:3] if self.quick_shapes is None else self.quick_shapes
+        return list(quick if args.quick else self.shapes)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Measures and saves; returns the exit code: 1 if ours failed or was wrong, 2 if a shape is impossible."""
+        say = Clock().say
+        gpu = environment.has_gpu()
+        shapes = self.chosen_shapes(args, gpu=gpu)
+        if self.problem is None:
+            raise TypeError(f"benchmark {self.name} has no problem")
+        try:
+            problems = {(dtype, shape): self.problem(dtype, shape) for dtype in args.dtype for shape in shapes}
+        except (ValueError, NotImplementedError) as error:
+            print(error)
+            return 2
+        if not gpu:
+            print("No CUDA GPU found: XLA and torch are timed on the CPU, wall time only.")
+        budget = timing.QUICK if args.quick or not gpu else self.budget
+        settings = dict(self.settings)
+        if gpu and not args.no_compile:
+            settings["torch.compile"] = args.compile_mode
+        result = results.Result(
+            benchmark=self.name,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            partial=True,
+            environment=environment.describe(),
+            ceilings={},
+            settings=settings,
+            cases=[],
+        )
+        count = sum(not contender.in_torch for problem in problems.values() for contender in problem.contenders)
+        say(f"{result.environment['device']}; compiling {count} JAX programs for {len(problems)} cases")
+        programs = JaxPrograms(list(problems.values()), gpu=gpu)
+        in_torch = TorchPrograms(
+            gpu=gpu,
+            compile_mode=args.compile_mode,
+            compile_budget=args.compile_budget,
+            no_compile=args.no_compile,
+        )
+        if gpu:
+            say("measuring the device's ceilings")
+            result.ceilings.update(environment.measure_ceilings(budget))
+        started = time.perf_counter()
+        for done, ((dtype, shape), problem) in enumerate(problems.items(), start=1):
+            case = self.measure(dtype, shape, problem, programs, in_torch, budget, gpu=gpu)
+            result.cases.append(case)
+            results.save(result, args.output)  # kept, should the run be interrupted
+            left = (time.perf_counter() - started) / done * (len(problems) - done)
+            time_left = f", about {left:.0f} s left" if left else ""
+            best = tables.summary(case, tables.device if gpu else tables.wall)
+            say(f"{done} of {len(problems)}{time_left}: {case.label}: {best}")
+        complete = gpu and not (args.quick or args.shapes or args.no_compile or self.shortened)
+        if complete and set(self.dtypes) <= set(args.dtype):
+            draft = results.path_of(result, args.output)
+            result = dataclasses.replace(result, partial=False)
+            results.save(result, args.output)
+            draft.unlink()
+        return finish(result, args, say)
+
+    def measure(
+        self,
+        dtype: str,
+        shape: Shape,
+        problem: Problem,
+        programs: JaxPrograms,
+        in_torch: TorchPrograms,
+        budget: timing.Budget,
+        *,
+        gpu: bool,
+    ) -> Case:
+        """Runs one case: every contender is called, checked and, where it is right, timed."""
+        sets = problem.draw()
+        attempts: list[Attempt] = []
+        for contender in problem.contenders:
+            if contender.in_torch:
+                attempts += in_torch.attempts(contender, sets)
+            else:
+                attempts.append(programs.attempt(problem, contender, sets))
+        references = {i: problem.reference(*sets[i]) for i in {0, len(sets) - 1}}
+        limit = LIMITS[dtype] if problem.limit is None else problem.limit
+        for attempt in attempts:
+            attempt.check(references, problem.measure, limit)
+        ready = {a.name: a.candidate for a in attempts if a.ready and a.candidate is not None}
+        outcomes = timing.measure(ready, budget, on_device=gpu)
+        sizes = dict(zip(self.axes, (int(size) for size in shape[: len(self.axes)]), strict=True))
+        return Case(
+            label=f"{shape_text(shape)} {dtype}",
+            dtype=dtype,
+            shape=sizes | dict.fromkeys(map(str, shape[len(self.axes) :]), 1),
+            flop=problem.flop,
+            entries=[attempt.entry(outcomes.get(attempt.name)) for attempt in attempts],
+            bytes=problem.bytes,
+        )
+
+
+class Clock:
+    """Says things with the seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Prints a line at once."""
+        print(f"[{time.perf_counter() - self.started:4.0f} s] {text}", flush=True)
+
+
+def shape_text(shape: Shape) -> str:
+    """A shape as it is given on the command line."""
+    sizes = "x".join(str(part) for part in shape if isinstance(part, int))
+    return "+".join([sizes, *(part for part in shape if isinstance(part, str))])
+
+
+def finish(result: Result, args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Prints what was asked for and where the result lies; returns 1 if ours failed or was wrong."""
+    if args.show_results:
+        print("\n" + "\n\n".join([tables.comparison(result), tables.entries(result), tables.conditions(result)]))
+    for line in tables.problems(result):
+        print(line)
+    say(f"results: {results.path_of(result, args.output)}")
+    ours = [entry for case in result.cases for entry in case.entries if entry.family in OURS]
+    return int(any(entry.status in ("failed", "wrong") for entry in ours))
