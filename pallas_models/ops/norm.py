@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.tuning import Chooser
 
 
 @overload
@@ -20,7 +21,7 @@ def layer_norm(
     residual: jax.Array | None = ...,
     return_residual: Literal[False] = ...,
     epsilon: float = ...,
-    config: triton.Config | None = ...,
+    config: triton.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
@@ -34,7 +35,7 @@ def layer_norm(
     residual: jax.Array | None = ...,
     return_residual: Literal[True],
     epsilon: float = ...,
-    config: triton.Config | None = ...,
+    config: triton.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -47,7 +48,7 @@ def layer_norm(
     residual: jax.Array | None = None,
     return_residual: bool = False,
     epsilon: float = 1e-5,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `(y - mean(y)) / sqrt(var(y) + epsilon) * scale + bias` with `y = x + residual`.
@@ -62,7 +63,7 @@ def layer_norm(
       residual: the shape of `x`, any float dtype, or None.
       return_residual: whether to return y too, which is the residual of what follows.
       epsilon: added to the variance.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
@@ -83,7 +84,7 @@ def rms_norm(
     residual: jax.Array | None = ...,
     return_residual: Literal[False] = ...,
     epsilon: float = ...,
-    config: triton.Config | None = ...,
+    config: triton.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
@@ -96,7 +97,7 @@ def rms_norm(
     residual: jax.Array | None = ...,
     return_residual: Literal[True],
     epsilon: float = ...,
-    config: triton.Config | None = ...,
+    config: triton.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -108,7 +109,7 @@ def rms_norm(
     residual: jax.Array | None = None,
     return_residual: bool = False,
     epsilon: float = 1e-6,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `y / sqrt(mean(y**2) + epsilon) * scale` with `y = x + residual`.
@@ -123,7 +124,7 @@ def rms_norm(
       residual: the shape of `x`, any float dtype, or None.
       return_residual: whether to return y too, which is the residual of what follows.
       epsilon: added to the mean of squares.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
@@ -143,7 +144,7 @@ def _norm(
     residual: jax.Array | None,
     return_residual: bool,
     epsilon: float,
-    config: triton.Config | None,
+    config: triton.Config | Chooser | None,
     implementation: Implementation | None,
     *,
     subtract_mean: bool,

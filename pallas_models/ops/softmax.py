@@ -11,6 +11,7 @@ from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax import Algorithm
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.tuning import Chooser
 
 
 def softmax(
@@ -20,7 +21,7 @@ def softmax(
     where: jax.Array | None = None,
     scale: float | None = None,
     algorithm: Algorithm | None = None,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `where * exp(y - m) / sum(where * exp(y - m))`, `y = x * scale`, `m` the maximum of y.
@@ -41,7 +42,7 @@ def softmax(
         rescaling the sum when the maximum grows ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)),
         and splits few long rows between programs; `"fused"` once, holding the row in registers, at most
         32768 columns. None chooses the fastest for the shape. Kernels only: ignored by `"xla"`.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,15 @@ def heuristic(m: int, n: int, parts: int = 1) -> Config:
     elements = block_m * block_n
     elements_per_warp = max(512 // parts, 1) if parts > 1 or elements > 2048 else 2048
     return Config(block_m=block_m, block_n=block_n, num_warps=block_size(elements // elements_per_warp, 1, 8))
+
+
+def configs(m: int, n: int) -> Iterator[Config]:
+    """The blocks worth measuring for rows (m, n): 4 to 64 elements a thread."""
+    whole = block_size(n, 16, 16384)
+    lengths = [whole] if whole <= 4096 else [2048, 4096, 8192, 16384]
+    for block_n, block_m, num_warps in itertools.product(lengths, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)):
+        if block_n <= whole and block_m <= m and 4 <= block_m * block_n // (32 * num_warps) <= 64:
+            yield Config(block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
 def _norm_kernel(
@@ -138,7 +150,7 @@ def norm(
     subtract_mean: bool,
     return_residual: bool,
     epsilon: float,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`."""
@@ -167,7 +179,7 @@ def sum_layer_norm(
     *,
     epsilon: float,
     out_dtype: DTypeLike,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
     """Layer norm over the rows of `sum_p x[p] + x_bias + residual`, for x (P, M, N)."""
@@ -194,12 +206,24 @@ def _call(
     sum_dtype: DTypeLike | None,
     epsilon: float,
     out_dtype: DTypeLike,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The norm and, unless `sum_dtype` is None, what was normalised."""
     parts, m, n = x.shape
-    config = config or heuristic(m, n, parts)
+    name = "layer_norm" if subtract_mean else "rms_norm"
+    config = choose(
+        config,
+        Problem(
+            op=name,
+            shape={"m": m, "n": n, "parts": parts},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, parts),
+            candidates=functools.partial(configs, m, n),
+        ),
+    )
     total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
     return pl.pallas_call(
         functools.partial(_norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
@@ -207,5 +231,5 @@ def _call(
         grid=(pl.cdiv(m, config.block_m),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
-        name="layer_norm" if subtract_mean else "rms_norm",
+        name=name,
     )(x, *operands)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import jax
@@ -24,6 +25,7 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.tuning import Chooser, Problem, choose
 
 Algorithm = Literal["naive", "online", "fused"]
 ALGORITHMS: tuple[Algorithm, ...] = ("naive", "online", "fused")
@@ -82,6 +84,18 @@ def heuristic(m: int, n: int, algorithm: Algorithm, gpu: Gpu) -> Config:
         splits = min(pl.cdiv(n, block_n), pl.cdiv(2 * gpu.num_cores, m))
         splits = 1 << splits.bit_length() - 1  # long rows are mostly powers of two: equal parts
     return Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=splits)
+
+
+def configs(m: int, n: int, algorithm: Algorithm) -> Iterator[Config]:
+    """The blocks worth measuring for rows (m, n): 4 to 64 elements a thread; few rows are split too."""
+    whole = block_size(n, 16, _LONGEST_FUSED)
+    lengths = (whole,) if algorithm == "fused" or whole <= 2048 else (2048, 4096, 8192, 16384)
+    splits = (1, 4, 16, 64) if algorithm == "online" and m <= 512 else (1,)
+    for block_n, block_m, num_warps, split in itertools.product(
+        lengths, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), splits
+    ):
+        if block_m <= m and 4 <= block_m * block_n // (32 * num_warps) <= 64 and (split - 1) * block_n < n:
+            yield Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=split)
 
 
 class _Rows:
@@ -256,7 +270,7 @@ def softmax(
     scale: float,
     repeat: int,
     algorithm: Algorithm | None,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
     """Softmax over the rows of x (M, N); see `pallas_models.ops.softmax`.
@@ -265,7 +279,18 @@ def softmax(
     """
     m, n = x.shape
     algorithm = algorithm or fastest(n)
-    config = config or heuristic(m, n, algorithm, local_gpu())
+    config = choose(
+        config,
+        Problem(
+            op=f"softmax_{algorithm}",
+            shape={"m": m, "n": n},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, algorithm, local_gpu()),
+            candidates=functools.partial(configs, m, n, algorithm),
+        ),
+    )
     if algorithm == "fused" and config.block_n < n:
         raise ValueError(f"algorithm='fused' needs block_n of at least {n}, the length of a row; got {config}")
     if algorithm != "online" and config.splits > 1:
