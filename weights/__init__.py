@@ -8,6 +8,7 @@ from weights.checkpoint import CheckpointError
 from weights.hub import resolve
 from weights.minilm import load_minilm, load_minilm_config
 from weights.store import load, load_config, save
+from weights.trimul import load_trimul
 
 __all__ = [
     "CheckpointError",
@@ -15,6 +16,7 @@ __all__ = [
     "load_config",
     "load_minilm",
     "load_minilm_config",
+    "load_trimul",
     "resolve",
     "save",
 ]

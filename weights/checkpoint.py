@@ -108,10 +108,15 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path} holds no state dict: expected tensors by name, as `state_dict()` returns them"
         )
-    return {
-        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
-        for name, tensor in content.items()
-    }
+    return {name: to_numpy(tensor) for name, tensor in content.items()}
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """A tensor of PyTorch, or an array, as a NumPy array; PyTorch's bfloat16 as float32."""
+    if not hasattr(tensor, "detach"):
+        return np.asarray(tensor)
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 def _check_content(path: Path) -> None:
@@ -135,6 +140,7 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     *,
     ignored: Collection[str] = (),
+    what: str = "its config",
 ) -> None:
     """Raises one CheckpointError that lists every missing, unexpected or unfit tensor of `source`.
 
@@ -143,6 +149,7 @@ def check_tensors(
       tensors: the tensors by name.
       expected: the shape of each tensor that must be there.
       ignored: names that may be there and are not used.
+      what: what the shapes are those of, for the message.
     """
     problems = [f"missing     {name} {expected[name]}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [
@@ -157,4 +164,4 @@ def check_tensors(
         elif tensor.dtype not in _FLOAT_DTYPES:
             problems.append(f"not float   {name} {tensor.dtype}")
     if problems:
-        raise CheckpointError(f"{source} does not fit its config:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{source} does not fit {what}:\n  " + "\n  ".join(problems))
