@@ -15,7 +15,7 @@ from collections.abc import Sequence
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-BENCHMARKS = ("minilm", "sts")
+BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm")
 COMMANDS = (*BENCHMARKS, "all", "compare", "report")
 
 

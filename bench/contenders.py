@@ -157,6 +157,11 @@ def normal(seed: int, dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.Array, 
     return _normal(seed, dtype, shapes)
 
 
+def absent(error: ImportError) -> str:
+    """What is missing, where an import failed."""
+    return f"{error.name} is not installed" if error.name and "No module" in str(error) else str(error)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Attempt:
     """A candidate on its way to an entry: what it takes to call it, or why it cannot be called.
@@ -196,6 +201,15 @@ class Attempt:
             self.error = error
         else:
             self.accuracy = Accuracy(measure=measure.name, value=value, limit=limit)
+
+    def stop(self, error: Exception) -> None:
+        """Takes note of what calling it raised; a missing package and what another cannot do are no failures."""
+        if isinstance(error, ImportError):
+            self.skipped = absent(error)
+        elif isinstance(error, NotImplementedError) and self.family != "ours":
+            self.skipped = str(error)
+        else:
+            self.error = error
 
     @property
     def ready(self) -> bool:
@@ -268,10 +282,8 @@ class JaxPrograms:
             program, attempt.compile_s = self.programs[id(problem), contender.name].result()
             inputs = [jax.block_until_ready(contender.prepared(given)) for given in sets]
             memory = program.memory_analysis() if self.gpu else None
-        except ImportError as error:
-            attempt.skipped = absent(error)
         except Exception as error:  # reported as this candidate's result
-            attempt.error = error
+            attempt.stop(error)
         else:
 
             def call(i: int) -> Any:
@@ -283,11 +295,6 @@ class JaxPrograms:
             attempt.candidate = timing.Candidate(call=call, wait=jax.block_until_ready)
             attempt.output = call
         return attempt
-
-
-def absent(error: ImportError) -> str:
-    """What is missing, where an import failed."""
-    return f"{error.name} is not installed" if error.name and "No module" in str(error) else str(error)
 
 
 class TorchPrograms:
@@ -317,19 +324,16 @@ class TorchPrograms:
     def attempts(self, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> list[Attempt]:
         """A contender, ready to be called on the input sets, in each of its ways."""
         made = {way: Attempt(name=f"{contender.name}-{way}", family=contender.family) for way in contender.ways}
-        try:
-            reason = contender.skip or self.missing
-            function = None if reason else contender.load()
-            inputs = [] if reason else self._inputs(contender, sets)
-        except ImportError as error:
-            reason = absent(error)
-        except Exception as error:  # reported as these candidates' result
-            for attempt in made.values():
-                attempt.error = error
-            return list(made.values())
-        if reason or function is None:
+        reason = contender.skip or self.missing
+        if reason:
             for attempt in made.values():
                 attempt.skipped = reason
+            return list(made.values())
+        try:
+            function, inputs = contender.load(), self._inputs(contender, sets)
+        except Exception as error:  # reported as these candidates' result
+            for attempt in made.values():
+                attempt.stop(error)
             return list(made.values())
         compiled: Any = None
         for way, attempt in made.items():
@@ -346,7 +350,7 @@ class TorchPrograms:
                     attempt.peak_bytes = self._peak_bytes(chosen, inputs[0])
                 calls = capture(chosen, inputs) if "graph" in way else _calls(chosen, inputs)
             except Exception as error:  # reported as this candidate's result
-                attempt.error = error
+                attempt.stop(error)
             else:
                 self._ready(attempt, calls, contender)
         return list(made.values())

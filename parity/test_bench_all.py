@@ -177,7 +177,7 @@ def test_a_real_benchmark(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "minilm,gemm"], "unknown benchmark gemm; expected some of minilm, "),
+        (["--only", "minilm,conv"], "unknown benchmark conv; expected some of minilm, "),
         (["--budget", "0"], "'0' is no number of seconds above 0"),
         (["--budget", "long"], "'long' is no number of seconds above 0"),
         (["--dtype", "fp8"], "unknown dtype fp8"),
