@@ -16,7 +16,7 @@ from collections.abc import Sequence
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm")
-COMMANDS = (*BENCHMARKS, "all", "compare", "report")
+COMMANDS = (*BENCHMARKS, "all", "compare", "report", "tune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

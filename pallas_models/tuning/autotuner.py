@@ -196,8 +196,7 @@ def autotune(
         tolerance = TOLERANCE[problem.key[1]]
 
     with _bar(str(problem), 2 * len(trials), progress) as advance:
-        programs = _compile_all(call, problem, trials, started, seconds, advance)
-        reference = call.compile("xla", None)
+        reference, programs = _compile_all(call, problem, trials, started, seconds, advance)
         expected = reference()
         _keep_busy(reference)
         for trial, program in programs.items():
@@ -282,8 +281,11 @@ def _compile_all(
     started: float,
     seconds: float | None,
     advance: Callable[[], None],
-) -> dict[Trial, Program]:
-    """Compiles the call with the config of each trial, several at a time; notes in the trial if that fails."""
+) -> tuple[Program, dict[Trial, Program]]:
+    """Compiles XLA's version of the call, and the call with the config of each trial, several at a time.
+
+    Notes in the trial if that fails.
+    """
 
     def compile_one(trial: Trial) -> Program | None:
         try:
@@ -297,8 +299,9 @@ def _compile_all(
             advance()
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = zip(trials, pool.map(compile_one, trials), strict=True)
-        return {trial: program for trial, program in programs if program is not None}
+        reference = pool.submit(call.compile, "xla", None)
+        programs = dict(zip(trials, pool.map(compile_one, trials), strict=True))
+    return reference.result(), {trial: program for trial, program in programs.items() if program is not None}
 
 
 def _try(trial: Trial, program: Program, expected: Any, tolerance: float) -> None:

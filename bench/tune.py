@@ -1,0 +1,220 @@
+"""Measures the tile configs of an op for given shapes and keeps the fastest in a table, or shows such a table.
+
+What is found goes to the user's own table, which every op looks into (`pallas_models.tuning`), or to --output. A
+config is kept only where it beats that of the heuristic by more than the noise; if it does not hold for three
+quarters of the rows as well, then for its own shape only.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench import environment, tables
+from bench.harness import DTYPES, parse_dtypes
+from pallas_models import ops, tuning
+from pallas_models.tuning import Entry, Result, Table
+
+HELP = "find the fastest tile configs of an op, or show a table of them"
+
+Shape = tuple[int, ...]
+Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]  # op, operands, options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tunable:
+    """An op that can be tuned.
+
+    Attributes:
+      axes: names of the sizes of a shape; the first is the number of rows.
+      shapes: those that `tune all` measures.
+      call: `call(dtype, *shape)` gives the call to tune.
+    """
+
+    axes: str
+    shapes: Sequence[Shape]
+    call: Callable[..., Call]
+
+    def parse(self, text: str) -> Shape:
+        """Parses `8192x1152x384`.
+
+        Raises:
+          ValueError: it is no shape of this op.
+        """
+        sizes = text.strip().split("x")
+        if len(sizes) != len(self.axes.split("x")) or not all(s.isdecimal() and int(s) for s in sizes):
+            raise ValueError(f"{text!r} is no shape; expected {self.axes}, such as {name(self.shapes[0])}")
+        return tuple(map(int, sizes))
+
+
+@functools.cache
+def _numbers(dtype: str) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(4_194_301, np.float32).astype(DTYPES[dtype])
+
+
+def normal(dtype: str, *shapes: Shape) -> list[jax.Array]:
+    """Normal random numbers, which repeat in large arrays: drawing them anew for each shape takes seconds."""
+    return [jax.device_put(np.resize(np.roll(_numbers(dtype), i << 16), s)) for i, s in enumerate(shapes)]
+
+
+def _matmul(dtype: str, m: int, n: int, k: int) -> Call:
+    return ops.matmul, normal(dtype, (m, k), (k, n)), {}
+
+
+def _gated_matmul(dtype: str, m: int, n: int, k: int) -> Call:
+    return ops.gated_matmul, normal(dtype, (m, k), (k, 2, n)), {}
+
+
+def _softmax(dtype: str, m: int, n: int) -> Call:
+    return ops.softmax, normal(dtype, (m, n)), {}
+
+
+def _layer_norm(dtype: str, m: int, n: int) -> Call:
+    return ops.layer_norm, normal(dtype, (m, n), (n,), (n,)), {}
+
+
+def _rms_norm(dtype: str, m: int, n: int) -> Call:
+    return ops.rms_norm, normal(dtype, (m, n), (n,)), {}
+
+
+_ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
+_PRODUCTS = (
+    *((8192, 8192, 8192), (4096, 4096, 4096), (8192, 24576, 4096)),
+    *((8192, 1152, 384), (8192, 1536, 384), (8192, 384, 1536)),
+    *((1024, 2304, 768), (1024, 3072, 768), (1024, 768, 3072)),
+)
+TUNABLES = {
+    "matmul": Tunable(axes="MxNxK", shapes=_PRODUCTS, call=_matmul),
+    "gated_matmul": Tunable(
+        axes="MxNxK", shapes=((8192, 12288, 4096), (2048, 12288, 4096), (8192, 3072, 1024)), call=_gated_matmul
+    ),
+    "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
+    "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),
+    "rms_norm": Tunable(axes="MxN", shapes=_ROWS, call=_rms_norm),
+}
+
+
+def name(shape: Shape) -> str:
+    """`8192x1152x384`."""
+    return "x".join(map(str, shape))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `python -m bench tune`."""
+    parser.add_argument("op", nargs="?", metavar="OP", help=f"one of {', '.join(TUNABLES)}, or all")
+    parser.add_argument("--shape", help="e.g. 8192x1152x384,1024x2304x768; some that are common if not given")
+    parser.add_argument("--dtype", type=parse_dtypes, default=["bf16"], help="fp32, fp16, bf16 or all; bf16")
+    parser.add_argument("--output", type=Path, help="the table to add to; your own, which every op looks into")
+    parser.add_argument("--seconds", type=float, metavar="S", help="limit of the search for one shape")
+    parser.add_argument("--trials", action="store_true", help="print the fastest configs of each shape")
+    parser.add_argument(
+        "--show", nargs="?", const="", metavar="TABLE", help="only show a table; those that ship if not named"
+    )
+
+
+def show(table: Table) -> str:
+    """A table for people: how far the heuristic is from the fastest config, shape by shape."""
+    header = ["kernel", "dtype", "shape", "heuristic, us", "tuned, us", "heuristic / tuned", "tuned config"]
+    rows = []
+    for entry in table.entries:
+        config = "heuristic's" if entry.config is None else ", ".join(f"{k} {v}" for k, v in entry.config.items())
+        shape = " ".join(f"{axis}{size}" for axis, size in entry.shape.items())
+        times = f"{entry.heuristic_us:.2f}", f"{entry.us:.2f}", f"{entry.speedup:.3f}"
+        rows.append([entry.op, entry.dtype, shape, *times, config])
+    if not rows:
+        return f"{table.path}: no entries"
+    mean = tables.geometric_mean([entry.speedup for entry in table.entries])
+    return f"{tables.markdown(header, rows)}\n\n{table.gpu}, geometric mean {mean:.3f}, from {table.path}"
+
+
+def tune(tunable: Tunable, shape: Shape, dtype: str, seconds: float | None) -> tuple[Result, Entry]:
+    """Tunes an op for a shape; the entry is for this shape only if the config does not hold for fewer rows."""
+    fn, args, options = tunable.call(dtype, *shape)
+    result = tuning.autotune(fn, *args, seconds=seconds, **options)
+    entry = result.entry
+    if entry.config is None:
+        return result, entry
+    fn, args, options = tunable.call(dtype, max(3 * shape[0] // 4, 1), *shape[1:])
+    near = tuning.autotune(fn, *args, candidates=[result.config], **options)
+    if any(trial.failure or near.heuristic.is_faster(trial) for trial in near.trials):
+        entry = dataclasses.replace(entry, bucketed=())
+    return result, entry
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes or shows; returns 1 if tuning failed for a shape, 2 if there is nothing that can be done."""
+    try:
+        if args.show is not None:
+            shipped = sorted(tuning.shipped_path("").parent.glob("*.json"))
+            print("\n\n".join(show(Table.load(path)) for path in ([args.show] if args.show else shipped)))
+            return 0
+        work = plan(args)
+        if not environment.has_gpu():
+            raise ValueError("tuning times kernels on an NVIDIA GPU; JAX finds none (--show works without)")
+        gpu = jax.devices("cuda")[0].device_kind
+        path = args.output or tuning.cache_path(gpu)
+        table = Table.load(path) if path.exists() else Table(gpu=gpu)
+        if table.gpu != gpu:
+            raise ValueError(f"{path} is for {table.gpu}; this is {gpu}")
+    except ValueError as error:  # a TableError among others
+        print(error, file=sys.stderr)
+        return 2
+    failed = []
+    started = time.monotonic()
+    for number, (op, shape, dtype) in enumerate(work, start=1):
+        label = f"{op} {name(shape)} {dtype}"
+        print(f"[{number}/{len(work)}] {label}: ", end="", flush=True)
+        try:
+            result, entry = tune(TUNABLES[op], shape, dtype, args.seconds)
+        except Exception as error:  # one shape that fails stops no other
+            failed.append(label)
+            print(f"FAILED: {type(error).__name__}: {error}")
+            continue
+        table = table.updated(entry)
+        table.save(path)
+        left = (time.monotonic() - started) / number * (len(work) - number)
+        print(f"{outcome(result, entry)}; about {left:.0f} s left", flush=True)
+        if args.trials:
+            print(result.summary())
+    print(f"{time.monotonic() - started:.0f} s in all" + (f"; written: {path}" if len(failed) < len(work) else ""))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def plan(args: argparse.Namespace) -> list[tuple[str, Shape, str]]:
+    """What is to be tuned: op, shape, dtype.
+
+    Raises:
+      ValueError: an unknown op, or a shape that is none of the op's.
+    """
+    if args.op not in (*TUNABLES, "all"):
+        given = "no op given" if args.op is None else f"unknown op {args.op!r}"
+        raise ValueError(f"{given}; expected one of {', '.join(TUNABLES)}, or all")
+    if args.op == "all" and args.shape:
+        raise ValueError("--shape needs one op, not all")
+    names = list(TUNABLES) if args.op == "all" else [args.op]
+    work = []
+    for op in names:
+        shapes = map(TUNABLES[op].parse, args.shape.split(",")) if args.shape else TUNABLES[op].shapes
+        work += [(op, shape, dtype) for shape in shapes for dtype in args.dtype]
+    return work
+
+
+def outcome(result: Result, entry: Entry) -> str:
+    """A line about what tuning a shape gave."""
+    timed = sum(not trial.failure for trial in result.trials)
+    line = f"heuristic {entry.heuristic_us:.2f} us, tuned {entry.us:.2f} us, {entry.speedup:.3f} times as fast"
+    if entry.config is None:
+        line = f"heuristic {entry.heuristic_us:.2f} us, which nothing beats"
+    elif not entry.bucketed:
+        line += " (this shape only)"
+    failed = len(result.trials) - timed
+    return f"{line}; {timed} configs timed, {failed} failed, {result.pruned} left out, {result.seconds:.1f} s"
