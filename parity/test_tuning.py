@@ -236,7 +236,7 @@ class TestBadTables:
         with pytest.warns(UserWarning, match=f"left out .*{re.escape(str(path))}: is not a JSON file") as seen:
             assert lowered(X) == (64, 2)
             assert lowered(jax.ShapeDtypeStruct((65, 100), jnp.float32)) == (65, 2)
-        assert len(seen) == 1
+        assert sum("left out" in str(warning.message) for warning in seen) == 1
 
     def test_a_foreign_one_is_left_out(self):
         table(with_warps(2), gpu="NVIDIA Other").save(tables.cache_path(GPU))
