@@ -49,3 +49,12 @@ def reference() -> ModuleType:
     from parity import reference
 
     return reference
+
+
+@pytest.fixture(scope="session")
+def torch_trimul() -> ModuleType:
+    """The triangle multiplicative updates of several models, in torch."""
+    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
+    from parity import reference_trimul
+
+    return reference_trimul

@@ -18,12 +18,18 @@ N6, N8, R8 = normal(RNG, 6), normal(RNG, 8), normal(RNG, 5, 8)
 QKV, X3 = normal(RNG, 2, 4, 96), normal(RNG, 2, 4, 8)
 MASK = jnp.asarray([[1, 0, 1, 1], [1, 1, 0, 0]])
 IDS = jnp.asarray([[1, 2, 3, 0], [4, 0, 2, 1]])
+PAIRS, PAIR_MASK, W_IN = normal(RNG, 2, 5, 5, 6), jnp.ones((2, 5, 5), bool), normal(RNG, 6, 4, 8)
 WORD, POSITION, TYPE = normal(RNG, 9, 8), normal(RNG, 6, 8), normal(RNG, 2, 8)
 INTS, DOUBLE = jnp.arange(30).reshape(5, 6), np.ones((5, 6)) * 0.5
 
 
 def embed_tokens(ids=IDS, word=WORD, position=POSITION, token_type=TYPE, scale=N8, bias=N8, **options):
     return ops.embed_tokens(ids, word, position, token_type, scale, bias, **options)
+
+
+def triangle_update(x=PAIRS, norm_scale=N6, w_in=W_IN, out_norm_scale=N8, w_gate=W, w_out=W.T, **options):
+    options = {"direction": "incoming"} | options
+    return ops.triangle_update(x, norm_scale, N6, w_in, out_norm_scale, N8, w_gate, w_out, **options)
 
 
 def attention(qkv=QKV, num_heads=2, **options):
@@ -151,6 +157,48 @@ CASES = {
         (lambda: ops.rotary_table(N8, 16), TypeError, "positions has dtype float32; expected an integer dtype"),
         (lambda: ops.rotary_table(INTS[None], 16), ValueError, "positions has shape (1, 5, 6); expected (S,) or"),
         (lambda: ops.rotary_table(INTS, 5), ValueError, "head_dim=5 cannot be rotated; expected an even number"),
+    ],
+    "triangle_update": [
+        (lambda: triangle_update([1.0]), TypeError, "x must be an array, got list"),
+        (lambda: triangle_update(INTS), TypeError, "x has dtype int32; expected float16"),
+        (lambda: triangle_update(X), ValueError, "x has shape (5, 6); expected (..., N, N, C)"),
+        (lambda: triangle_update(PAIRS[:, :4]), ValueError, "x has shape (2, 4, 5, 6); expected (..., N, N, C)"),
+        (lambda: triangle_update(direction="in"), ValueError, "direction='in' is unknown; expected one of ('outg"),
+        (lambda: triangle_update(mask=[1]), TypeError, "mask must be an array, got list"),
+        (
+            lambda: triangle_update(mask=PAIR_MASK[0]),
+            ValueError,
+            "mask has shape (5, 5); expected (2, 5, 5), (...",
+        ),
+        (
+            lambda: triangle_update(mask=PAIR_MASK[:1] * 1.0),
+            ValueError,
+            "mask has shape (1, 5, 5); expected (2, 5",
+        ),
+        (lambda: triangle_update(mask=PAIR_MASK * 2), ValueError, "mask has values from 2 to 2; expected only 0"),
+        (lambda: triangle_update(mask=PAIR_MASK * 1j), TypeError, "mask has dtype complex64; expected bool or an"),
+        (lambda: triangle_update(compute_dtype="int8"), ValueError, "compute_dtype='int8' is not supported; exp"),
+        (lambda: triangle_update(norm_scale=N8), ValueError, "norm_scale has shape (8,); expected (6,), (C,)"),
+        (
+            lambda: triangle_update(out_norm_scale=W),
+            ValueError,
+            "out_norm_scale has shape (6, 8); expected 1 axes",
+        ),
+        (lambda: triangle_update(out_norm_scale=N6), ValueError, "w_in has shape (6, 4, 8); expected (6, 4, 6)"),
+        (lambda: triangle_update(w_in=W), ValueError, "w_in has shape (6, 8); expected (6, 4, 8), (C, 4, H)"),
+        (lambda: triangle_update(w_in=None), TypeError, "w_in must be an array, got NoneType"),
+        (lambda: triangle_update(w_gate=W.T), ValueError, "w_gate has shape (8, 6); expected (6, 8), (C, H) with"),
+        (lambda: triangle_update(gate_after=True), ValueError, "w_gate has shape (6, 8); expected (6, 6), (C, C)"),
+        (lambda: triangle_update(w_out=W), ValueError, "w_out has shape (6, 8); expected (8, 6), (H, C)"),
+        (lambda: triangle_update(w_out=INTS), TypeError, "w_out has dtype int32; expected float16"),
+        (lambda: triangle_update(b_in=N8), ValueError, "b_in has shape (8,); expected (4, 8), (4, H)"),
+        (
+            lambda: triangle_update(b_gate=N6),
+            ValueError,
+            "b_gate has shape (6,); expected (8,), (H,) with gate_af",
+        ),
+        (lambda: triangle_update(b_out=N8), ValueError, "b_out has shape (8,); expected (6,), (C,)"),
+        (lambda: triangle_update(precision="some"), ValueError, "some"),
     ],
     "mean_pool": [
         (lambda: ops.mean_pool(INTS, MASK), TypeError, "x has dtype int32; expected float16"),

@@ -1,0 +1,447 @@
+"""`trimul` and `ops.triangle_update` against torch: sizes, masks, forms of the update, precisions, gradients."""
+
+import functools
+import importlib.util
+import itertools
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+
+import weights
+from pallas_models import ops, trimul
+from parity.common import (
+    KERNEL,
+    ON_GPU,
+    TRITON_CALL,
+    assert_close,
+    assert_equal,
+    by_device,
+    cuda_device,
+    normal,
+)
+
+KERNELS = [KERNEL] if importlib.util.find_spec("pallas_models.kernels.triton.trimul") else []
+IMPLEMENTATIONS = ["xla", *KERNELS]
+X, MASK = normal(np.random.default_rng(9), 1, 5, 5, 10), np.ones((1, 5, 5), bool)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+both_directions = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+every_form = pytest.mark.parametrize(
+    "family, bias",
+    [("lucidrains", False), ("lucidrains", True), ("openfold", False), ("openfold", True), ("boltz", False)],
+)
+
+
+def module_and_params(torch_trimul, family, channels, hidden, direction="outgoing", bias=False, seed=0):
+    """A torch module with random parameters in float32, and the same parameters for `trimul`."""
+    import torch
+
+    module = torch_trimul.FAMILIES[family](channels, hidden, direction, bias)
+    torch_trimul.draw_(module, torch.Generator().manual_seed(seed))
+    return module, weights.load_trimul(module.state_dict(), direction=direction)
+
+
+def random_params(config: trimul.TriMulConfig, seed: int = 0) -> trimul.Params:
+    """Parameters as the challenge draws them, without torch."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(functools.partial(trimul.init, config=config), jax.random.key(0))
+    return jax.tree.map(lambda p: normal(rng, *p.shape, scale=p.shape[0] ** -0.5 if p.ndim == 2 else 1.0), shapes)
+
+
+def update(**options):
+    """`trimul` with these options, compiled."""
+    return jax.jit(functools.partial(trimul.trimul, **options))
+
+
+def pairs(*shape: int, distribution: str = "normal", seed: int = 0) -> jax.Array:
+    """x in float32, drawn on the device: the largest has a billion elements."""
+    key = jax.random.key(seed)
+    return 2.0 * jax.random.cauchy(key, shape) if distribution == "cauchy" else jax.random.normal(key, shape)
+
+
+def pair_mask(kind: str, *shape: int, seed: int = 1) -> jax.Array | None:
+    draws = {
+        "none": lambda: None,
+        "zero": lambda: jnp.zeros(shape, bool),
+        "random": lambda: jax.random.bernoulli(jax.random.key(seed), 0.5, shape),
+    }
+    return draws[kind]()
+
+
+def expected_of(module, x, mask=None, dtype="float32"):
+    """The output of a torch module on arrays, on the device they are on, as an array."""
+    import torch
+
+    with torch.no_grad():
+        x = torch.from_dlpack(x).to(getattr(torch, dtype))
+        mask = None if mask is None else torch.from_dlpack(mask.astype(jnp.float32)).to(x)
+        return np.asarray(module.to(x)(x, mask).cpu())
+
+
+# The challenge: every element within rtol = atol = 2e-2 of torch in float32, computed in half precision
+
+
+def challenge_cases() -> list[tuple]:
+    """Every N with every C; masks, distributions and batches take turns."""
+    sizes, channels = by_device(
+        cpu=[(1, 7, 16, 24), (8, 24)], gpu=[(32, 64, 128, 256, 768, 1024), (128, 256, 384, 768)]
+    )
+    return [
+        (
+            2 if n <= 256 and (i + j) % 2 else 1,
+            n,
+            c,
+            ("none", "random", "zero")[(i + j) % 3],
+            ("normal", "cauchy")[(i + j // 2) % 2],
+        )
+        for i, n in enumerate(sizes)
+        for j, c in enumerate(channels)
+    ]
+
+
+@every_implementation
+@pytest.mark.parametrize("batch, n, c, masked, distribution", challenge_cases())
+def test_challenge(torch_trimul, record_property, implementation, batch, n, c, masked, distribution):
+    module, params = module_and_params(torch_trimul, "lucidrains", c, 128 if ON_GPU else 8)
+    x, mask = pairs(batch, n, n, c, distribution=distribution), pair_mask(masked, batch, n, n)
+    out = np.asarray(update(direction="outgoing", implementation=implementation)(params, x, mask))
+    expected = expected_of(module, x, mask)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    record_property("relative error", f"{error:.2e}")
+    assert error < 1e-3
+
+
+# Forms of the update, in float32 end to end
+
+
+@every_implementation
+@both_directions
+@every_form
+def test_float32_end_to_end(torch_trimul, implementation, direction, family, bias):
+    for n, c, h in by_device(cpu=[(9, 12, 12)], gpu=[(75, 128, 128), (37, 96, 50), (256, 384, 128)]):
+        module, params = module_and_params(torch_trimul, family, c, h, direction, bias)
+        x, mask = pairs(2, n, n, c), pair_mask("random", 2, n, n)
+        f = update(direction=direction, compute_dtype="float32", implementation=implementation)
+        assert_close(f(params, x, mask), expected_of(module, x, mask, "float64"), 1e-5)
+
+
+@pytest.mark.parametrize("compute_dtype, tolerance", [("float16", 1e-3), ("bfloat16", 8e-3), ("float32", 1e-5)])
+@pytest.mark.parametrize("x_dtype", ["float32", "float16", "bfloat16"])
+@every_implementation
+def test_dtypes(torch_trimul, implementation, x_dtype, compute_dtype, tolerance):
+    c, h, n = by_device(cpu=(12, 8, 9), gpu=(128, 128, 96))
+    module, params = module_and_params(torch_trimul, "openfold", c, h, bias=True)
+    x = pairs(1, n, n, c).astype(x_dtype)
+    f = update(direction="outgoing", compute_dtype=compute_dtype, implementation=implementation)
+    out = f(params, x)
+    assert out.dtype == x_dtype
+    rounding = {"float32": 0.0, "float16": 3e-4, "bfloat16": 2.5e-3}[x_dtype]
+    assert_close(out, expected_of(module, x.astype("float32"), dtype="float64"), tolerance + rounding)
+    # Matrices in the dtype of the computation from the start give the same.
+    half = jax.tree.map(lambda p: p.astype(compute_dtype) if p.ndim == 2 else p, params)
+    assert_equal(f(half, x), out)
+
+
+@every_implementation
+def test_out_dtype(implementation):
+    params, x = random_params(trimul.TriMulConfig(channels=8, hidden=4)), pairs(5, 5, 8)
+    f = functools.partial(triangle_update, params, x.astype("bfloat16"), implementation=implementation)
+    out = f(out_dtype="float32")
+    assert out.dtype == jnp.float32
+    assert_equal(out.astype("bfloat16"), f())
+
+
+def triangle_update(params, x, *, direction="outgoing", **options):
+    """`ops.triangle_update` on parameters of the form without biases and the gate before."""
+    norm, out_norm = params["norm"], params["out_norm"]
+    return ops.triangle_update(
+        x,
+        norm["scale"],
+        norm["bias"],
+        params["projections"]["kernel"].reshape(x.shape[-1], 4, -1),
+        out_norm["scale"],
+        out_norm["bias"],
+        params["gate_before"]["kernel"],
+        params["out"]["kernel"],
+        direction=direction,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@hypothesis.given(
+    st.integers(1, 3), st.integers(1, 20), st.integers(2, 40), st.integers(2, 40), st.booleans(), st.booleans()
+)
+def test_any_size(implementation, batch, n, c, h, gate_after, outgoing):
+    config = trimul.TriMulConfig(channels=c, hidden=h, gate_after=gate_after, use_bias=True, epsilon=0.1)
+    params, x, mask = random_params(config, seed=n), pairs(batch, n, n, c), pair_mask("random", batch, n, n)
+    # A large epsilon keeps two nearly equal channels from amplifying rounding.
+    options = dict(epsilon=0.1, direction="outgoing" if outgoing else "incoming", compute_dtype=jnp.float32)
+    out = update(implementation=implementation, **options)(params, x, mask)
+    assert_close(out, update(implementation="xla", **options)(params, x, mask), 5e-6)
+
+
+@every_implementation
+def test_leading_axes(implementation):
+    params, x = random_params(trimul.TriMulConfig(channels=8, hidden=4)), pairs(2, 3, 5, 5, 8)
+    mask = pair_mask("random", 2, 3, 5, 5)
+    f = update(direction="incoming", implementation=implementation)
+    out = f(params, x, mask)
+    assert out.shape == x.shape
+    assert_close(f(params, x[1], mask[1]), out[1], 1e-6)
+    assert_close(f(params, x[1, 2], mask[1, 2]), out[1, 2], 1e-6)
+
+
+@every_implementation
+def test_epsilon(torch_trimul, implementation):
+    module, params = module_and_params(torch_trimul, "boltz", 12, 12)
+    module.norm_in.eps = module.norm_out.eps = 0.5
+    x = pairs(1, 7, 7, 12)
+    f = update(direction="outgoing", epsilon=0.5, compute_dtype="float32", implementation=implementation)
+    assert_close(f(params, x), expected_of(module, x, dtype="float64"), 1e-5)
+
+
+# Masks
+
+
+@every_implementation
+@both_directions
+def test_masks_of_every_kind(torch_trimul, implementation, direction):
+    module, params = module_and_params(torch_trimul, "lucidrains", 12, 8, direction)
+    x, mask = pairs(2, 9, 9, 12), pair_mask("random", 2, 9, 9)
+    f = update(direction=direction, implementation=implementation)
+    out = f(params, x, mask)
+    assert_close(out, expected_of(module, x, mask), 1e-3)
+    for dtype in ("int32", "uint8", "float32", "bfloat16", "float16"):
+        assert_equal(f(params, x, mask.astype(dtype)), out)
+    weighted = jax.random.uniform(jax.random.key(5), mask.shape) * mask  # factors other than 0 and 1
+    assert_close(f(params, x, weighted), expected_of(module, x, weighted), 1e-3)
+    assert_equal(f(params, x, jnp.ones_like(mask)), f(params, x))
+
+
+@every_implementation
+@both_directions
+def test_what_is_masked_does_not_matter(implementation, direction):
+    # A masked pair has an update of its own, and no part in that of others: not even by 0 times infinity.
+    params = random_params(trimul.TriMulConfig(channels=12, hidden=8, gate_after=True))
+    x, mask = pairs(1, 9, 9, 12), pair_mask("random", 1, 9, 9)
+    f = update(direction=direction, implementation=implementation)
+    expected = f(params, x, mask)[mask]
+    for padding in (jnp.nan, jnp.inf, 1e30):
+        assert_equal(f(params, jnp.where(mask[..., None], x, padding), mask)[mask], expected)
+
+
+@every_implementation
+@pytest.mark.parametrize("gate_after", [False, True])
+def test_nothing_but_padding(implementation, gate_after):
+    params = random_params(trimul.TriMulConfig(channels=12, hidden=8, gate_after=gate_after))
+    x, mask = pairs(2, 7, 7, 12), jnp.asarray([False, True])[:, None, None] & jnp.ones((7, 7), bool)
+    f = update(direction="outgoing", implementation=implementation)
+    out = f(params, x, jnp.zeros_like(mask))
+    assert np.all(np.isfinite(out))
+    # One item of the batch that is padding leaves the other alone.
+    assert_equal(f(params, x, mask)[0], out[0])
+    assert_close(f(params, x, mask)[1], f(params, x[1]), 1e-6)
+
+
+# Range: sums over k leave that of float16
+
+
+@every_implementation
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 30.0])
+def test_range(implementation, scale):
+    c, h, n = by_device(cpu=(16, 8, 20), gpu=(128, 128, 1024))
+    params = random_params(trimul.TriMulConfig(channels=c, hidden=h))
+    params["projections"]["kernel"] *= scale
+    # All of one sign: the sum grows with N.
+    params["norm"]["bias"] += 3.0
+    x = pairs(1, n, n, c, distribution="cauchy")
+    options = dict(direction="outgoing", implementation=implementation)
+    expected = update(compute_dtype="float32", **options)(params, x)
+    assert_close(update(**options)(params, x), expected, 3e-3)
+
+
+# Gradients
+
+
+def torch_gradients(module, direction, x, mask, cotangent):
+    """Gradients of the parameters, of x and of the mask by torch's autograd, the former as `trimul` has them."""
+    import torch
+
+    module = module.double()
+    x, mask, cotangent = (torch.tensor(np.asarray(a), dtype=torch.float64) for a in (x, mask, cotangent))
+    leaves = dict(module.named_parameters()) | {"x": x.requires_grad_(), "mask": mask.requires_grad_()}
+    grads = torch.autograd.grad(module(x, mask), list(leaves.values()), cotangent)
+    grads = dict(zip(leaves, grads, strict=True))
+    dx, dmask = grads.pop("x"), grads.pop("mask")
+    return weights.load_trimul(grads, direction=direction), dx.numpy(), dmask.numpy()
+
+
+@every_implementation
+@both_directions
+@every_form
+def test_gradients(torch_trimul, implementation, direction, family, bias):
+    module, params = module_and_params(torch_trimul, family, 10, 10, direction, bias)
+    x, mask = pairs(2, 6, 6, 10), jax.random.uniform(jax.random.key(2), (2, 6, 6), minval=0.5)
+    cotangent = pairs(2, 6, 6, 10, seed=3)
+    # The backward pass is in float32 whatever the forward pass is in.
+    half = implementation != "xla" or not ON_GPU
+    f = update(direction=direction, compute_dtype="float16" if half else "float32", implementation=implementation)
+    gradients = jax.vjp(f, params, x, mask)[1](cotangent)
+    expected = torch_gradients(module, direction, x, mask, cotangent)
+    for out, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert_close(out, wanted, 2e-3 if half and ON_GPU else 1e-5)  # TF32
+
+
+@every_implementation
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
+def test_cotangents_beyond_half_precision(implementation, scale):
+    params, x = random_params(trimul.TriMulConfig(channels=10, hidden=6)), pairs(1, 6, 6, 10)
+    cotangent = pairs(1, 6, 6, 10, seed=3)
+    pullback = jax.vjp(update(direction="outgoing", implementation=implementation), params, x)[1]
+    scaled = jax.tree.map(lambda g: g / scale, pullback(cotangent * scale))
+    for out, wanted in zip(jax.tree.leaves(scaled), jax.tree.leaves(pullback(cotangent)), strict=True):
+        assert_close(out, wanted, 1e-6)
+
+
+# Module and parameters
+
+
+@every_implementation
+def test_module_and_function_are_the_same(implementation):
+    config = trimul.TriMulConfig(channels=10, hidden=6, gate_after=True, use_bias=True)
+    module = trimul.TriMul(config, rngs=nnx.Rngs(3))
+    params, x = nnx.to_pure_dict(nnx.state(module)), pairs(1, 5, 5, 10)
+    options = dict(direction="incoming", implementation=implementation)
+    out = nnx.jit(lambda module, x: module(x, **options))(module, x)
+    assert out.shape == x.shape
+    assert_close(update(**options)(params, x), out, 1e-6)
+
+
+@pytest.mark.parametrize("gate_after, use_bias", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_init(gate_after, use_bias, dtype):
+    config = trimul.TriMulConfig(channels=10, hidden=6, gate_after=gate_after, use_bias=use_bias)
+    params = trimul.init(jax.random.key(0), config, dtype=dtype)
+    width = 10 if gate_after else 6
+    gate = "gate_after" if gate_after else "gate_before"
+    shapes = {"projections": (10, 24), gate: (10, width), "out": (6, 10)}
+    expected = {
+        name: {"kernel": (shape, dtype)} | ({"bias": (shape[1:], "float32")} if use_bias else {})
+        for name, shape in shapes.items()
+    } | {
+        name: dict.fromkeys(("scale", "bias"), ((size,), "float32"))
+        for name, size in (("norm", 10), ("out_norm", 6))
+    }
+    assert jax.tree.map(lambda p: (p.shape, str(p.dtype)), params) == expected
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "x, mask, options, error, message",
+    [
+        ([1.0], None, {}, TypeError, "x must be an array, got list"),
+        (
+            np.ones((5, 5, 10), int),
+            None,
+            {},
+            TypeError,
+            "x has dtype int64; expected float16, bfloat16 or float32",
+        ),
+        (X[0, 0], None, {}, ValueError, "x has shape (5, 10); expected (..., N, N, C)"),
+        (X[:, 1:], None, {}, ValueError, "x has shape (1, 4, 5, 10); expected (..., N, N, C)"),
+        (
+            X[..., 1:],
+            None,
+            {},
+            ValueError,
+            "x has shape (1, 5, 5, 9); expected 10 channels, those of the parameters",
+        ),
+        (X, MASK[0], {}, ValueError, "mask has shape (5, 5); expected (1, 5, 5), (..., N, N)"),
+        (X, MASK[:, 1:], {}, ValueError, "mask has shape (1, 4, 5); expected (1, 5, 5), (..., N, N)"),
+        (X, MASK * 3, {}, ValueError, "mask has values from 3 to 3; expected only 0 (padding) and 1"),
+        (X, MASK.tolist(), {}, TypeError, "mask must be an array, got list"),
+        (
+            X,
+            MASK,
+            {"direction": "ingoing"},
+            ValueError,
+            "direction='ingoing' is unknown; expected one of ('outgoing'",
+        ),
+        (X, MASK, {"compute_dtype": "float64"}, ValueError, "compute_dtype='float64' is not supported; expected"),
+        (X, MASK, {"implementation": "cudnn"}, ValueError, "implementation='cudnn' is unknown; expected None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_calls_that_do_not_fit(x, mask, options, error, message):
+    params = random_params(trimul.TriMulConfig(channels=10, hidden=6))
+    with pytest.raises(error, match=re.escape(message)):
+        trimul.trimul(params, x, mask, **{"direction": "outgoing"} | options)
+
+
+def test_shapes_are_checked_under_jit():
+    params = random_params(trimul.TriMulConfig(channels=10, hidden=6))
+    with pytest.raises(ValueError, match=re.escape("x has shape (1, 4, 5, 10); expected (..., N, N, C)")):
+        update(direction="outgoing")(params, X[:, 1:])
+
+
+def test_params_that_do_not_fit_are_listed():
+    params = random_params(trimul.TriMulConfig(channels=10, hidden=6, use_bias=True))
+    del params["projections"]["bias"]
+    params["out"]["kernel"] = params["out"]["kernel"].T
+    params["gate"] = params.pop("gate_before")
+    with pytest.raises(ValueError) as error:
+        trimul.trimul(params, X, direction="outgoing")
+    for line in (
+        "['projections']['bias']: expected (24,), got nothing",
+        "['out']['kernel']: expected (6, 10), got (10, 6)",
+        "['gate_before']['kernel']: expected (10, 6), got nothing",
+        "['gate']['kernel']: expected nothing, got (10, 6)",
+    ):
+        assert line in str(error.value)
+    for wrong in ({}, [1.0], {"norm": {}}, {"params": params}):
+        with pytest.raises(ValueError, match="params are not those of a triangle multiplicative update; expected"):
+            trimul.trimul(wrong, X, direction="outgoing")
+
+
+# Lowering
+
+
+@pytest.mark.skipif(not KERNELS, reason="no kernels")
+@pytest.mark.parametrize("n, c, h", [(1024, 128, 128), (768, 384, 128), (256, 768, 128), (77, 50, 33)])
+@pytest.mark.parametrize("gate_after, masked", [(False, False), (True, True)])
+@both_directions
+def test_nothing_but_triton_kernels(direction, gate_after, masked, n, c, h):
+    config = trimul.TriMulConfig(channels=c, hidden=h, gate_after=gate_after, use_bias=gate_after)
+    params = jax.eval_shape(functools.partial(trimul.init, config=config, dtype="float16"), jax.random.key(0))
+    mask = jax.ShapeDtypeStruct((1, n, n), jnp.float32) if masked else None
+    for device in (("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA GeForce RTX 4090", 128)):
+        with cuda_device(*device):
+            lowered = (
+                update(direction=direction)
+                .trace(params, jax.ShapeDtypeStruct((1, n, n, c), jnp.float32), mask)
+                .lower(lowering_platforms=("cuda",))
+            )
+        text = lowered.as_text()
+        assert 3 <= text.count(f"@{TRITON_CALL}") <= 5
+        for operation in ("dot_general", "transpose", "reduce", "exponential"):
+            assert f"stablehlo.{operation}" not in text
+
+
+@pytest.mark.skipif(not (ON_GPU and KERNELS), reason="needs a GPU: its compiler plans the memory")
+@pytest.mark.parametrize("n, c", [(1024, 128), (768, 384)])
+def test_memory(n, c, h=128):
+    config = trimul.TriMulConfig(channels=c, hidden=h)
+    params = jax.eval_shape(functools.partial(trimul.init, config=config, dtype="float16"), jax.random.key(0))
+    f = update(direction="outgoing")
+    plan = f.lower(params, jax.ShapeDtypeStruct((1, n, n, c), jnp.float32)).compile().memory_analysis()
+    assert plan.temp_size_in_bytes <= 1.1 * 3 * n * n * h * 2
