@@ -108,7 +108,7 @@ def name(shape: Shape) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench tune`."""
-    parser.add_argument("op", nargs="?", metavar="OP", help=f"one of {', '.join(TUNABLES)}, or all")
+    parser.add_argument("op", nargs="?", metavar="OP", help=f"some of {','.join(TUNABLES)}, or all")
     parser.add_argument("--shape", help="e.g. 8192x1152x384,1024x2304x768; some that are common if not given")
     parser.add_argument("--dtype", type=parse_dtypes, default=["bf16"], help="fp32, fp16, bf16 or all; bf16")
     parser.add_argument("--output", type=Path, help="the table to add to; your own, which every op looks into")
@@ -195,12 +195,13 @@ def plan(args: argparse.Namespace) -> list[tuple[str, Shape, str]]:
     Raises:
       ValueError: an unknown op, or a shape that is none of the op's.
     """
-    if args.op not in (*TUNABLES, "all"):
-        given = "no op given" if args.op is None else f"unknown op {args.op!r}"
-        raise ValueError(f"{given}; expected one of {', '.join(TUNABLES)}, or all")
-    if args.op == "all" and args.shape:
-        raise ValueError("--shape needs one op, not all")
-    names = list(TUNABLES) if args.op == "all" else [args.op]
+    names = list(TUNABLES) if args.op == "all" else (args.op or "").split(",")
+    if unknown := [op for op in names if op not in TUNABLES]:
+        raise ValueError(
+            f"unknown op {', '.join(map(repr, unknown))}; expected some of {', '.join(TUNABLES)}, or all"
+        )
+    if len(names) > 1 and args.shape:
+        raise ValueError(f"--shape needs one op, not {args.op}")
     work = []
     for op in names:
         shapes = map(TUNABLES[op].parse, args.shape.split(",")) if args.shape else TUNABLES[op].shapes
