@@ -14,13 +14,15 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import ops, tuning
-from pallas_models.kernels.triton import norm, softmax
+from pallas_models.kernels.triton import gated_mlp, matmul, norm, softmax
 from pallas_models.tuning import HEURISTIC, Entry, Problem, Table, TableError, autotuner, choose
 from pallas_models.tuning import table as tables
 from parity.common import ON_GPU, cuda_device, normal
 
 GPU = "NVIDIA H200"
 CONFIGS: dict[str, type[Any]] = {
+    "matmul": matmul.Config,
+    "gated_matmul": matmul.Config,
     "softmax_online": softmax.Config,
     "softmax_fused": softmax.Config,
     "layer_norm": norm.Config,
@@ -505,6 +507,19 @@ class TestSearchSpaces:
         for configs in (list(softmax.configs(m, n, algorithm)), list(norm.configs(m, n))):
             assert len(configs) == len(set(configs)) <= 250
         assert all(c.block_n >= n for c in softmax.configs(m, n, "fused")) or n > 32768
+
+    @pytest.mark.parametrize("m, n, k", [(1, 1, 1), (16, 384, 384), (8192, 1152, 384), (8192, 24576, 4096)])
+    @pytest.mark.parametrize("kernel", [matmul, gated_mlp])
+    def test_products(self, kernel, m, n, k):
+        configs = list(kernel.configs(m, n, k, 132))
+        assert 0 < len(configs) == len(set(configs)) <= 200
+        fitting = [config for config in configs if kernel.shared_memory(config, 2) <= 99 * 1024]
+        assert fitting and (min(m, n, k) < 64 or len(fitting) < len(configs))  # an RTX 4090 cannot hold them all
+
+    def test_shared_memory_is_that_of_the_tiles_in_flight(self):
+        config = matmul.Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
+        assert matmul.shared_memory(config, 2) == 3 * (128 * 64 + 64 * 256) * 2
+        assert gated_mlp.shared_memory(config, 2) == 3 * (128 * 64 + 2 * 64 * 256) * 2
 
     def test_they_are_small_enough_to_search_in_seconds(self):
         assert len(list(softmax.configs(8192, 4096, "fused"))) in range(8, 40)

@@ -13,6 +13,7 @@ from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, run
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
+from pallas_models.tuning import Chooser
 
 
 def stack_gate_up(gate: Any, up: Any) -> Any:
@@ -29,7 +30,7 @@ def gated_matmul(
     bias: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ gate + gate_bias) * (x @ up + up_bias)`, both products over one read of `x`.
@@ -45,7 +46,7 @@ def gated_matmul(
       bias: (2, N), any float dtype, or None.
       precision: of float32 products, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
-      config: tile sizes of the Triton kernel; chosen from the shape when None.
+      config: tile sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:

@@ -11,6 +11,7 @@ from pallas_models.kernels.triton import matmul as triton
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, run
 from pallas_models.ops.activations import Activation
+from pallas_models.tuning import Chooser
 
 
 def matmul(
@@ -23,7 +24,7 @@ def matmul(
     acc_dtype: DTypeLike = jnp.float32,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ w + bias) + residual`.
@@ -42,7 +43,7 @@ def matmul(
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on
         a GPU. Ignored for the half precisions.
       out_dtype: dtype of the result; that of `x` when None.
-      config: tile sizes of the Triton kernel; chosen from the shape when None.
+      config: tile sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton._common import Ref, activate, local_gpu
 from pallas_models.kernels.triton.matmul import Config, Tile, num_tiles, product, program_tile
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Config:
@@ -51,12 +53,24 @@ def gated_matmul(
     activation: str | None,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
     """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
     (m, k), n = x.shape, w_gate_up.shape[2]
-    config = config or heuristic(m, n, k, x.dtype, local_gpu().num_cores)
+    config = choose(
+        config,
+        Problem(
+            op="gated_matmul",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu().num_cores),
+            candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
+            shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
+        ),
+    )
     kernel = functools.partial(
         _gated_matmul_kernel, config=config, activation=activation, precision=precision, interpret=interpret
     )
@@ -68,3 +82,15 @@ def gated_matmul(
         interpret=interpret,
         name="gated_matmul",
     )(x, w_gate_up.reshape(k, 2 * n), None if bias is None else bias.reshape(2 * n))
+
+
+def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
+    """The tiles worth measuring: those of a product of 2 n columns, half of which are one program's gates."""
+    for config in matmul.configs(m, 2 * n, k, num_cores):
+        if config.block_n >= 32:
+            yield dataclasses.replace(config, block_n=config.block_n // 2)
+
+
+def shared_memory(config: Config, itemsize: int) -> int:
+    """Bytes of shared memory that a program takes for the operands of its products."""
+    return matmul.shared_memory(dataclasses.replace(config, block_n=2 * config.block_n), itemsize)

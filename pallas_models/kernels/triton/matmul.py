@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +219,24 @@ def matmul(
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N); see `pallas_models.ops.matmul`."""
     (m, k), n = x.shape, w.shape[1]
-    config = config or heuristic(m, n, k, x.dtype, local_gpu().num_cores)
+    config = choose(
+        config,
+        Problem(
+            op="matmul",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu().num_cores),
+            candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
+            shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
+        ),
+    )
     kernel = functools.partial(
         _matmul_kernel,
         config=config,
@@ -239,3 +253,20 @@ def matmul(
         interpret=interpret,
         name="matmul",
     )(x, w, bias, residual)
+
+
+def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
+    """The tiles worth measuring: 64 to 128 sums a thread, or fewer where such tiles are too few for the cores."""
+    fewest = 64 if num_tiles(_LARGE, m, n) >= 2 * num_cores else 16 if min(m, n) >= 64 else 4
+    for block_m, block_n, block_k, num_warps, num_stages in itertools.product(
+        (16, 32, 64, 128, 256), (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)
+    ):
+        fits = min(m, 64) <= block_m < 2 * max(m, 16) and block_n < 2 * max(n, 32)
+        fits = fits and num_stages <= max(pl.cdiv(k, block_k), 2)
+        if fits and fewest <= block_m * block_n // (32 * num_warps) <= 128:
+            yield _config(block_m, block_n, block_k, num_warps, num_stages)
+
+
+def shared_memory(config: Config, itemsize: int) -> int:
+    """Bytes of shared memory that a program takes for the operands of its products."""
+    return config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize
