@@ -25,13 +25,14 @@ override FILE := $(value FILE)
 export TEXT FILE
 
 .DELETE_ON_ERROR:
-.PHONY: help embed test lint types wheel clean distclean
+.PHONY: help embed test gpu lint types wheel clean distclean
 
 help:
 	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
 	@echo '              TEXT="One sentence.|Another."  or  FILE=sentences.txt   your own instead'
 	@echo '              OUTPUT=embeddings.npy  DTYPE=float32|float16|bfloat16  MODEL=folder or hub id'
 	@echo 'make test     run the whole suite (PYTEST_ARGS="-k softmax -x", WORKERS=2)'
+	@echo 'make gpu      on an NVIDIA GPU: the suite, then the benchmarks shortened; all results in build/check'
 	@echo 'make lint     ruff          make types    mypy          make wheel    dist/*.whl'
 	@echo 'make clean    remove build outputs and caches; distclean: the environment and models too'
 	@echo 'All: CUDA=12 or CUDA=13 for an NVIDIA GPU, PYTHON=python3.12 for another interpreter'
@@ -43,6 +44,9 @@ embed: $(VENV)/.run$(CUDA) $(if $(filter $(MINILM),$(MODEL)),$(MINILM)/params.sa
 
 test: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+gpu: $(VENV)/.test$(CUDA) $(VENV)/.weights
+	$(BIN)/python -m parity
 
 lint: $(VENV)/.test$(CUDA)
 	$(BIN)/ruff check .
