@@ -73,19 +73,19 @@ def steps(folder: Path, workers: int) -> list[Step]:
 
 def run(step: Step, log: Path) -> int:
     """Runs a program; what it prints is shown and kept. Returns its exit code."""
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    program = subprocess.Popen(
+        step.command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with log.open("w", encoding="utf-8") as file, program:
         try:
-            for line in process.stdout or ():
+            for line in program.stdout or ():
                 print(line, end="", flush=True)
                 file.write(line)
-            return process.wait()
+            return program.wait()
         except KeyboardInterrupt:  # the program has it too, and keeps what it had measured
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
+                program.wait(30)
+            program.kill()
             raise
 
 
