@@ -1,9 +1,12 @@
 """`python -m bench COMMAND`: a benchmark, or something made from their results.
 
-A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`. A benchmark is listed in
-BENCHMARKS, which is all that it takes for `python -m bench all` to run it; any other command in COMMANDS. A
-benchmark takes --output and saves what it has after every case; if it has --dtype, --quick, --show-results or
---data, `all` hands on what was given.
+A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`; `-` in its name is `_` in
+the module's. A benchmark is listed in BENCHMARKS, which is all that it takes for `python -m bench all` to run it
+and for `report` to show it; any other command in COMMANDS. How to write one: `bench.harness`.
+
+A benchmark takes --output and saves what it has after every case; if it has --dtype, --shapes, --quick,
+--show-results or --data, `all` hands on what was given. If its module has a function `table(result)`, that makes
+its table in README.md.
 """
 
 import argparse
@@ -11,12 +14,18 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm")
+BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm", "trimul")
 COMMANDS = (*BENCHMARKS, "all", "compare", "report", "tune")
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"bench.{name.replace('-', '_')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks against XLA and torch.")
     commands = parser.add_subparsers(dest="command", required=True)
     needed = given[:1] if given and given[0] in COMMANDS else COMMANDS  # none waits for the imports of another
-    modules = {name: importlib.import_module(f"bench.{name}") for name in needed}
+    modules = {name: module_of(name) for name in needed}
     for name, module in modules.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
     args = parser.parse_args(given)

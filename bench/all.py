@@ -1,27 +1,29 @@
 """Runs every benchmark, each in a process of its own, so that one that fails or hangs takes no other with it.
 
-A benchmark that exceeds its budget of time is interrupted; what it had measured by then is kept, as a partial
-result. The options given here are handed to each benchmark that has them.
+There is a budget of time for all of them. A benchmark may use what those before it left over and half of what
+is meant for those after it; then it is interrupted, and what it had measured is kept, as a partial result. The
+options given here are handed to each benchmark that has them.
 """
 
 import argparse
 import dataclasses
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from bench import results
-from bench.__main__ import BENCHMARKS
+from bench.__main__ import BENCHMARKS, module_of
 from bench.harness import parse_dtypes
 
 HELP = "every benchmark, one after the other"
 
-BUDGET_S, QUICK_BUDGET_S = 300.0, 170.0  # of one benchmark; of all together with --quick
+BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
+WEIGHTS = {"minilm": 4.0, "sts": 2.0}  # of a benchmark's share of it, if not 1
 GRACE_S = 15.0  # between the request to stop and the end by force
 
 Status = Literal["ok", "FAILED", "left out"]
@@ -50,6 +52,36 @@ def parse_names(text: str) -> list[str]:
     return names
 
 
+def parse_shapes(text: str) -> dict[str, str]:
+    """Parses `gemm:512x512x512,1024x1024x1024,minilm:1x16`: shapes belong to the benchmark named before them.
+
+    Raises:
+      argparse.ArgumentTypeError: a shape without a benchmark, a name that is no benchmark, or one that takes no
+        shapes, or not such ones.
+    """
+    found: dict[str, list[str]] = {}
+    name = ""
+    for part in text.split(","):
+        head, colon, shape = part.strip().partition(":")
+        if colon:
+            (name,) = parse_names(head)
+        elif name:
+            shape = head
+        else:
+            message = f"{part!r}: expected BENCHMARK:SHAPE, such as gemm:512x512x512,minilm:1x16"
+            raise argparse.ArgumentTypeError(message)
+        found.setdefault(name, []).append(shape)
+    for name, shapes in found.items():
+        action = options_of(name).get("--shapes")
+        if action is None or not callable(action.type):
+            raise argparse.ArgumentTypeError(f"{name} takes no shapes")
+        try:
+            action.type(",".join(shapes))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}") from None
+    return {name: ",".join(shapes) for name, shapes in found.items()}
+
+
 def parse_seconds(text: str) -> float:
     """Parses a number of seconds above 0.
 
@@ -69,7 +101,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench all`."""
     parser.add_argument("--only", type=parse_names, default=list(BENCHMARKS), help="e.g. minilm,sts")
     parser.add_argument(
-        "--quick", action="store_true", help="shortened, under 3 minutes in all; fp16 unless --dtype"
+        "--quick", action="store_true", help="shortened, under 3 minutes in all, without torch.compile"
+    )
+    parser.add_argument(
+        "--shapes",
+        type=parse_shapes,
+        default={},
+        help="e.g. gemm:512x512x512,minilm:1x16,64x128; benchmarks not named here run their own",
     )
     parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
@@ -79,22 +117,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=parse_seconds,
         metavar="S",
-        help=f"seconds for one benchmark; {BUDGET_S:.0f}, with --quick a share of {QUICK_BUDGET_S:.0f}",
+        help=f"seconds for all together; {BUDGET_S:.0f}, with --quick {QUICK_BUDGET_S:.0f}",
     )
 
 
 def budget_of(args: argparse.Namespace) -> float:
-    """Seconds that one benchmark may take."""
-    if args.budget is not None:
-        return float(args.budget)
-    return QUICK_BUDGET_S / len(args.only) if args.quick else BUDGET_S
+    """Seconds that all benchmarks together may take."""
+    return float(args.budget or (QUICK_BUDGET_S if args.quick else BUDGET_S))
 
 
-def options_of(name: str) -> dict[str, bool]:
-    """The options that a benchmark has, and whether it needs them."""
+def limit(names: Sequence[str], left: float) -> float:
+    """Seconds that the first of the benchmarks still to run may take, of those that are left."""
+    shares = [WEIGHTS.get(name, 1.0) for name in names]
+    return left * (1 - 0.5 * sum(shares[1:]) / sum(shares))
+
+
+def options_of(name: str) -> dict[str, argparse.Action]:
+    """The options that a benchmark has."""
     parser = argparse.ArgumentParser(add_help=False)
-    importlib.import_module(f"bench.{name}").add_arguments(parser)
-    return {option: action.required for option, action in parser._option_string_actions.items()}
+    module_of(name).add_arguments(parser)
+    return dict(parser._option_string_actions)
 
 
 def command(name: str, args: argparse.Namespace) -> list[str]:
@@ -103,21 +145,21 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     Raises:
       LookupError: it needs an option that was not given.
     """
-    dtypes = args.dtype or (["fp16"] if args.quick else None)
     given: dict[str, list[str] | None] = {
         "--output": [str(args.output)],
-        "--dtype": [",".join(dtypes)] if dtypes else None,
+        "--dtype": [",".join(args.dtype)] if args.dtype else None,
+        "--shapes": [args.shapes[name]] if name in args.shapes else None,
         "--data": [str(args.data)] if args.data else None,
         "--quick": [] if args.quick else None,
+        "--no-compile": [] if args.quick else None,
         "--show-results": [] if args.show_results else None,
-        "--compile-budget": [f"{budget_of(args) / 4:.0f}"] if args.quick else None,
     }
     found = [sys.executable, "-m", "bench", name]
-    for option, required in options_of(name).items():
+    for option, action in options_of(name).items():
         value = given.get(option)
         if value is not None:
             found += [option, *value]
-        elif required:
+        elif action.required:
             raise LookupError(f"needs {option}")
     return found
 
@@ -133,7 +175,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def run_one(name: str, args: argparse.Namespace) -> Outcome:
+def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
     """Runs a benchmark in a process of its own, whose output goes where that of this one goes."""
     started = time.monotonic()
 
@@ -149,12 +191,11 @@ def run_one(name: str, args: argparse.Namespace) -> Outcome:
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = subprocess.Popen(line, env=environment)
-    budget = budget_of(args)
     try:
         code = process.wait(budget)
     except subprocess.TimeoutExpired:
         stop(process)
-        return outcome("FAILED", f"took longer than its budget of {budget:.0f} s (--budget)")
+        return outcome("FAILED", f"took longer than the {budget:.0f} s left for it (--budget)")
     except KeyboardInterrupt:
         stop(process)
         raise
@@ -182,7 +223,10 @@ def _interrupt(*_: object) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmarks; returns 1 if one failed or none ran, 130 if interrupted or terminated."""
+    """Runs the benchmarks; returns 1 if one failed or none ran, 2 for shapes of none that runs, 130 if stopped."""
+    if idle := [name for name in args.shapes if name not in args.only]:
+        print(f"--shapes: {', '.join(idle)} is not among --only {','.join(args.only)}", file=sys.stderr)
+        return 2
     previous = signal.signal(signal.SIGTERM, _interrupt)  # no benchmark is left behind running
     try:
         return run_all(args)
@@ -196,10 +240,12 @@ def run_all(args: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     interrupted = False
     for number, name in enumerate(args.only, start=1):
-        left = budget_of(args) * (len(args.only) - number + 1)
-        print(f"\n== {number} of {len(args.only)}: {name}; at most {left:.0f} s left in all", flush=True)
+        left = max(budget_of(args) - (time.monotonic() - started), 1.0)
+        seconds = limit(args.only[number - 1 :], left)
+        times = f"at most {seconds:.0f} s, at most {left:.0f} s left in all"
+        print(f"\n== {number} of {len(args.only)}: {name}; {times}", flush=True)
         try:
-            outcomes.append(run_one(name, args))
+            outcomes.append(run_one(name, args, seconds))
         except KeyboardInterrupt:
             interrupted = True
             outcomes.append(Outcome(name=name, status="FAILED", message="interrupted"))

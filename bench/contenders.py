@@ -120,6 +120,7 @@ class Problem:
         Of a contender that returns more than the reference only the first outputs are compared.
       contenders: who takes part.
       flop: floating-point operations of one call; None where they are not counted.
+      products: dtype of the matrix products that flop counts, if not that of the case.
       bytes: what one call must read and write at the least; None where it is not counted.
       measure, limit: how outputs are compared, and the error above which they are wrong; None for the dtype's
         in LIMITS.
@@ -131,6 +132,7 @@ class Problem:
     reference: Callable[..., Any]
     contenders: Sequence[Contender]
     flop: float | None = None
+    products: str | None = None
     bytes: float | None = None
     measure: Measure = RELATIVE
     limit: float | None = None

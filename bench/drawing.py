@@ -16,8 +16,13 @@ from bench.results import Family
 
 WIDTH = 4.0  # inches
 INK = "#212529"
-COLORS: dict[Family, str] = {"ours": "#1f8fd6", "xla": "#e69f00", "torch": "#cc79a7"}
-NAMES: dict[Family, str] = {"ours": "ours", "xla": "XLA", "torch": "torch"}
+COLORS: dict[Family, str] = {
+    "ours": "#1f8fd6",
+    "ladder": "#8c7ae6",
+    "xla": "#e69f00",
+    "torch": "#cc79a7",
+    "peer": "#009e73",
+}
 PARTS = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#8c7ae6", "#d55e00", "#56b4e9", "#a6a000", "#8d99a6")
 STYLE: dict[str, Any] = {
     "font.size": 9,

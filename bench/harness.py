@@ -276,6 +276,7 @@ class Benchmark:
             flop=problem.flop,
             entries=[attempt.entry(outcomes.get(attempt.name)) for attempt in attempts],
             bytes=problem.bytes,
+            products=problem.products,
         )
 
 
@@ -299,7 +300,7 @@ def shape_text(shape: Shape) -> str:
 def finish(result: Result, args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Prints what was asked for and where the result lies; returns 1 if ours failed or was wrong."""
     if args.show_results:
-        print("\n" + "\n\n".join([tables.comparison(result), tables.entries(result), tables.conditions(result)]))
+        print("\n" + "\n\n".join([tables.full(result), tables.entries(result), tables.conditions(result)]))
     for line in tables.problems(result):
         print(line)
     say(f"results: {results.path_of(result, args.output)}")

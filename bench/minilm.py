@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import environment, minilm_models
+from bench import environment, minilm_models, tables
 from bench.harness import COSINE, Benchmark, Contender, Problem, Shape, itemsize
 from bench.minilm_models import Checkpoint
 from pallas_models import minilm
@@ -113,6 +113,8 @@ BENCHMARK = Benchmark(
     dtypes=("fp16",),
     compile_budget=60.0,
 )
+
+table = tables.comparison  # of README.md: device and wall time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

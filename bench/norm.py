@@ -68,6 +68,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
             Contender("jax-pallas", "peer", functools.partial(jax_pallas, rms=rms), gpu=True),
             Contender("tokamax", "peer", functools.partial(tokamax, rms=rms), gpu=True),
         ],
+        flop=(4.0 if rms else 7.0) * rows * columns,  # sums 2 or 3, difference 0 or 1, products and sums after it
         bytes=float((2 * rows * columns + vectors * columns) * itemsize(dtype)),
     )
 

@@ -1,12 +1,12 @@
 """One HTML page of all results of a GPU: plots, tables and conditions, with nothing loaded from elsewhere."""
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench import plots, tables
-from bench.drawing import NAMES, Plot
-from bench.results import Family, Result, slug
+from bench.drawing import Plot
+from bench.results import Result, slug
 
 NAME = "index.html"
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
@@ -44,12 +44,11 @@ def drawing(plot: Plot) -> str:
 def headline(result: Result) -> str:
     """The geometric means of the speed-ups, large."""
     clocks: list[tuple[str, tables.Clock]] = [("device time", tables.device), ("wall time", tables.wall)]
-    families: tuple[Family, ...] = ("xla", "torch")
     cards = []
     for kind, clock in clocks:
-        for family in families:
+        for family in tables.BASELINES:
             if mean := tables.mean_speedup(result.cases, family, clock):
-                cards.append(f"<li><b>{mean:.2f}&times;</b> {NAMES[family]}'s best, {kind}</li>")
+                cards.append(f"<li><b>{mean:.2f}&times;</b> over the best of {tables.NAMES[family]}, {kind}</li>")
     return f'<ul class="cards">{"".join(cards)}</ul>' if cards else ""
 
 
@@ -61,14 +60,14 @@ def conditions(result: Result) -> str:
     return f'<dl class="conditions">{found}</dl>'
 
 
-def section(result: Result, summary: Callable[[Result], str], drawn: Sequence[Plot]) -> str:
+def section(result: Result, summary: str, drawn: Sequence[Plot]) -> str:
     """All about one benchmark."""
     parts = [f'<section id="{slug(result.benchmark)}">', f"<h2>{html.escape(result.benchmark)}</h2>"]
     if result.partial:
         parts.append('<p class="warning">From a shortened or unfinished run: not for publication.</p>')
     parts += [f"<p>{html.escape(tables.conditions(result))}</p>", headline(result)]
     parts.append(f'<div class="plots">{"".join(map(drawing, drawn))}</div>')
-    parts.append(blocks(summary(result)))
+    parts.append(blocks(summary))
     if lines := tables.problems(result):
         items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
         parts.append(f"<details open><summary>Without a figure</summary><ul>{items}</ul></details>")
@@ -77,13 +76,18 @@ def section(result: Result, summary: Callable[[Result], str], drawn: Sequence[Pl
     return "\n".join([*parts, "</section>"])
 
 
-def page(results: Sequence[Result], summaries: Sequence[Callable[[Result], str]], drawn: list[list[Plot]]) -> str:
-    """The whole page."""
+def page(
+    results: Sequence[Result], summaries: Sequence[str], overview: list[Plot], drawn: list[list[Plot]]
+) -> str:
+    """The whole page: plots of all benchmarks together, then a section for each."""
     device = html.escape(", ".join(dict.fromkeys(r.environment.get("device", "unknown device") for r in results)))
     links = "".join(
         f'<a href="#{slug(result.benchmark)}">{html.escape(result.benchmark)}</a>' for result in results
     )
     body = "\n".join(section(*parts) for parts in zip(results, summaries, drawn, strict=True))
+    if overview:
+        together = f'<div class="plots">{"".join(map(drawing, overview))}</div>'
+        body = f'<section id="all">\n<h2>All benchmarks</h2>\n{together}\n</section>\n{body}'
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -98,7 +102,8 @@ def page(results: Sequence[Result], summaries: Sequence[Callable[[Result], str]]
 <body>
 <header>
 <h1>Benchmarks on {device}</h1>
-<p>Ours against XLA and torch, side by side in one run. Device time is the sum of the durations of a call's
+<p>Ours against XLA, torch and, where installed, other libraries, side by side in one run; of each family the best
+candidate counts. Device time is the sum of the durations of a call's
 kernels; wall time is what a caller sees with many calls queued, dispatch included. Figures are medians.</p>
 <nav>{links}</nav>
 </header>
@@ -110,18 +115,18 @@ kernels; wall time is what a caller sees with many calls queued, dispatch includ
 """
 
 
-def write(results: Sequence[Result], summaries: Sequence[Callable[[Result], str]], folder: Path) -> Path:
+def write(results: Sequence[Result], summaries: Sequence[str], folder: Path) -> Path:
     """Writes the page and, beside it, each plot as SVG and PNG; plots of an earlier report are removed.
 
     Raises:
       OSError: the folder cannot be written.
     """
-    drawn = [plots.plots(result) for result in results]
+    overview, drawn = plots.overview(results), [plots.plots(result) for result in results]
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.svg"), *folder.glob("*.png")):
         old.unlink()
-    for plot in (plot for of in drawn for plot in of):
+    for plot in (plot for of in (overview, *drawn) for plot in of):
         plot.save(folder)
     path = folder / NAME
-    path.write_text(page(results, summaries, drawn), encoding="utf-8")
+    path.write_text(page(results, summaries, overview, drawn), encoding="utf-8")
     return path

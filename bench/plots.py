@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from bench import tables
-from bench.drawing import COLORS, INK, NAMES, PARTS, Plot, axes_of, bars, legend, plain_ticks, style
+from bench import roofline, tables
+from bench.drawing import COLORS, INK, PARTS, Plot, axes_of, bars, legend, plain_ticks, style
 from bench.results import Case, Entry, Family, Result, slug
+from bench.tables import NAMES
 
 
 def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot | None:
     """Speed-up of ours over the best of each other family."""
     families: list[Family] = [
-        f for f in ("xla", "torch") if any(tables.speedup(c, f, clock) for c in result.cases)
+        f for f in tables.BASELINES if any(tables.speedup(c, f, clock) for c in result.cases)
     ]
     if not families:
         return None
@@ -25,24 +26,23 @@ def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot |
     with style():
         axes.axvline(1, color=INK, linewidth=1)
     means = {f: tables.mean_speedup(result.cases, f, clock) for f in families}
-    said = ", ".join(f"{mean:.2f} times {NAMES[f]}'s best" for f, mean in means.items() if mean)
+    said = ", ".join(f"{mean:.2f} over {NAMES[f]}" for f, mean in means.items() if mean)
     return Plot(
         name=name,
         title=f"Speed-up, {kind}",
         alt=f"bars for {len(labels)} cases; geometric mean {said or 'not known, as some were not measured'}",
-        note="Time of the best candidate of XLA or torch over that of ours. Right of the line, ours is faster.",
+        note="Time of the best candidate of each family over that of ours. Right of the line, ours is faster.",
         figure=figure,
     )
 
 
-def size_of(case: Case) -> float:
-    """The product of a case's sizes: tokens of a batch, elements of an array."""
-    return float(math.prod(case.shape.values()))
-
-
-def size_name(result: Result) -> str:
-    """What `size_of` counts."""
-    return "tokens" if all(case.shape.keys() == {"batch", "seq"} for case in result.cases) else "elements"
+def size_of(case: Case) -> tuple[float, str]:
+    """How large a case is, and what that counts."""
+    if case.shape.keys() == {"batch", "seq"}:
+        return float(math.prod(case.shape.values())), "tokens"
+    if case.flop and "rows" not in case.shape:
+        return case.flop / 1e9, "Gflop"
+    return float(math.prod(case.shape.values())), "elements"
 
 
 def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str) -> Plot | None:
@@ -51,7 +51,8 @@ def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str)
     for case in result.cases:
         for entry in case.entries:
             if case.dtype == dtype and (time := clock(entry)):
-                points.setdefault((entry.family, entry.name), []).append((size_of(case), time.median_us))
+                size, unit = size_of(case)
+                points.setdefault((entry.family, entry.name), []).append((size, time.median_us))
     if not points or len({size for found in points.values() for size, _ in found}) < 2:
         return None
     figure, axes = axes_of(4.0)
@@ -64,7 +65,7 @@ def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str)
             mark, color = next(marks[family]), COLORS[family]
             axes.plot(sizes, curve, next(lines[family]), marker=mark, markersize=4, color=color, label=label)
             axes.plot(*zip(*found, strict=True), mark, markersize=3, color=color, alpha=0.45)
-        axes.set(xscale="log", yscale="log", xlabel=f"{size_name(result)} a call", ylabel=f"{kind} (us)")
+        axes.set(xscale="log", yscale="log", xlabel=f"{unit} a call", ylabel=f"{kind} (us)")
         plain_ticks(axes.xaxis)
         plain_ticks(axes.yaxis)
     legend(figure, 2)
@@ -72,77 +73,104 @@ def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str)
     return Plot(
         name=name,
         title=f"{kind.capitalize()} against size, {dtype}",
-        alt=f"curves of {names} over {size_name(result)}, both axes logarithmic",
+        alt=f"curves of {names} over {unit}, both axes logarithmic",
         note="Every candidate; lower is better. Where several cases have one size the curve goes through their"
         " geometric mean, and each has a faint mark.",
         figure=figure,
     )
 
 
-def floors(case: Case, ceilings: dict[str, float]) -> dict[str, float]:
-    """The least microseconds that a case takes at the measured rates, by what limits it.
-
-    The rate of matrix products is measured in bfloat16: it is not held against float32.
-    """
-    found = {}
-    matmul, copy = ceilings.get("matmul_bf16_tflop_per_s"), ceilings.get("copy_tb_per_s")
-    if case.flop and matmul and case.dtype != "fp32":
-        found["matmul"] = case.flop / matmul / 1e6
-    if case.bytes and copy:
-        found["memory"] = case.bytes / copy / 1e6
-    return found
-
-
 def share(result: Result, name: str) -> Plot | None:
     """How near each family's best comes to the floor that the measured ceilings set."""
-    cases = [case for case in result.cases if floors(case, result.ceilings)]
+    found = [(case, least) for case in result.cases if (least := roofline.floor(case, result.ceilings))]
     series: dict[str, tuple[str, list[float | None]]] = {}
-    for family, color in COLORS.items():
-        pairs = [tables.best(case, family, tables.device) for case in cases]
-        least = [max(floors(case, result.ceilings).values()) for case in cases]
-        shares = [100 * us / pair[1].median_us if pair else None for us, pair in zip(least, pairs, strict=True)]
+    for family in tables.FAMILIES:
+        pairs = [tables.best(case, family, tables.device) for case, _ in found]
+        shares = [
+            100 * least.us / pair[1].median_us if pair else None
+            for (_, least), pair in zip(found, pairs, strict=True)
+        ]
         if any(shares):
-            series[NAMES[family]] = color, shares
+            series[NAMES[family]] = COLORS[family], shares
     if not series:
         return None
-    binding = [max(found, key=found.__getitem__) for found in (floors(c, result.ceilings) for c in cases)]
-    labels = [f"{case.label}\n({by})" for case, by in zip(cases, binding, strict=True)]
+    labels = [f"{case.label}\n({least.by})" for case, least in found]
     figure, _ = bars(labels, series, "share of the measured ceiling (%)", ".0f")
-    reached = (
-        ", ".join(f"{case.label} {s:.0f}%" for case, s in zip(cases, series["ours"][1], strict=True) if s)
-        if ("ours" in series)
-        else "ours not measured"
-    )
+    said = "ours not measured"
+    if "ours" in series:
+        pairs_of = zip(found, series["ours"][1], strict=True)
+        said = ", ".join(f"{case.label} {value:.0f}%" for (case, _), value in pairs_of if value)
     return Plot(
         name=name,
         title="Share of the measured ceiling",
-        alt=f"bars of the best of each family; ours: {reached}",
+        alt=f"bars of the best of each family; ours: {said}",
         note="The least time that the work takes at the rates measured in the same run, over the device time."
         " In brackets what sets that least time: the rate of matrix products or of memory.",
         figure=figure,
     )
 
 
-def roofline(result: Result, name: str) -> Plot | None:
-    """Rate against arithmetic intensity, under the measured ceilings."""
-    cases = [case for case in result.cases if len(floors(case, result.ceilings)) == 2]
-    points: dict[Family, list[tuple[float, float]]] = {}
-    for case in cases:
-        for family in COLORS:
-            if case.flop and case.bytes and (pair := tables.best(case, family, tables.device)):
-                rate = case.flop / pair[1].median_us / 1e6
-                points.setdefault(family, []).append((case.flop / case.bytes, rate))
+RATES = {  # what binds: title, ceiling, unit
+    "memory": ("Bandwidth", "copy_tb_per_s", "TB/s"),
+    "matmul": ("Rate of matrix products", "matmul_bf16_tflop_per_s", "TFLOP/s"),
+}
+
+
+def rates(result: Result, name: str, by: str) -> Plot | None:
+    """The rate that each family's best and the variants of ours reach, in the cases that `by` binds."""
+    title, key, unit = RATES[by]
+    cases = [c for c in result.cases if (least := roofline.floor(c, result.ceilings)) and least.by == by]
+    work = [case.bytes if by == "memory" else case.flop for case in cases]
+    series: dict[str, tuple[str, list[float | None]]] = {}
+    for family in tables.FAMILIES:
+        pairs = [tables.best(case, family, tables.device) for case in cases]
+        values = [w / p[1].median_us / 1e6 if w and p else None for w, p in zip(work, pairs, strict=True)]
+        if any(values):
+            series[NAMES[family]] = COLORS[family], values
+    if not series:
+        return None
+    figure, axes = bars([case.label for case in cases], series, f"{title.lower()} ({unit})", ".3g")
+    ceiling = result.ceilings[key]
+    with style():
+        axes.axvline(ceiling, color=INK, linewidth=1, linestyle="--")
+    best = ", ".join(f"{family} up to {max(v or 0 for v in values):.3g}" for family, (_, values) in series.items())
+    return Plot(
+        name=name,
+        title=f"{title}, device time",
+        alt=f"bars for {len(cases)} cases under a ceiling of {ceiling:.3g} {unit}; {best}",
+        note="Of the cases that this binds, the best of each family. The dashed line is the ceiling,"
+        f" {ceiling:.3g} {unit}, measured in the same run.",
+        figure=figure,
+    )
+
+
+def rooflines(results: Sequence[Result], name: str) -> Plot | None:
+    """Rate against arithmetic intensity under the measured ceilings: of one result by family, of several ours."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    colors: dict[str, str] = {}
+    ceilings: dict[str, float] = {}
+    for number, result in enumerate(results):
+        for case in result.cases:
+            flop_a_byte = roofline.intensity(case)
+            if flop_a_byte is None or len(roofline.floors(case, result.ceilings)) < 2:
+                continue
+            ceilings = ceilings or result.ceilings
+            for family in tables.FAMILIES if len(results) == 1 else ("ours",):
+                if case.flop and (pair := tables.best(case, family, tables.device)):
+                    label = NAMES[family] if len(results) == 1 else result.benchmark
+                    colors[label] = COLORS[family] if len(results) == 1 else PARTS[number % len(PARTS)]
+                    points.setdefault(label, []).append((flop_a_byte, case.flop / pair[1].median_us / 1e6))
     if not points:
         return None
-    matmul, copy = (result.ceilings[key] for key in ("matmul_bf16_tflop_per_s", "copy_tb_per_s"))
+    matmul, copy = (ceilings[key] for key in ("matmul_bf16_tflop_per_s", "copy_tb_per_s"))
     figure, axes = axes_of(3.8)
     xs = [x for found in points.values() for x, _ in found]
     ridge = matmul / copy
     low, high = min(*xs, ridge) / 2, max(*xs, ridge) * 2
     with style():
         axes.plot([low, ridge, high], [low * copy, matmul, matmul], color=INK, linewidth=1.5, label="ceilings")
-        for (family, found), mark in zip(points.items(), "os^", strict=False):
-            axes.plot(*zip(*found, strict=True), mark, color=COLORS[family], markersize=5, label=NAMES[family])
+        for (label, found), mark in zip(points.items(), itertools.cycle("os^Dv"), strict=False):
+            axes.plot(*zip(*found, strict=True), mark, color=colors[label], markersize=5, label=label)
         axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop/byte)", ylabel="rate (TFLOP/s)")
         plain_ticks(axes.xaxis)
         plain_ticks(axes.yaxis)
@@ -151,14 +179,55 @@ def roofline(result: Result, name: str) -> Plot | None:
         axes.annotate(f"{copy:.2f} TB/s", (low, low * copy), **{**above, "xytext": (8, 0)})
         axes.margins(y=0.12)
     legend(figure, 4)
+    count = sum(map(len, points.values()))
     return Plot(
         name=name,
         title="Roofline",
-        alt=f"{len(cases)} cases under ceilings of {copy:.2f} TB/s and {matmul:.0f} TFLOP/s",
+        alt=f"{count} points of {', '.join(points)} under ceilings of {copy:.2f} TB/s and {matmul:.0f} TFLOP/s",
         note="Bytes are what the whole call must move at the least, had it no intermediate results; both ceilings"
         " are measured in the same run.",
         figure=figure,
     )
+
+
+def means(results: Sequence[Result], name: str) -> Plot | None:
+    """Geometric means of the speed-ups of every benchmark, device time."""
+    found = {
+        f: [tables.mean_speedup(result.cases, f, tables.device) for result in results] for f in tables.BASELINES
+    }
+    kept = [i for i in range(len(results)) if any(values[i] for values in found.values())]
+    series: dict[str, tuple[str, list[float | None]]] = {
+        f"over {NAMES[f]}": (COLORS[f], [values[i] for i in kept]) for f, values in found.items() if any(values)
+    }
+    if not series:
+        return None
+    figure, axes = bars(
+        [results[i].benchmark for i in kept], series, "speed-up of ours, device time (times)", ".2f"
+    )
+    with style():
+        axes.axvline(1, color=INK, linewidth=1)
+    said = "; ".join(
+        f"{results[i].benchmark} {value:.2f} over {NAMES[f]}"
+        for f, values in found.items()
+        for i, value in enumerate(values)
+        if value
+    )
+    return Plot(
+        name=name,
+        title="Speed-up by benchmark",
+        alt=f"bars of geometric means: {said}",
+        note="Geometric mean over the cases of each benchmark of the best of the family's time over that of ours;"
+        " not measured where a case has no figure.",
+        figure=figure,
+    )
+
+
+def overview(results: Sequence[Result]) -> list[Plot]:
+    """The plots of several results together."""
+    if len(results) < 2:
+        return []
+    found = [means(results, "all-speedup"), rooflines(results, "all-roofline")]
+    return [plot for plot in found if plot]
 
 
 def _our_kernels(case: Case) -> dict[str, float]:
@@ -283,7 +352,8 @@ def plots(result: Result) -> list[Plot]:
     found = [speedup(result, f"{name}-speedup-{key}", clock, kind) for key, kind, clock in clocks]
     for key, kind, clock in clocks:
         found += [times(result, f"{name}-time-{key}-{slug(dtype)}", clock, kind, dtype) for dtype in dtypes]
-    found += [share(result, f"{name}-share"), roofline(result, f"{name}-roofline")]
+    found += [share(result, f"{name}-share"), rooflines([result], f"{name}-roofline")]
+    found += [rates(result, f"{name}-rate-{by}", by) for by in RATES]
     found += [breakdown(result, f"{name}-breakdown"), throughput(result, f"{name}-throughput")]
     found.append(accuracy(result, f"{name}-accuracy"))
     return [plot for plot in found if plot]

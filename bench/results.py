@@ -96,6 +96,7 @@ class Case:
       flop: floating-point operations of one call; None where they are not counted.
       entries: what became of each candidate.
       bytes: what one call must read and write at the least; None where it is not counted. A file may lack it.
+      products: dtype of the matrix products, if not `dtype`. A file may lack it.
     """
 
     label: str
@@ -104,6 +105,7 @@ class Case:
     flop: float | None
     entries: list[Entry]
     bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
+    products: str | None = dataclasses.field(default=None, metadata={"optional": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

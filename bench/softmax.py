@@ -47,6 +47,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
             Contender("torch", "torch", in_torch),
             Contender("jax-pallas", "peer", jax_pallas, gpu=True, skip=too_long),
         ],
+        flop=5.0 * rows * columns,  # maximum, difference, exponential, sum, division
         bytes=2.0 * rows * columns * itemsize(dtype),
     )
 

@@ -22,9 +22,10 @@ import tokenizers
 
 import weights
 from bench import environment, minilm_models, results, tables
+from bench.contenders import absent
 from bench.harness import DTYPES, cosine_distance, parse_dtypes
 from bench.minilm_models import Checkpoint
-from bench.results import Accuracy, Case, Entry
+from bench.results import Accuracy, Case, Entry, Family
 from pallas_models import minilm
 from pallas_models.encoder import Encoder
 
@@ -43,7 +44,7 @@ Batch = tuple[list[int], np.ndarray, np.ndarray]  # rows, ids, mask
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench sts`."""
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {' and '.join(FILES)}")
-    parser.add_argument("--dtype", type=parse_dtypes, default=list(DTYPES), help="fp32, fp16, bf16 or all")
+    parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; all, with --quick fp16")
     parser.add_argument("--weights", help="checkpoint folder, or tensor file with config.json beside it")
     parser.add_argument("--batch-size", type=int, default=512, help="sentences computed at a time")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
@@ -121,11 +122,11 @@ def spearman(embeddings: np.ndarray, index: dict[str, int], pairs: Sequence[Pair
     return 100 * float(stats.spearmanr(cosines, [score for *_, score in pairs]).statistic)
 
 
-def rate(run: Callable[[], Any], sentences: int) -> float:
+def rate(run: Callable[[], Any], sentences: int, passes: int = PASSES) -> float:
     """Sentences a second of `run`, which embeds all of them, after one pass to warm up."""
     run()
     seconds = []
-    for _ in range(PASSES):
+    for _ in range(passes):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
@@ -150,21 +151,35 @@ def forward_rate(checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[i
 def torch_forward_rate(
     checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int
 ) -> float:
-    """The same with torch, eager, on its CUDA device."""
+    """The same with torch, eager."""
     import torch
 
-    model = minilm_models.torch_model(checkpoint, dtype, "cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = minilm_models.torch_model(checkpoint, dtype, device)
     inputs = [
-        tuple(torch.from_numpy(x[: len(rows)]).cuda().long() for x in pair)
+        tuple(torch.from_numpy(x[: len(rows)]).to(device).long() for x in pair)
         for rows, *pair in batches(tokens, batch_size, step=1)
     ]
 
     def run() -> None:
         for ids, mask in inputs:
             model(ids, mask)
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return rate(run, len(tokens))
+
+
+def sentence_transformers_rate(folder: Path, dtype: str, sentences: list[str], batch_size: int) -> float:
+    """Sentences a second of `SentenceTransformer.encode`, text in."""
+    import torch
+    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
+
+    target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    model = SentenceTransformer(str(folder), device="cuda" if torch.cuda.is_available() else "cpu").to(target)
+    return rate(
+        lambda: model.encode(sentences, batch_size=batch_size, show_progress_bar=False), len(sentences), passes=3
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -177,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{error}")
         return 2
     gpu = environment.has_gpu()
+    dtypes = args.dtype or (["fp16"] if args.quick else list(DTYPES))
     throughput = gpu if args.throughput is None else args.throughput
     sentences = list(dict.fromkeys(s for pairs in data.values() for pair in pairs for s in pair[:2]))
     index = {sentence: i for i, sentence in enumerate(sentences)}
@@ -195,13 +211,13 @@ def run(args: argparse.Namespace) -> int:
     result = results.Result(
         benchmark=NAME,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        partial=args.quick or not gpu or set(args.dtype) != set(DTYPES),
+        partial=args.quick or not gpu or set(dtypes) != set(DTYPES),
         environment=environment.describe(),
         ceilings={},
         settings={"weights": checkpoint.origin, "reference": by, "batch size": str(args.batch_size)},
         cases=[],
     )
-    for dtype in args.dtype:
+    for dtype in dtypes:
         encoder = Encoder.from_pretrained(found, dtype=DTYPES[dtype])
         encode = functools.partial(encoder.encode, sentences, batch_size=args.batch_size, show_progress_bar=False)
         output = encode()
@@ -221,16 +237,30 @@ def run(args: argparse.Namespace) -> int:
             f" Spearman {correlation:.2f}; {'MISSED: ' + '; '.join(missed) if missed else 'ok'}",
             flush=True,
         )
-        theirs = []
+        theirs: list[Entry] = []
         if throughput:
             metrics["encode_sentences_per_s"] = rate(encode, len(sentences))
             metrics["forward_sentences_per_s"] = forward_rate(checkpoint, dtype, tokens, args.batch_size)
             line = f"{dtype}: {metrics['encode_sentences_per_s']:.0f} sentences/s end to end,"
             line += f" {metrics['forward_sentences_per_s']:.0f} forward only"
-            if gpu and not minilm_models.torch_missing():
-                theirs.append(torch_entry(checkpoint, dtype, tokens, args.batch_size))
-                line += f"; torch eager {theirs[0].metrics.get('forward_sentences_per_s', float('nan')):.0f}"
-            print(line, flush=True)
+            theirs.append(
+                entry_of(
+                    "torch-eager",
+                    "torch",
+                    "forward_sentences_per_s",
+                    functools.partial(torch_forward_rate, checkpoint, dtype, tokens, args.batch_size),
+                )
+            )
+            theirs.append(
+                entry_of(
+                    "sentence-transformers",
+                    "peer",
+                    "encode_sentences_per_s",
+                    functools.partial(sentence_transformers_rate, folder, dtype, sentences, args.batch_size),
+                )
+            )
+            rates = (f"; {entry.name} {value:.0f}" for entry in theirs for value in entry.metrics.values())
+            print(line + "".join(rates), flush=True)
         entry = Entry(
             name="pallas" if gpu else "xla-ops",
             family="ours",
@@ -243,19 +273,43 @@ def run(args: argparse.Namespace) -> int:
         result.cases.append(Case(label=dtype, dtype=dtype, shape=sizes, flop=None, entries=[entry, *theirs]))
         path = results.save(result, args.output)
     if args.show_results:
-        print(f"\n{tables.accuracy(result)}\n\n{tables.conditions(result)}")
+        print(f"\n{table(result)}\n\n{tables.conditions(result)}")
     for line in tables.problems(result):
         print(line)
     print(f"results: {path}")
     return int(any(case.entries[0].status != "ok" for case in result.cases))
 
 
-def torch_entry(checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int) -> Entry:
-    """What torch reaches on the same sentences."""
-    entry = Entry(name="torch-eager", family="torch", status="ok")
+def entry_of(name: str, family: Family, metric: str, measure: Callable[[], float]) -> Entry:
+    """An entry with the one figure that `measure` gives; skipped where a package is missing."""
+    entry = Entry(name=name, family=family, status="ok")
     try:
-        found = torch_forward_rate(checkpoint, dtype, tokens, batch_size)
-    except (RuntimeError, ValueError) as error:  # CUDA's errors are RuntimeError
+        found = measure()
+    except ImportError as error:
+        return dataclasses.replace(entry, status="skipped", message=absent(error))
+    except (RuntimeError, ValueError, OSError) as error:  # CUDA's errors are RuntimeError
         message = f"{type(error).__name__}: {error}"[:300]
         return dataclasses.replace(entry, status="failed", message=message)
-    return dataclasses.replace(entry, metrics={"forward_sentences_per_s": found})
+    return dataclasses.replace(entry, metrics={metric: found})
+
+
+TABLE = (  # columns: title, family, metric, format
+    ("lowest cosine", "ours", "min_cosine", ".6f"),
+    ("mean cosine", "ours", "mean_cosine", ".6f"),
+    ("Spearman", "ours", "spearman", ".2f"),
+    ("sentences/s, text in", "ours", "encode_sentences_per_s", ",.0f"),
+    ("sentence-transformers", "peer", "encode_sentences_per_s", ",.0f"),
+    ("sentences/s, ids in", "ours", "forward_sentences_per_s", ",.0f"),
+    ("torch eager, ids in", "torch", "forward_sentences_per_s", ",.0f"),
+)
+
+
+def table(result: results.Result) -> str:
+    """Agreement with the reference on real sentences, Spearman's correlation and sentences a second, by dtype."""
+    found = [{e.family: e.metrics for e in case.entries} for case in result.cases]
+    columns = [c for c in TABLE if c[1] != "peer" or any(metrics.get("peer") for metrics in found)]
+    rows = []
+    for case, metrics in zip(result.cases, found, strict=True):
+        values = [(metrics.get(family, {}).get(metric), form) for _, family, metric, form in columns]
+        rows.append([case.dtype, *("-" if value is None else format(value, form) for value, form in values)])
+    return tables.markdown(["dtype", *(title for title, *_ in columns)], rows)

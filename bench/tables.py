@@ -5,10 +5,13 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench import roofline
 from bench.results import Case, Entry, Family, Result
 from bench.timing import Timing
 
-FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch", "peer")
+FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch", "peer")  # those of which the best counts
+BASELINES: tuple[Family, ...] = FAMILIES[1:]
+NAMES: dict[Family, str] = {"ours": "ours", "ladder": "ladder", "xla": "XLA", "torch": "torch", "peer": "peers"}
 Clock = Callable[[Entry], Timing | None]
 
 
@@ -83,49 +86,120 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
-def comparison(result: Result) -> str:
-    """Ours against the best of XLA and of torch, a row a case, the geometric means below; a table a clock.
+def format_share(share: float | None) -> str:
+    """A share as a percentage."""
+    return "-" if share is None else f"{100 * share:.0f}%"
 
-    The share of the ceiling is flop / device time over the matrix-product rate measured in the same run.
-    """
-    ceiling = result.ceilings.get("matmul_bf16_tflop_per_s")
+
+def present(result: Result, clock: Clock) -> list[Family]:
+    """The families of which something was timed, and ours, XLA and torch in any case."""
+    return [f for f in FAMILIES if f != "peer" or any(best(case, f, clock) for case in result.cases)]
+
+
+def comparison(result: Result) -> str:
+    """Ours against the best of each other family, device time and wall time: see `compared`."""
     clocks: list[tuple[str, Clock]] = [("Device time", device), ("Wall time a call, many queued", wall)]
-    parts = []
-    for title, clock in clocks:
-        if not any(clock(entry) for case in result.cases for entry in case.entries):
-            continue  # no GPU, no device time
-        header = ["case", "ours, us", "XLA, us", "torch, us", "XLA / ours", "torch / ours"]
-        rows = []
-        for case in result.cases:
-            figures = [best(case, family, clock) for family in FAMILIES[:3]]
-            row = [case.label, *(format_us(pair[1] if pair else None) for pair in figures)]
-            row += [format_ratio(speedup(case, family, clock)) for family in ("xla", "torch")]
-            if clock is device:
-                rate = case.flop / figures[0][1].median_us / 1e6 if figures[0] and case.flop else None
-                row.append("-" if rate is None else f"{rate:.3g}")
-                row.append(f"{100 * rate / ceiling:.0f}%" if rate and ceiling else "-")
-            rows.append(row)
-        mean = ["geometric mean", "", "", ""]
-        mean += [format_ratio(mean_speedup(result.cases, family, clock)) for family in ("xla", "torch")]
+    tables = [(title, compared(result, clock)) for title, clock in clocks]
+    return "\n\n".join(f"{title}:\n\n{table}" for title, table in tables if table)
+
+
+def compared(result: Result, clock: Clock) -> str:
+    """Ours against the best of each other family, a row a case, the geometric means below.
+
+    For device time with the rate of ours, and its share of what the ceilings measured in the same run allow. Empty
+    if nothing was timed, such as device time without a GPU.
+    """
+    if not any(clock(entry) for case in result.cases for entry in case.entries):
+        return ""
+    families = present(result, clock)
+    header = ["case", *(f"{NAMES[f]}, us" for f in families), *(f"{NAMES[f]} / ours" for f in families[1:])]
+    rows = []
+    for case in result.cases:
+        figures = [best(case, family, clock) for family in families]
+        row = [case.label, *(format_us(pair[1] if pair else None) for pair in figures)]
+        row += [format_ratio(speedup(case, family, clock)) for family in families[1:]]
         if clock is device:
-            header += ["ours, TFLOP/s", "of the measured ceiling"]
-            mean += ["", ""]
-        parts.append(f"{title}:\n\n{markdown(header, [*rows, mean])}")
-    return "\n\n".join(parts)
+            time = figures[0][1] if figures[0] else None
+            least = roofline.floor(case, result.ceilings)
+            row += [roofline.rate(case, result.ceilings, time) if time else "-"]
+            row += [format_share(roofline.share(case, result.ceilings, time)), least.by if least else "-"]
+        rows.append(row)
+    mean = ["geometric mean", *("" for _ in families)]
+    mean += [format_ratio(mean_speedup(result.cases, family, clock)) for family in families[1:]]
+    if clock is device:
+        header += ["rate of ours", "of the ceiling", "which is"]
+        mean += ["", "", ""]
+    return markdown(header, [*rows, mean])
+
+
+def floors(result: Result) -> str:
+    """The floor of each case, what sets it, and the share of it that each family's best reaches."""
+    families = present(result, device)
+    rows = []
+    for case in result.cases:
+        if least := roofline.floor(case, result.ceilings):
+            flop_a_byte = roofline.intensity(case)
+            row = [case.label, f"{flop_a_byte:.3g}" if flop_a_byte else "-", f"{least.us:.3g}", least.by]
+            for family in families:
+                pair = best(case, family, device)
+                row.append(format_share(roofline.share(case, result.ceilings, pair[1] if pair else None)))
+            rows.append(row)
+    header = ["case", "flop/byte", "floor, us", "set by", *(f"{NAMES[f]} reaches" for f in families)]
+    return markdown(header, rows) if rows else ""
+
+
+def ladder(result: Result) -> str:
+    """The variants of ours, the default and the baselines' best, a row each, against XLA."""
+    rows = []
+    for case in result.cases:
+        variants = [(e, e.device) for e in case.entries if e.family == "ladder" and e.device]
+        if not variants:
+            continue
+        pairs = [best(case, family, device) for family in ("ours", "xla", "torch")]
+        xla = pairs[1]
+        for entry, time in (*variants, *(pair for pair in pairs if pair)):
+            name = f"{entry.name}, the default" if entry.family == "ours" else entry.name
+            against = format_share(xla[1].median_us / time.median_us if xla else None)
+            reached = format_share(roofline.share(case, result.ceilings, time))
+            rows.append(
+                [case.label, name, format_us(time), roofline.rate(case, result.ceilings, time), against, reached]
+            )
+    header = ["case", "variant", "device, us", "rate", "of XLA's", "of the ceiling"]
+    return markdown(header, rows) if rows else ""
+
+
+def brief(result: Result) -> str:
+    """What README.md has of an operation: device time against the baselines, and the ladder."""
+    parts = [compared(result, device) or compared(result, wall), ladder(result)]
+    return "\n\nLadder of variants:\n\n".join(filter(None, parts))
+
+
+def detail(result: Result) -> str:
+    """Floors and ladder, where there are any."""
+    titled = {"Floor at the measured ceilings": floors(result), "Ladder of variants": ladder(result)}
+    return "\n\n".join(f"{title}:\n\n{table}" for title, table in titled.items() if table)
+
+
+def full(result: Result) -> str:
+    """All tables but the one of every candidate."""
+    return "\n\n".join(filter(None, [comparison(result), detail(result)]))
 
 
 def entries(result: Result) -> str:
-    """Every candidate of every case: status, accuracy, times with their spread, method, launches."""
+    """Every candidate that was run, case by case: status, accuracy, times with their spread, method, launches."""
     header = ["case", "candidate", "status", "error", "device, us", "20-80%", "by", "launches"]
-    header += ["wall, us", "20-80%", "compile, s"]
+    header += ["wall, us", "20-80%", "compile, s", "memory, MB"]
     rows = []
     for case in result.cases:
         for entry in case.entries:
+            if entry.status == "skipped":
+                continue
             accuracy = f"{entry.accuracy.value:.1e}" if entry.accuracy else "-"
             row = [case.label, entry.name, entry.status, accuracy]
             row += [*format_spread(entry.device), entry.device.method if entry.device else "-"]
             row += [str(len(entry.kernels) or "-"), *format_spread(entry.wall)]
-            rows.append([*row, "-" if entry.compile_s is None else f"{entry.compile_s:.1f}"])
+            row.append("-" if entry.compile_s is None else f"{entry.compile_s:.1f}")
+            rows.append([*row, "-" if entry.peak_bytes is None else f"{entry.peak_bytes / 1e6:.3g}"])
     return markdown(header, rows)
 
 
@@ -170,32 +244,13 @@ def replace_marked(text: str, name: str, content: str) -> str:
     return re.sub(pattern, lambda _: f"{start}\n{content}\n{end}", text, flags=re.DOTALL)
 
 
-def rewrite(path: Path, tables: dict[str, str]) -> list[str]:
+def rewrite(path: Path, tables: dict[str, str]) -> None:
     """Rewrites the marked tables of a Markdown file.
 
-    Returns:
-      The names of those that the file has no markers for.
+    Raises:
+      ValueError: the markers of one are not there exactly once; nothing is written then.
     """
     text = path.read_text(encoding="utf-8")
-    absent = [name for name in tables if f"bench:{name} -->" not in text]
     for name, content in tables.items():
-        if name not in absent:
-            text = replace_marked(text, name, content)
+        text = replace_marked(text, name, content)
     path.write_text(text, encoding="utf-8")
-    return absent
-
-
-def accuracy(result: Result) -> str:
-    """Agreement with the reference on real sentences, Spearman's correlation and sentences a second, by dtype."""
-    columns = {"min_cosine": ".6f", "mean_cosine": ".6f", "spearman": ".2f"}
-    columns |= {"encode_sentences_per_s": ",.0f", "forward_sentences_per_s": ",.0f"}
-    header = ["dtype", "lowest cosine", "mean cosine", "Spearman", "sentences/s, text in", "sentences/s, ids in"]
-    header.append("torch eager, ids in")
-    rows = []
-    for case in result.cases:
-        metrics = {entry.family: entry.metrics for entry in case.entries}
-        ours, torch = metrics.get("ours", {}), metrics.get("torch", {})
-        row = [case.dtype, *(f"{ours[name]:{form}}" if name in ours else "-" for name, form in columns.items())]
-        theirs = torch.get("forward_sentences_per_s")
-        rows.append([*row, f"{theirs:,.0f}" if theirs else "-"])
-    return markdown(header, rows)

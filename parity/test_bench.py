@@ -235,7 +235,7 @@ class TestTables:
         text = tables.comparison(make_result())
         device, wall = text.split("\n\nWall time")
         row = [cell.strip() for cell in device.splitlines()[4].strip("|").split("|")]
-        assert row == ["1x16 fp16", "10", "20", "40", "2.00", "4.00", "80", "10%"]  # 8e8 flop in 10 us: 80 TFLOP/s
+        assert row == ["1x16 fp16", "10", "20", "40", "2.00", "4.00", "80 TFLOP/s", "10%", "matmul"]
         assert "3.00" in device.splitlines()[-1] and "3.00" in wall.splitlines()[-1]
         rows = [line for line in text.splitlines() if line.startswith("|")]
         assert len({len(row) for row in rows[: len(rows) // 2]}) == 1, "columns are not aligned"
@@ -282,7 +282,8 @@ class TestReport:
         assert "has no <!-- bench:minilm -->" in capsys.readouterr().out
 
     def test_without_results(self, tmp_path, capsys):
-        assert self.run(tmp_path, "# Title\n") == (1, "# Title\n")
+        readme = "# Title\n<!-- bench:minilm -->\n<!-- /bench:minilm -->\n"
+        assert self.run(tmp_path, readme) == (1, readme)
         assert "run `python -m bench minilm`" in capsys.readouterr().out
 
     def test_corrupt_result(self, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`python -m bench all`: what it runs, and what it says and keeps when a benchmark fails, hangs or is stopped."""
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -59,8 +60,8 @@ def test_a_failure_stops_nobody_else(tmp_path, programs, save, capfd):
     programs["minilm"], programs["sts"] = save("minilm") + "sys.exit(3)", save("sts")
     assert cli.main(["all", "--output", str(tmp_path / "out")]) == 1
     out = capfd.readouterr().out
-    assert "== 1 of 2: minilm; at most 600 s left in all" in out
-    assert "== 2 of 2: sts; at most 300 s left in all" in out
+    assert "== 1 of 2: minilm; at most 725 s, at most 870 s left in all" in out  # 870 * (1 - 2 / 6 / 2)
+    assert re.search(r"== 2 of 2: sts; at most (8\d\d) s, at most \1 s left in all", out)
     assert "failed: minilm\n" in out and "exit code 3" in out
     for name in ("minilm", "sts"):
         assert f"results: {tmp_path / 'out' / 'nvidia-h200' / name}.json" in out
@@ -89,9 +90,9 @@ def test_budget(tmp_path, programs, save, capfd, monkeypatch, program):
     monkeypatch.setattr(everything, "GRACE_S", 0.5)
     monkeypatch.setattr(everything, "files", lambda folder: {p: 0 for p in folder.glob("*/*.json")})
     programs["minilm"], programs["sts"] = save("minilm") + program, "print('ran')"
-    assert cli.main(["all", "--output", str(tmp_path / "out"), "--budget", "6"]) == 1
+    assert cli.main(["all", "--output", str(tmp_path / "out"), "--budget", "7"]) == 1
     out = capfd.readouterr().out
-    assert "took longer than its budget of 6 s" in out and "ran\n" in out and "sts          ok" in out
+    assert "took longer than the 6 s left for it" in out and "ran\n" in out and "sts          ok" in out
     assert results.load(tmp_path / "out" / "nvidia-h200" / "minilm.json") == make_result()
 
 
@@ -144,7 +145,7 @@ def test_options_reach_the_benchmarks_that_have_them(tmp_path):
     for line in (minilm, sts):
         assert set(shared) <= set(line)
     assert "--data" in sts and "--data" not in minilm
-    assert minilm[minilm.index("--compile-budget") + 1] == "21" and "--compile-budget" not in sts
+    assert "--no-compile" in minilm and "--no-compile" not in sts
     for name, line in (("minilm", minilm), ("sts", sts)):  # the benchmarks take what they are given
         parser = argparse.ArgumentParser()
         getattr(__import__("bench", fromlist=[name]), name).add_arguments(parser)
@@ -153,11 +154,31 @@ def test_options_reach_the_benchmarks_that_have_them(tmp_path):
 
 def test_defaults():
     full, quick = options(), options("--quick", "--only", "minilm")
-    assert full.only == list(cli.BENCHMARKS) and everything.budget_of(full) == everything.BUDGET_S
-    assert "--dtype" not in everything.command("minilm", full)
-    assert "fp16" in everything.command("minilm", quick) and everything.budget_of(quick) < 180
+    assert full.only == list(cli.BENCHMARKS) and everything.budget_of(full) < 15 * 60
+    assert not {"--dtype", "--shapes", "--no-compile"} & set(everything.command("minilm", full))
+    assert everything.budget_of(quick) < 180
     with pytest.raises(LookupError, match="needs --data"):
         everything.command("sts", full)
+
+
+def test_limits():
+    """No benchmark is given all the time of those after it, and what is not used goes to the next."""
+    assert everything.limit(["gemm"], 100) == 100
+    assert everything.limit(["gemm", "norm"], 100) == 75
+    assert everything.limit(["minilm", "gemm", "norm"], 90) == 75
+
+
+def test_shapes():
+    args = options("--shapes", "gemm:512x512x512,64x128x32,norm:8x9+rms", "--only", "gemm,norm,minilm")
+    assert args.shapes == {"gemm": "512x512x512,64x128x32", "norm": "8x9+rms"}
+    line = everything.command("gemm", args)
+    assert line[line.index("--shapes") + 1] == "512x512x512,64x128x32"
+    assert "--shapes" not in everything.command("minilm", args)
+
+
+def test_shapes_of_a_benchmark_that_does_not_run(capsys):
+    assert cli.main(["all", "--only", "norm", "--shapes", "gemm:8x8x8"]) == 2
+    assert "--shapes: gemm is not among --only norm" in capsys.readouterr().err
 
 
 def test_a_benchmark_that_cannot_be_imported(tmp_path, capfd, monkeypatch):
@@ -178,6 +199,11 @@ def test_a_real_benchmark(tmp_path, capfd):
     ("arguments", "message"),
     [
         (["--only", "minilm,conv"], "unknown benchmark conv; expected some of minilm, "),
+        (["--shapes", "8x8"], "'8x8': expected BENCHMARK:SHAPE"),
+        (["--shapes", "conv:8x8"], "unknown benchmark conv"),
+        (["--shapes", "gemm:8x8"], "gemm: '8x8' is no shape; expected MxNxK, such as those of 512x512x512,"),
+        (["--shapes", "norm:8x8+causal"], "norm: '8x8+causal' is no shape; expected ROWSxCOLUMNS[+rms]"),
+        (["--shapes", "sts:8x8"], "sts takes no shapes"),
         (["--budget", "0"], "'0' is no number of seconds above 0"),
         (["--budget", "long"], "'long' is no number of seconds above 0"),
         (["--dtype", "fp8"], "unknown dtype fp8"),

@@ -17,8 +17,21 @@ from parity.test_bench import entry, make_result
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")
 
-MINILM = ("speedup-device", "speedup-wall", "time-device-fp16", "time-wall-fp16", "share", "roofline", "breakdown")
+ALL = ("speedup", "roofline")
+MINILM = ("speedup-device", "speedup-wall", "time-device-fp16", "time-wall-fp16", "share", "roofline")
+MINILM = (*MINILM, "rate-memory", "rate-matmul", "breakdown")
+SOFTMAX = (
+    "speedup-device",
+    "speedup-wall",
+    "time-device-bf16",
+    "time-wall-bf16",
+    "share",
+    "roofline",
+    "rate-memory",
+)
 STS = ("throughput", "accuracy")
+PLOTS = {"all": ALL, "minilm": MINILM, "softmax": SOFTMAX, "sts": STS}
+NAMES = [f"{name}-{plot}" for name, plots in PLOTS.items() for plot in plots]
 
 
 def minilm_result(**changes: object) -> Result:
@@ -40,6 +53,22 @@ def minilm_result(**changes: object) -> Result:
     return make_result(**{"cases": cases, **changes})
 
 
+def softmax_result(**changes: object) -> Result:
+    cases = []
+    for rows, us in ((8192, 40.0), (65536, 300.0)):
+        times = (
+            ("ours", 1.0, "pallas"),
+            ("ladder", 2.5, "naive"),
+            ("xla", 1.2, "xla"),
+            ("torch", 3.0, "torch-eager"),
+        )
+        entries = [entry(family, k * us, name=name) for family, k, name in (*times, ("peer", 2.0, "jax-pallas"))]
+        sizes = {"rows": rows, "columns": 4096}
+        work = dict(flop=5.0 * rows * 4096, bytes=4.0 * rows * 4096)
+        cases.append(Case(label=f"{rows}x4096 bf16", dtype="bf16", shape=sizes, entries=entries, **work))
+    return make_result(**{"benchmark": "softmax", "cases": cases, **changes})
+
+
 def sts_result() -> Result:
     accuracy = Accuracy(measure="1 - cosine", value=6e-7, limit=1e-4)
     rates = {"encode_sentences_per_s": 1e5, "forward_sentences_per_s": 5e5, "spearman": 82.03}
@@ -54,9 +83,10 @@ def sts_result() -> Result:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of both benchmarks."""
+    """The report of three benchmarks."""
     root = tmp_path_factory.mktemp("results")
     results.save(minilm_result(partial=True), root)
+    results.save(softmax_result(), root)
     results.save(sts_result(), root)
     assert cli.main(["report", "--results", str(root), "--no-readme"]) == 0
     return root / "nvidia-h200" / "report"
@@ -68,23 +98,28 @@ def page(folder: Path) -> str:
 
 
 def test_every_plot_is_there(folder, page):
-    names = [*(f"minilm-{name}" for name in MINILM), *(f"sts-{name}" for name in STS)]
-    assert re.findall(r'<figure id="([^"]+)">', page) == names
+    assert re.findall(r'<figure id="([^"]+)">', page) == NAMES
     assert sorted(p.name for p in folder.iterdir()) == sorted(
-        ["index.html", *(name + ending for name in names for ending in (".png", ".svg"))]
+        ["index.html", *(name + ending for name in NAMES for ending in (".png", ".svg"))]
     )
-    for name in names:
+    for name in NAMES:
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         ElementTree.parse(folder / f"{name}.svg")
     labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', page)
-    assert len(labels) == len(names) and all(len(label) > 30 for label in labels)
-    assert "geometric mean 2.00 times XLA&#x27;s best" in labels[0]
+    assert len(labels) == len(NAMES) and all(len(label) > 30 for label in labels)
+    assert "minilm 2.00 over XLA" in labels[0] and "softmax 2.00 over peers" in labels[0]
+    assert "softmax" in labels[1] and "minilm" in labels[1]
+    assert "geometric mean 2.00 over XLA, 2.00 over torch" in labels[len(ALL)]
 
 
 def test_axes_have_labels_with_units(folder):
     expected = {
         "minilm-speedup-wall": ["speed-up of ours, wall time a call (times)"],
         "minilm-time-device-fp16": ["tokens a call", "device time (us)"],
+        "all-speedup": ["speed-up of ours, device time (times)", "minilm", "softmax"],
+        "softmax-rate-memory": ["bandwidth (TB/s)", "ours", "XLA", "torch", "peers"],
+        "softmax-time-device-bf16": ["elements a call", "device time (us)", "naive", "jax-pallas"],
+        "minilm-rate-matmul": ["rate of matrix products (TFLOP/s)"],
         "minilm-share": ["share of the measured ceiling (%)"],
         "minilm-roofline": ["arithmetic intensity (flop/byte)", "rate (TFLOP/s)"],
         "minilm-breakdown": ["share of the device time (%)", "matmul", "matmul 2", "attention", "layer_norm"],
@@ -108,6 +143,8 @@ def test_nothing_is_loaded(folder, page):
 
 
 def test_conditions_and_tables(page):
+    for text in ("Ladder of variants", "Floor at the measured ceilings", "3.36 TB/s", "80%", "set by"):
+        assert text in page
     for text in ("NVIDIA H200", "580.1", "0.11.2", "abc123", "2026-11-20", "not for publication", "82.03"):
         assert text in page
     assert "xla-&lt;2&gt;" in page and "<2>" not in page
@@ -153,7 +190,7 @@ def test_in_a_browser(tmp_path, page, width):
     command = [browser, *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title and title[1] == f"plots {len(MINILM) + len(STS)}, errors []"
+    assert title and title[1] == f"plots {len(NAMES)}, errors []"
     assert "CONSOLE" not in done.stderr
 
 
