@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_models.ops import _checks
+
 Params = dict[str, Any]
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
 
@@ -48,6 +50,22 @@ class Embedding(nnx.Module):
 
     def __init__(self, rows: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, features), dtype))
+
+
+def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows of `table` (V, H) that ids (B, S) name; TypeError or ValueError where they cannot."""
+    _checks.check_integer("ids", ids)
+    _checks.check_rank("ids", ids, 2, "(B, S)")
+    _checks.check_ids("ids", ids, table.shape[0], "rows of the vocabulary")
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Of each sequence in x (B, S, H) the last position, or the last whose mask is not 0: (B, H)."""
+    if mask is None:
+        return x[:, -1]
+    last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1] != 0, axis=1)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
 
 class Kind(Hashable, Protocol[Module]):

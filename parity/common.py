@@ -44,10 +44,10 @@ def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
 
 
 @functools.cache
-def random_params(config: minilm.MiniLMConfig, dtype: str = "float32") -> minilm.Params:
-    """Parameters of the size that real ones have, none of them the zeros and ones of `minilm.init`."""
+def random_params(config: Any, dtype: str = "float32", init: Callable[..., Any] = minilm.init) -> dict[str, Any]:
+    """Parameters of the size that real ones have, none of them the zeros and ones of `init`."""
     rng = np.random.default_rng(40)
-    shapes = jax.eval_shape(functools.partial(minilm.init, config=config, dtype=dtype), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(init, config=config, dtype=dtype), jax.random.key(0))
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         is_scale = path[-1].key == "scale"

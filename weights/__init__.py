@@ -5,8 +5,10 @@ Parameters are nested dicts of arrays, exactly as the `init` of a model returns 
 """
 
 from weights.checkpoint import CheckpointError
+from weights.gpt2 import load_gpt2, load_gpt2_block, load_gpt2_config
 from weights.hub import resolve
 from weights.minilm import load_minilm, load_minilm_config
+from weights.qwen3 import load_qwen3, load_qwen3_config
 from weights.store import load, load_config, save
 from weights.trimul import load_trimul
 
@@ -14,8 +16,13 @@ __all__ = [
     "CheckpointError",
     "load",
     "load_config",
+    "load_gpt2",
+    "load_gpt2_block",
+    "load_gpt2_config",
     "load_minilm",
     "load_minilm_config",
+    "load_qwen3",
+    "load_qwen3_config",
     "load_trimul",
     "resolve",
     "save",

@@ -5,7 +5,7 @@ import json
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,16 @@ _FLOAT_DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: corrupt, incomplete, or of another model."""
+
+
+class Described(Protocol):
+    """Anything that has a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 def float_dtype(dtype: DTypeLike) -> np.dtype:
@@ -67,18 +77,19 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Reads the tensors of a safetensors file by name. Errors as in `read_tensors`."""
-    with _open_safetensors(path) as file:
+    with open_safetensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Reads the metadata of a safetensors file, and no tensor. Errors as in `read_tensors`."""
-    with _open_safetensors(path) as file:
+    with open_safetensors(path) as file:
         return file.metadata() or {}
 
 
 @contextlib.contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file as `safetensors.safe_open` does. Errors as in `read_tensors`."""
     _check_content(path)
     try:
         with safe_open(path, "numpy") as file:
@@ -136,7 +147,7 @@ def _unreadable(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 def check_tensors(
     source: object,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Described],
     expected: Mapping[str, tuple[int, ...]],
     *,
     ignored: Collection[str] = (),

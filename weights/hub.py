@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from weights.checkpoint import CheckpointError
+from weights.lazy import INDEX_FILE
 
 DEFAULT = "all-MiniLM-L6-v2"
 _REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
@@ -74,8 +75,8 @@ def _download(repository: str) -> Path:
     import huggingface_hub
 
     try:
-        folder = _snapshot(repository, "model.safetensors")
-        if not (folder / "model.safetensors").is_file():
+        folder = _snapshot(repository, "model.safetensors", INDEX_FILE, "model-*-of-*.safetensors")
+        if not any((folder / name).is_file() for name in ("model.safetensors", INDEX_FILE)):
             folder = _snapshot(repository, "pytorch_model.bin")
     # The hub client raises its own errors, those of its HTTP library and OSError: all mean no files.
     except Exception as error:
@@ -87,8 +88,8 @@ def _download(repository: str) -> Path:
     return folder
 
 
-def _snapshot(repository: str, tensor_file: str) -> Path:
+def _snapshot(repository: str, *tensor_files: str) -> Path:
     import huggingface_hub
 
-    patterns = ["config.json", tensor_file, *TEXT_FILES]
+    patterns = ["config.json", *tensor_files, *TEXT_FILES]
     return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))

@@ -75,6 +75,7 @@ def load_minilm(
     target = checkpoint.float_dtype(dtype)
     path = hub.resolve(path_or_name)
     if store.is_stored(path):
+        store.load_config_of(MiniLMConfig, path)
         return store.load(path, dtype=target)
     config = _read_config(path)
     return jax.device_put(convert(checkpoint.read_tensors(path), config, dtype=target, source=path))
@@ -83,7 +84,7 @@ def load_minilm(
 def load_minilm_config(path_or_name: str | os.PathLike[str] = hub.DEFAULT) -> MiniLMConfig:
     """Reads the sizes of the model that `load_minilm` loads; argument and errors as there."""
     path = hub.resolve(path_or_name)
-    return store.load_config(path) if store.is_stored(path) else _read_config(path)
+    return store.load_config_of(MiniLMConfig, path) if store.is_stored(path) else _read_config(path)
 
 
 def _read_config(path: Path) -> MiniLMConfig:

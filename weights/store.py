@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save as serialize
 
 from pallas_models.minilm import MiniLMConfig
-from weights import checkpoint, tree
+from weights import checkpoint, lazy, tree
 from weights.checkpoint import CheckpointError
+
+Config = TypeVar("Config", bound=tree.Config)
 
 FILE_NAME = "params.safetensors"
 _FORMAT = "pallas_models"
@@ -81,17 +83,27 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
     path = _file(path)
     target = None if dtype is None else checkpoint.float_dtype(dtype)
     config = load_config(path)
-    tensors = checkpoint.read_safetensors(path)
-    checkpoint.check_tensors(path, tensors, tree.shapes(config))
-    if target is not None:
-        tensors = tree.astype(tensors, target)
-    return jax.device_put(tree.unflatten(tensors))
+    flat = {}
+    with lazy.open_tensors(path) as tensors:
+        checkpoint.check_tensors(path, tensors, tree.shapes(config))
+        for name, tensor in tensors.items():  # one after another: no model is in memory twice
+            value = tensor.read()
+            flat[name] = jax.device_put(value if target is None else tree.astype({name: value}, target)[name])
+    return tree.unflatten(flat)
 
 
 def load_config(path: str | os.PathLike[str]) -> tree.Config:
     """Reads the config of the file that `save` wrote; path and errors as in `load`."""
     path = _file(path)
     return _config(path, checkpoint.read_metadata(path))
+
+
+def load_config_of(kind: type[Config], path: Path) -> Config:
+    """The same for a model whose config has to be a `kind`; CheckpointError where it is of another."""
+    config = load_config(path)
+    if not isinstance(config, kind):
+        raise CheckpointError(f"{path} holds a model with a {type(config).__name__}; expected a {kind.__name__}")
+    return config
 
 
 def is_stored(path: Path) -> bool:
@@ -113,7 +125,7 @@ def _config(path: Path, metadata: Mapping[str, str]) -> tree.Config:
     if not _is_ours(metadata):
         raise CheckpointError(
             f"{path} was not written by weights.save (its metadata: {dict(metadata)}); "
-            "convert a PyTorch checkpoint with `python -m weights minilm SRC DST`"
+            "convert a PyTorch checkpoint with `python -m weights MODEL SRC DST`"
         )
     model = metadata.get("model")
     if model not in tree.CONFIGS:

@@ -1,6 +1,6 @@
 """Parameter trees as flat dicts with dotted names, and the trees that the models expect."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models import minilm
+from pallas_models import gpt2, minilm, qwen3
 
-Config = minilm.MiniLMConfig
-CONFIGS: dict[str, type[Config]] = {"minilm": minilm.MiniLMConfig}
+Config = minilm.MiniLMConfig | gpt2.GPT2Config | qwen3.Qwen3Config
+CONFIGS: dict[str, type[Config]] = {
+    "minilm": minilm.MiniLMConfig,
+    "gpt2": gpt2.GPT2Config,
+    "qwen3": qwen3.Qwen3Config,
+}
 
 
 def flatten(params: Mapping[Any, Any]) -> dict[str, Any]:
@@ -48,5 +52,12 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter of the model of `config`, by dotted name."""
-    params = jax.eval_shape(lambda: minilm.init(jax.random.key(0), config))
+    match config:
+        case minilm.MiniLMConfig():
+            draw: Callable[..., Any] = minilm.init
+        case gpt2.GPT2Config():
+            draw = gpt2.init
+        case qwen3.Qwen3Config():
+            draw = qwen3.init
+    params = jax.eval_shape(lambda: draw(jax.random.key(0), config))
     return {name: leaf.shape for name, leaf in flatten(params).items()}

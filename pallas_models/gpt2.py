@@ -1,0 +1,362 @@
+"""GPT-2: a decoder of pre-norm transformer blocks, with learned positions and a head tied to the word embeddings.
+
+The model, in its four published sizes, is that of
+[Language Models are Unsupervised Multitask Learners](https://github.com/openai/gpt-2).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_models import ops
+from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, draw, last_tokens, look_up
+from pallas_models.ops import Implementation, _checks
+
+HEAD_DIM = 64  # of every published size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GPT2Config:
+    """Sizes of the model; the defaults are those of GPT-2 small."""
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    intermediate_size: int = 3072
+    max_positions: int = 1024
+    epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+
+
+def _size(hidden_size: int, num_layers: int) -> GPT2Config:
+    return GPT2Config(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=hidden_size // HEAD_DIM,
+        intermediate_size=4 * hidden_size,
+    )
+
+
+# By the names of the Hugging Face hub.
+CONFIGS = {
+    "gpt2": _size(768, 12),
+    "gpt2-medium": _size(1024, 24),
+    "gpt2-large": _size(1280, 36),
+    "gpt2-xl": _size(1600, 48),
+}
+
+
+class Embeddings(nnx.Module):
+    """Words and positions."""
+
+    def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.position = Embedding(config.max_positions, config.hidden_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, ids: jax.Array, positions: jax.Array | None) -> jax.Array:
+        words, table = look_up(self.word.embedding[...], ids), self.position.embedding[...]
+        if positions is None:
+            if ids.shape[1] > len(table):
+                raise ValueError(f"ids has length {ids.shape[1]}; expected at most {len(table)} positions")
+            return words + table[: ids.shape[1]]
+        _checks.check_integer("positions", positions)
+        _checks.check_shape("positions", positions, ids.shape, "the shape of ids")
+        _checks.check_ids("positions", positions, len(table), "positions")
+        return words + jnp.take(table, positions, axis=0, mode="clip")
+
+
+class Attention(nnx.Module):
+    """Parameters of multi-head self-attention: queries, keys and values in one projection."""
+
+    def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype=dtype, rngs=rngs)
+        self.out = Linear(config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class MLP(nnx.Module):
+    """Parameters of the feed-forward half: up, GELU by its tanh approximation, down."""
+
+    def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.up = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+        self.down = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block: (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.num_heads, self.epsilon = config.num_heads, config.epsilon
+        self.attention_norm = LayerNorm(config.hidden_size)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = LayerNorm(config.hidden_size)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        causal: bool = True,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes the block; arguments and errors are those of `block`."""
+
+        def norm(x: jax.Array, norm: LayerNorm) -> jax.Array:
+            return ops.layer_norm(
+                x, norm.scale[...], norm.bias[...], epsilon=self.epsilon, implementation=implementation
+            )
+
+        def linear(
+            x: jax.Array,
+            linear: Linear,
+            *,
+            activation: ops.Activation | None = None,
+            residual: jax.Array | None = None,
+        ) -> jax.Array:
+            return ops.matmul(
+                x,
+                linear.kernel[...],
+                bias=linear.bias[...],
+                activation=activation,
+                residual=residual,
+                precision=precision,
+                implementation=implementation,
+            )
+
+        y = ops.attention(  # type: ignore[call-arg]
+            linear(norm(x, self.attention_norm), self.attention.qkv),
+            num_heads=self.num_heads,
+            causal=causal,
+            mask=mask,
+            precision=precision,
+            implementation=implementation,
+        )
+        x = linear(y, self.attention.out, residual=x)
+        y = linear(norm(x, self.mlp_norm), self.mlp.up, activation="gelu_tanh")
+        return linear(y, self.mlp.down, residual=x)
+
+
+class GPT2(nnx.Module):
+    """The language model: token ids to the logits of the tokens that follow."""
+
+    def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = LayerNorm(config.hidden_size)
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        positions: jax.Array | None = None,
+        last_only: bool = False,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes the logits; arguments and errors are those of `logits`."""
+        x = self.embeddings(ids, positions)
+        if mask is not None:
+            _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
+        for layer in self.layers:
+            x = layer(x, mask, implementation=implementation)
+        if last_only:
+            x = last_tokens(x, mask)
+        x = ops.layer_norm(
+            x,
+            self.norm.scale[...],
+            self.norm.bias[...],
+            epsilon=self.config.epsilon,
+            implementation=implementation,
+        )
+        return ops.matmul(  # type: ignore[call-arg]
+            x,
+            self.embeddings.word.embedding[...],
+            transpose_w=True,
+            out_dtype=jnp.float32,
+            implementation=implementation,
+        )
+
+
+def init(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draws random parameters: a nested dict of arrays, as `logits` takes it; `["layers"]["0"]` is one of `block`.
+
+    Matrices are of `dtype`, (in, out); biases and norm scales are float32.
+    """
+    return draw(GPT2, config, key, dtype)
+
+
+def init_block(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draws the random parameters of one block, as `block` takes them."""
+    return draw(Block, config, key, dtype)
+
+
+def block(
+    params: Params,
+    x: jax.Array,
+    *,
+    causal: bool = True,
+    mask: jax.Array | None = None,
+    num_heads: int | None = None,
+    epsilon: float = 1e-5,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes one transformer block.
+
+    `y = x + attention(layer_norm(x))`, then `y + mlp(layer_norm(y))`: seven kernels, with biases, GELU and
+    the two residuals in the epilogues of the matrix products.
+
+    Args:
+      params: nested dict of arrays, from `init_block`, `unpack`, `weights.load_gpt2_block`, or
+        `["layers"]["0"]` of a whole model's. Widths are read off it.
+      x: (B, S, H) in the dtype of the matrices: float16, bfloat16 or float32. Sums and statistics are float32.
+      causal: whether a token attends only to itself and those before it.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed, or None.
+      num_heads: number of heads; H / 64 when None, which is that of every published size.
+      epsilon: added to the variance in the layer norms.
+      precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      The shape and dtype of `x`. Rows of padding positions hold values without meaning.
+
+    Raises:
+      TypeError: x is not floating point, or not of the dtype of the matrices.
+      ValueError: shapes do not fit each other, or H is not a multiple of `num_heads`.
+    """
+    _checks.check_float("x", x)
+    _checks.check_rank("x", x, 3, "(B, S, H)")
+    if num_heads is None and x.shape[-1] % HEAD_DIM:
+        raise ValueError(f"x has shape {x.shape}, its width no multiple of {HEAD_DIM}: num_heads must be given")
+    config = GPT2Config(
+        hidden_size=x.shape[-1],
+        num_heads=x.shape[-1] // HEAD_DIM if num_heads is None else num_heads,
+        intermediate_size=params["mlp"]["up"]["kernel"].shape[-1],
+        epsilon=epsilon,
+    )
+    return bind(Block, config, params)(x, mask, causal=causal, precision=precision, implementation=implementation)
+
+
+def logits(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    positions: jax.Array | None = None,
+    last_only: bool = False,
+    config: GPT2Config = GPT2Config(),
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the logits of the tokens that follow each token.
+
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_gpt2`. The dtype of the matrices (float16,
+        bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding, or None where there is no padding. A
+        token attends to the tokens up to itself.
+      positions: (B, S), integers below max_positions; 0 to S - 1 when None, also where padding comes first.
+      last_only: whether to compute the logits of the last token of each sequence only.
+      config: the model's sizes.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (B, S, vocab_size) float32, or (B, vocab_size) with `last_only`. Rows of padding have no meaning.
+
+    Raises:
+      TypeError: ids, mask or positions are not integers.
+      ValueError: shapes do not fit each other or `config`, ids or positions are (where concrete) outside their
+        table, or a concrete mask holds anything but 0 and 1.
+    """
+    return bind(GPT2, config, params)(
+        ids, mask, positions=positions, last_only=last_only, implementation=implementation
+    )
+
+
+# A block of GPT-2 small as one flat buffer: its parameters in this order, matrices (in, out) row by row.
+_FLAT_LAYOUT: dict[str, tuple[int, ...]] = {
+    "attention_norm.scale": (768,),
+    "attention_norm.bias": (768,),
+    "attention.qkv.kernel": (768, 2304),
+    "attention.qkv.bias": (2304,),
+    "attention.out.kernel": (768, 768),
+    "attention.out.bias": (768,),
+    "mlp_norm.scale": (768,),
+    "mlp_norm.bias": (768,),
+    "mlp.up.kernel": (768, 3072),
+    "mlp.up.bias": (3072,),
+    "mlp.down.kernel": (3072, 768),
+    "mlp.down.bias": (768,),
+}
+FLAT_SIZE = sum(math.prod(shape) for shape in _FLAT_LAYOUT.values())  # 7,087,872
+
+
+def unpack(flat_weights: jax.Array) -> Params:
+    """Takes the parameters of a block of GPT-2 small out of one flat buffer, for `block`.
+
+    Args:
+      flat_weights: (7087872,), any float dtype: scale and bias of the first layer norm, kernel and bias of
+        queries, keys and values (768 x 2304, in x out) and of the projection after attention (768 x 768),
+        scale and bias of the second layer norm, kernel and bias of the MLP's 768 x 3072 and 3072 x 768.
+
+    Returns:
+      The nested dict that `init_block` returns, of parts of the buffer in its dtype.
+
+    Raises:
+      TypeError: the buffer is not floating point.
+      ValueError: it is of another size.
+    """
+    _checks.check_float("flat_weights", flat_weights)
+    _checks.check_shape("flat_weights", flat_weights, (FLAT_SIZE,), "a block of GPT-2 small")
+    params: Params = {}
+    start = 0
+    for name, shape in _FLAT_LAYOUT.items():
+        *modules, leaf = name.split(".")
+        node = params
+        for module in modules:
+            node = node.setdefault(module, {})
+        end = start + math.prod(shape)
+        node[leaf] = flat_weights[start:end].reshape(shape)
+        start = end
+    return params
+
+
+def solve(
+    x: jax.Array,
+    flat_weights: jax.Array,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes a block of GPT-2 small, without causal mask, on weights in one flat buffer.
+
+    To call it often, `unpack` once and call `block`: here the parts of the buffer are copied every time.
+
+    Args:
+      x: (S, 768), float32, or the half precision that flat_weights has too.
+      flat_weights: (7087872,) in the layout of `unpack`.
+      precision: of float32 products, as in `block`.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (S, 768) in the dtype of `x`.
+
+    Raises:
+      TypeError: x or flat_weights are not floating point, or differ in dtype.
+      ValueError: shapes do not fit.
+    """
+    _checks.check_float("x", x)
+    if x.ndim != 2 or x.shape[1] != 768:
+        raise ValueError(f"x has shape {x.shape}; expected (S, 768)")
+    params = unpack(flat_weights)
+    return block(params, x[None], causal=False, precision=precision, implementation=implementation)[0]

@@ -1,0 +1,268 @@
+"""Qwen3: a decoder of pre-norm layers with grouped-query attention, rotary positions and a gated MLP.
+
+The dense models of the [Qwen3 Technical Report](https://arxiv.org/abs/2505.09388), 0.6B to 32B. This is the
+prefill: the forward pass over whole prompts, without a cache.
+
+Rounding is ours, not Hugging Face's: norms and rotations compute in float32 and round once, to their result.
+Hugging Face's Qwen3 rounds a normalised vector to the model's dtype before it multiplies the scale and after it,
+and does the same with cos, sin and the products of the rotation. In float32 both are the same.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_models import ops
+from pallas_models._modules import Embedding, Params, Projection, RMSNorm, bind, draw, last_tokens, look_up
+from pallas_models.ops import Implementation, _checks
+
+Table = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3Config:
+    """Sizes of the model; the defaults are those of Qwen3-8B."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    num_layers: int = 36
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    intermediate_size: int = 12288
+    max_positions: int = 40960
+    rope_theta: float = 1e6
+    epsilon: float = 1e-6
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} cannot be rotated; expected an even number")
+
+
+# By the names of the Hugging Face hub, which put "Qwen/" before them.
+CONFIGS = {
+    "Qwen3-0.6B": Qwen3Config(
+        hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072, tie_embeddings=True
+    ),
+    "Qwen3-1.7B": Qwen3Config(
+        hidden_size=2048, num_layers=28, num_heads=16, intermediate_size=6144, tie_embeddings=True
+    ),
+    "Qwen3-4B": Qwen3Config(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
+    "Qwen3-8B": Qwen3Config(),
+    "Qwen3-14B": Qwen3Config(hidden_size=5120, num_layers=40, num_heads=40, intermediate_size=17408),
+    "Qwen3-32B": Qwen3Config(hidden_size=5120, num_layers=64, num_heads=64, intermediate_size=25600),
+}
+
+
+class Attention(nnx.Module):
+    """Parameters of grouped-query self-attention: queries, keys and values in one projection."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = Projection(config.hidden_size, (heads + 2 * kv_heads) * head_dim, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(head_dim)
+        self.k_norm = RMSNorm(head_dim)
+        self.out = Projection(heads * head_dim, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class GateUp(nnx.Module):
+    """Two projections of one input side by side, (in, 2, out): the gate and what it gates."""
+
+    def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, 2, d_out), dtype))
+
+
+class MLP(nnx.Module):
+    """Parameters of the gated MLP."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.gate_up = GateUp(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+        self.down = Projection(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class Layer(nnx.Module):
+    """One pre-norm decoder layer: (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = RMSNorm(config.hidden_size)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        table: Table,
+        mask: jax.Array | None = None,
+        *,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes the layer, with cos and sin of the positions as `table`."""
+        (cos, sin), config, attention, mlp = table, self.config, self.attention, self.mlp
+        heads: dict[str, Any] = dict(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+        norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
+        product: dict[str, Any] = dict(precision=precision, implementation=implementation)
+
+        y = ops.rms_norm(x, self.attention_norm.scale[...], **norm)
+        qkv = ops.rotary(
+            ops.matmul(y, attention.qkv.kernel[...], **product),
+            cos,
+            sin,
+            q_scale=attention.q_norm.scale[...],
+            k_scale=attention.k_norm.scale[...],
+            **heads,
+            **norm,
+        )
+        y = ops.attention(qkv, causal=True, mask=mask, **heads, **product)  # type: ignore[call-arg]
+        x = ops.matmul(y, attention.out.kernel[...], residual=x, **product)
+        y = ops.rms_norm(x, self.mlp_norm.scale[...], **norm)
+        return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)
+
+
+class Qwen3(nnx.Module):
+    """The language model: token ids to the logits of the tokens that follow."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size)
+        if not config.tie_embeddings:
+            self.head = Projection(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        positions: jax.Array | None = None,
+        last_only: bool = False,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes the logits; arguments and errors are those of `logits`."""
+        config = self.config
+        x = look_up(self.word.embedding[...], ids)
+        if mask is not None:
+            _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
+        table = _table(positions, ids.shape, config)
+        for layer in self.layers:
+            x = layer(x, table, mask, implementation=implementation)
+        if last_only:
+            x = last_tokens(x, mask)
+        x = ops.rms_norm(x, self.norm.scale[...], epsilon=config.epsilon, implementation=implementation)
+        return ops.matmul(  # type: ignore[call-arg]
+            x,
+            self.word.embedding[...] if config.tie_embeddings else self.head.kernel[...],
+            transpose_w=config.tie_embeddings,
+            out_dtype=jnp.float32,
+            implementation=implementation,
+        )
+
+
+def _table(positions: jax.Array | None, shape: tuple[int, ...], config: Qwen3Config) -> Table:
+    """cos and sin for tokens of this shape, (B, S)."""
+    if shape[1] > config.max_positions:
+        raise ValueError(f"length {shape[1]} is too long; expected at most {config.max_positions} positions")
+    if positions is None:
+        positions = jnp.arange(shape[1])
+    elif positions.ndim == 2:
+        _checks.check_shape("positions", positions, shape, "(B, S)")
+    return ops.rotary_table(positions, config.head_dim, theta=config.rope_theta)
+
+
+def init(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draws random parameters: a nested dict of arrays, as `logits` takes it; `["layers"]["0"]` is one of `layer`.
+
+    Matrices are of `dtype`, (in, out), and norm scales float32. The kernel of gate and up is (in, 2, out).
+    """
+    return draw(Qwen3, config, key, dtype)
+
+
+def init_layer(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draws the random parameters of one layer, as `layer` takes them."""
+    return draw(Layer, config, key, dtype)
+
+
+def layer(
+    params: Params,
+    x: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    config: Qwen3Config = Qwen3Config(),
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes one decoder layer over whole prompts.
+
+    `y = x + attention(rms_norm(x))`, then `y + mlp(rms_norm(y))`, in eight kernels: the norms, queries, keys
+    and values in one product, per-head norm and rotation in place, causal grouped-query attention, its
+    projection with the residual, gate and up in one product with `silu(gate) * up` as its epilogue, and down
+    with the residual.
+
+    Args:
+      params: nested dict of arrays, from `init_layer`, or `["layers"]["0"]` of a whole model's.
+      x: (B, S, H) in the dtype of the matrices: float16, bfloat16 or float32. Sums and statistics are float32.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed, or None.
+      positions: (S,) or (B, S), integers; 0 to S - 1 when None.
+      config: the model's sizes, of which a layer ignores those of the vocabulary and the number of layers.
+      precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      The shape and dtype of `x`. Rows of padding positions hold values without meaning.
+
+    Raises:
+      TypeError: x is not floating point, or not of the dtype of the matrices, or positions are not integers.
+      ValueError: shapes do not fit each other or `config`.
+    """
+    _checks.check_float("x", x)
+    _checks.check_rank("x", x, 3, "(B, S, H)")
+    table = _table(positions, x.shape[:2], config)
+    return bind(Layer, config, params)(x, table, mask, precision=precision, implementation=implementation)
+
+
+def logits(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    positions: jax.Array | None = None,
+    last_only: bool = False,
+    config: Qwen3Config = Qwen3Config(),
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the logits of the tokens that follow each token of whole prompts.
+
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_qwen3`. The dtype of the matrices (float16,
+        bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding (on either side), or None where there is
+        none. A token attends to the tokens up to itself.
+      positions: (S,) or (B, S), integers; 0 to S - 1 when None. What counts is their differences.
+      last_only: whether to compute the logits of the last token of each sequence only, which is what
+        generation starts from and spares most of the head's product.
+      config: the model's sizes, e.g. `CONFIGS["Qwen3-0.6B"]`.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (B, S, vocab_size) float32, or (B, vocab_size) with `last_only`. Rows of padding have no meaning.
+
+    Raises:
+      TypeError: ids, mask or positions are not integers.
+      ValueError: shapes do not fit each other or `config`, ids are (where concrete) outside the vocabulary, or
+        a concrete mask holds anything but 0 and 1.
+    """
+    return bind(Qwen3, config, params)(
+        ids, mask, positions=positions, last_only=last_only, implementation=implementation
+    )

@@ -1,0 +1,141 @@
+"""GPT-2 checkpoints of Hugging Face, and single blocks in a flat buffer, to parameters of `pallas_models.gpt2`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_models import gpt2
+from pallas_models.gpt2 import GPT2Config
+from weights import checkpoint
+from weights.loading import Model, Part, same
+
+
+def load_gpt2(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+    """Loads the weights of GPT-2, of any size, as parameters.
+
+    Args:
+      path_or_name: a folder with config.json and model.safetensors (or several such files and their index) or
+        pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a hub id such as
+        `"openai-community/gpt2"`.
+      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
+        scales stay float32.
+
+    Returns:
+      Nested dict of arrays on the default device, as `gpt2.init` returns it and `gpt2.logits` takes it. Names
+      may or may not start with `transformer.`; the buffers `attn.bias` and `attn.masked_bias` are ignored.
+
+    Raises:
+      FileNotFoundError: a file or the name was not found.
+      CheckpointError: a file is truncated or corrupt, the config is of another architecture, tensors are
+        missing, unexpected or misshapen (all are listed), or the head is not the word embeddings.
+      ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
+      TypeError: `dtype` is none of the above.
+    """
+    return _MODEL.load(path_or_name, dtype)
+
+
+def load_gpt2_config(path_or_name: str | os.PathLike[str]) -> GPT2Config:
+    """Reads the sizes of the model that `load_gpt2` loads; argument and errors as there."""
+    return _MODEL.load_config(path_or_name)
+
+
+def load_gpt2_block(
+    source: str | os.PathLike[str] | np.ndarray, *, dtype: DTypeLike = jnp.float32
+) -> dict[str, Any]:
+    """Loads one block of GPT-2 small from a flat buffer, in the layout of `gpt2.unpack`.
+
+    Args:
+      source: the buffer, 7,087,872 floats: an array, a .npy file, or a file of nothing but float32.
+      dtype: float16, bfloat16 or float32, of the matrices; biases and norm scales are float32.
+
+    Returns:
+      Nested dict of arrays on the default device, as `gpt2.block` takes it.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: the buffer is not of that size, or not floating point.
+      TypeError: `dtype` is none of the above.
+    """
+    target = checkpoint.float_dtype(dtype)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        flat = np.load(path) if path.suffix == ".npy" else np.fromfile(path, np.float32)
+    else:
+        flat = np.asarray(source)
+    checkpoint.check_tensors(
+        source if isinstance(source, str | os.PathLike) else "the buffer",
+        {"weights": flat},
+        {"weights": (gpt2.FLAT_SIZE,)},
+        what="a block of GPT-2 small",
+    )
+    params = gpt2.unpack(jnp.asarray(flat, jnp.float32))
+    return jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf.astype(target), params)
+
+
+def _adapt(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("n_inner") is None and isinstance(config.get("n_embd"), int):
+        return config | {"n_inner": 4 * config["n_embd"]}
+    return config
+
+
+def _parts(config: GPT2Config) -> dict[str, Part]:
+    h, f = config.hidden_size, config.intermediate_size
+
+    def norm(parameter: str, name: str) -> dict[str, Part]:
+        return {
+            f"{parameter}.scale": same(f"{name}.weight", h),
+            f"{parameter}.bias": same(f"{name}.bias", h),
+        }
+
+    def conv1d(parameter: str, name: str, d_in: int, d_out: int) -> dict[str, Part]:
+        return {
+            f"{parameter}.kernel": same(f"{name}.weight", d_in, d_out),  # (in, out), as we have it
+            f"{parameter}.bias": same(f"{name}.bias", d_out),
+        }
+
+    parts = {
+        "embeddings.word.embedding": same("wte.weight", config.vocab_size, h),
+        "embeddings.position.embedding": same("wpe.weight", config.max_positions, h),
+        **norm("norm", "ln_f"),
+    }
+    for i in range(config.num_layers):
+        parts |= norm(f"layers.{i}.attention_norm", f"h.{i}.ln_1")
+        parts |= conv1d(f"layers.{i}.attention.qkv", f"h.{i}.attn.c_attn", h, 3 * h)
+        parts |= conv1d(f"layers.{i}.attention.out", f"h.{i}.attn.c_proj", h, h)
+        parts |= norm(f"layers.{i}.mlp_norm", f"h.{i}.ln_2")
+        parts |= conv1d(f"layers.{i}.mlp.up", f"h.{i}.mlp.c_fc", h, f)
+        parts |= conv1d(f"layers.{i}.mlp.down", f"h.{i}.mlp.c_proj", f, h)
+    return parts
+
+
+_MODEL = Model(
+    config=GPT2Config,
+    model_type="gpt2",
+    sizes={
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_positions": "n_positions",
+    },
+    others={"epsilon": ("layer_norm_epsilon", 1e-5)},
+    values={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    },
+    adapt=_adapt,
+    parts=_parts,
+    prefix="transformer.",
+    # The causal mask, as old versions saved it.
+    ignored=lambda config: {f"h.{i}.attn.{b}" for i in range(config.num_layers) for b in ("bias", "masked_bias")},
+    tied=lambda config: {"lm_head.weight": "wte.weight"},
+)

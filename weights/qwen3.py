@@ -1,0 +1,113 @@
+"""Qwen3 checkpoints of Hugging Face to parameters of `pallas_models.qwen3`."""
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_models.qwen3 import Qwen3Config
+from weights.loading import Model, Part, gate_up, linear, same
+
+
+def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Any]:
+    """Loads the weights of a dense Qwen3 model as parameters.
+
+    Tensors are read one after another and joined on the device, so that no more than one parameter is in
+    memory beside the model.
+
+    Args:
+      path_or_name: a folder with config.json and model.safetensors, or with several such files and
+        model.safetensors.index.json, such a file itself, what `weights.save` wrote, or a hub id such as
+        `"Qwen/Qwen3-8B"`.
+      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; norm scales are
+        float32.
+
+    Returns:
+      Nested dict of arrays on the default device, as `qwen3.init` returns it and `qwen3.logits` takes it. Names
+      may or may not start with `model.`.
+
+    Raises:
+      FileNotFoundError: a file or the name was not found, or a file that the index names.
+      CheckpointError: a file is truncated or corrupt, the index and the files do not agree, the config is of
+        another architecture, tensors are missing, unexpected or misshapen (all are listed), or a tied head is
+        not the word embeddings.
+      TypeError: `dtype` is none of the above.
+    """
+    return _MODEL.load(path_or_name, dtype)
+
+
+def load_qwen3_config(path_or_name: str | os.PathLike[str]) -> Qwen3Config:
+    """Reads the sizes of the model that `load_qwen3` loads; argument and errors as there."""
+    return _MODEL.load_config(path_or_name)
+
+
+def _adapt(config: dict[str, Any]) -> dict[str, Any]:
+    # transformers 5 writes {"rope_parameters": {"rope_type": "default", "rope_theta": ...}}, 4 the keys below.
+    rope = config.get("rope_parameters") or {}
+    config = {"rope_theta": rope.get("rope_theta", 1e6), "rope_type": rope.get("rope_type", "default")} | config
+    kinds = config.get("layer_types") or ["full_attention"]
+    return config | {"layer_types": next((kind for kind in kinds if kind != "full_attention"), "full_attention")}
+
+
+def _parts(config: Qwen3Config) -> dict[str, Part]:
+    h, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * d, config.num_kv_heads * d
+    parts = {
+        "word.embedding": same("embed_tokens.weight", config.vocab_size, h),
+        "norm.scale": same("norm.weight", h),
+    }
+    if not config.tie_embeddings:
+        parts["head.kernel"] = linear({"lm_head.weight": (config.vocab_size, h)})
+    for i in range(config.num_layers):
+        layer = f"layers.{i}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        queries_keys_values = {"q": q, "k": kv, "v": kv}
+        parts |= {
+            f"{layer}.attention_norm.scale": same(f"{layer}.input_layernorm.weight", h),
+            f"{layer}.attention.qkv.kernel": linear(
+                {f"{attention}.{part}_proj.weight": (rows, h) for part, rows in queries_keys_values.items()}
+            ),
+            f"{layer}.attention.q_norm.scale": same(f"{attention}.q_norm.weight", d),
+            f"{layer}.attention.k_norm.scale": same(f"{attention}.k_norm.weight", d),
+            f"{layer}.attention.out.kernel": linear({f"{attention}.o_proj.weight": (h, q)}),
+            f"{layer}.mlp_norm.scale": same(f"{layer}.post_attention_layernorm.weight", h),
+            f"{layer}.mlp.gate_up.kernel": gate_up(
+                {f"{mlp}.{part}_proj.weight": (f, h) for part in ("gate", "up")}
+            ),
+            f"{layer}.mlp.down.kernel": linear({f"{mlp}.down_proj.weight": (h, f)}),
+        }
+    return parts
+
+
+_MODEL = Model(
+    config=Qwen3Config,
+    model_type="qwen3",
+    sizes={
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "intermediate_size",
+        "max_positions": "max_position_embeddings",
+    },
+    others={
+        "rope_theta": ("rope_theta", 1e6),
+        "epsilon": ("rms_norm_eps", 1e-6),
+        "tie_embeddings": ("tie_word_embeddings", False),
+    },
+    values={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "rope_scaling": (None,),
+        "rope_type": ("default",),
+        "layer_types": ("full_attention",),
+    },
+    adapt=_adapt,
+    parts=_parts,
+    prefix="model.",
+    tied=lambda config: {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {},
+)
