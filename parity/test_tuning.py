@@ -369,6 +369,23 @@ class TestAutotune:
         assert "its output is off by" in failures[2] and "off by nan" in failures[4]
         assert tune(Tile(2, wrong_by=0.01), tolerance=0.5).config == Tile(2, wrong_by=0.01)
 
+    def test_one_wrong_element_among_many_counts(self):
+        expected = normal(np.random.default_rng(79), 1 << 16)
+        assert autotuner._error(expected, expected) == 0
+        one_off = expected.at[77].add(1e-3)
+        assert np.linalg.norm(one_off - expected) < 0.5e-5 * np.linalg.norm(expected)
+        assert autotuner._error(one_off, expected) > 1e-5
+        infinite = expected.at[3].set(-jnp.inf)  # such as the log-sum-exp of no keys
+        assert autotuner._error(infinite, infinite) == 0
+        assert not autotuner._error(infinite, expected) <= 1.0
+
+    @pytest.mark.parametrize("spread, faster", [(1.0, True), (8.0, False)])
+    def test_samples_that_overlap_decide_nothing(self, spread, faster):
+        samples = np.linspace(-spread, spread, 20)
+        slow, fast = (autotuner.Trial(config=None, samples_us=list(us + samples)) for us in (100.0, 95.0))
+        assert fast.is_faster(slow) == faster
+        assert not slow.is_faster(fast) and not autotuner.Trial(config=None).is_faster(slow)
+
     def test_one_that_does_not_compile_stops_no_other(self, tune, times):
         times[Tile(4)] = 50.0
         result = tune(Tile(2, breaks=True), Tile(4))
