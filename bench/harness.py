@@ -118,6 +118,7 @@ class Benchmark:
       settings: what bears on the figures, for the result file.
       budget: how long to measure a candidate; with --quick and without a GPU `timing.QUICK`.
       compile_budget: seconds after which no torch.compile is begun, unless --compile-budget.
+      table: makes what --show-results prints before the table of every candidate.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Benchmark:
     budget: timing.Budget = timing.STANDARD
     compile_budget: float = 15.0
     shortened: bool = False
+    table: Callable[[Result], str] = tables.full
 
     def parse_shapes(self, text: str) -> list[Shape]:
         """Parses shapes such as `8192x4096,32x128+masked`.
@@ -241,7 +243,7 @@ class Benchmark:
             result = dataclasses.replace(result, partial=False)
             results.save(result, args.output)
             draft.unlink()
-        return finish(result, args, say)
+        return finish(result, args, say, self.table)
 
     def measure(
         self,
@@ -297,10 +299,15 @@ def shape_text(shape: Shape) -> str:
     return "+".join([sizes, *(part for part in shape if isinstance(part, str))])
 
 
-def finish(result: Result, args: argparse.Namespace, say: Callable[[str], None]) -> int:
+def finish(
+    result: Result,
+    args: argparse.Namespace,
+    say: Callable[[str], None],
+    table: Callable[[Result], str] = tables.full,
+) -> int:
     """Prints what was asked for and where the result lies; returns 1 if ours failed or was wrong."""
     if args.show_results:
-        print("\n" + "\n\n".join([tables.full(result), tables.entries(result), tables.conditions(result)]))
+        print("\n" + "\n\n".join([table(result), tables.entries(result), tables.conditions(result)]))
     for line in tables.problems(result):
         print(line)
     say(f"results: {results.path_of(result, args.output)}")
