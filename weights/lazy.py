@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -63,9 +64,8 @@ def open_tensors(path: Path) -> Iterator[dict[str, LazyTensor]]:
         if path.suffix == ".safetensors":
             yield _open(path, stack)
             return
-        yield {
-            name: LazyTensor(t.shape, t.dtype, lambda t=t: t) for name, t in checkpoint.read_tensors(path).items()
-        }
+        tensors = checkpoint.read_tensors(path)
+        yield {name: LazyTensor(t.shape, t.dtype, functools.partial(np.asarray, t)) for name, t in tensors.items()}
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, LazyTensor]:
