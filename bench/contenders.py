@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,8 @@ class Problem:
     Attributes:
       inputs: draws an input set, a tuple of arrays, from a seed; with jax.random (`normal`) on the device.
       reference: function of an input set that gives the right output in float32 or float64, an array or a tuple.
-        Of a contender that returns more than the reference only the first outputs are compared.
+        What `jax.jit` returns is compiled ahead, as the contenders are. Of a contender that returns more than the
+        reference only the first outputs are compared.
       contenders: who takes part.
       flop: floating-point operations of one call; None where they are not counted.
       products: dtype of the matrix products that flop counts, if not that of the case.
@@ -252,7 +253,7 @@ def set_bytes(inputs: Any) -> int:
 
 
 class JaxPrograms:
-    """The programs of the JAX contenders of all problems, compiled ahead, several at a time."""
+    """The programs of the JAX contenders and references of all problems, compiled ahead, several at a time."""
 
     def __init__(self, problems: Sequence[Problem], *, gpu: bool):
         self.gpu = gpu
@@ -262,6 +263,11 @@ class JaxPrograms:
                 for problem in problems
                 for contender in problem.contenders
                 if not (contender.in_torch or self._reason(contender))
+            }
+            self.references = {
+                id(problem): pool.submit(self._compile_reference, problem)
+                for problem in problems
+                if hasattr(problem.reference, "lower")
             }
 
     def _reason(self, contender: Contender) -> str:
@@ -274,6 +280,16 @@ class JaxPrograms:
         start = time.perf_counter()
         compiled = jax.jit(function).lower(*contender.params, *example).compile()
         return compiled, time.perf_counter() - start
+
+    @staticmethod
+    def _compile_reference(problem: Problem) -> Any:
+        example = jax.eval_shape(lambda: problem.inputs(0))
+        return cast(Any, problem.reference).lower(*example).compile()
+
+    def reference(self, problem: Problem, inputs: tuple[Any, ...]) -> Any:
+        """The right output for an input set."""
+        ahead = self.references.get(id(problem))
+        return (ahead.result() if ahead else problem.reference)(*inputs)
 
     def attempt(self, problem: Problem, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> Attempt:
         """A contender, ready to be called on the input sets."""
@@ -391,6 +407,7 @@ class TorchPrograms:
     def _peak_bytes(function: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
         import torch
 
+        function(*inputs)  # workspaces that stay are made on first use
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function(*inputs)
@@ -423,20 +440,24 @@ def capture(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> 
     """Captures a torch function in a CUDA graph for every input set; a call replays the graph."""
     import torch
 
-    side = torch.cuda.Stream()
+    calls: list[Callable[[], Any]] = []
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is done once, on first use, must not be captured
-        for _ in range(3):
+    with torch.cuda.stream(side):
+        for _ in range(3):  # what is done once, on first use, must not be captured
             function(*inputs[0])
+        torch.cuda.synchronize()
+        for given in inputs:  # not with torch.cuda.graph, which collects garbage each time: 0.1 s
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: JAX's threads share the process and may call CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = function(*given)
+            finally:
+                graph.capture_end()
+            calls.append(functools.partial(_replay, graph, output))
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    calls, pool = [], torch.cuda.graph_pool_handle()
-    for given in inputs:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: JAX's threads share the process and may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            output = function(*given)
-        calls.append(functools.partial(_replay, graph, output))
     return calls
 
 

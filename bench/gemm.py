@@ -31,7 +31,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     plain = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST if dtype == "fp32" else None)
     ours = functools.partial(ops.matmul, implementation="triton")
     ladder = [
-        Contender(name, "ladder", lambda name=name: functools.partial(ours, algorithm=name), gpu=True)
+        Contender(name, "ladder", functools.partial(functools.partial, ours, algorithm=name), gpu=True)
         for name in LADDER
         if shape in CUBES
     ]

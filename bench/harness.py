@@ -118,7 +118,7 @@ class Benchmark:
       settings: what bears on the figures, for the result file.
       budget: how long to measure a candidate; with --quick and without a GPU `timing.QUICK`.
       compile_budget: seconds after which no torch.compile is begun, unless --compile-budget.
-      table: makes what --show-results prints before the table of every candidate.
+      table: makes what --show-results prints before floors, ladder and the table of every candidate.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Benchmark:
     budget: timing.Budget = timing.STANDARD
     compile_budget: float = 15.0
     shortened: bool = False
-    table: Callable[[Result], str] = tables.full
+    table: Callable[[Result], str] = tables.comparison
 
     def parse_shapes(self, text: str) -> list[Shape]:
         """Parses shapes such as `8192x4096,32x128+masked`.
@@ -141,7 +141,7 @@ class Benchmark:
         Raises:
           argparse.ArgumentTypeError: something in it is not a shape.
         """
-        found = []
+        found: list[Shape] = []
         for part in text.split(","):
             numbers, *flags = part.strip().split("+")
             sizes = numbers.split("x")
@@ -264,7 +264,7 @@ class Benchmark:
                 attempts += in_torch.attempts(contender, sets)
             else:
                 attempts.append(programs.attempt(problem, contender, sets))
-        references = {i: problem.reference(*sets[i]) for i in {0, len(sets) - 1}}
+        references = {i: programs.reference(problem, sets[i]) for i in {0, len(sets) - 1}}
         limit = LIMITS[dtype] if problem.limit is None else problem.limit
         for attempt in attempts:
             attempt.check(references, problem.measure, limit)
@@ -303,11 +303,14 @@ def finish(
     result: Result,
     args: argparse.Namespace,
     say: Callable[[str], None],
-    table: Callable[[Result], str] = tables.full,
+    table: Callable[[Result], str] = tables.comparison,
 ) -> int:
     """Prints what was asked for and where the result lies; returns 1 if ours failed or was wrong."""
     if args.show_results:
-        print("\n" + "\n\n".join([table(result), tables.entries(result), tables.conditions(result)]))
+        print(
+            "\n"
+            + "\n\n".join([tables.full(result, table(result)), tables.entries(result), tables.conditions(result)])
+        )
     for line in tables.problems(result):
         print(line)
     say(f"results: {results.path_of(result, args.output)}")

@@ -12,11 +12,14 @@ import numpy as np
 from bench import environment, minilm_models, tables
 from bench.harness import COSINE, Benchmark, Contender, Problem, Shape, itemsize
 from bench.minilm_models import Checkpoint
+from bench.results import Result
 from pallas_models import minilm
 
 HELP = "MiniLM forward pass: ours, XLA and torch side by side"
 
 INPUT_SETS = 4  # rotated from call to call; in real use, too, the weights are what fills the cache
+
+STEP_SHAPES = ((1, 128), (64, 128))  # where every step is measured, of which the default is the last
 
 # Upper bounds on 1 - cosine, for random token ids and weights rounded to the dtype. Measured over a few batches:
 # 1e-7, 2e-6 and 7e-5; the largest of the rows of a large batch is a few times that.
@@ -60,8 +63,8 @@ class Models:
         tensors = (torch.from_dlpack(x).long() for x in (ids, mask))
         return np.asarray(model(*tensors).cpu().numpy())
 
-    def contenders(self, dtype: str) -> list[Contender]:
-        """Who takes part."""
+    def contenders(self, dtype: str, *, steps: bool) -> list[Contender]:
+        """Who takes part; `steps`: also the forward pass with our kernels added one after another."""
         config = self.checkpoint.config
         ours = functools.partial(minilm.embed, config=config)
         params, (plain_params, plain) = self.params(dtype), self.plain(dtype)
@@ -84,7 +87,17 @@ class Models:
             ),
         ]
         kernels = functools.partial(ours, implementation="triton")
-        return [Contender("pallas", "ours", lambda: kernels, params=(params,), gpu=True), *found]
+        ladder = [
+            Contender(
+                name,
+                "ladder",
+                functools.partial(minilm_models.stepped, config, name),
+                params=(params,),
+                gpu=True,
+            )
+            for name in (minilm_models.STEPS if steps else ())
+        ]
+        return [Contender("pallas", "ours", lambda: kernels, params=(params,), gpu=True), *ladder, *found]
 
     def problem(self, dtype: str, shape: Shape) -> Problem:
         """One forward pass."""
@@ -95,13 +108,19 @@ class Models:
         return Problem(
             inputs=lambda seed: draw_inputs((batch, seq), config.vocab_size, self.masks, seed),
             reference=self.reference,
-            contenders=self.contenders(dtype),
+            contenders=self.contenders(dtype, steps=(batch, seq) in STEP_SHAPES),
             flop=minilm_models.flop(config, batch, seq),
             bytes=minilm_models.least_bytes(config, batch, seq, itemsize(dtype)),
             measure=COSINE,
             limit=LIMITS[dtype],
             sets=INPUT_SETS,
         )
+
+
+def table(result: Result) -> str:
+    """The tables in README.md: device time, wall time, and the steps."""
+    steps = tables.ladder(result)
+    return tables.comparison(result) + (f"\n\nStep by step:\n\n{steps}" if steps else "")
 
 
 BENCHMARK = Benchmark(
@@ -112,9 +131,8 @@ BENCHMARK = Benchmark(
     cpu_shapes=((1, 16), (1, 128)),
     dtypes=("fp16",),
     compile_budget=60.0,
+    table=table,
 )
-
-table = tables.comparison  # of README.md: device and wall time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 import weights
 from bench.contenders import DTYPES
+from pallas_models import ops
 from pallas_models.minilm import MiniLMConfig
 from weights.checkpoint import read_tensors
 from weights.minilm import convert
@@ -192,6 +193,54 @@ def plain_jax(
         return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
 
     return params, embed
+
+
+STEPS = {  # what each adds to the kernels of the one before; the last to come is the product with layer norm in it
+    "step-0-all-in-xla": (),
+    "step-1-products": ("matmul",),
+    "step-2-bias-gelu-residual-in-them": ("epilogue",),
+    "step-3-attention": ("attention",),
+    "step-4-norms-embedding-pooling": ("norm", "embedding", "pooling"),
+}
+
+
+def stepped(config: MiniLMConfig, step: str) -> Callable[..., jax.Array]:
+    """The forward pass with the kernels of this library up to a step of STEPS, and XLA for the rest."""
+    order = list(STEPS)
+    kernels = {kernel for name in order[: order.index(step) + 1] for kernel in STEPS[name]}
+
+    def by(kernel: str) -> ops.Implementation:
+        return "triton" if kernel in kernels else "xla"
+
+    def dense(
+        x: jax.Array, linear: Any, activation: ops.Activation | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        epilogue: dict[str, Any] = dict(bias=linear["bias"], activation=activation, residual=residual)
+        if "epilogue" in kernels or "matmul" not in kernels:
+            return ops.matmul(x, linear["kernel"], **epilogue, implementation=by("epilogue"))
+        y = ops.matmul(x, linear["kernel"], implementation="triton").astype(jnp.float32) + linear["bias"]
+        y = jax.nn.gelu(y, approximate=False) if activation else y
+        return (y if residual is None else y + residual).astype(x.dtype)
+
+    def norm(x: jax.Array, of: Any) -> jax.Array:
+        return ops.layer_norm(x, of["scale"], of["bias"], epsilon=config.epsilon, implementation=by("norm"))
+
+    def embed(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        tables = params["embeddings"]
+        word, position, token_type = (tables[name]["embedding"] for name in ("word", "position", "token_type"))
+        scale, bias = tables["norm"]["scale"], tables["norm"]["bias"]
+        fixed: dict[str, Any] = dict(epsilon=config.epsilon, implementation=by("embedding"))
+        x = ops.embed_tokens(ids, word, position, token_type, scale, bias, **fixed)
+        for i in range(config.num_layers):
+            layer = params["layers"][str(i)]
+            qkv = dense(x, layer["attention"]["qkv"])
+            y = ops.attention(qkv, num_heads=config.num_heads, mask=mask, implementation=by("attention"))
+            x = norm(dense(y, layer["attention"]["out"], residual=x), layer["attention_norm"])
+            y = dense(x, layer["mlp"]["up"], activation="gelu")
+            x = norm(dense(y, layer["mlp"]["down"], residual=x), layer["mlp_norm"])
+        return ops.mean_pool(x, mask, implementation=by("pooling"))
+
+    return embed
 
 
 def torch_missing() -> str:

@@ -47,7 +47,7 @@ def jax_pallas(*, rms: bool) -> Callable[..., Any]:
 
 def tokamax(*, rms: bool) -> Callable[..., Any]:
     """tokamax's, in its default configuration."""
-    from tokamax import layer_norm
+    from tokamax import layer_norm  # type: ignore[import-not-found]
 
     return lambda x, scale, bias=None: layer_norm(x, scale, bias, epsilon=EPSILON, subtract_mean=not rms)
 

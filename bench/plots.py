@@ -46,11 +46,13 @@ def size_of(case: Case) -> tuple[float, str]:
 
 
 def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str) -> Plot | None:
-    """Time of every candidate against the size of the problem."""
+    """Time of every candidate against the size of the problem, without variants that few cases have."""
+    cases = [case for case in result.cases if case.dtype == dtype]
+    everywhere = set.intersection(*({entry.name for entry in case.entries} for case in cases))
     points: dict[tuple[Family, str], list[tuple[float, float]]] = {}
-    for case in result.cases:
+    for case in cases:
         for entry in case.entries:
-            if case.dtype == dtype and (time := clock(entry)):
+            if (entry.family != "ladder" or entry.name in everywhere) and (time := clock(entry)):
                 size, unit = size_of(case)
                 points.setdefault((entry.family, entry.name), []).append((size, time.median_us))
     if not points or len({size for found in points.values() for size, _ in found}) < 2:

@@ -43,7 +43,7 @@ def section(result: Result) -> str:
 def on_page(result: Result) -> str:
     """The tables that the page has of a benchmark."""
     own = own_table(result.benchmark)
-    return "\n\n".join(filter(None, [own(result), tables.detail(result)] if own else [tables.full(result)]))
+    return tables.full(result, own(result) if own else "")
 
 
 def load_all(folder: Path) -> tuple[list[Result], bool]:

@@ -33,7 +33,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     rows, columns = map(int, shape)
     ours = functools.partial(ops.softmax, implementation="triton")
     ladder = [
-        Contender(name, "ladder", lambda name=name: functools.partial(ours, algorithm=name), gpu=True)
+        Contender(name, "ladder", functools.partial(functools.partial, ours, algorithm=name), gpu=True)
         for name in ALGORITHMS
     ]
     too_long = "it holds a row in the registers of 4 warps" if columns > 32768 else ""

@@ -306,7 +306,7 @@ TABLE = (  # columns: title, family, metric, format
 
 def table(result: results.Result) -> str:
     """Agreement with the reference on real sentences, Spearman's correlation and sentences a second, by dtype."""
-    found = [{e.family: e.metrics for e in case.entries} for case in result.cases]
+    found: list[dict[str, dict[str, float]]] = [{e.family: e.metrics for e in c.entries} for c in result.cases]
     columns = [c for c in TABLE if c[1] != "peer" or any(metrics.get("peer") for metrics in found)]
     rows = []
     for case, metrics in zip(result.cases, found, strict=True):

@@ -55,11 +55,16 @@ def summary(case: Case, clock: Clock) -> str:
     return ", ".join(found) or "nothing could be timed"
 
 
-def format_us(time: Timing | None) -> str:
-    """Median in microseconds, three digits at least."""
-    if time is None:
+def format_number(value: float | None) -> str:
+    """A number, three digits at least."""
+    if value is None:
         return "-"
-    return f"{time.median_us:.0f}" if time.median_us >= 100 else f"{time.median_us:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_us(time: Timing | None) -> str:
+    """Median in microseconds."""
+    return format_number(time.median_us if time else None)
 
 
 def format_spread(time: Timing | None) -> tuple[str, str]:
@@ -127,7 +132,7 @@ def compared(result: Result, clock: Clock) -> str:
     mean = ["geometric mean", *("" for _ in families)]
     mean += [format_ratio(mean_speedup(result.cases, family, clock)) for family in families[1:]]
     if clock is device:
-        header += ["rate of ours", "of the ceiling", "which is"]
+        header += ["rate of ours", "of its ceiling", "ceiling"]
         mean += ["", "", ""]
     return markdown(header, [*rows, mean])
 
@@ -138,8 +143,7 @@ def floors(result: Result) -> str:
     rows = []
     for case in result.cases:
         if least := roofline.floor(case, result.ceilings):
-            flop_a_byte = roofline.intensity(case)
-            row = [case.label, f"{flop_a_byte:.3g}" if flop_a_byte else "-", f"{least.us:.3g}", least.by]
+            row = [case.label, *map(format_number, (roofline.intensity(case), least.us)), least.by]
             for family in families:
                 pair = best(case, family, device)
                 row.append(format_share(roofline.share(case, result.ceilings, pair[1] if pair else None)))
@@ -174,15 +178,12 @@ def brief(result: Result) -> str:
     return "\n\nLadder of variants:\n\n".join(filter(None, parts))
 
 
-def detail(result: Result) -> str:
-    """Floors and ladder, where there are any."""
+def full(result: Result, first: str = "") -> str:
+    """All tables but the one of every candidate: `first`, or the comparison, and what is not in it already."""
+    text = first or comparison(result)
     titled = {"Floor at the measured ceilings": floors(result), "Ladder of variants": ladder(result)}
-    return "\n\n".join(f"{title}:\n\n{table}" for title, table in titled.items() if table)
-
-
-def full(result: Result) -> str:
-    """All tables but the one of every candidate."""
-    return "\n\n".join(filter(None, [comparison(result), detail(result)]))
+    more = [f"{title}:\n\n{table}" for title, table in titled.items() if table and table not in text]
+    return "\n\n".join(filter(None, [text, *more]))
 
 
 def entries(result: Result) -> str:
@@ -199,7 +200,7 @@ def entries(result: Result) -> str:
             row += [*format_spread(entry.device), entry.device.method if entry.device else "-"]
             row += [str(len(entry.kernels) or "-"), *format_spread(entry.wall)]
             row.append("-" if entry.compile_s is None else f"{entry.compile_s:.1f}")
-            rows.append([*row, "-" if entry.peak_bytes is None else f"{entry.peak_bytes / 1e6:.3g}"])
+            rows.append([*row, format_number(entry.peak_bytes and entry.peak_bytes / 1e6)])
     return markdown(header, rows)
 
 

@@ -17,6 +17,7 @@ from bench.results import Accuracy, Case, Entry, Kernel, Result, ResultError
 from bench.timing import Budget, Candidate, DeviceTimerError, Timing
 from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig
+from parity.common import TRITON_CALL, cuda_device
 
 TINY = MiniLMConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=24
@@ -321,6 +322,22 @@ class TestMiniLM:
         assert harness.cosine_distance(jax.jit(plain)(params, ids, mask), expected.numpy()) < 1e-6
         ours = minilm.embed(checkpoint.params("fp32"), jnp.asarray(ids), jnp.asarray(mask), config=TINY)
         assert harness.cosine_distance(ours, expected.numpy()) < 1e-6
+
+    def test_steps(self, checkpoint):
+        """The first step is plain XLA, and every other one has kernels that the one before has not."""
+        ids, mask = (jnp.asarray(x) for x in benchmark.draw_inputs((3, 12), TINY.vocab_size, "ragged", seed=0))
+        params, plain = minilm_models.plain_jax(checkpoint, "fp32")
+        expected = plain(params, ids, mask)
+        params = checkpoint.params("fp32")
+        steps = {name: minilm_models.stepped(TINY, name) for name in minilm_models.STEPS}
+        first, *others = steps.values()
+        assert harness.cosine_distance(first(params, ids, mask), expected) < 1e-6
+        counts = []
+        for step in others:
+            with cuda_device("NVIDIA H200", 132):
+                lowered = jax.jit(step).trace(params, ids, mask).lower(lowering_platforms=("cuda",))
+            counts.append(lowered.as_text().count(TRITON_CALL))
+        assert counts == [8, 8, 10, 16]  # two layers: 4 products, an attention and 2 norms each; 2 more
 
     def test_cosine_distance(self):
         a = np.eye(3)
