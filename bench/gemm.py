@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from bench.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
 from pallas_models import ops
+from pallas_models.tuning import HEURISTIC
 
 HELP = "matrix products, with the ladder of algorithms: ours, XLA, torch"
 
@@ -41,6 +42,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         contenders=[
             Contender("pallas", "ours", lambda: ours, gpu=True),
             *ladder,
+            Contender("heuristic", "ladder", lambda: functools.partial(ours, config=HEURISTIC), gpu=True),
             Contender("xla", "xla", lambda: plain),
             Contender("torch", "torch", in_torch, ways=("eager", "graph")),  # compiled, it calls cuBLAS too
         ],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from bench.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
 from bench.softmax import ROWS
 from pallas_models import ops
+from pallas_models.tuning import HEURISTIC
 
 HELP = "layer norm and RMS norm of rows: ours, XLA, torch, jax.experimental.pallas.ops, tokamax"
 
@@ -63,6 +64,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         reference=jax.jit(lambda *inputs: plain(*(x.astype(jnp.float32) for x in inputs))),
         contenders=[
             Contender("pallas", "ours", lambda: ours, gpu=True),
+            Contender("heuristic", "ladder", lambda: functools.partial(ours, config=HEURISTIC), gpu=True),
             Contender("xla", "xla", lambda: plain),
             Contender("torch", "torch", functools.partial(in_torch, columns, rms=rms)),
             Contender("jax-pallas", "peer", functools.partial(jax_pallas, rms=rms), gpu=True),

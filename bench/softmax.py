@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from bench.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
 from pallas_models import ops
 from pallas_models.kernels.triton.softmax import ALGORITHMS
+from pallas_models.tuning import HEURISTIC
 
 HELP = "softmax of rows, with the ladder of algorithms: ours, XLA, torch, jax.experimental.pallas.ops"
 
@@ -43,6 +44,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         contenders=[
             Contender("pallas", "ours", lambda: ours, gpu=True),
             *ladder,
+            Contender("heuristic", "ladder", lambda: functools.partial(ours, config=HEURISTIC), gpu=True),
             Contender("xla", "xla", lambda: jax.nn.softmax),
             Contender("torch", "torch", in_torch),
             Contender("jax-pallas", "peer", jax_pallas, gpu=True, skip=too_long),
