@@ -15,7 +15,13 @@ HELP = "GPT-2 block, causal: ours, XLA, torch"
 CONFIG = gpt2.GPT2Config()
 LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.4e-2}  # of an op, times the square root of their number
 
-PARAMS, TREE = jax.tree.flatten(jax.eval_shape(lambda: gpt2.init_block(jax.random.key(0), CONFIG)))
+
+def shapes() -> Any:
+    """The parameters of a block, without their values."""
+    return jax.eval_shape(lambda: gpt2.init_block(jax.random.key(0), CONFIG))
+
+
+TREE = jax.tree.structure(shapes())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -24,9 +30,10 @@ def draw(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
 
     In a model the weights of a block come from memory too, as those of the other blocks were used since.
     """
-    x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(PARAMS))
+    params = jax.tree.leaves(shapes())
+    x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(params))
     x = jax.random.normal(x_key, (batch, seq, CONFIG.hidden_size)).astype(DTYPES[dtype])
-    leaves = TREE.unflatten([0.03 * jax.random.normal(k, p.shape) for k, p in zip(keys, PARAMS, strict=True)])
+    leaves = TREE.unflatten([0.03 * jax.random.normal(k, p.shape) for k, p in zip(keys, params, strict=True)])
     for norm in (leaves["attention_norm"], leaves["mlp_norm"]):
         norm["scale"] += 1.0
     return x, *(p if p.ndim == 1 else p.astype(DTYPES[dtype]) for p in jax.tree.leaves(leaves))
@@ -105,7 +112,9 @@ def problem(dtype: str, shape: Shape) -> Problem:
     precision = "highest" if dtype == "fp32" else None
 
     def ours() -> Callable[..., jax.Array]:
-        return lambda x, *leaves: gpt2.block(TREE.unflatten(leaves), x, implementation="triton")
+        return lambda x, *leaves: gpt2.block(
+            TREE.unflatten(leaves), x, num_heads=CONFIG.num_heads, implementation="triton"
+        )
 
     def xla(attention: Literal["xla", "cudnn"]) -> Contender:
         function = functools.partial(plain, attention=attention, precision=precision)

@@ -14,22 +14,28 @@ from pallas_models.ops import rotary_table
 HELP = "Qwen3-8B decoder layer, prefill: ours, XLA, torch"
 
 CONFIG = qwen3.Qwen3Config()
-HEADS, KV_HEADS, HEAD_DIM = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
 LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.4e-2}  # of an op, times the square root of their number
 
-PARAMS, TREE = jax.tree.flatten(jax.eval_shape(lambda: qwen3.init_layer(jax.random.key(0), CONFIG)))
+
+def shapes() -> Any:
+    """The parameters of a layer, without their values."""
+    return jax.eval_shape(lambda: qwen3.init_layer(jax.random.key(0), CONFIG))
+
+
+TREE = jax.tree.structure(shapes())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def draw(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
     """x, and the parameters of a layer in the order of `TREE`, as large as real ones."""
-    x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(PARAMS))
+    params = jax.tree.leaves(shapes())
+    x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(params))
     x = jax.random.normal(x_key, (batch, seq, CONFIG.hidden_size), DTYPES[dtype])
     leaves = [
         1 + 0.1 * jax.random.normal(k, p.shape)
         if p.ndim == 1
         else 0.02 * jax.random.normal(k, p.shape, DTYPES[dtype])
-        for k, p in zip(keys, PARAMS, strict=True)
+        for k, p in zip(keys, params, strict=True)
     ]
     return x, *leaves
 
@@ -45,7 +51,9 @@ def plain(x: jax.Array, *leaves: jax.Array, attend: Callable[..., jax.Array], pr
     p = TREE.unflatten(leaves)
     batch, seq, _ = x.shape
     matmul = functools.partial(jnp.matmul, precision=precision)
-    cos, sin = (table[:, None, :] for table in rotary_table(jnp.arange(seq), HEAD_DIM, theta=CONFIG.rope_theta))
+    cos, sin = (
+        table[:, None, :] for table in rotary_table(jnp.arange(seq), CONFIG.head_dim, theta=CONFIG.rope_theta)
+    )
 
     def rotate(x: jax.Array, scale: jax.Array) -> jax.Array:
         a, b = jnp.split(norm(x, scale).astype(jnp.float32), 2, axis=-1)
@@ -53,8 +61,8 @@ def plain(x: jax.Array, *leaves: jax.Array, attend: Callable[..., jax.Array], pr
 
     attention, mlp = p["attention"], p["mlp"]
     qkv = matmul(norm(x, p["attention_norm"]["scale"]), attention["qkv"]["kernel"])
-    heads = qkv.reshape(batch, seq, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    q, k, v = jnp.split(heads, (HEADS, HEADS + KV_HEADS), axis=2)
+    heads = qkv.reshape(batch, seq, CONFIG.num_heads + 2 * CONFIG.num_kv_heads, CONFIG.head_dim)
+    q, k, v = jnp.split(heads, (CONFIG.num_heads, CONFIG.num_heads + CONFIG.num_kv_heads), axis=2)
     q, k = rotate(q, attention["q_norm"]["scale"]), rotate(k, attention["k_norm"]["scale"])
     x = x + matmul(attend(q, k, v).reshape(batch, seq, -1), attention["out"]["kernel"])
     gate_up = mlp["gate_up"]["kernel"].reshape(CONFIG.hidden_size, -1)
@@ -68,12 +76,14 @@ def by_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     causal = jnp.tril(jnp.ones((seq, seq), bool))
 
     def one(head: jax.Array) -> jax.Array:
-        group = head // (HEADS // KV_HEADS)
-        scores = jnp.einsum("bqd,bkd->bqk", q[:, :, head], k[:, :, group], precision="highest") * HEAD_DIM**-0.5
+        group = head // (CONFIG.num_heads // CONFIG.num_kv_heads)
+        scores = (
+            jnp.einsum("bqd,bkd->bqk", q[:, :, head], k[:, :, group], precision="highest") * CONFIG.head_dim**-0.5
+        )
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
         return jnp.einsum("bqk,bkd->bqd", weights, v[:, :, group], precision="highest")
 
-    return jnp.moveaxis(jax.lax.map(one, jnp.arange(HEADS)), 0, 2)
+    return jnp.moveaxis(jax.lax.map(one, jnp.arange(CONFIG.num_heads)), 0, 2)
 
 
 @jax.jit
@@ -101,7 +111,11 @@ def in_torch(*, cudnn: bool) -> Callable[..., Any]:
             return y * cos + torch.cat([-b, a], -1) * sin
 
         qkv = norm(x, p["attention_norm"]["scale"]) @ p["attention"]["qkv"]["kernel"]
-        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2).split((HEADS, KV_HEADS, KV_HEADS), 1)
+        q, k, v = (
+            qkv.unflatten(-1, (-1, CONFIG.head_dim))
+            .transpose(1, 2)
+            .split((CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.num_kv_heads), 1)
+        )
         q = rotate(q, p["attention"]["q_norm"]["scale"])
         k = rotate(k, p["attention"]["k_norm"]["scale"])
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -121,7 +135,7 @@ def for_torch(x: Any, *leaves: Any) -> tuple[Any, ...]:
     """The inputs of torch: cos and sin as Hugging Face makes them once, and norms in the dtype of the matrices."""
     import torch
 
-    table = rotary_table(jnp.arange(x.shape[1]), HEAD_DIM, theta=CONFIG.rope_theta)
+    table = rotary_table(jnp.arange(x.shape[1]), CONFIG.head_dim, theta=CONFIG.rope_theta)
     cos, sin = (torch.from_dlpack(t).to(x.device).repeat(1, 2).to(x.dtype) for t in table)
     return cos, sin, x, *(leaf.to(x.dtype) for leaf in leaves)
 
@@ -129,12 +143,12 @@ def for_torch(x: Any, *leaves: Any) -> tuple[Any, ...]:
 def problem(dtype: str, shape: Shape) -> Problem:
     """A layer on x (batch, seq, 4096)."""
     batch, seq = map(int, shape)
-    rows, weights = batch * seq, sum(p.size for p in PARAMS if p.ndim > 1)
+    rows, weights = batch * seq, sum(p.size for p in jax.tree.leaves(shapes()) if p.ndim > 1)
     half = "" if dtype != "fp32" else "cuDNN attention takes fp16 and bf16"
     cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
     def ours() -> Callable[..., jax.Array]:
-        return lambda x, *leaves: qwen3.layer(TREE.unflatten(leaves), x, implementation="triton")
+        return lambda x, *leaves: qwen3.layer(TREE.unflatten(leaves), x, config=CONFIG, implementation="triton")
 
     return Problem(
         inputs=lambda seed: draw(seed, dtype, batch, seq),
@@ -162,7 +176,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
             ),
         ],
         # Attention computes the scores of a triangle.
-        flop=2.0 * rows * weights + 2.0 * rows * seq * HEADS * HEAD_DIM,
+        flop=2.0 * rows * weights + 2.0 * rows * seq * CONFIG.num_heads * CONFIG.head_dim,
         bytes=float((2 * rows * CONFIG.hidden_size + weights) * itemsize(dtype)),
         limit=LIMITS[dtype],
         sets=2,  # the weights alone are more than the L2 cache holds

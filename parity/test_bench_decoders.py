@@ -1,0 +1,67 @@
+"""The GPT-2 and Qwen3 benchmarks: everybody computes the same block, at small sizes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from bench import gpt2, qwen3
+from pallas_models.gpt2 import GPT2Config
+from pallas_models.qwen3 import Qwen3Config
+from parity.common import KERNEL, assert_close
+
+MODULES = {
+    gpt2: GPT2Config(hidden_size=64, num_heads=2, intermediate_size=96),
+    qwen3: Qwen3Config(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96),
+}
+
+
+@pytest.fixture(params=MODULES, ids=lambda module: module.__name__)
+def module(request, monkeypatch):
+    """The benchmark with a small model."""
+    monkeypatch.setattr(request.param, "CONFIG", MODULES[request.param])
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_contenders_agree(module, dtype):
+    torch = pytest.importorskip("torch")
+    problem = module.problem(dtype, (2, 16))
+    inputs = problem.inputs(0)
+    expected = np.asarray(problem.reference(*inputs))
+    assert expected.dtype == np.float32
+    checked = set()
+    for contender in problem.contenders:
+        if contender.skip or "cudnn" in contender.name:
+            continue
+        function = contender.load()
+        if contender.in_torch:
+            given = contender.prepared(tuple(torch.from_dlpack(x) for x in inputs))
+            out = function(*given).float().cpu().numpy()
+        elif contender.gpu and KERNEL != "triton":
+            continue
+        else:
+            out = np.asarray(jax.jit(function)(*inputs)).astype(np.float32)
+        assert_close(out, expected, problem.limit)
+        checked.add(contender.family)
+    assert "torch" in checked
+
+
+def test_what_xla_is_given_computes_the_layer(module):
+    inputs = module.draw(1, "fp32", 2, 16)
+    if module is gpt2:
+        function = functools.partial(gpt2.plain, attention="xla")
+    else:
+        function = functools.partial(
+            qwen3.plain, attend=functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        )
+    assert_close(jax.jit(function)(*inputs), module.reference(*inputs), 1e-5)
+
+
+def test_operations_are_counted_once():
+    # Microseconds at 790 TFLOP/s.
+    floors = [gpt2.problem("bf16", shape).flop / 790e6 for shape in gpt2.BENCHMARK.shapes]
+    np.testing.assert_allclose(floors, [2.3, 20, 163, 652], rtol=0.03)
+    case = qwen3.problem("bf16", (8, 2048))
+    np.testing.assert_allclose(case.flop, 2 * 16384 * 192_937_984 + 4 * 8 * 2048**2 / 2 * 4096)
