@@ -32,6 +32,13 @@ def has_gpu() -> bool:
         return False
 
 
+def device() -> str:
+    """The kind of the first CUDA device, or CPU."""
+    import jax
+
+    return str(jax.devices("cuda")[0].device_kind) if has_gpu() else "CPU"
+
+
 def commit() -> str:
     """The commit of the checkout, with "+changes" if files differ; $BENCH_COMMIT where there is no git."""
     given = os.environ.get("BENCH_COMMIT", "").strip()
@@ -43,11 +50,8 @@ def commit() -> str:
 
 def describe() -> dict[str, str]:
     """The environment of a run."""
-    import jax
-
-    device = jax.devices("cuda")[0].device_kind if has_gpu() else "CPU"
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    found = {"device": device, "driver": driver[0] if driver else "none"}
+    found = {"device": device(), "driver": driver[0] if driver else "none"}
     found |= {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in PACKAGES:
         try:

@@ -37,6 +37,7 @@ from the L2 cache, unless `Problem.sets` says otherwise. The result is saved aft
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import time
@@ -118,7 +119,7 @@ class Benchmark:
       settings: what bears on the figures, for the result file.
       budget: how long to measure a candidate; with --quick and without a GPU `timing.QUICK`.
       compile_budget: seconds after which no torch.compile is begun, unless --compile-budget.
-      table: makes what --show-results prints before floors, ladder and the table of every candidate.
+      table: makes what --show-results prints instead of comparison and ladder.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Benchmark:
     budget: timing.Budget = timing.STANDARD
     compile_budget: float = 15.0
     shortened: bool = False
-    table: Callable[[Result], str] = tables.comparison
+    table: Callable[[Result], str] | None = None
 
     def parse_shapes(self, text: str) -> list[Shape]:
         """Parses shapes such as `8192x4096,32x128+masked`.
@@ -207,6 +208,17 @@ class Benchmark:
         settings = dict(self.settings)
         if gpu and not args.no_compile:
             settings["torch.compile"] = args.compile_mode
+        count = sum(not contender.in_torch for problem in problems.values() for contender in problem.contenders)
+        say(f"{environment.device()}; compiling {count} JAX programs for {len(problems)} cases")
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # importing torch takes as long
+            in_torch = pool.submit(
+                TorchPrograms,
+                gpu=gpu,
+                compile_mode=args.compile_mode,
+                compile_budget=args.compile_budget,
+                no_compile=args.no_compile,
+            )
+            programs = JaxPrograms(list(problems.values()), gpu=gpu)
         result = results.Result(
             benchmark=self.name,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -216,21 +228,12 @@ class Benchmark:
             settings=settings,
             cases=[],
         )
-        count = sum(not contender.in_torch for problem in problems.values() for contender in problem.contenders)
-        say(f"{result.environment['device']}; compiling {count} JAX programs for {len(problems)} cases")
-        programs = JaxPrograms(list(problems.values()), gpu=gpu)
-        in_torch = TorchPrograms(
-            gpu=gpu,
-            compile_mode=args.compile_mode,
-            compile_budget=args.compile_budget,
-            no_compile=args.no_compile,
-        )
         if gpu:
             say("measuring the device's ceilings")
             result.ceilings.update(environment.measure_ceilings(budget))
         started = time.perf_counter()
         for done, ((dtype, shape), problem) in enumerate(problems.items(), start=1):
-            case = self.measure(dtype, shape, problem, programs, in_torch, budget, gpu=gpu)
+            case = self.measure(dtype, shape, problem, programs, in_torch.result(), budget, gpu=gpu)
             result.cases.append(case)
             results.save(result, args.output)  # kept, should the run be interrupted
             left = (time.perf_counter() - started) / done * (len(problems) - done)
@@ -243,7 +246,14 @@ class Benchmark:
             result = dataclasses.replace(result, partial=False)
             results.save(result, args.output)
             draft.unlink()
-        return finish(result, args, say, self.table)
+        if args.show_results:
+            shown = tables.full(result, self.table(result) if self.table else "")
+            print("\n" + "\n\n".join([shown, tables.entries(result), tables.conditions(result)]))
+        for line in tables.problems(result):
+            print(line)
+        say(f"results: {results.path_of(result, args.output)}")
+        ours = [entry for case in result.cases for entry in case.entries if entry.family in OURS]
+        return int(any(entry.status in ("failed", "wrong") for entry in ours))
 
     def measure(
         self,
@@ -297,22 +307,3 @@ def shape_text(shape: Shape) -> str:
     """A shape as it is given on the command line."""
     sizes = "x".join(str(part) for part in shape if isinstance(part, int))
     return "+".join([sizes, *(part for part in shape if isinstance(part, str))])
-
-
-def finish(
-    result: Result,
-    args: argparse.Namespace,
-    say: Callable[[str], None],
-    table: Callable[[Result], str] = tables.comparison,
-) -> int:
-    """Prints what was asked for and where the result lies; returns 1 if ours failed or was wrong."""
-    if args.show_results:
-        print(
-            "\n"
-            + "\n\n".join([tables.full(result, table(result)), tables.entries(result), tables.conditions(result)])
-        )
-    for line in tables.problems(result):
-        print(line)
-    say(f"results: {results.path_of(result, args.output)}")
-    ours = [entry for case in result.cases for entry in case.entries if entry.family in OURS]
-    return int(any(entry.status in ("failed", "wrong") for entry in ours))

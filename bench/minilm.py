@@ -117,10 +117,28 @@ class Models:
         )
 
 
+def steps(result: Result) -> str:
+    """Device time as our kernels take the place of XLA's, one kind after another; empty if not measured."""
+    cases = [case for case in result.cases if any(entry.family == "ladder" for entry in case.entries)]
+    times = [{e.name: e.device for e in case.entries if e.family in ("ladder", "ours")} for case in cases]
+    names = list(dict.fromkeys(name for found in times for name in found if name != "pallas"))
+    titles = [*names, "step-5-norms-in-the-products"]
+    rows = []
+    for title, name, before in zip(titles, [*names, "pallas"], [None, *names], strict=True):
+        row = [title]
+        for found in times:
+            now, last = found.get(name), found.get(before) if before else None
+            gain = f"{last.median_us - now.median_us:.3g}" if now and last else "-"
+            row += [tables.format_us(now), gain]
+        rows.append(row)
+    header = [title for case in cases for title in (f"{case.label}, us", "less by")]
+    return tables.markdown(["our kernels for", *header], rows) if names else ""
+
+
 def table(result: Result) -> str:
     """The tables in README.md: device time, wall time, and the steps."""
-    steps = tables.ladder(result)
-    return tables.comparison(result) + (f"\n\nStep by step:\n\n{steps}" if steps else "")
+    found = steps(result)
+    return tables.comparison(result) + (f"\n\nStep by step, device time:\n\n{found}" if found else "")
 
 
 BENCHMARK = Benchmark(

@@ -196,9 +196,9 @@ def plain_jax(
 
 
 STEPS = {  # what each adds to the kernels of the one before; the last to come is the product with layer norm in it
-    "step-0-all-in-xla": (),
+    "step-0-nothing": (),
     "step-1-products": ("matmul",),
-    "step-2-bias-gelu-residual-in-them": ("epilogue",),
+    "step-2-bias-gelu-residual": ("epilogue",),
     "step-3-attention": ("attention",),
     "step-4-norms-embedding-pooling": ("norm", "embedding", "pooling"),
 }

@@ -152,38 +152,38 @@ def floors(result: Result) -> str:
     return markdown(header, rows) if rows else ""
 
 
+LADDER = "Variants of ours: rate (of XLA's, of the ceiling)"
+
+
 def ladder(result: Result) -> str:
-    """The variants of ours, the default and the baselines' best, a row each, against XLA."""
+    """The rates of the variants of ours, the default and XLA's best, a row a case; empty if there are none."""
+    cases = [case for case in result.cases if any(e.family == "ladder" and e.device for e in case.entries)]
+    variants = dict.fromkeys(e.name for case in cases for e in case.entries if e.family == "ladder")
     rows = []
-    for case in result.cases:
-        variants = [(e, e.device) for e in case.entries if e.family == "ladder" and e.device]
-        if not variants:
-            continue
-        pairs = [best(case, family, device) for family in ("ours", "xla", "torch")]
-        xla = pairs[1]
-        for entry, time in (*variants, *(pair for pair in pairs if pair)):
-            name = f"{entry.name}, the default" if entry.family == "ours" else entry.name
-            against = format_share(xla[1].median_us / time.median_us if xla else None)
-            reached = format_share(roofline.share(case, result.ceilings, time))
-            rows.append(
-                [case.label, name, format_us(time), roofline.rate(case, result.ceilings, time), against, reached]
-            )
-    header = ["case", "variant", "device, us", "rate", "of XLA's", "of the ceiling"]
-    return markdown(header, rows) if rows else ""
+    for case in cases:
+        found = {e.name: e.device for e in case.entries if e.family == "ladder"}
+        ours, xla = (pair[1] if (pair := best(case, family, device)) else None for family in ("ours", "xla"))
+        row = [case.label]
+        for time in (*map(found.get, variants), ours, xla):
+            against = xla.median_us / time.median_us if xla and time else None
+            shares = (against, roofline.share(case, result.ceilings, time))
+            rate = roofline.rate(case, result.ceilings, time) if time else ""
+            row.append(f"{rate} ({', '.join(map(format_share, shares))})" if rate else "-")
+        rows.append(row)
+    return markdown(["case", *variants, "the default", "XLA"], rows) if rows else ""
 
 
 def brief(result: Result) -> str:
     """What README.md has of an operation: device time against the baselines, and the ladder."""
     parts = [compared(result, device) or compared(result, wall), ladder(result)]
-    return "\n\nLadder of variants:\n\n".join(filter(None, parts))
+    return f"\n\n{LADDER}:\n\n".join(filter(None, parts))
 
 
-def full(result: Result, first: str = "") -> str:
-    """All tables but the one of every candidate: `first`, or the comparison, and what is not in it already."""
-    text = first or comparison(result)
-    titled = {"Floor at the measured ceilings": floors(result), "Ladder of variants": ladder(result)}
-    more = [f"{title}:\n\n{table}" for title, table in titled.items() if table and table not in text]
-    return "\n\n".join(filter(None, [text, *more]))
+def full(result: Result, own: str = "") -> str:
+    """A benchmark's own tables, or else comparison and ladder; and the floors."""
+    titled = {"Floor at the measured ceilings": floors(result), LADDER: "" if own else ladder(result)}
+    more = [f"{title}:\n\n{table}" for title, table in titled.items() if table]
+    return "\n\n".join(filter(None, [own or comparison(result), *more]))
 
 
 def entries(result: Result) -> str:
