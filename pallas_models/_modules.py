@@ -68,6 +68,17 @@ def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "implementation"))
+def _call(graph: Any, state: Any, *args: Any, implementation: Any) -> Any:
+    return nnx.merge(graph, state)(*args, implementation=implementation)
+
+
+def call_layer(module: nnx.Module, *args: Any, implementation: Any) -> Any:
+    """Calls a layer of a stack; of layers that are alike one is traced and lowered for all."""
+    graph, state = nnx.split(module)
+    return _call(graph, state, *args, implementation=implementation)
+
+
 class Kind(Hashable, Protocol[Module]):
     """A class of modules that are made of a config."""
 

@@ -13,7 +13,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops
-from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, draw, last_tokens, look_up
+from pallas_models._modules import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    Params,
+    bind,
+    call_layer,
+    draw,
+    last_tokens,
+    look_up,
+)
 from pallas_models.ops import Implementation, _checks
 
 HEAD_DIM = 64  # of every published size
@@ -168,7 +178,7 @@ class GPT2(nnx.Module):
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         for layer in self.layers:
-            x = layer(x, mask, implementation=implementation)
+            x = call_layer(layer, x, mask, implementation=implementation)
         if last_only:
             x = last_tokens(x, mask)
         x = ops.layer_norm(

@@ -17,7 +17,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops
-from pallas_models._modules import Embedding, Params, Projection, RMSNorm, bind, draw, last_tokens, look_up
+from pallas_models._modules import (
+    Embedding,
+    Params,
+    Projection,
+    RMSNorm,
+    bind,
+    call_layer,
+    draw,
+    last_tokens,
+    look_up,
+)
 from pallas_models.ops import Implementation, _checks
 
 Table = tuple[jax.Array, jax.Array]
@@ -155,7 +165,7 @@ class Qwen3(nnx.Module):
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         table = _table(positions, ids.shape, config)
         for layer in self.layers:
-            x = layer(x, table, mask, implementation=implementation)
+            x = call_layer(layer, x, table, mask, implementation=implementation)
         if last_only:
             x = last_tokens(x, mask)
         x = ops.rms_norm(x, self.norm.scale[...], epsilon=config.epsilon, implementation=implementation)
