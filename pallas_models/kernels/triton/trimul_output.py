@@ -1,0 +1,201 @@
+"""The end of the triangle multiplicative update: layer norm over the hidden channels, gate, projection."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.triton._common import (
+    Ref,
+    block_size,
+    check_powers_of_two,
+    in_bounds,
+    load,
+    local_gpu,
+    span,
+    store,
+    tile_mask,
+)
+from pallas_models.tuning import Chooser, Problem, choose
+
+_HELD_BYTES = 96 * 1024  # of weights that stay in shared memory from one block of positions to the next
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_m` positions a step, their output in blocks of `block_n` channels.
+
+    `programs_per_core` programs for every multiprocessor share the positions: each loads the next while it works.
+    """
+
+    block_m: int
+    block_n: int
+    programs_per_core: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_m", "block_n", "num_warps")
+        if self.programs_per_core < 1:
+            raise ValueError(f"{__name__}: programs_per_core={self.programs_per_core} must be at least 1")
+
+
+def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, num_stages: int) -> Config:
+    return Config(
+        block_m=block_m,
+        block_n=block_n,
+        programs_per_core=programs_per_core,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def heuristic(h: int, c: int, dtype: DTypeLike) -> Config:
+    """Chooses blocks for h hidden channels and c of the output; measured on an H200."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return _config(32, 32, 4, 4, 1)
+    return _config(64 if h <= 128 else 32, 64 if c <= 128 else 128, 2, 4, 3)
+
+
+def configs(dtype: DTypeLike) -> Iterator[Config]:
+    """The blocks worth measuring."""
+    sizes = ((16, 32), (32, 64)) if jnp.dtype(dtype).itemsize == 4 else ((32, 64), (32, 64, 128))
+    for block_m, block_n, programs, num_stages in itertools.product(*sizes, (1, 2, 3, 4), (2, 3, 4)):
+        yield _config(block_m, block_n, programs, 4, num_stages)
+
+
+def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
+    """Bytes of shared memory that a program takes."""
+    block_h = block_size(h, 16, 1024)
+    weights = block_h * pl.cdiv(c, config.block_n) * config.block_n * jnp.dtype(dtype).itemsize
+    held = weights if weights <= _HELD_BYTES else config.num_stages * block_h * config.block_n * 2
+    return held + 2 * (config.num_stages - 1) * block_h * config.block_m * jnp.dtype(dtype).itemsize
+
+
+def _output_kernel(
+    y_ref: Ref,  # (B, H, M)
+    gate_ref: Ref,  # (B, G, M), or (B, M, G) where `gate_after`
+    scale_ref: Ref,  # (H,)
+    shift_ref: Ref,  # (H,)
+    w_ref: Ref,  # (H, C)
+    b_ref: Ref | None,  # (C,)
+    o_ref: Ref,  # (B, M, C)
+    *,
+    config: Config,
+    programs: int,
+    gate_after: bool,
+    epsilon: float,
+    precision: jax.lax.Precision,
+) -> None:
+    batches, size, c = o_ref.shape
+    h = y_ref.shape[1]
+    block_m, block_n, block_h = config.block_m, config.block_n, block_size(h, 16, 1024)
+    pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
+    tiles = batches * pl.cdiv(size, block_m)
+    channels, h_mask = span(0, block_h), in_bounds(0, block_h, h)
+    scale, shift = (load(ref.at[channels], h_mask)[:, None] for ref in (scale_ref, shift_ref))
+
+    def columns_of(j: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
+        return span(j * block_n, block_n), in_bounds(j * block_n, block_n, c)
+
+    def weights(j: jax.Array | int) -> jax.Array:
+        columns, mask = columns_of(j)
+        return load(w_ref.at[channels, columns], tile_mask(h_mask, mask))
+
+    blocks = pl.cdiv(c, block_n)
+    held = block_h * blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
+    ws = [weights(j) for j in range(blocks)] if held else []
+
+    def tile(t: jax.Array, carry: jax.Array) -> jax.Array:
+        t = pid + t * programs
+        batch, row = jax.lax.div(t, row_blocks), jax.lax.rem(t, row_blocks) * block_m
+        rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
+        mask = tile_mask(h_mask, row_mask)
+        y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32)
+        d = y - jnp.sum(y, axis=0, keepdims=True) / h
+        if h_mask is not None:
+            d = jnp.where(h_mask[:, None], d, 0.0)
+        z = d * jax.lax.rsqrt(jnp.sum(d * d, axis=0, keepdims=True) / h + epsilon) * scale + shift
+        if not gate_after:
+            z *= load(gate_ref.at[batch, channels, rows], mask).astype(jnp.float32)
+        z = z.astype(w_ref.dtype)
+
+        def write(j: jax.Array | int, w: jax.Array) -> None:
+            columns, column_mask = columns_of(j)
+            mask = tile_mask(row_mask, column_mask)
+            out = plgpu.dot(z, w, trans_a=True, precision=precision)
+            if b_ref is not None:
+                out += load(b_ref.at[columns], column_mask)[None, :]
+            if gate_after:
+                out *= load(gate_ref.at[batch, rows, columns], mask).astype(jnp.float32)
+            store(o_ref.at[batch, rows, columns], out, mask)
+
+        if held:
+            for j, w in enumerate(ws):
+                write(j, w)
+            return carry
+
+        def block(j: jax.Array, carry: jax.Array) -> jax.Array:
+            write(j, weights(j))
+            return carry
+
+        return jax.lax.fori_loop(0, blocks, block, carry)
+
+    steps = jax.lax.div(tiles - pid + programs - 1, jnp.int32(programs))
+    jax.lax.fori_loop(0, steps, tile, jnp.int32(0))
+
+
+def output(
+    y: jax.Array,
+    gate: jax.Array,
+    scale: jax.Array,
+    shift: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    gate_after: bool,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    out_dtype: DTypeLike,
+    config: Config | Chooser | None,
+    interpret: bool,
+) -> jax.Array:
+    """The output (B, M, C) for y (B, H, M), the gate (B, G', M) or (B, M, G') and w (H, C)."""
+    b, h, size = y.shape
+    c = w.shape[1]
+    config = choose(
+        config,
+        Problem(
+            op="trimul_output",
+            shape={"m": b * size, "h": h, "c": c, "gate_after": int(gate_after)},
+            bucketed=("m",),
+            dtype=w.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, h, c, w.dtype),
+            candidates=functools.partial(configs, w.dtype),
+            shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=w.dtype),
+        ),
+    )
+    programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * local_gpu().num_cores)
+    kernel = functools.partial(
+        _output_kernel,
+        config=config,
+        programs=programs,
+        gate_after=gate_after,
+        epsilon=epsilon,
+        precision=precision,
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((b, size, c), out_dtype),
+        grid=(programs,),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="trimul_output",
+    )(y, gate, scale, shift, w, bias)

@@ -1,0 +1,295 @@
+"""Projections of the triangle multiplicative update with their gates, written channel by channel.
+
+That is the layout that the product over third positions wants, and a tensor core gives it at no cost: the weights
+are the left operand, the positions the right one. Rows of up to 128 channels are normalised here and wait in
+shared memory for all columns of the weights; wider ones do not fit, and a layer norm goes before.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.triton import norm
+from pallas_models.kernels.triton._common import (
+    Ref,
+    activate,
+    block_size,
+    check_powers_of_two,
+    in_bounds,
+    load,
+    local_gpu,
+    span,
+    store,
+    tile_mask,
+)
+from pallas_models.tuning import Chooser, Problem, choose
+
+_WIDEST = 128  # channels of x that are normalised here
+_GROUP = 8  # projections and their gates alternate by as many rows as lie between two that a thread holds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_m` positions times `block_n` columns of the projections, `block_k` channels of x a step.
+
+    `block_k` counts only where x is wider than what is normalised here.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
+        if self.block_n < 2 * _GROUP:
+            raise ValueError(f"{__name__}: block_n={self.block_n} must be at least {2 * _GROUP}")
+
+
+def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> Config:
+    return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+
+
+def heuristic(m: int, c: int, dtype: DTypeLike) -> Config:
+    """Chooses tiles for m positions of c channels, products being of `dtype`; measured on an H200."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return _config(32, 32, 32, 4, 2)
+    few = m < 256 * local_gpu().num_cores
+    if _is_narrow(c):
+        return _config(64, 64, 64, 4, 2) if few else _config(128, 64, 64, 8, 3)
+    return _config(128, 64, 64, 4, 3) if few else _config(128, 128, 64, 4, 2)
+
+
+def configs(c: int, dtype: DTypeLike) -> Iterator[Config]:
+    """The tiles worth measuring for c channels."""
+    if jnp.dtype(dtype).itemsize == 4:
+        yield from (_config(m, n, 32, 4, s) for m, n, s in itertools.product((16, 32, 64), (32, 64), (1, 2, 3)))
+        return
+    for block_m, block_n, num_stages in itertools.product((64, 128), (64, 128), (1, 2, 3)):
+        for block_k, num_warps in itertools.product((64,) if _is_narrow(c) else (32, 64), (4, 8)):
+            yield _config(block_m, block_n, block_k, num_warps, num_stages)
+
+
+def shared_memory(config: Config, c: int, dtype: DTypeLike) -> int:
+    """Bytes of shared memory that a program takes."""
+    depth = c if _is_narrow(c) else config.block_k
+    staged, kept = config.block_n * depth, config.block_m * depth
+    stages = max(config.num_stages, 1)
+    tiles = kept + stages * staged if _is_narrow(c) else stages * (kept + staged)
+    return tiles * jnp.dtype(dtype).itemsize
+
+
+def _is_narrow(c: int) -> bool:
+    return 16 <= c <= _WIDEST and c & (c - 1) == 0
+
+
+def _sigmoid(x: jax.Array, *, fast: bool, interpret: bool) -> jax.Array:
+    """1 / (1 + exp(-x)); `fast` takes one instruction of the GPU, good to 11 bits."""
+    if fast and not interpret:
+        return 0.5 * plgpu.approx_tanh(0.5 * x) + 0.5
+    return activate("sigmoid", x, interpret=interpret)
+
+
+def _paired(y: jax.Array) -> list[jax.Array]:
+    """Splits rows that alternate in groups into those of the first and of the second kind."""
+    rows, columns = y.shape
+    pairs = y.reshape(rows // (2 * _GROUP), 2, _GROUP, columns).transpose(0, 2, 3, 1)
+    return [part.reshape(rows // 2, columns) for part in jnp.unstack(pairs, axis=-1)]
+
+
+def _interleave(w: jax.Array, channels: int) -> jax.Array:
+    """(..., 4, H), H padded to `channels`, as (..., 4 * channels) in the order that `_paired` takes apart."""
+    lead = w.shape[:-2]
+    w = _pad_last(w, channels).reshape(*lead, 2, 2, channels // _GROUP, _GROUP).swapaxes(-3, -2)
+    return w.reshape(*lead, 4 * channels)
+
+
+def _pad_last(w: jax.Array, size: int) -> jax.Array:
+    if w.shape[-1] == size:
+        return w
+    return jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, size - w.shape[-1])])
+
+
+def _project_kernel(
+    x_ref: Ref,  # (B, M, C): x, or the layer norm of x where `narrow` is False
+    mask_ref: Ref | None,  # (B, M)
+    scale_ref: Ref,  # (C,)
+    shift_ref: Ref,  # (C,)
+    w_ref: Ref,  # (C, 4 H), interleaved
+    b_ref: Ref | None,  # (4 H,), interleaved
+    w_gate_ref: Ref,  # (C, G)
+    b_gate_ref: Ref | None,  # (G,)
+    halves_ref: Ref,  # (B, 2 H, M): left, then right
+    gate_ref: Ref,  # (B, G, M), or (B, M, G) where `gate_after`
+    *,
+    config: Config,
+    narrow: bool,
+    gate_after: bool,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    interpret: bool,
+) -> None:
+    _, size, c = x_ref.shape
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    half_blocks, gate_blocks = w_ref.shape[1] // block_n, w_gate_ref.shape[1] // block_n
+    sigmoid = functools.partial(_sigmoid, fast=w_ref.dtype != jnp.float32, interpret=interpret)
+    dot = functools.partial(plgpu.dot, precision=precision)
+
+    pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
+    column_block = jnp.int32(0)
+    if not narrow:  # the blocks of columns of the same rows one after the other
+        blocks = jnp.int32(half_blocks + gate_blocks)
+        pid, column_block = jax.lax.div(pid, blocks), jax.lax.rem(pid, blocks)
+    batch, row = jax.lax.div(pid, row_blocks), jax.lax.rem(pid, row_blocks) * block_m
+    rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
+
+    def product(
+        ref: Ref, columns: pl.Slice, multiply: Callable[..., jax.Array], shape: tuple[int, int]
+    ) -> jax.Array:
+        if narrow:
+            return multiply(z, plgpu.load(ref.at[:, columns]))
+
+        def step(s: jax.Array, acc: jax.Array) -> jax.Array:
+            ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, c)
+            part = load(x_ref.at[batch, rows, ks], tile_mask(row_mask, k_mask))
+            return acc + multiply(part, load(ref.at[ks, columns], tile_mask(k_mask, None)))
+
+        return jax.lax.fori_loop(0, pl.cdiv(c, block_k), step, jnp.zeros(shape, jnp.float32))
+
+    def across(z: jax.Array, w: jax.Array) -> jax.Array:  # channels as rows: what is written is contiguous
+        return dot(w, z, trans_a=True, trans_b=True)
+
+    def half(j: jax.Array, carry: jax.Array) -> jax.Array:
+        columns = span(j * block_n, block_n)
+        y = product(w_ref, columns, across, (block_n, block_m))
+        if b_ref is not None:
+            y += plgpu.load(b_ref.at[columns])[:, None]
+        p, g = _paired(y)
+        y = p * sigmoid(g)
+        if mask_ref is not None:
+            factor = load(mask_ref.at[batch, rows], row_mask).astype(jnp.float32)[None, :]
+            y = jnp.where(factor == 0.0, 0.0, factor * y)  # 0 times what is not finite would be NaN
+        channels = span(j * (block_n // 2), block_n // 2)
+        store(halves_ref.at[batch, channels, rows], y, tile_mask(None, row_mask))
+        return carry
+
+    def gate(j: jax.Array, carry: jax.Array) -> jax.Array:
+        columns = span(j * block_n, block_n)
+        if gate_after:
+            y = product(w_gate_ref, columns, dot, (block_m, block_n))
+            if b_gate_ref is not None:
+                y += plgpu.load(b_gate_ref.at[columns])[None, :]
+            store(gate_ref.at[batch, rows, columns], sigmoid(y), tile_mask(row_mask, None))
+        else:
+            y = product(w_gate_ref, columns, across, (block_n, block_m))
+            if b_gate_ref is not None:
+                y += plgpu.load(b_gate_ref.at[columns])[:, None]
+            store(gate_ref.at[batch, columns, rows], sigmoid(y), tile_mask(None, row_mask))
+        return carry
+
+    if narrow:
+        x = load(x_ref.at[batch, rows, :], tile_mask(row_mask, None)).astype(jnp.float32)
+        d = x - jnp.sum(x, axis=1, keepdims=True) / c
+        d *= jax.lax.rsqrt(jnp.sum(d * d, axis=1, keepdims=True) / c + epsilon)
+        z = (d * plgpu.load(scale_ref.at[:])[None, :] + plgpu.load(shift_ref.at[:])[None, :]).astype(w_ref.dtype)
+        jax.lax.fori_loop(0, half_blocks, half, jnp.int32(0))
+        jax.lax.fori_loop(0, gate_blocks, gate, jnp.int32(0))
+    else:
+        jax.lax.cond(
+            column_block < half_blocks,
+            lambda: half(column_block, jnp.int32(0)),
+            lambda: gate(column_block - half_blocks, jnp.int32(0)),
+        )
+
+
+def project(
+    x: jax.Array,
+    mask: jax.Array | None,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    w_gate: jax.Array,
+    b_gate: jax.Array | None,
+    *,
+    gate_after: bool,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    config: Config | Chooser | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
+
+    Returns:
+      (B, 2 H', M), left in the first H channels and right in those from H' >= H, masked; and the gate,
+      (B, G', M) or, where `gate_after`, (B, M, G'), G' >= G. Both in the dtype of w.
+    """
+    b, size, c = x.shape
+    config = choose(
+        config,
+        Problem(
+            op="trimul_project",
+            shape={"m": b * size, "c": c, "h": w.shape[2], "g": w_gate.shape[1], "gate_after": int(gate_after)},
+            bucketed=("m",),
+            dtype=w.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, b * size, c, w.dtype),
+            candidates=functools.partial(configs, c, w.dtype),
+            shared_memory=functools.partial(shared_memory, c=c, dtype=w.dtype),
+        ),
+    )
+    narrow = _is_narrow(c)
+    if not narrow:
+        z = norm.sum_layer_norm(
+            x.reshape(1, b * size, c),
+            norm_scale,
+            norm_bias,
+            None,
+            None,
+            epsilon=epsilon,
+            out_dtype=w.dtype,
+            config=norm.Config(block_m=2, block_n=block_size(c, 16, 8192), num_warps=block_size(c // 512, 1, 8)),
+            interpret=interpret,
+        )
+        x = z.reshape(b, size, c)
+    channels = pl.cdiv(2 * w.shape[2], config.block_n) * config.block_n // 2
+    gates = pl.cdiv(w_gate.shape[1], config.block_n) * config.block_n
+    kernel = functools.partial(
+        _project_kernel,
+        config=config,
+        narrow=narrow,
+        gate_after=gate_after,
+        epsilon=epsilon,
+        precision=precision,
+        interpret=interpret,
+    )
+    column_blocks = 1 if narrow else (4 * channels + gates) // config.block_n
+    halves, gate = pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct((b, 2 * channels, size), w.dtype),
+            jax.ShapeDtypeStruct((b, size, gates) if gate_after else (b, gates, size), w.dtype),
+        ),
+        grid=(b * pl.cdiv(size, config.block_m) * column_blocks,),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="trimul_project",
+    )(
+        x,
+        mask,
+        norm_scale,
+        norm_bias,
+        _interleave(w, channels),
+        None if bias is None else _interleave(bias, channels),
+        _pad_last(w_gate, gates),
+        None if b_gate is None else _pad_last(b_gate, gates),
+    )
+    return halves, gate
