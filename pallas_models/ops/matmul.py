@@ -1,6 +1,8 @@
 """Matrix product with a fused epilogue."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,12 +20,14 @@ def matmul(
     x: jax.Array,
     w: jax.Array,
     *,
+    transpose_w: bool = False,
     bias: jax.Array | None = None,
     activation: Activation | None = None,
     residual: jax.Array | None = None,
     acc_dtype: DTypeLike = jnp.float32,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
+    algorithm: triton.Algorithm | None = None,
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -33,45 +37,69 @@ def matmul(
     before the single rounding to `out_dtype`.
 
     Args:
-      x: (..., K), float16, bfloat16 or float32.
-      w: (K, N), the dtype of `x`.
+      x: (..., K), or (..., M, K) if `w` has batch axes, float16, bfloat16 or float32.
+      w: (K, N), the dtype of `x`; or (..., K, N), whose leading axes are broadcast against those of `x`, as in
+        `jnp.matmul`.
+      transpose_w: whether `w` is given as (..., N, K), the layout of torch's linear layers. It is not copied.
       bias: (N,), any float dtype, or None.
       activation: `"gelu"` (exact, with erf), `"gelu_tanh"`, `"relu"`, `"sigmoid"`, `"silu"` or None.
-      residual: (..., N), any float dtype, or None.
+      residual: the shape of the result, any float dtype, or None.
       acc_dtype: float32, or float16 for float16 operands: on GeForce GPUs twice the tensor-core rate,
         at an error that grows with K.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on
         a GPU. Ignored for the half precisions.
       out_dtype: dtype of the result; that of `x` when None.
+      algorithm: None is the fastest for the shape. The others are rungs of a ladder: `"naive"` multiplies and
+        adds strips of one row element by element; `"tiled"` gives each program a tile of 64 x 64 and the tensor
+        cores, and loads nothing ahead; `"pipelined"` sizes the tiles for the shape, walks them in an order that
+        suits the L2 cache and loads ahead of the products; `"split_k"` also splits the contraction between
+        programs, for few outputs of long contractions. XLA has only its own.
       config: tile sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
-      (..., N) in `out_dtype`.
+      (..., N), or (..., M, N) if `w` has batch axes, in `out_dtype`.
 
     Raises:
       TypeError: an operand is not floating point, or `x` and `w` differ in dtype.
       ValueError: shapes do not fit, or an option is unknown.
     """
-    check(x, w, bias, activation, residual, acc_dtype)
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    shape = check(x, w, bias, activation, residual, acc_dtype, transpose_w=transpose_w, batched=True)
+    if algorithm is not None and algorithm not in triton.ALGORITHMS:
+        raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
     static: dict[str, Any] = dict(
+        transpose_w=transpose_w,
         activation=activation,
         acc_dtype=jnp.dtype(acc_dtype),
         precision=_checks.as_precision(precision),
-        out_dtype=out_dtype,
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
     )
-    batch = x.shape[:-1]
-    out = run(
-        implementation,
-        functools.partial(triton.matmul, config=config, **static),
+    if math.prod(w.shape[:-2]) == 1:  # it is shared by the rows of all the batch
+        x, w = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])
+        residual = None if residual is None else residual.reshape(-1, shape[-1])
+    batch = math.prod(shape[:-2]) if w.ndim > 2 else 1
+    one = functools.partial(
+        run,
+        implementation if batch else "xla",
+        functools.partial(triton.matmul, algorithm=algorithm, config=config, batch=batch, **static),
         functools.partial(reference, **static),
-        x.reshape(-1, x.shape[-1]),
-        w,
-        bias,
-        None if residual is None else residual.reshape(-1, w.shape[1]),
     )
-    return out.reshape(*batch, w.shape[1])
+    return _over_batch(one, x, w, bias, residual).reshape(shape)
+
+
+def _over_batch(
+    one: Callable[..., jax.Array], x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None
+) -> jax.Array:
+    """`one(x, w, bias, residual)` of the matrices of a batch; a batch axis of 1 is broadcast, and not copied."""
+    rank = max(x.ndim, w.ndim)
+    if rank == 2:
+        return one(x, w, bias, residual)
+    x, w = (a.reshape((1,) * (rank - a.ndim) + a.shape) for a in (x, w))
+    size = w.shape[0] if x.shape[0] == 1 else x.shape[0]
+    axes = [0 if a.shape[0] == size else None for a in (x, w)]
+    x, w = (a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True))
+    over_rest = functools.partial(_over_batch, one)
+    return jax.vmap(over_rest, (*axes, None, None if residual is None else 0))(x, w, bias, residual)
 
 
 def reference(
@@ -80,12 +108,14 @@ def reference(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
+    transpose_w: bool = False,
     activation: Activation | None,
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """The same in plain XLA, for x (M, K) and w (K, N)."""
+    """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
+    w = w.T if transpose_w else w
     y = jnp.matmul(x, w, precision=precision, preferred_element_type=acc_dtype).astype(jnp.float32)
     if bias is not None:
         y += bias.astype(jnp.float32)
@@ -102,25 +132,43 @@ def check(
     activation: str | None,
     residual: jax.Array | None,
     acc_dtype: DTypeLike,
-) -> None:
-    """Raises TypeError or ValueError where the operands of a product with epilogue do not fit."""
+    *,
+    transpose_w: bool = False,
+    batched: bool = False,
+) -> tuple[int, ...]:
+    """The shape of a product with epilogue. Raises TypeError or ValueError where its operands do not fit.
+
+    Args:
+      batched: whether `w` may have batch axes; the others are as in `matmul`.
+    """
     _checks.check_float("x", x)
     _checks.check_float("w", w)
     if x.dtype != w.dtype:
         raise TypeError(f"x has dtype {x.dtype} and w has dtype {w.dtype}; expected the same")
-    if x.ndim < 1:
-        raise ValueError(f"x has shape {x.shape}; expected (..., K)")
-    _checks.check_rank("w", w, 2, "(K, N)")
-    if x.shape[-1] != w.shape[0]:
-        raise ValueError(f"x has shape {x.shape} and w has shape {w.shape}; expected (..., K) and (K, N)")
+    w_axes = "(N, K)" if transpose_w else "(K, N)"
+    if w.ndim < 2 or not batched:
+        _checks.check_rank("w", w, 2, w_axes)
+    axes = "(..., M, K)" if w.ndim > 2 else "(..., K)"
+    if x.ndim < min(w.ndim, 3) - 1:
+        raise ValueError(f"x has shape {x.shape}; expected {axes}")
+    k, n = w.shape[:-3:-1] if transpose_w else w.shape[-2:]
+    if x.shape[-1] != k:
+        raise ValueError(f"x has shape {x.shape} and w has shape {w.shape}; expected {axes} and {w_axes}")
+    try:
+        rows = (*jnp.broadcast_shapes(x.shape[:-2], w.shape[:-2]), *x.shape[-2:-1])
+    except ValueError:
+        raise ValueError(
+            f"x has shape {x.shape} and w has shape {w.shape}; expected batch axes that can be broadcast"
+        ) from None
     activations.check_activation(activation)
     if bias is not None:
         _checks.check_float("bias", bias)
-        _checks.check_shape("bias", bias, (w.shape[1],), "(N,)")
+        _checks.check_shape("bias", bias, (n,), "(N,)")
     if residual is not None:
         _checks.check_float("residual", residual)
-        _checks.check_shape("residual", residual, (*x.shape[:-1], w.shape[1]), "(..., N)")
+        _checks.check_shape("residual", residual, (*rows, n), "that of the result")
     if jnp.dtype(acc_dtype) not in (jnp.float32, jnp.float16):
         raise ValueError(f"{acc_dtype=} is not supported; expected float32 or float16")
     if jnp.dtype(acc_dtype) == jnp.float16 and x.dtype != jnp.float16:
         raise ValueError(f"acc_dtype float16 needs float16 operands, got {x.dtype}")
+    return (*rows, n)

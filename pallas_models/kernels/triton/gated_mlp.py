@@ -11,8 +11,16 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton._common import Ref, activate, local_gpu
-from pallas_models.kernels.triton.matmul import Config, Tile, num_tiles, product, program_tile
+from pallas_models.kernels.triton._common import Ref, activate, load, local_gpu, tile_mask
+from pallas_models.kernels.triton.matmul import (
+    Config,
+    Load,
+    Tile,
+    accumulate,
+    load_rows,
+    num_tiles,
+    program_tile,
+)
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -22,10 +30,28 @@ def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Confi
     return dataclasses.replace(config, num_warps=2 * config.num_warps)
 
 
+def _load_gate_up(w_ref: Ref, tile: Tile, n: int) -> Load:
+    """Loads gate and up of a tile's columns as one block, twice as wide: its product reads x half as often."""
+
+    def load_w(ks: pl.Slice, k_mask: jax.Array | None) -> list[jax.Array]:
+        rows = ks.start + jnp.arange(ks.size)
+        blocks = []
+        for columns, mask in tile.columns:
+            lane = jnp.arange(2 * columns.size)
+            # Up lies n columns after gate. Said with a quotient, Triton sees that neighbours are neighbours.
+            column = columns.start + lane + jax.lax.div(lane, columns.size) * (n - columns.size)
+            if mask is not None:
+                mask = columns.start + jax.lax.rem(lane, columns.size) < n
+            blocks.append(load(w_ref.at[rows[:, None], column[None, :]], tile_mask(k_mask, mask)))
+        return blocks
+
+    return load_w
+
+
 def _gated_matmul_kernel(
     x_ref: Ref,  # (M, K)
     w_ref: Ref,  # (K, 2 * N)
-    bias_ref: Ref | None,  # (2 * N,)
+    bias_ref: Ref | None,  # (2, N)
     o_ref: Ref,  # (M, N)
     *,
     config: Config,
@@ -34,15 +60,22 @@ def _gated_matmul_kernel(
     interpret: bool,
 ) -> None:
     m, n = o_ref.shape
-    gates, ups = program_tile(config, m, n), program_tile(config, m, n, first=n)
-    both = Tile(gates.rows, gates.row_mask, gates.columns + ups.columns)
-    ys = product(x_ref, w_ref, both, config, jnp.float32, precision)
-    for c in range(len(gates.columns)):
-        gate, up = ys[c], ys[c + len(gates.columns)]
+    tile = program_tile(config, m, n, largest=128)
+    ys = accumulate(
+        load_rows(x_ref, tile),
+        _load_gate_up(w_ref, tile, n),
+        [2 * int(columns.size) for columns, _ in tile.columns],
+        x_ref.shape[1],
+        config,
+        jnp.float32,
+        precision,
+    )
+    for c, y in enumerate(ys):
+        gate, up = jnp.split(y, 2, axis=1)
         if bias_ref is not None:
-            gate += gates.load_vector(bias_ref, c)
-            up += ups.load_vector(bias_ref, c)
-        gates.store(o_ref, c, activate(activation, gate, interpret=interpret) * up)
+            gate += tile.load_vector(bias_ref, c, jnp.int32(0))
+            up += tile.load_vector(bias_ref, c, jnp.int32(1))
+        tile.store(o_ref, c, activate(activation, gate, interpret=interpret) * up)
 
 
 def gated_matmul(
@@ -81,7 +114,7 @@ def gated_matmul(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="gated_matmul",
-    )(x, w_gate_up.reshape(k, 2 * n), None if bias is None else bias.reshape(2 * n))
+    )(x, w_gate_up.reshape(k, 2 * n), bias)
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:

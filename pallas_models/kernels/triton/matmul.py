@@ -1,9 +1,10 @@
-"""Matrix product: one program per output tile, the epilogue in registers."""
+"""Matrix product: strips or tiles of the output, one a program, over all of the contraction or a part of it."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,17 @@ from pallas_models.kernels.triton._common import (
 )
 from pallas_models.tuning import Chooser, Problem, choose
 
+Algorithm = Literal["naive", "tiled", "pipelined", "split_k"]
+ALGORITHMS: tuple[Algorithm, ...] = ("naive", "tiled", "pipelined", "split_k")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """Tile sizes: `block_m` x `block_n` outputs per program, `block_k` of the contraction per step.
 
     `group_m` row blocks are walked together before the next column block, so that programs running at
-    the same time share operands in L2.
+    the same time share operands in L2. With `splits` above 1 so many programs share the contraction of a
+    tile, and a second kernel adds up what they leave in memory.
     """
 
     block_m: int
@@ -40,15 +45,33 @@ class Config:
     num_warps: int
     num_stages: int
     group_m: int = 8
+    splits: int = 1
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, "block_m", "block_k", "num_warps")
         if self.block_n < 16 or self.block_n % 16:
             raise ValueError(f"{__name__}: block_n={self.block_n} must be a positive multiple of 16")
+        if self.splits < 1:
+            raise ValueError(f"{__name__}: splits={self.splits} must be positive")
 
 
-def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> Config:
-    return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+def _config(
+    block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, group_m: int = 8, splits: int = 1
+) -> Config:
+    return Config(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        group_m=group_m,
+        splits=splits,
+    )
+
+
+_NAIVE = _config(1, 128, 32, 4, 1, group_m=1)  # a strip of one row
+_TILED = _config(64, 64, 32, 4, 1, group_m=1)  # loads wait for products, tiles go row by row
+_SUM = _config(4, 256, 16, 4, 1, group_m=1)  # adds up the parts of K
 
 
 _LARGE = _config(128, 128, 64, 4, 2)
@@ -64,30 +87,35 @@ _SMALLER = (
 _PART_COST, _PART_OUTPUT_COST = 140_000, 2.2
 
 
-def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Config:
-    """Chooses tiles for x (m, k) and w (k, n): large ones where there are two for every core."""
-    return split_heuristic(m, n, k, dtype, num_cores, splits=(1,))[0]
+SPLITS = (1, 2, 3, 4, 6, 8)
 
 
-def split_heuristic(
-    m: int, n: int, k: int, dtype: DTypeLike, num_cores: int, splits: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-) -> tuple[Config, int]:
-    """Chooses tiles, and into how many parts to split the contraction, so that the busiest core ends first."""
+def heuristic(
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike,
+    num_cores: int,
+    *,
+    batch: int = 1,
+    splits: tuple[int, ...] = SPLITS,
+) -> Config:
+    """Chooses tiles for `batch` products (m, k) @ (k, n), and into how many of `splits` parts to split each."""
     if jnp.dtype(dtype).itemsize == 4:
-        return _config(64, 64, 32, 4, 3), 1
-    if num_tiles(_LARGE, m, n) >= 2 * num_cores:
-        return _LARGE, 1
+        return _config(64, 64, 32, 4, 3, splits=min(splits))
+    if batch * num_tiles(_LARGE, m, n) >= 2 * num_cores and 1 in splits:
+        return _LARGE
 
-    part_cost = _PART_COST + _PART_OUTPUT_COST * m * n
+    part_cost = _PART_COST + _PART_OUTPUT_COST * batch * m * n
 
     def cost(choice: tuple[tuple[Config, float], int]) -> float:
         (config, rate), split = choice
-        rounds = pl.cdiv(num_tiles(config, m, n) * split, num_cores)
+        rounds = pl.cdiv(batch * num_tiles(config, m, n) * split, num_cores)
         depth = steps_per_part(k, config, split) * config.block_k
         return rounds * depth * config.block_m * config.block_n / rate + split * part_cost
 
     (config, _), split = min(itertools.product(_SMALLER, splits), key=cost)
-    return config, split
+    return dataclasses.replace(config, splits=split)
 
 
 def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tuple[jax.Array, jax.Array]:
@@ -102,21 +130,22 @@ def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tupl
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """The output tile of a program: its rows, and its columns as blocks of power-of-two width."""
+    """A tile of a matrix: its rows, and its columns as blocks of power-of-two width."""
 
     rows: pl.Slice
     row_mask: jax.Array | None
     columns: list[tuple[pl.Slice, jax.Array | None]]
 
-    def load(self, ref: Ref, c: int) -> jax.Array:
-        """The part of a matrix that lies under column block `c`, in float32."""
+    def load(self, ref: Ref, c: int, *leading: jax.Array) -> jax.Array:
+        """What lies under column block `c` of the matrix that `leading` indices select, in float32."""
         columns, mask = self.columns[c]
-        return load(ref.at[self.rows, columns], tile_mask(self.row_mask, mask)).astype(jnp.float32)
+        block = ref.at[(*leading, self.rows, columns)]
+        return load(block, tile_mask(self.row_mask, mask)).astype(jnp.float32)
 
-    def load_vector(self, ref: Ref, c: int) -> jax.Array:
+    def load_vector(self, ref: Ref, c: int, *leading: jax.Array) -> jax.Array:
         """The part of a vector that belongs to column block `c`, in float32, as a row."""
         columns, mask = self.columns[c]
-        return load(ref.at[columns], mask).astype(jnp.float32)[None, :]
+        return load(ref.at[(*leading, columns)], mask).astype(jnp.float32)[None, :]
 
     def store(self, ref: Ref, c: int, value: jax.Array, *leading: jax.Array) -> None:
         """Stores `value` under column block `c`, of the matrix that `leading` indices select."""
@@ -124,24 +153,24 @@ class Tile:
         store(ref.at[(*leading, self.rows, columns)], value, tile_mask(self.row_mask, mask))
 
 
-def make_tile(config: Config, i: jax.Array, j: jax.Array | int, m: int, n: int, *, first: int = 0) -> Tile:
-    """The tile at row block i and column block j of an (m, n) matrix that starts at column `first` of another."""
+def make_tile(config: Config, i: jax.Array, j: jax.Array | int, m: int, n: int, *, largest: int = 256) -> Tile:
+    """The tile at row block i and column block j of an (m, n) matrix, in blocks of up to `largest` columns."""
     row, column = i * config.block_m, j * config.block_n
     exact = n % config.block_n == 0
     return Tile(
         span(row, config.block_m),
         in_bounds(row, config.block_m, m),
         [
-            (span(first + column + start, block), None if exact else column + start + jnp.arange(block) < n)
-            for start, block in power_of_two_blocks(config.block_n)
+            (span(column + start, block), None if exact else column + start + jnp.arange(block) < n)
+            for start, block in power_of_two_blocks(config.block_n, largest)
         ],
     )
 
 
-def program_tile(config: Config, m: int, n: int, *, first: int = 0) -> Tile:
+def program_tile(config: Config, m: int, n: int, *, largest: int = 256) -> Tile:
     """The tile of this program, from the first axis of the grid."""
     i, j = tile_order(pl.program_id(0), pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), config.group_m)
-    return make_tile(config, i, j, m, n, first=first)
+    return make_tile(config, i, j, m, n, largest=largest)
 
 
 def num_tiles(config: Config, m: int, n: int) -> int:
@@ -154,6 +183,52 @@ def steps_per_part(k: int, config: Config, parts: int) -> int:
     return pl.cdiv(pl.cdiv(k, config.block_k), parts)
 
 
+Load = Callable[
+    [pl.Slice, jax.Array | None], list[jax.Array]
+]  # blocks of an operand at a block of K, and its mask
+
+
+def load_rows(x_ref: Ref, tile: Tile) -> Load:
+    """Loads the rows of x, (M, K), that belong to a tile."""
+    return lambda ks, k_mask: [load(x_ref.at[tile.rows, ks], tile_mask(tile.row_mask, k_mask))]
+
+
+def load_columns(w_ref: Ref, tile: Tile, *, transpose_w: bool = False) -> Load:
+    """Loads the columns of w, (K, N) or, transposed, (N, K), that belong to a tile, block by block."""
+    if transpose_w:
+        return lambda ks, k_mask: [load(w_ref.at[ns, ks], tile_mask(mask, k_mask)) for ns, mask in tile.columns]
+    return lambda ks, k_mask: [load(w_ref.at[ks, ns], tile_mask(k_mask, mask)) for ns, mask in tile.columns]
+
+
+def accumulate(
+    load_x: Load,
+    load_w: Load,
+    widths: list[int],
+    k: int,
+    config: Config,
+    acc_dtype: DTypeLike,
+    precision: jax.lax.Precision,
+    *,
+    part: jax.Array | int = 0,
+    parts: int = 1,
+    transpose_w: bool = False,
+    dot: Callable[..., jax.Array] = jax.lax.dot_general,
+) -> list[jax.Array]:
+    """The product of rows of x with blocks of `widths` columns of w, over one of equal parts of K, in float32."""
+    steps, block_k = steps_per_part(k, config, parts), config.block_k
+    exact = k == parts * steps * block_k
+    contraction = (((1,), (1 if transpose_w else 0,)), ((), ()))
+
+    def step(s: jax.Array, accs: list[jax.Array]) -> list[jax.Array]:
+        start = (part * steps + s) * block_k
+        ks, k_mask = span(start, block_k), None if exact else start + jnp.arange(block_k) < k
+        (x,), ws = load_x(ks, k_mask), load_w(ks, k_mask)
+        return [acc + dot(x, w, contraction, precision, acc_dtype) for acc, w in zip(accs, ws, strict=True)]
+
+    accs = [jnp.zeros((config.block_m, width), acc_dtype) for width in widths]
+    return [acc.astype(jnp.float32) for acc in jax.lax.fori_loop(0, steps, step, accs)]
+
+
 def product(
     x_ref: Ref,
     w_ref: Ref,
@@ -162,45 +237,43 @@ def product(
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
     *,
-    part: jax.Array | int = 0,
-    parts: int = 1,
+    transpose_w: bool = False,
+    **options: Any,
 ) -> list[jax.Array]:
-    """x @ w under a tile, over one of equal parts of K, in float32, one array per column block."""
-    k, block_k = x_ref.shape[1], config.block_k
-    steps = steps_per_part(k, config, parts)
-
-    exact = k == parts * steps * block_k
-
-    def step(s: jax.Array, accs: list[jax.Array]) -> list[jax.Array]:
-        start = (part * steps + s) * block_k
-        ks, k_mask = span(start, block_k), None if exact else start + jnp.arange(block_k) < k
-        x = load(x_ref.at[tile.rows, ks], tile_mask(tile.row_mask, k_mask))
-        ws = [load(w_ref.at[ks, columns], tile_mask(k_mask, mask)) for columns, mask in tile.columns]
-        return [
-            acc + jax.lax.dot(x, w, precision=precision, preferred_element_type=acc_dtype)
-            for acc, w in zip(accs, ws, strict=True)
-        ]
-
-    accs = [jnp.zeros((config.block_m, columns.size), acc_dtype) for columns, _ in tile.columns]
-    accs = jax.lax.fori_loop(0, steps, step, accs)
-    return [acc.astype(jnp.float32) for acc in accs]
+    """x @ w under a tile, one array per column block; see `accumulate`."""
+    return accumulate(
+        load_rows(x_ref, tile),
+        load_columns(w_ref, tile, transpose_w=transpose_w),
+        [int(ns.size) for ns, _ in tile.columns],
+        x_ref.shape[1],
+        config,
+        acc_dtype,
+        precision,
+        transpose_w=transpose_w,
+        **options,
+    )
 
 
-def _matmul_kernel(
-    x_ref: Ref,  # (M, K)
-    w_ref: Ref,  # (K, N)
-    bias_ref: Ref | None,  # (N,)
-    residual_ref: Ref | None,  # (M, N)
-    o_ref: Ref,  # (M, N)
-    *,
-    config: Config,
+def _multiply_and_add(
+    x: jax.Array, w: jax.Array, contraction: Any, precision: jax.lax.Precision, acc_dtype: DTypeLike
+) -> jax.Array:
+    """`dot_general` of one row, element by element: exact in float32, and no tensor cores."""
+    ((_, (axis,)), _), _ = contraction, precision
+    terms = x.astype(acc_dtype).reshape((-1, 1) if axis == 0 else (1, -1)) * w.astype(acc_dtype)
+    return jnp.sum(terms, axis=axis)[None, :]
+
+
+def _finish(
+    tile: Tile,
+    ys: list[jax.Array],
+    bias_ref: Ref | None,
+    residual_ref: Ref | None,
+    o_ref: Ref,
     activation: str | None,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
     interpret: bool,
 ) -> None:
-    tile = program_tile(config, *o_ref.shape)
-    for c, y in enumerate(product(x_ref, w_ref, tile, config, acc_dtype, precision)):
+    """Stores a tile of the product after bias, activation and residual."""
+    for c, y in enumerate(ys):
         if bias_ref is not None:
             y += tile.load_vector(bias_ref, c)
         y = activate(activation, y, interpret=interpret)
@@ -209,42 +282,170 @@ def _matmul_kernel(
         tile.store(o_ref, c, y)
 
 
+def _matmul_kernel(
+    x_ref: Ref,  # (M, K)
+    w_ref: Ref,  # (K, N), or (N, K) if transpose_w
+    bias_ref: Ref | None,  # (N,)
+    residual_ref: Ref | None,  # (M, N)
+    o_ref: Ref,  # (M, N)
+    *,
+    config: Config,
+    transpose_w: bool,
+    dot: Callable[..., jax.Array],
+    activation: str | None,
+    acc_dtype: DTypeLike,
+    precision: jax.lax.Precision,
+    interpret: bool,
+) -> None:
+    tile = program_tile(config, *o_ref.shape)
+    ys = product(x_ref, w_ref, tile, config, acc_dtype, precision, transpose_w=transpose_w, dot=dot)
+    _finish(tile, ys, bias_ref, residual_ref, o_ref, activation, interpret)
+
+
+def _parts_kernel(
+    x_ref: Ref,  # (M, K)
+    w_ref: Ref,  # (K, N), or (N, K) if transpose_w
+    o_ref: Ref,  # (P, M, N)
+    *,
+    config: Config,
+    transpose_w: bool,
+    acc_dtype: DTypeLike,
+    precision: jax.lax.Precision,
+) -> None:
+    parts, m, n = o_ref.shape
+    part, tile = pl.program_id(1), program_tile(config, m, n)
+    ys = product(x_ref, w_ref, tile, config, acc_dtype, precision, part=part, parts=parts, transpose_w=transpose_w)
+    for c, y in enumerate(ys):
+        tile.store(o_ref, c, y, part)
+
+
+def _sum_kernel(
+    parts_ref: Ref,  # (P, M, N)
+    bias_ref: Ref | None,  # (N,)
+    residual_ref: Ref | None,  # (M, N)
+    o_ref: Ref,  # (M, N)
+    *,
+    config: Config,
+    activation: str | None,
+    interpret: bool,
+) -> None:
+    parts, m, n = parts_ref.shape
+    tile = program_tile(config, m, n)
+    ys = [tile.load(parts_ref, c, jnp.int32(0)) for c in range(len(tile.columns))]
+    for part in range(1, parts):
+        ys = [y + tile.load(parts_ref, c, jnp.int32(part)) for c, y in enumerate(ys)]
+    _finish(tile, ys, bias_ref, residual_ref, o_ref, activation, interpret)
+
+
+def _choose_config(
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike,
+    batch: int,
+    algorithm: Algorithm | None,
+    config: Config | Chooser | None,
+) -> Config:
+    """The config of an algorithm, None being the fastest.
+
+    Raises:
+      ValueError: `config` is not one of that algorithm.
+    """
+    num_cores = local_gpu().num_cores
+    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, num_cores, batch=batch)
+    defaults: dict[Algorithm | None, Callable[[], Config]] = {
+        None: chosen_by_shape,
+        "naive": lambda: _NAIVE,
+        "tiled": lambda: _TILED,
+        "pipelined": functools.partial(chosen_by_shape, splits=(1,)),
+        "split_k": functools.partial(chosen_by_shape, splits=SPLITS[1:]),
+    }
+    config = choose(
+        config,
+        Problem(
+            op=f"matmul_{algorithm}" if algorithm else "matmul",
+            shape={"m": m, "n": n, "k": k} | ({} if batch == 1 else {"batch": batch}),
+            bucketed=("m",),
+            dtype=dtype,
+            config=Config,
+            heuristic=defaults[algorithm],
+            candidates=tuple if algorithm else functools.partial(configs, m, n, k, num_cores),
+            shared_memory=functools.partial(shared_memory, itemsize=jnp.dtype(dtype).itemsize),
+        ),
+    )
+    if algorithm == "naive" and config.block_m != 1:
+        raise ValueError(f"algorithm='naive' takes strips of one row, not block_m={config.block_m}")
+    if algorithm != "naive" and config.block_m < 16:
+        raise ValueError(f"block_m={config.block_m} is too small; expected at least 16 but for algorithm='naive'")
+    if algorithm not in (None, "split_k") and config.splits > 1:
+        raise ValueError(f"algorithm={algorithm!r} does not split the contraction, as splits={config.splits} asks")
+    return config
+
+
+def product_parts(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    transpose_w: bool = False,
+    acc_dtype: DTypeLike = jnp.float32,
+    precision: jax.lax.Precision,
+    config: Config,
+    interpret: bool,
+) -> jax.Array:
+    """The summands of x @ w, (splits, M, N) in float32, from as many parts of K."""
+    m, n = x.shape[0], w.shape[0 if transpose_w else 1]
+    return pl.pallas_call(
+        functools.partial(
+            _parts_kernel, config=config, transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision
+        ),
+        out_shape=jax.ShapeDtypeStruct((config.splits, m, n), jnp.float32),
+        grid=(num_tiles(config, m, n), config.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="matmul_parts",
+    )(x, w)
+
+
 def matmul(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
+    transpose_w: bool,
     activation: str | None,
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    algorithm: Algorithm | None,
     config: Config | Chooser | None,
+    batch: int,
     interpret: bool,
 ) -> jax.Array:
-    """activation(x @ w + bias) + residual for x (M, K), w (K, N); see `pallas_models.ops.matmul`."""
-    (m, k), n = x.shape, w.shape[1]
-    config = choose(
-        config,
-        Problem(
-            op="matmul",
-            shape={"m": m, "n": n, "k": k},
-            bucketed=("m",),
-            dtype=x.dtype,
-            config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu().num_cores),
-            candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
-            shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
-        ),
-    )
+    """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
+
+    Args:
+      batch: how many products there are side by side, where this is one of a batch under `vmap`.
+
+    Raises:
+      ValueError: `config` does not fit the algorithm.
+    """
+    (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
+    config = _choose_config(m, n, k, x.dtype, batch, algorithm, config)
+    finish: dict[str, Any] = dict(activation=activation, interpret=interpret)
+    options: dict[str, Any] = dict(transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision)
+    operands: tuple[jax.Array | None, ...] = (x, w)
     kernel = functools.partial(
         _matmul_kernel,
         config=config,
-        activation=activation,
-        acc_dtype=acc_dtype,
-        precision=precision,
-        interpret=interpret,
+        dot=_multiply_and_add if algorithm == "naive" else jax.lax.dot_general,
+        **options,
+        **finish,
     )
+    if config.splits > 1:
+        operands = (product_parts(x, w, config=config, interpret=interpret, **options),)
+        config = _SUM
+        kernel = functools.partial(_sum_kernel, config=config, **finish)
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -252,7 +453,7 @@ def matmul(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul",
-    )(x, w, bias, residual)
+    )(*operands, bias, residual)
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:

@@ -10,14 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton._common import Gpu, Ref, local_gpu
-from pallas_models.kernels.triton.matmul import (
-    Config,
-    make_tile,
-    num_tiles,
-    product,
-    program_tile,
-    split_heuristic,
-)
+from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts
+from pallas_models.kernels.triton.matmul import heuristic as product_heuristic
 
 
 def heuristic(m: int, n: int, dtype: DTypeLike, gpu: Gpu) -> Config | None:
@@ -78,21 +72,6 @@ def _matmul_layer_norm_kernel(
         tile.store(o_ref, c, y * rstd * tile.load_vector(scale_ref, c) + tile.load_vector(offset_ref, c))
 
 
-def _parts_kernel(
-    x_ref: Ref,  # (M, K)
-    w_ref: Ref,  # (K, N)
-    o_ref: Ref,  # (P, M, N)
-    *,
-    config: Config,
-    precision: jax.lax.Precision,
-) -> None:
-    parts, m, n = o_ref.shape
-    part, tile = pl.program_id(1), program_tile(config, m, n)
-    ys = product(x_ref, w_ref, tile, config, jnp.float32, precision, part=part, parts=parts)
-    for c, y in enumerate(ys):
-        tile.store(o_ref, c, y, part)
-
-
 def matmul_layer_norm(
     x: jax.Array,
     w: jax.Array,
@@ -111,15 +90,8 @@ def matmul_layer_norm(
     config = config or heuristic(m, n, x.dtype, local_gpu())
     if config is None:
         # Few rows: parts of K in parallel, whose sum the layer norm takes.
-        config, parts = split_heuristic(m, n, k, x.dtype, local_gpu().num_cores)
-        sums = pl.pallas_call(
-            functools.partial(_parts_kernel, config=config, precision=precision),
-            out_shape=jax.ShapeDtypeStruct((parts, m, n), jnp.float32),
-            grid=(num_tiles(config, m, n), parts),
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-            interpret=interpret,
-            name="matmul_parts",
-        )(x, w)
+        config = product_heuristic(m, n, k, x.dtype, local_gpu().num_cores)
+        sums = product_parts(x, w, precision=precision, config=config, interpret=interpret)
         return norm.sum_layer_norm(
             sums,
             scale,
