@@ -34,12 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks against XLA and torch.")
     commands = parser.add_subparsers(dest="command", required=True)
     needed = given[:1] if given and given[0] in COMMANDS else COMMANDS  # none waits for the imports of another
-    modules = {name: module_of(name) for name in needed}
-    for name, module in modules.items():
-        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
+    for name in needed:
+        try:
+            module = module_of(name)
+        except ImportError as error:
+            if name in given[:1]:
+                raise
+            commands.add_parser(name, help=f"cannot be loaded: {error}")
+        else:
+            command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
+            module.add_arguments(command)
     args = parser.parse_args(given)
     try:
-        return int(modules[args.command].run(args))
+        return int(module_of(args.command).run(args))
     except KeyboardInterrupt:
         print("interrupted; what was measured before is kept", file=sys.stderr)
         return 130

@@ -28,6 +28,8 @@ NOT_FINITE = 1e9  # stands for the error of an output with NaN or infinities, so
 COLD_BYTES = 192 << 20  # of all input sets together: more than an L2 cache holds
 MAX_SETS = 64
 
+TIMED_AT_ONCE = 2  # programs compiled at a time of which XLA times parts
+
 WAYS = ("eager", "graph", "compile", "compile-graph")  # of running a torch function
 
 
@@ -253,22 +255,30 @@ def set_bytes(inputs: Any) -> int:
 
 
 class JaxPrograms:
-    """The programs of the JAX contenders and references of all problems, compiled ahead, several at a time."""
+    """The programs of the JAX contenders and references of all problems, compiled ahead, several at a time.
+
+    Kernels and references go first, as many at a time as there are cores. Then the rest, few at a time: XLA
+    chooses among algorithms by timing them, which it cannot where the host is too busy to launch them in time.
+    """
 
     def __init__(self, problems: Sequence[Problem], *, gpu: bool):
         self.gpu = gpu
+        self.programs: dict[tuple[int, str], concurrent.futures.Future[Any]] = {}
+        self.references: dict[int, concurrent.futures.Future[Any]] = {}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            self.programs = {
-                (id(problem), contender.name): pool.submit(self._compile, problem, contender)
-                for problem in problems
-                for contender in problem.contenders
-                if not (contender.in_torch or self._reason(contender))
-            }
-            self.references = {
-                id(problem): pool.submit(self._compile_reference, problem)
-                for problem in problems
-                if hasattr(problem.reference, "lower")
-            }
+            for problem in problems:
+                self._submit(pool, problem, kernels=True)
+                if hasattr(problem.reference, "lower"):
+                    self.references[id(problem)] = pool.submit(self._compile_reference, problem)
+        with concurrent.futures.ThreadPoolExecutor(TIMED_AT_ONCE if gpu else os.cpu_count()) as pool:
+            for problem in problems:
+                self._submit(pool, problem, kernels=False)
+
+    def _submit(self, pool: concurrent.futures.Executor, problem: Problem, *, kernels: bool) -> None:
+        for contender in problem.contenders:
+            if not (contender.in_torch or self._reason(contender)) and contender.gpu == kernels:
+                submitted = pool.submit(self._compile, problem, contender)
+                self.programs[id(problem), contender.name] = submitted
 
     def _reason(self, contender: Contender) -> str:
         return contender.skip or ("it needs a CUDA GPU" if contender.gpu and not self.gpu else "")
@@ -281,10 +291,10 @@ class JaxPrograms:
         compiled = jax.jit(function).lower(*contender.params, *example).compile()
         return compiled, time.perf_counter() - start
 
-    @staticmethod
-    def _compile_reference(problem: Problem) -> Any:
+    def _compile_reference(self, problem: Problem) -> Any:
         example = jax.eval_shape(lambda: problem.inputs(0))
-        return cast(Any, problem.reference).lower(*example).compile()
+        options = {"xla_gpu_autotune_level": 0} if self.gpu else None  # it is not timed
+        return cast(Any, problem.reference).lower(*example).compile(options)
 
     def reference(self, problem: Problem, inputs: tuple[Any, ...]) -> Any:
         """The right output for an input set."""

@@ -120,11 +120,12 @@ class Models:
 def steps(result: Result) -> str:
     """Device time as our kernels take the place of XLA's, one kind after another; empty if not measured."""
     cases = [case for case in result.cases if any(entry.family == "ladder" for entry in case.entries)]
-    times = [{e.name: e.device for e in case.entries if e.family in ("ladder", "ours")} for case in cases]
-    names = list(dict.fromkeys(name for found in times for name in found if name != "pallas"))
-    titles = [*names, "step-5-norms-in-the-products"]
+    times = [{entry.name: entry.device for entry in case.entries} for case in cases]
+    steps = list(dict.fromkeys(e.name for case in cases for e in case.entries if e.family == "ladder"))
+    names = ["xla-ops", *steps, "pallas"]
+    titles = ["nothing, all in XLA", *steps, "step-5-norms-in-the-products"]
     rows = []
-    for title, name, before in zip(titles, [*names, "pallas"], [None, *names], strict=True):
+    for title, name, before in zip(titles, names, [None, *names[:-1]], strict=True):
         row = [title]
         for found in times:
             now, last = found.get(name), found.get(before) if before else None
@@ -132,7 +133,7 @@ def steps(result: Result) -> str:
             row += [tables.format_us(now), gain]
         rows.append(row)
     header = [title for case in cases for title in (f"{case.label}, us", "less by")]
-    return tables.markdown(["our kernels for", *header], rows) if names else ""
+    return tables.markdown(["our kernels for", *header], rows) if steps else ""
 
 
 def table(result: Result) -> str:

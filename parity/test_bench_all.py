@@ -213,3 +213,13 @@ def test_wrong_options(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["all", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_help_when_a_benchmark_cannot_be_imported(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "COMMANDS", ("report", "absent"))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be loaded: No module named 'bench.absent'" in out and "make a page with plots" in out
+    with pytest.raises(ImportError, match=r"bench\.absent"):
+        cli.main(["absent"])
