@@ -88,6 +88,25 @@ def _pooling(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, n, dtype=dtype), random_mask(rng, b, s)
 
 
+def _triangle_update(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, c, h = _sizes(size)
+    rng = np.random.default_rng(27)
+    return (
+        normal(rng, b, s, s, c, dtype=dtype),
+        normal(rng, c, dtype=dtype, shift=1, scale=0.3),
+        normal(rng, c, dtype=dtype),
+        normal(rng, c, 4, h, dtype=dtype, scale=c**-0.5),
+        normal(rng, 4, h, dtype=dtype),
+        normal(rng, h, dtype=dtype, shift=1, scale=0.3),
+        normal(rng, h, dtype=dtype),
+        normal(rng, c, c, dtype=dtype, scale=c**-0.5),
+        normal(rng, c, dtype=dtype),
+        normal(rng, h, c, dtype=dtype, scale=h**-0.5),
+        normal(rng, c, dtype=dtype),
+        jnp.asarray(rng.integers(0, 2, (b, s, s)), jnp.int32),
+    )
+
+
 def _softmax(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, k, _ = _sizes(size)
     rng = np.random.default_rng(26)
@@ -171,6 +190,14 @@ def _call_embed_tokens(word, position, token_type, scale, bias, ids, types, **op
     )
 
 
+def _call_triangle_update(x, *weights_and_mask, **options):
+    norm_scale, norm_bias, w_in, b_in, out_scale, out_bias, w_gate, b_gate, w_out, b_out, mask = weights_and_mask
+    biases = dict(b_in=b_in, b_gate=b_gate, b_out=b_out)
+    operands = (x, norm_scale, norm_bias, w_in, out_scale, out_bias, w_gate, w_out)
+    form = dict(direction="incoming", gate_after=True, epsilon=0.1, compute_dtype=x.dtype)
+    return ops.triangle_update(*operands, mask=mask, **biases, **form, **options)
+
+
 CALLS = [
     Call("matmul", _call_matmul, _linear, 4, (0, 1)),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _linear_norm, 6, (0, 1)),
@@ -184,4 +211,5 @@ CALLS = [
     Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),
     Call("rotary", _call_rotary, _rotary, 5, (0, 1, 2)),
     Call("mean_pool", ops.mean_pool, _pooling, 1, (0, 1)),
+    Call("triangle_update", _call_triangle_update, _triangle_update, 11, (0, 11)),
 ]

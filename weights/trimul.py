@@ -104,9 +104,11 @@ def load_trimul(
       ValueError: `direction` is unknown.
     """
     target = checkpoint.float_dtype(dtype)
-    tensors, place = source, "the state dict"
-    if not isinstance(tensors, Mapping):
-        tensors, place = checkpoint.read_tensors(Path(tensors)), os.fspath(tensors)
+    tensors: Mapping[str, Any]
+    if isinstance(source, Mapping):
+        tensors, place = source, "the state dict"
+    else:
+        tensors, place = checkpoint.read_tensors(Path(source)), os.fspath(source)
     return jax.device_put(convert(tensors, direction=direction, prefix=prefix, dtype=target, source=place))
 
 

@@ -1,7 +1,6 @@
 """Triangle multiplicative update: each pair (i, j) of a sequence learns from every third position k."""
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.triton import trimul as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, run
 
@@ -49,7 +49,7 @@ def triangle_update(
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: Any = None,
+    config: triton.Config | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes AlphaFold's triangle multiplicative update of a pair representation.
@@ -115,7 +115,6 @@ def triangle_update(
     )
 
     def kernel(*arrays: Any, interpret: bool) -> jax.Array:
-        triton = importlib.import_module("pallas_models.kernels.triton.trimul")
         operands = _converted(*arrays, compute_dtype=compute_dtype)
         return triton.triangle_update(*operands, config=config, interpret=interpret, **static)
 
@@ -206,7 +205,7 @@ def _differentiable_reference(**static: Any) -> Callable[..., jax.Array]:
 
 def _converted(
     x: jax.Array, mask: jax.Array | None, *weights: jax.Array | None, compute_dtype: DTypeLike
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[Any, ...]:
     """The operands as the kernels take them: matrices of the compute dtype, vectors float32, a float mask."""
     if mask is not None and not jnp.issubdtype(mask.dtype, jnp.floating):
         mask = mask.astype(compute_dtype)
