@@ -188,7 +188,7 @@ class GPT2(nnx.Module):
             epsilon=self.config.epsilon,
             implementation=implementation,
         )
-        return ops.matmul(  # type: ignore[call-arg]
+        return ops.matmul(
             x,
             self.embeddings.word.embedding[...],
             transpose_w=True,

@@ -169,7 +169,7 @@ class Qwen3(nnx.Module):
         if last_only:
             x = last_tokens(x, mask)
         x = ops.rms_norm(x, self.norm.scale[...], epsilon=config.epsilon, implementation=implementation)
-        return ops.matmul(  # type: ignore[call-arg]
+        return ops.matmul(
             x,
             self.word.embedding[...] if config.tie_embeddings else self.head.kernel[...],
             transpose_w=config.tie_embeddings,

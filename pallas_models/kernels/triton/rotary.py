@@ -33,9 +33,9 @@ class Config:
 
 
 def heuristic(seq: int, num_rotated: int, head_dim: int) -> Config:
-    """Chooses blocks of about 4096 numbers, of 8 heads at most."""
+    """Chooses blocks of about 1024 numbers, of 8 heads at most: measured on an H200."""
     block_h = block_size(num_rotated, 1, 8)
-    block_s = block_size(seq, 1, max(4096 // (block_h * pl.next_power_of_2(head_dim)), 1))
+    block_s = block_size(seq, 1, max(1024 // (block_h * pl.next_power_of_2(head_dim)), 1))
     return Config(block_s=block_s, block_h=block_h, num_warps=4)
 
 
