@@ -26,7 +26,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Config:
     """Chooses tiles for x (m, k) and w (k, 2, n): those of a product of n columns, with twice the warps."""
-    config = matmul.heuristic(m, n, k, dtype, num_cores)
+    config = matmul.heuristic(m, n, k, dtype, num_cores, splits=(1,))
     return dataclasses.replace(config, num_warps=2 * config.num_warps)
 
 
