@@ -10,6 +10,13 @@ from bench.results import Case, Entry, Family, Result, slug
 from bench.tables import NAMES
 
 
+def labels_of(cases: Sequence[Case]) -> list[str]:
+    """The labels of cases, without the dtype where all have the same."""
+    if len({case.dtype for case in cases}) > 1:
+        return [case.label for case in cases]
+    return [case.label.removesuffix(f" {case.dtype}") for case in cases]
+
+
 def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot | None:
     """Speed-up of ours over the best of each other family."""
     families: list[Family] = [
@@ -17,12 +24,12 @@ def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot |
     ]
     if not families:
         return None
-    labels = [case.label for case in result.cases]
+    labels = labels_of(result.cases)
     series: dict[str, tuple[str, list[float | None]]] = {
         f"over {NAMES[f]}": (COLORS[f], [tables.speedup(case, f, clock) for case in result.cases])
         for f in families
     }
-    figure, axes = bars(labels, series, f"speed-up of ours, {kind} (times)", ".2f")
+    figure, axes = bars(labels, series, "speed-up of ours (times)", ".2f")
     with style():
         axes.axvline(1, color=INK, linewidth=1)
     means = {f: tables.mean_speedup(result.cases, f, clock) for f in families}
@@ -96,8 +103,11 @@ def share(result: Result, name: str) -> Plot | None:
             series[NAMES[family]] = COLORS[family], shares
     if not series:
         return None
-    labels = [f"{case.label}\n({least.by})" for case, least in found]
-    figure, _ = bars(labels, series, "share of the measured ceiling (%)", ".0f")
+    labels = [
+        f"{label}\n({least.by})"
+        for label, (_, least) in zip(labels_of([case for case, _ in found]), found, strict=True)
+    ]
+    figure, _ = bars(labels, series, "share of the ceiling (%)", ".0f")
     said = "ours not measured"
     if "ours" in series:
         pairs_of = zip(found, series["ours"][1], strict=True)
@@ -112,15 +122,15 @@ def share(result: Result, name: str) -> Plot | None:
     )
 
 
-RATES = {  # what binds: title, ceiling, unit
-    "memory": ("Bandwidth", "copy_tb_per_s", "TB/s"),
-    "matmul": ("Rate of matrix products", "matmul_bf16_tflop_per_s", "TFLOP/s"),
+RATES = {  # what binds: title, name of the axis, ceiling, unit
+    "memory": ("Bandwidth", "bandwidth", "copy_tb_per_s", "TB/s"),
+    "matmul": ("Rate of matrix products", "rate", "matmul_bf16_tflop_per_s", "TFLOP/s"),
 }
 
 
 def rates(result: Result, name: str, by: str) -> Plot | None:
     """The rate that each family's best and the variants of ours reach, in the cases that `by` binds."""
-    title, key, unit = RATES[by]
+    title, axis, key, unit = RATES[by]
     cases = [c for c in result.cases if (least := roofline.floor(c, result.ceilings)) and least.by == by]
     work = [case.bytes if by == "memory" else case.flop for case in cases]
     series: dict[str, tuple[str, list[float | None]]] = {}
@@ -131,7 +141,7 @@ def rates(result: Result, name: str, by: str) -> Plot | None:
             series[NAMES[family]] = COLORS[family], values
     if not series:
         return None
-    figure, axes = bars([case.label for case in cases], series, f"{title.lower()} ({unit})", ".3g")
+    figure, axes = bars(labels_of(cases), series, f"{axis} ({unit})", ".3g")
     ceiling = result.ceilings[key]
     with style():
         axes.axvline(ceiling, color=INK, linewidth=1, linestyle="--")
@@ -203,9 +213,7 @@ def means(results: Sequence[Result], name: str) -> Plot | None:
     }
     if not series:
         return None
-    figure, axes = bars(
-        [results[i].benchmark for i in kept], series, "speed-up of ours, device time (times)", ".2f"
-    )
+    figure, axes = bars([results[i].benchmark for i in kept], series, "speed-up of ours (times)", ".2f")
     with style():
         axes.axvline(1, color=INK, linewidth=1)
     said = "; ".join(
