@@ -72,6 +72,11 @@ def _gated_matmul(dtype: str, m: int, n: int, k: int) -> Call:
     return ops.gated_matmul, normal(dtype, (m, k), (k, 2, n)), {}
 
 
+def _matmul_layer_norm(dtype: str, m: int, n: int, k: int) -> Call:
+    x, w, scale, offset, bias, residual = normal(dtype, (m, k), (k, n), (n,), (n,), (n,), (m, n))
+    return ops.matmul_layer_norm, (x, w, scale, offset), {"bias": bias, "residual": residual}
+
+
 def _softmax(dtype: str, m: int, n: int) -> Call:
     return ops.softmax, normal(dtype, (m, n)), {}
 
@@ -94,6 +99,11 @@ TUNABLES = {
     "matmul": Tunable(axes="MxNxK", shapes=_PRODUCTS, call=_matmul),
     "gated_matmul": Tunable(
         axes="MxNxK", shapes=((8192, 12288, 4096), (2048, 12288, 4096), (8192, 3072, 1024)), call=_gated_matmul
+    ),
+    "matmul_layer_norm": Tunable(
+        axes="MxNxK",
+        shapes=tuple((m, 384, k) for m in (16, 128, 1024, 8192, 32768) for k in (384, 1536)),
+        call=_matmul_layer_norm,
     ),
     "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
     "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),

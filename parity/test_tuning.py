@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import ops, tuning
-from pallas_models.kernels.triton import gated_mlp, matmul, norm, softmax
+from pallas_models.kernels.triton import gated_mlp, matmul, matmul_layer_norm, norm, softmax
 from pallas_models.tuning import HEURISTIC, Entry, Problem, Table, TableError, autotuner, choose
 from pallas_models.tuning import table as tables
 from parity.common import ON_GPU, cuda_device, normal
@@ -23,6 +23,7 @@ GPU = "NVIDIA H200"
 CONFIGS: dict[str, type[Any]] = {
     "matmul": matmul.Config,
     "gated_matmul": matmul.Config,
+    "matmul_layer_norm": matmul.Config,
     "softmax_online": softmax.Config,
     "softmax_fused": softmax.Config,
     "layer_norm": norm.Config,
@@ -526,12 +527,18 @@ class TestSearchSpaces:
         assert all(c.block_n >= n for c in softmax.configs(m, n, "fused")) or n > 32768
 
     @pytest.mark.parametrize("m, n, k", [(1, 1, 1), (16, 384, 384), (8192, 1152, 384), (8192, 24576, 4096)])
-    @pytest.mark.parametrize("kernel", [matmul, gated_mlp])
+    @pytest.mark.parametrize("kernel", [matmul, gated_mlp, matmul_layer_norm])
     def test_products(self, kernel, m, n, k):
         configs = list(kernel.configs(m, n, k, 132))
-        assert 0 < len(configs) == len(set(configs)) <= 200
+        assert 0 < len(configs) == len(set(configs)) <= 260
         fitting = [config for config in configs if kernel.shared_memory(config, 2) <= 99 * 1024]
         assert fitting and (min(m, n, k) < 64 or len(fitting) < len(configs))  # an RTX 4090 cannot hold them all
+
+    def test_a_product_and_norm_may_be_one_kernel_or_two(self):
+        configs = set(matmul_layer_norm.configs(1024, 384, 1536, 132))
+        assert {config.block_n >= 384 for config in configs} == {True, False}
+        assert {1, 4} <= {config.splits for config in configs}
+        assert {config.splits for config in gated_mlp.configs(1024, 768, 3072, 132)} == {1}  # it splits nothing
 
     def test_shared_memory_is_that_of_the_tiles_in_flight(self):
         config = matmul.Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)

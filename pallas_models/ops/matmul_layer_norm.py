@@ -11,6 +11,7 @@ from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, run
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import reference as matmul_reference
+from pallas_models.tuning import Chooser
 
 
 def matmul_layer_norm(
@@ -23,7 +24,7 @@ def matmul_layer_norm(
     residual: jax.Array | None = None,
     epsilon: float = 1e-5,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `layer_norm(x @ w + bias + residual) * scale + offset`.
@@ -40,8 +41,8 @@ def matmul_layer_norm(
       residual: (..., N), any float dtype, or None.
       epsilon: added to the variance.
       precision: of float32 products, as in `matmul`.
-      config: tile sizes of the fused Triton kernel; when None chosen from the shape, where two kernels
-        may be chosen instead.
+      config: tile sizes; one kernel where `block_n` covers a row and `splits` is 1, else two. Chosen as
+        `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:

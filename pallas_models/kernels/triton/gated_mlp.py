@@ -120,7 +120,7 @@ def gated_matmul(
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
     """The tiles worth measuring: those of a product of 2 n columns, half of which are one program's gates."""
     for config in matmul.configs(m, 2 * n, k, num_cores):
-        if config.block_n >= 32:
+        if config.block_n >= 32 and config.splits == 1:
             yield dataclasses.replace(config, block_n=config.block_n // 2)
 
 

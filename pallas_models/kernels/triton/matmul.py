@@ -343,6 +343,7 @@ def _choose_config(
     k: int,
     dtype: DTypeLike,
     batch: int,
+    transpose_w: bool,
     algorithm: Algorithm | None,
     config: Config | Chooser | None,
 ) -> Config:
@@ -352,6 +353,9 @@ def _choose_config(
       ValueError: `config` is not one of that algorithm.
     """
     num_cores = local_gpu().num_cores
+    variant = {"batch": batch} if batch > 1 else {}
+    if transpose_w:
+        variant["transpose_w"] = 1
     chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, num_cores, batch=batch)
     defaults: dict[Algorithm | None, Callable[[], Config]] = {
         None: chosen_by_shape,
@@ -364,7 +368,7 @@ def _choose_config(
         config,
         Problem(
             op=f"matmul_{algorithm}" if algorithm else "matmul",
-            shape={"m": m, "n": n, "k": k} | ({} if batch == 1 else {"batch": batch}),
+            shape={"m": m, "n": n, "k": k} | variant,
             bucketed=("m",),
             dtype=dtype,
             config=Config,
@@ -431,7 +435,7 @@ def matmul(
       ValueError: `config` does not fit the algorithm.
     """
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    config = _choose_config(m, n, k, x.dtype, batch, algorithm, config)
+    config = _choose_config(m, n, k, x.dtype, batch, transpose_w, algorithm, config)
     finish: dict[str, Any] = dict(activation=activation, interpret=interpret)
     options: dict[str, Any] = dict(transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision)
     operands: tuple[jax.Array | None, ...] = (x, w)
@@ -457,15 +461,27 @@ def matmul(
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
-    """The tiles worth measuring: 64 to 128 sums a thread, or fewer where such tiles are too few for the cores."""
-    fewest = 64 if num_tiles(_LARGE, m, n) >= 2 * num_cores else 16 if min(m, n) >= 64 else 4
+    """The tiles worth measuring: 64 to 128 sums a thread, or fewer where such tiles are too few for the cores.
+
+    Where there are many, a second order of them, for L2; where they are too few, splits of the contraction.
+    """
+    many = num_tiles(_LARGE, m, n) >= 2 * num_cores
+    fewest = 64 if many else 16 if min(m, n) >= 64 else 4
     for block_m, block_n, block_k, num_warps, num_stages in itertools.product(
-        (16, 32, 64, 128, 256), (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)
+        (16, 32, 64, 128, 256), (32, 64, 128, 192, 256), (32, 64, 128), (4, 8), (2, 3, 4)
     ):
         fits = min(m, 64) <= block_m < 2 * max(m, 16) and block_n < 2 * max(n, 32)
         fits = fits and num_stages <= max(pl.cdiv(k, block_k), 2)
-        if fits and fewest <= block_m * block_n // (32 * num_warps) <= 128:
-            yield _config(block_m, block_n, block_k, num_warps, num_stages)
+        if not fits or not fewest <= block_m * block_n // (32 * num_warps) <= 128:
+            continue
+        config = _config(block_m, block_n, block_k, num_warps, num_stages)
+        yield config
+        if block_k == 64 and num_stages == 3:
+            if num_tiles(config, m, n) >= 8 * num_cores and m > 8 * block_m:
+                yield dataclasses.replace(config, group_m=16)
+            for splits in (2, 4, 8):
+                if num_tiles(config, m, n) * splits < 3 * num_cores and steps_per_part(k, config, splits) >= 2:
+                    yield dataclasses.replace(config, splits=splits)
 
 
 def shared_memory(config: Config, itemsize: int) -> int:

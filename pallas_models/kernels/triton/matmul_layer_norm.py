@@ -1,6 +1,8 @@
-"""Matrix product whose epilogue normalises whole rows: a program owns every column of its rows."""
+"""Matrix product and layer norm: in one kernel, whose programs own every column of their rows, or in two."""
 
 import functools
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +12,20 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton._common import Gpu, Ref, local_gpu
-from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts
+from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts, shared_memory
+from pallas_models.kernels.triton.matmul import configs as product_configs
 from pallas_models.kernels.triton.matmul import heuristic as product_heuristic
+from pallas_models.tuning import Chooser, Problem, choose
 
 
-def heuristic(m: int, n: int, dtype: DTypeLike, gpu: Gpu) -> Config | None:
-    """Chooses tiles for m rows of n columns; None where two kernels are faster.
+def heuristic(m: int, n: int, k: int, dtype: DTypeLike, gpu: Gpu) -> Config:
+    """Chooses tiles for m rows of n columns: as wide as a row, or those of a product where two kernels are faster.
 
-    A program's rows are as wide as the output. Few rows leave cores idle, and wide ones fit no registers.
+    Few rows leave cores idle, and wide ones fit no registers.
     """
+    two_kernels = product_heuristic(m, n, k, dtype, gpu.num_cores)
     if n > 512 or jnp.dtype(dtype).itemsize == 4:
-        return None
+        return two_kernels
     # Time in units of one round of 64-row programs over all cores, measured on an H200 at n = 384.
     time = {
         None: 1.13 * m / (64 * gpu.num_cores),
@@ -29,10 +34,28 @@ def heuristic(m: int, n: int, dtype: DTypeLike, gpu: Gpu) -> Config | None:
     }
     block_m = min(time, key=lambda rows: time[rows])
     if block_m is None:
-        return None
+        return two_kernels
     block_n, block_k = whole_rows(n), 32
     stages = gpu.shared_memory // ((block_m + block_n) * block_k * jnp.dtype(dtype).itemsize)
     return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8, num_stages=min(stages, 4))
+
+
+def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
+    """The tiles worth measuring: whole rows of at most 192 sums a thread, and some of a product."""
+    for block_m, block_k, num_warps, num_stages in itertools.product(
+        (16, 32, 64, 128), (32, 64), (4, 8), (2, 3, 4)
+    ):
+        if 2 <= block_m * whole_rows(n) // (32 * num_warps) <= 192 and block_m < 2 * max(m, 16):
+            yield Config(
+                block_m=block_m,
+                block_n=whole_rows(n),
+                block_k=block_k,
+                num_warps=num_warps,
+                num_stages=num_stages,
+            )
+    for config in product_configs(m, n, k, num_cores):
+        if config.block_n < n and (config.block_k, config.num_stages) == (64, 3):
+            yield config
 
 
 def whole_rows(n: int) -> int:
@@ -82,15 +105,26 @@ def matmul_layer_norm(
     *,
     epsilon: float,
     precision: jax.lax.Precision,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
     """layer_norm(x @ w + bias + residual) for x (M, K); see `pallas_models.ops.matmul_layer_norm`."""
     (m, k), n = x.shape, w.shape[1]
-    config = config or heuristic(m, n, x.dtype, local_gpu())
-    if config is None:
-        # Few rows: parts of K in parallel, whose sum the layer norm takes.
-        config = product_heuristic(m, n, k, x.dtype, local_gpu().num_cores)
+    config = choose(
+        config,
+        Problem(
+            op="matmul_layer_norm",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu()),
+            candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
+            shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
+        ),
+    )
+    if config.block_n < n or config.splits > 1:
+        # Tiles of the product, maybe of parts of K in parallel, whose sum the layer norm takes.
         sums = product_parts(x, w, precision=precision, config=config, interpret=interpret)
         return norm.sum_layer_norm(
             sums,
@@ -103,8 +137,6 @@ def matmul_layer_norm(
             config=None,
             interpret=interpret,
         )
-    if config.block_n < n:
-        raise ValueError(f"block_n={config.block_n} is too small; expected at least the {n} columns of a row")
     kernel = functools.partial(_matmul_layer_norm_kernel, config=config, epsilon=epsilon, precision=precision)
     return pl.pallas_call(
         kernel,
