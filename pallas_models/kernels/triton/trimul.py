@@ -50,7 +50,7 @@ def triangle_update(
     """The update of x (B, N, N, C); matrices of `compute_dtype`, vectors float32. See `pallas_models.ops`."""
     b, n, _, c = x.shape
     configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
-    halves, gate = trimul_project.project(
+    sides, gate = trimul_project.project(
         x.reshape(b, n * n, c),
         None if mask is None else mask.reshape(b, n * n),
         norm_scale,
@@ -69,7 +69,7 @@ def triangle_update(
     # leaves its layer norm as it was once epsilon is scaled too.
     factor = 1.0 if jnp.dtype(compute_dtype) == jnp.float32 else 2.0 ** -round(math.log2(n) / 2)
     y = trimul_product.product(
-        halves.reshape(b, -1, n, n),
+        sides.reshape(b, -1, n, n),
         channels=w_in.shape[2],
         incoming=direction == "incoming",
         factor=factor,

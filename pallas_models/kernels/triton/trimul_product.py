@@ -69,7 +69,7 @@ def shared_memory(config: Config, dtype: DTypeLike) -> int:
 
 
 def _product_kernel(
-    halves_ref: Ref,  # (B, 2 H', N, N): left, then right, H' >= H channels
+    sides_ref: Ref,  # (B, 2 H', N, N): left, then right, H' >= H channels
     o_ref: Ref,  # (B, H, N, N)
     *,
     config: Config,
@@ -78,7 +78,7 @@ def _product_kernel(
     precision: jax.lax.Precision,
 ) -> None:
     _, h, n, _ = o_ref.shape
-    padded = halves_ref.shape[1] // 2
+    padded = sides_ref.shape[1] // 2
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tiles_m, tiles_n = pl.cdiv(n, block_m), pl.cdiv(n, block_n)
     pid, tiles = pl.program_id(0), jnp.int32(tiles_m * tiles_n)
@@ -92,11 +92,11 @@ def _product_kernel(
     def step(s: jax.Array, acc: jax.Array) -> jax.Array:
         ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, n)
         if incoming:
-            a = load(halves_ref.at[batch, left, ks, rows], tile_mask(k_mask, row_mask))
-            b = load(halves_ref.at[batch, right, ks, columns], tile_mask(k_mask, column_mask))
+            a = load(sides_ref.at[batch, left, ks, rows], tile_mask(k_mask, row_mask))
+            b = load(sides_ref.at[batch, right, ks, columns], tile_mask(k_mask, column_mask))
         else:
-            a = load(halves_ref.at[batch, left, rows, ks], tile_mask(row_mask, k_mask))
-            b = load(halves_ref.at[batch, right, columns, ks], tile_mask(column_mask, k_mask))
+            a = load(sides_ref.at[batch, left, rows, ks], tile_mask(row_mask, k_mask))
+            b = load(sides_ref.at[batch, right, columns, ks], tile_mask(column_mask, k_mask))
         return acc + plgpu.dot(a, b, trans_a=incoming, trans_b=not incoming, precision=precision)
 
     acc = jax.lax.fori_loop(0, pl.cdiv(n, block_k), step, jnp.zeros((block_m, block_n), jnp.float32))
@@ -104,7 +104,7 @@ def _product_kernel(
 
 
 def product(
-    halves: jax.Array,
+    sides: jax.Array,
     *,
     channels: int,
     incoming: bool,
@@ -113,23 +113,23 @@ def product(
     config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
-    """`factor` times the sums over k for left and right in halves (B, 2 H', N, N), H' >= channels.
+    """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
 
     Returns:
-      (B, channels, N, N) in the dtype of `halves`.
+      (B, channels, N, N) in the dtype of `sides`.
     """
-    b, _, n, _ = halves.shape
+    b, _, n, _ = sides.shape
     config = choose(
         config,
         Problem(
             op="trimul_product",
             shape={"b": b * channels, "n": n, "incoming": int(incoming)},
             bucketed=("b", "n"),
-            dtype=halves.dtype,
+            dtype=sides.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, halves.dtype),
-            candidates=functools.partial(configs, halves.dtype),
-            shared_memory=functools.partial(shared_memory, dtype=halves.dtype),
+            heuristic=functools.partial(heuristic, n, sides.dtype),
+            candidates=functools.partial(configs, sides.dtype),
+            shared_memory=functools.partial(shared_memory, dtype=sides.dtype),
         ),
     )
     kernel = functools.partial(
@@ -137,9 +137,9 @@ def product(
     )
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((b, channels, n, n), halves.dtype),
+        out_shape=jax.ShapeDtypeStruct((b, channels, n, n), sides.dtype),
         grid=(b * channels * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_product",
-    )(halves)
+    )(sides)
