@@ -110,7 +110,7 @@ class Benchmark:
       name: of the command and of the result file.
       axes: names of the sizes of a shape, in order.
       flags: words that may follow the sizes: `8192x4096+masked` is the shape (8192, 4096, "masked").
-      shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first three.
+      shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first two.
       cpu_shapes: the cases without a GPU.
       dtypes: those that are measured by default.
       problem: gives the problem of a dtype and a shape; a ValueError or NotImplementedError says that there is
@@ -187,7 +187,7 @@ class Benchmark:
             return list(args.shapes)
         if not gpu:
             return list(self.cpu_shapes)
-        quick = self.shapes[:3] if self.quick_shapes is None else self.quick_shapes
+        quick = self.shapes[:2] if self.quick_shapes is None else self.quick_shapes
         return list(quick if args.quick else self.shapes)
 
     def run(self, args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from parity.common import KERNEL
 TINY = MiniLMConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=24
 )
-FAST = Budget(warmup_s=0.001, block_s=0.001, wall_samples=5, device_groups=2, device_calls=3)
+FAST = Budget(warmup_s=0.001, block_s=0.001, wall_samples=5, device_groups=2, device_calls=3, pause_s=0)
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_which_shapes_are_run():
         benchmark.add_arguments(parser)
         return benchmark.chosen_shapes(parser.parse_args(options), gpu=gpu)
 
-    assert chosen() == list(shapes) and chosen("--quick") == list(shapes[:3])
+    assert chosen() == list(shapes) and chosen("--quick") == list(shapes[:2])
     assert chosen(gpu=False) == [(9, 9)] and chosen("--shapes", "7x7", "--quick", gpu=False) == [(7, 7)]
 
 
