@@ -33,14 +33,20 @@ class Tunable:
     """An op that can be tuned.
 
     Attributes:
-      axes: names of the sizes of a shape; the first is the number of rows.
-      shapes: those that `tune all` measures.
+      axes: names of the sizes of a shape.
+      shapes: those that are tuned where none are given.
       call: `call(dtype, *shape)` gives the call to tune.
+      dtypes: those that are tuned where none are given.
+      nearby: which size is made smaller, and how much, to see whether a config holds in its bucket.
+      kernel: which kernel of the call is tuned, where it has several.
     """
 
     axes: str
     shapes: Sequence[Shape]
     call: Callable[..., Call]
+    dtypes: Sequence[str] = ("bf16",)
+    nearby: tuple[int, float] = (0, 0.75)
+    kernel: str | None = None
 
     def parse(self, text: str) -> Shape:
         """Parses `8192x1152x384`.
@@ -52,6 +58,11 @@ class Tunable:
         if len(sizes) != len(self.axes.split("x")) or not all(s.isdecimal() and int(s) for s in sizes):
             raise ValueError(f"{text!r} is no shape; expected {self.axes}, such as {name(self.shapes[0])}")
         return tuple(map(int, sizes))
+
+    def smaller(self, shape: Shape) -> Shape:
+        """A shape nearby, whose config that of `shape` would be."""
+        axis, factor = self.nearby
+        return tuple(max(round(factor * size), 1) if i == axis else size for i, size in enumerate(shape))
 
 
 @functools.cache
@@ -89,11 +100,24 @@ def _rms_norm(dtype: str, m: int, n: int) -> Call:
     return ops.rms_norm, normal(dtype, (m, n), (n,)), {}
 
 
+def _triangle_update(dtype: str, b: int, n: int, c: int) -> Call:
+    h = 128  # hidden channels in all published models
+    (x,) = normal("fp32", (b, n, n, c))
+    vectors = normal("fp32", (c,), (c,), (h,), (h,))
+    w_in, w_gate, w_out = (w * c**-0.5 for w in normal(dtype, (c, 4, h), (c, h), (h, c)))
+    operands = (x, *vectors[:2], w_in, *vectors[2:], w_gate, w_out)
+    return ops.triangle_update, operands, {"direction": "outgoing", "compute_dtype": DTYPES[dtype]}
+
+
 _ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
 _PRODUCTS = (
     *((8192, 8192, 8192), (4096, 4096, 4096), (8192, 24576, 4096)),
     *((8192, 1152, 384), (8192, 1536, 384), (8192, 384, 1536)),
     *((1024, 2304, 768), (1024, 3072, 768), (1024, 768, 3072)),
+)
+_PAIRS = (
+    *((2, 256, 128), (1, 512, 128), (1, 768, 128), (1, 1024, 128)),
+    *((2, 256, 384), (1, 768, 384), (1, 1024, 384)),
 )
 TUNABLES = {
     "matmul": Tunable(axes="MxNxK", shapes=_PRODUCTS, call=_matmul),
@@ -104,10 +128,16 @@ TUNABLES = {
         axes="MxNxK",
         shapes=tuple((m, 384, k) for m in (16, 128, 1024, 8192, 32768) for k in (384, 1536)),
         call=_matmul_layer_norm,
+        dtypes=("fp16",),
     ),
     "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
     "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),
     "rms_norm": Tunable(axes="MxN", shapes=_ROWS, call=_rms_norm),
+} | {
+    kernel: Tunable(
+        axes="BxNxC", shapes=_PAIRS, call=_triangle_update, dtypes=("fp16",), nearby=(1, 0.875), kernel=kernel
+    )
+    for kernel in ("trimul_project", "trimul_product", "trimul_output")
 }
 
 
@@ -120,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench tune`."""
     parser.add_argument("op", nargs="?", metavar="OP", help=f"some of {','.join(TUNABLES)}, or all")
     parser.add_argument("--shape", help="e.g. 8192x1152x384,1024x2304x768; some that are common if not given")
-    parser.add_argument("--dtype", type=parse_dtypes, default=["bf16"], help="fp32, fp16, bf16 or all; bf16")
+    parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; the usual one of the op")
     parser.add_argument("--output", type=Path, help="the table to add to; your own, which every op looks into")
     parser.add_argument("--seconds", type=float, metavar="S", help="limit of the search for one shape")
     parser.add_argument("--trials", action="store_true", help="print the fastest configs of each shape")
@@ -145,14 +175,14 @@ def show(table: Table) -> str:
 
 
 def tune(tunable: Tunable, shape: Shape, dtype: str, seconds: float | None) -> tuple[Result, Entry]:
-    """Tunes an op for a shape; the entry is for this shape only if the config does not hold for fewer rows."""
+    """Tunes an op for a shape; the entry is for this shape only if the config does not hold for a smaller one."""
     fn, args, options = tunable.call(dtype, *shape)
-    result = tuning.autotune(fn, *args, seconds=seconds, **options)
+    result = tuning.autotune(fn, *args, op=tunable.kernel, seconds=seconds, **options)
     entry = result.entry
     if entry.config is None:
         return result, entry
-    fn, args, options = tunable.call(dtype, max(3 * shape[0] // 4, 1), *shape[1:])
-    near = tuning.autotune(fn, *args, candidates=[result.config], **options)
+    fn, args, options = tunable.call(dtype, *tunable.smaller(shape))
+    near = tuning.autotune(fn, *args, op=tunable.kernel, candidates=[result.config], **options)
     if any(trial.failure or near.heuristic.is_faster(trial) for trial in near.trials):
         entry = dataclasses.replace(entry, bucketed=())
     return result, entry
@@ -215,7 +245,7 @@ def plan(args: argparse.Namespace) -> list[tuple[str, Shape, str]]:
     work = []
     for op in names:
         shapes = map(TUNABLES[op].parse, args.shape.split(",")) if args.shape else TUNABLES[op].shapes
-        work += [(op, shape, dtype) for shape in shapes for dtype in args.dtype]
+        work += [(op, shape, dtype) for shape in shapes for dtype in args.dtype or TUNABLES[op].dtypes]
     return work
 
 

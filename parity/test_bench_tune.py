@@ -152,8 +152,13 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
     for text in map(tune.name, tunable.shapes):
         assert tune.name(tunable.parse(text)) == text
     sizes = [min(size, 64) for size in tunable.shapes[0]]
-    fn, args, options = tunable.call("bf16", *sizes)
-    problem = autotuner._Call(fn, args, options).problem(None)
+    fn, args, options = tunable.call(tunable.dtypes[0], *sizes)
+    problem = autotuner._Call(fn, args, options).problem(tunable.kernel)
     candidates = set(problem.candidates())
     assert candidates and all(isinstance(config, problem.config) for config in candidates)
     assert isinstance(problem.heuristic(), problem.config)
+    assert problem.op.startswith(op)
+    entry_of = {"op": problem.op, "shape": dict(problem.shape), "bucketed": problem.bucketed}
+    fn, args, options = tunable.call(tunable.dtypes[0], *tunable.smaller(sizes))
+    near = autotuner._Call(fn, args, options).problem(tunable.kernel)
+    assert 0.15 < entry(dtype="any", **entry_of).distance(near.op, near.shape, "any") < 0.6  # powers of two

@@ -27,7 +27,8 @@ MIN_GAIN = 0.02  # the least gain for which a heuristic's config is given up
 
 _FIRST_SAMPLES = 5  # of every config
 _FINALISTS, _ROUNDS, _ROUND_SAMPLES = 5, 8, 6  # the fastest and the heuristic's, in turns
-_BUSY_S = 0.3  # clocks rise within this
+_BUSY_S = 0.1  # clocks rise within this
+_PAUSE = 3.0  # after a burst of calls, in times of it: large products without pauses draw so much that clocks fall
 
 Program = functools.partial[Any]  # a compiled call and its operands
 
@@ -342,6 +343,7 @@ def _device_times_us(program: Program, samples: int) -> list[float]:
     _, ms = profiler.measure(compiled, iterations=samples + 1)(*arrays)
     if ms is None:
         raise RuntimeError("CUPTI saw no kernel")
+    time.sleep(_PAUSE * sum(ms) / 1e3)
     return [1e3 * value for value in ms[1:]]  # the first meets a device that was idle while CUPTI was attached
 
 
