@@ -14,7 +14,16 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import ops, tuning
-from pallas_models.kernels.triton import gated_mlp, matmul, matmul_layer_norm, norm, softmax
+from pallas_models.kernels.triton import (
+    gated_mlp,
+    matmul,
+    matmul_layer_norm,
+    norm,
+    softmax,
+    trimul_output,
+    trimul_product,
+    trimul_project,
+)
 from pallas_models.tuning import HEURISTIC, Entry, Problem, Table, TableError, autotuner, choose
 from pallas_models.tuning import table as tables
 from parity.common import ON_GPU, cuda_device, normal
@@ -28,6 +37,9 @@ CONFIGS: dict[str, type[Any]] = {
     "softmax_fused": softmax.Config,
     "layer_norm": norm.Config,
     "rms_norm": norm.Config,
+    "trimul_project": trimul_project.Config,
+    "trimul_product": trimul_product.Config,
+    "trimul_output": trimul_output.Config,
 }
 
 
