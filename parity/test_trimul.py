@@ -30,7 +30,7 @@ X, MASK = normal(np.random.default_rng(9), 1, 5, 5, 10), np.ones((1, 5, 5), bool
 both_directions = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 every_form = pytest.mark.parametrize(
     "family, bias",
-    [("lucidrains", False), ("lucidrains", True), ("openfold", False), ("openfold", True), ("boltz", False)],
+    [("lucidrains", False), ("lucidrains", True), ("openfold", True), ("boltz", False)],
 )
 
 
@@ -71,14 +71,15 @@ def pair_mask(kind: str, *shape: int) -> jax.Array | None:
     return jnp.asarray(np.random.default_rng(1).integers(0, 2, shape) * (kind == "random"), bool)
 
 
-def expected_of(module, x, mask=None, dtype="float32"):
-    """The output of a torch module on arrays, on the device they are on, as an array."""
+def in_torch(module, x, mask=None, dtype="float32"):
+    """The output of a torch module on arrays, an array on the same device."""
     import torch
 
     with torch.no_grad():
         x = torch.from_dlpack(x).to(getattr(torch, dtype))
         mask = None if mask is None else torch.from_dlpack(mask.astype(jnp.float32)).to(x)
-        return np.asarray(module.to(x)(x, mask).cpu())
+        out = module.to(x)(x, mask)
+    return out.cpu().numpy() if dtype == "float64" else jax.dlpack.from_dlpack(out.contiguous())
 
 
 # The challenge: every element within rtol = atol = 2e-2 of torch in float32, computed in half precision
@@ -87,7 +88,7 @@ def expected_of(module, x, mask=None, dtype="float32"):
 def challenge_cases() -> list[tuple]:
     """Every N with every C; masks, distributions and batches take turns."""
     sizes, channels = by_device(
-        cpu=[(1, 7, 16, 24), (8, 24)], gpu=[(32, 64, 128, 256, 768, 1024), (128, 256, 384, 768)]
+        cpu=[(1, 7, 24), (8, 24)], gpu=[(32, 64, 128, 256, 768, 1024), (128, 256, 384, 768)]
     )
     return [
         (
@@ -102,17 +103,24 @@ def challenge_cases() -> list[tuple]:
     ]
 
 
+@jax.jit
+def errors(out: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest error of an element in units of what is allowed, and that of the whole, in norm."""
+    error = jnp.abs(out - expected)
+    allowed = 2e-2 + 2e-2 * jnp.abs(expected)
+    return jnp.max(error / allowed), jnp.linalg.norm(error) / jnp.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("batch, n, c, masked, distribution", challenge_cases())
 def test_challenge(torch_trimul, record_property, implementation, batch, n, c, masked, distribution):
     module, params = module_and_params(torch_trimul, "lucidrains", c, 128 if ON_GPU else 8)
     x, mask = pairs(batch, n, n, c, distribution=distribution), pair_mask(masked, batch, n, n)
-    out = np.asarray(update(direction="outgoing", implementation=implementation)(params, x, mask))
-    expected = expected_of(module, x, mask)
-    assert out.dtype == np.float32
-    np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
-    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
-    record_property("relative error", f"{error:.2e}")
-    assert error < 1e-3
+    out = update(direction="outgoing", implementation=implementation)(params, x, mask)
+    assert out.dtype == jnp.float32
+    worst, relative = errors(out, in_torch(module, x, mask))
+    record_property("relative error", f"{relative:.2e}")
+    assert worst < 1.0  # so it is not for NaN
+    assert relative < 1e-3
 
 
 # Forms of the update, in float32 end to end
@@ -125,7 +133,7 @@ def test_float32_end_to_end(torch_trimul, implementation, direction, family, bia
         module, params = module_and_params(torch_trimul, family, c, h, direction, bias)
         x, mask = pairs(2, n, n, c), pair_mask("random", 2, n, n)
         f = update(direction=direction, compute_dtype="float32", implementation=implementation)
-        assert_close(f(params, x, mask), expected_of(module, x, mask, "float64"), 1e-5)
+        assert_close(f(params, x, mask), in_torch(module, x, mask, "float64"), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +152,7 @@ def test_dtypes(torch_trimul, implementation, x_dtype, compute_dtype, tolerance)
     f = update(direction="outgoing", compute_dtype=compute_dtype, implementation=implementation)
     out = f(params, x)
     assert out.dtype == x_dtype
-    assert_close(out, expected_of(module, x.astype("float32"), dtype="float64"), tolerance)
+    assert_close(out, in_torch(module, x.astype("float32"), dtype="float64"), tolerance)
 
 
 def test_matrices_in_the_dtype_of_the_computation(implementation):
@@ -179,9 +187,9 @@ def triangle_update(params, x, *, direction="outgoing", **options):
     )
 
 
-@hypothesis.settings(max_examples=5)
+@hypothesis.settings(max_examples=3)
 @hypothesis.given(
-    st.integers(1, 3), st.integers(1, 20), st.integers(2, 40), st.integers(2, 40), st.booleans(), st.booleans()
+    st.integers(1, 3), st.integers(1, 12), st.integers(2, 40), st.integers(2, 40), st.booleans(), st.booleans()
 )
 def test_any_size(batch, n, c, h, gate_after, outgoing):
     config = trimul.TriMulConfig(channels=c, hidden=h, gate_after=gate_after, use_bias=True, epsilon=0.1)
@@ -206,24 +214,23 @@ def test_epsilon(torch_trimul, implementation):
     module.norm_in.eps = module.norm_out.eps = 0.5
     x = pairs(1, 7, 7, 12)
     f = update(direction="outgoing", epsilon=0.5, compute_dtype="float32", implementation=implementation)
-    assert_close(f(params, x), expected_of(module, x, dtype="float64"), 1e-5)
+    assert_close(f(params, x), in_torch(module, x, dtype="float64"), 1e-5)
 
 
 # Masks
 
 
-@both_directions
-def test_masks_of_every_kind(torch_trimul, implementation, direction):
-    module, params = module_and_params(torch_trimul, "lucidrains", 12, 8, direction)
+def test_masks_of_every_kind(torch_trimul, implementation):
+    module, params = module_and_params(torch_trimul, "lucidrains", 12, 8, "incoming")
     x, mask = pairs(2, 9, 9, 12), pair_mask("random", 2, 9, 9)
-    f = update(direction=direction, implementation=implementation)
+    f = update(direction="incoming", implementation=implementation)
     out = f(params, x, mask)
-    assert_close(out, expected_of(module, x, mask), 1e-3)
-    for dtype in ("int32", "bfloat16"):
+    assert_close(out, in_torch(module, x, mask), 1e-3)
+    for dtype in ("int32", "float16"):
         assert_equal(f(params, x, mask.astype(dtype)), out)
     factors = np.random.default_rng(5).uniform(size=mask.shape).astype(np.float32)
     weighted = jnp.asarray(factors * np.asarray(mask))  # other than 0 and 1
-    assert_close(f(params, x, weighted), expected_of(module, x, weighted), 1e-3)
+    assert_close(f(params, x, weighted), in_torch(module, x, weighted), 1e-3)
     assert_equal(f(params, x, jnp.ones_like(mask)), f(params, x))
 
 
@@ -245,25 +252,24 @@ def test_nothing_but_padding(implementation, gate_after):
     f = update(direction="outgoing", implementation=implementation)
     out = f(params, x, jnp.zeros_like(mask))
     assert np.all(np.isfinite(out))
-    # One item of the batch that is padding leaves the other alone.
+    # An item of a batch that is all padding is as it is in one that is nothing else, and leaves others alone.
     assert_equal(f(params, x, mask)[0], out[0])
-    assert_close(f(params, x, mask)[1], f(params, x[1]), 2e-4)  # sums in another order, rounded to float16
+    assert_equal(f(params, x.at[0].set(3.0), mask)[1], f(params, x, mask)[1])
 
 
 # Range: sums over k leave that of float16
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1e-2, 30.0])
-def test_range(implementation, scale):
+def test_range(implementation):
     c, h, n = by_device(cpu=(16, 8, 20), gpu=(128, 128, 1024))
-    params = random_params(trimul.TriMulConfig(channels=c, hidden=h))
-    params["projections"]["kernel"] *= scale
-    # All of one sign: the sum grows with N.
-    params["norm"]["bias"] += 3.0
-    x = pairs(1, n, n, c, distribution="cauchy")
-    options = dict(direction="outgoing", implementation=implementation)
-    expected = update(compute_dtype="float32", **options)(params, x)
-    assert_close(update(**options)(params, x), expected, 3e-3)
+    params, x = random_params(trimul.TriMulConfig(channels=c, hidden=h)), pairs(1, n, n, c, distribution="cauchy")
+    params["norm"]["bias"] += 3.0  # left and right of one sign, mostly: y grows with N, not with its root
+    f = update(direction="outgoing", implementation=implementation)
+    exact = update(direction="outgoing", implementation=implementation, compute_dtype="float32")
+    kernel = params["projections"]["kernel"]
+    for scale in (1e-4, 1e-2, 1.0, 30.0):
+        params["projections"]["kernel"] = kernel * scale
+        assert_close(f(params, x), exact(params, x), 3e-3)
 
 
 # Gradients
@@ -282,9 +288,18 @@ def torch_gradients(module, direction, x, mask, cotangent):
     return weights.load_trimul(grads, direction=direction), dx.numpy(), dmask.numpy()
 
 
-@both_directions
-@every_form
-def test_gradients(torch_trimul, implementation, direction, family, bias):
+@pytest.mark.parametrize(
+    "implementation, family, bias, direction",
+    [
+        ("xla", "lucidrains", True, "outgoing"),
+        ("xla", "lucidrains", False, "incoming"),
+        ("xla", "openfold", False, "outgoing"),
+        ("xla", "boltz", True, "incoming"),
+        (KERNEL, "lucidrains", False, "outgoing"),
+        (KERNEL, "openfold", True, "incoming"),
+    ],
+)
+def test_gradients(torch_trimul, implementation, family, bias, direction):
     module, params = module_and_params(torch_trimul, family, 10, 10, direction, bias)
     x = pairs(2, 6, 6, 10)
     mask = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.0, (2, 6, 6)), jnp.float32)
@@ -298,27 +313,29 @@ def test_gradients(torch_trimul, implementation, direction, family, bias):
         assert_close(out, wanted, 2e-3 if half and ON_GPU else 1e-5)  # TF32
 
 
-@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
-def test_cotangents_beyond_half_precision(implementation, scale):
+def test_cotangents_beyond_half_precision(implementation):
     params, x = random_params(trimul.TriMulConfig(channels=10, hidden=6)), pairs(1, 6, 6, 10)
     cotangent = pairs(1, 6, 6, 10, seed=3)
     pullback = jax.vjp(update(direction="outgoing", implementation=implementation), params, x)[1]
-    scaled = jax.tree.map(lambda g: g / scale, pullback(cotangent * scale))
-    for out, wanted in zip(jax.tree.leaves(scaled), jax.tree.leaves(pullback(cotangent)), strict=True):
-        assert_close(out, wanted, 1e-6)
+    expected = pullback(cotangent)
+    for scale in (2.0**-40, 2.0**40):
+        for out, wanted in zip(
+            jax.tree.leaves(pullback(cotangent * scale)), jax.tree.leaves(expected), strict=True
+        ):
+            assert_close(out / scale, wanted, 1e-6)
 
 
 # Module and parameters
 
 
-def test_module_and_function_are_the_same(implementation):
+def test_module_and_function_are_the_same():
     config = trimul.TriMulConfig(channels=10, hidden=6, gate_after=True, use_bias=True)
     module = trimul.TriMul(config, rngs=nnx.Rngs(3))
     params, x = nnx.to_pure_dict(nnx.state(module)), pairs(1, 5, 5, 10)
-    options = dict(direction="incoming", implementation=implementation)
+    options = dict(direction="incoming", implementation="xla")
     out = nnx.jit(lambda module, x: module(x, **options))(module, x)
     assert out.shape == x.shape
-    assert_close(update(**options)(params, x), out, 2e-4)
+    assert_equal(update(**options)(params, x), out)
 
 
 @pytest.mark.parametrize("gate_after, use_bias", list(itertools.product([False, True], repeat=2)))
