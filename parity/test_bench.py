@@ -498,6 +498,30 @@ class TestSts:
         assert sts.spearman(embeddings, index, pairs) == pytest.approx(100)
         assert sts.spearman(embeddings, index, [(a, b, -s) for a, b, s in pairs]) == pytest.approx(-100)
 
+    def test_entry_of(self):
+        def raises(error):
+            def measure():
+                raise error
+
+            return measure
+
+        found = sts.entry_of("st", "peer", "encode_sentences_per_s", lambda: 5.0)
+        assert (found.status, found.metrics) == ("ok", {"encode_sentences_per_s": 5.0})
+        missing = ModuleNotFoundError("No module named 'sentence_transformers'", name="sentence_transformers")
+        found = sts.entry_of("st", "peer", "x", raises(missing))
+        assert (found.status, found.message) == ("skipped", "sentence_transformers is not installed")
+        found = sts.entry_of("st", "peer", "x", raises(RuntimeError("out of memory")))
+        assert (found.status, found.message) == ("failed", "RuntimeError: out of memory")
+
+    def test_peers_have_a_column_where_they_were_measured(self):
+        ours = Entry(name="pallas", family="ours", status="ok", metrics={"encode_sentences_per_s": 2000.0})
+        peer = sts.entry_of("st", "peer", "encode_sentences_per_s", lambda: 1000.0)
+        case = Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours, peer])
+        table = sts.table(make_result(benchmark="sts", cases=[case]))
+        assert "sentence-transformers" in table and "2,000" in table and "1,000" in table
+        bare = dataclasses.replace(case, entries=[ours])
+        assert "sentence-transformers" not in sts.table(make_result(benchmark="sts", cases=[bare]))
+
     def test_without_data(self, tmp_path, capsys):
         assert cli.main(["sts", "--data", str(tmp_path)]) == 2
         assert "stsb-en-test.csv" in capsys.readouterr().out
