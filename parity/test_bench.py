@@ -118,6 +118,22 @@ class TestTiming:
         )
         assert found.device.method == "cuda_events" and found.device.samples == 6
 
+    def test_groups_go_on_with_other_input_sets(self, monkeypatch):
+        """Not with those that the group before has just brought into the cache."""
+        groups, seen = [], []
+
+        def record_kernels(run, *, detach):
+            seen.clear()
+            run()
+            groups.append(list(seen))
+            return [("k", 1.0)] * len(seen)
+
+        monkeypatch.setattr(timing, "record_kernels", record_kernels)
+        fake = Candidate(call=seen.append, wait=lambda _: None)
+        timing.measure({"a": fake, "b": fake}, FAST)
+        sets = [number for group in groups for number in group]
+        assert len(groups) == 4 and len(set(sets)) == len(sets) == 4 * (FAST.device_calls + 1)
+
     def test_without_cupti_or_events(self, monkeypatch):
         def record(calls):
             raise DeviceTimerError("another profiler is attached")
