@@ -64,7 +64,7 @@ def heuristic(m: int, c: int, dtype: DTypeLike) -> Config:
         return _config(32, 32, 32, 4, 2)
     few = m < 256 * local_gpu().num_cores
     if _is_narrow(c):
-        return _config(64, 64, 64, 4, 2) if few else _config(128, 64, 64, 8, 3)
+        return _config(64, 64, 64, 4, 2) if few else _config(128, 64, 64, 8, 2)
     return _config(128, 64, 64, 4, 3) if few else _config(128, 128, 64, 4, 2)
 
 
@@ -110,6 +110,12 @@ def _interleave(w: jax.Array, channels: int) -> jax.Array:
     lead = w.shape[:-2]
     w = _pad_last(w, channels).reshape(*lead, 2, 2, channels // _GROUP, _GROUP).swapaxes(-3, -2)
     return w.reshape(*lead, 4 * channels)
+
+
+def _halve(w: jax.Array, block_n: int) -> jax.Array:
+    """(..., G) with the halves of each block of `block_n` in the order that `_paired` takes apart."""
+    blocks = w.reshape(*w.shape[:-1], -1, 2, block_n // (2 * _GROUP), _GROUP)
+    return blocks.swapaxes(-3, -2).reshape(w.shape)
 
 
 def _pad_last(w: jax.Array, size: int) -> jax.Array:
@@ -179,12 +185,13 @@ def _project_kernel(
         return carry
 
     def gate(j: jax.Array, carry: jax.Array) -> jax.Array:
-        y = gated(0.5, product(span(j * block_n, block_n), across=not gate_after))
-        columns = span((j - side_blocks) * block_n, block_n)
+        y, first = product(span(j * block_n, block_n), across=not gate_after), (j - side_blocks) * block_n
         if gate_after:
-            store(gate_ref.at[batch, rows, columns], y, tile_mask(row_mask, None))
-        else:
-            store(gate_ref.at[batch, columns, rows], y, tile_mask(None, row_mask))
+            store(gate_ref.at[batch, rows, span(first, block_n)], gated(0.5, y), tile_mask(row_mask, None))
+            return carry
+        for part, values in enumerate(_paired(y)):  # in halves: a store takes shared memory of its size
+            channels = span(first + part * (block_n // 2), block_n // 2)
+            store(gate_ref.at[batch, channels, rows], gated(0.5, values), tile_mask(None, row_mask))
         return carry
 
     if not narrow:
@@ -254,11 +261,15 @@ def project(
         x = z.reshape(b, size, c)
     channels = pl.cdiv(2 * w.shape[2], config.block_n) * config.block_n // 2
     gates = pl.cdiv(w_gate.shape[1], config.block_n) * config.block_n
-    weights = 0.5 * jnp.concatenate([_interleave(w, channels), _pad_last(w_gate, gates)], axis=1)
+
+    def gate_columns(w: jax.Array) -> jax.Array:
+        return _pad_last(w, gates) if gate_after else _halve(_pad_last(w, gates), config.block_n)
+
+    weights = 0.5 * jnp.concatenate([_interleave(w, channels), gate_columns(w_gate)], axis=1)
     biases = None
     if bias is not None or b_gate is not None:
         b_sides = jnp.zeros(4 * channels) if bias is None else _interleave(bias, channels)
-        b_gates = jnp.zeros(gates) if b_gate is None else _pad_last(b_gate, gates)
+        b_gates = jnp.zeros(gates) if b_gate is None else gate_columns(b_gate)
         biases = 0.5 * jnp.concatenate([b_sides, b_gates])
     kernel = functools.partial(
         _project_kernel,
