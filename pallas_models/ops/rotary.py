@@ -10,6 +10,7 @@ import numpy as np
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.tuning import Chooser
 
 
 def rotary_table(positions: jax.Array, head_dim: int, *, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +48,7 @@ def rotary(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     epsilon: float = 1e-6,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Rotates queries and keys by their positions, after RMS norm if scales are given; values stay as they are.
@@ -69,7 +70,7 @@ def rotary(
       q_scale: (head_dim,), scale of the RMS norm of each query, any float dtype; no norm when None.
       k_scale: (head_dim,), of each key; given where q_scale is.
       epsilon: added to the mean of squares.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:

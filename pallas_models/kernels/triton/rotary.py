@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,14 @@ def heuristic(seq: int, num_rotated: int, head_dim: int) -> Config:
     block_h = block_size(num_rotated, 1, 8)
     block_s = block_size(seq, 1, max(1024 // (block_h * pl.next_power_of_2(head_dim)), 1))
     return Config(block_s=block_s, block_h=block_h, num_warps=4)
+
+
+def configs(seq: int, num_rotated: int, head_dim: int) -> Iterator[Config]:
+    """The blocks worth measuring: 4 to 64 numbers a thread."""
+    for block_s, block_h, num_warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8)):
+        numbers = block_s * block_h * pl.next_power_of_2(head_dim) // (32 * num_warps)
+        if block_s < 2 * seq and block_h < 2 * num_rotated and 4 <= numbers <= 64:
+            yield Config(block_s=block_s, block_h=block_h, num_warps=num_warps)
 
 
 def _rotary_kernel(
@@ -93,13 +104,24 @@ def rotary(
     num_heads: int,
     num_kv_heads: int,
     epsilon: float,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
     """Norm and rotation of the queries and keys in qkv (B, S, W); see `pallas_models.ops.rotary`."""
     batch, seq, width = qkv.shape
     rotated, head_dim = num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads)
-    config = config or heuristic(seq, rotated, head_dim)
+    config = choose(
+        config,
+        Problem(
+            op="rotary",
+            shape={"batch": batch, "seq": seq, "heads": rotated, "head_dim": head_dim},
+            bucketed=("batch", "seq"),
+            dtype=qkv.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, seq, rotated, head_dim),
+            candidates=functools.partial(configs, seq, rotated, head_dim),
+        ),
+    )
     by_head = qkv.reshape(batch, seq, -1, head_dim)
     out = pl.pallas_call(
         functools.partial(
