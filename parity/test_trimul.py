@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import weights
 from pallas_models import ops, trimul
+from pallas_models.kernels.triton import trimul as kernels
+from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from parity.common import (
     KERNEL,
     ON_GPU,
@@ -187,6 +189,32 @@ def triangle_update(params, x, *, direction="outgoing", **options):
     )
 
 
+@pytest.mark.parametrize(
+    "c, project, product, output",
+    [
+        # Several steps over k and channels, ragged all; wider blocks than there is work; tiles one after another.
+        (40, (16, 16, 16), (16, 32, 16), (16, 16, 1)),
+        (40, (64, 64, 32), (64, 16, 32), (32, 64, 4)),
+        (16, (32, 32, 16), (32, 64, 64), (64, 16, 2)),
+    ],
+    ids=["small", "large", "narrow"],
+)
+@both_directions
+def test_tile_configs(direction, c, project, product, output):
+    params, x = random_params(trimul.TriMulConfig(channels=c, hidden=21)), pairs(2, 37, 37, c)
+    tiles, warps = ("block_m", "block_n", "block_k"), dict(num_warps=4, num_stages=2)
+    config = kernels.Config(
+        project=trimul_project.Config(**dict(zip(tiles, project, strict=True)), **warps),
+        product=trimul_product.Config(**dict(zip(tiles, product, strict=True)), **warps),
+        output=trimul_output.Config(
+            block_m=output[0], block_n=output[1], programs_per_core=output[2], num_warps=4, num_stages=2
+        ),
+    )
+    f = functools.partial(triangle_update, direction=direction, compute_dtype="float32")
+    out = jax.jit(functools.partial(f, config=config, implementation=KERNEL))(params, x)
+    assert_close(out, jax.jit(functools.partial(f, implementation="xla"))(params, x), 5e-6)
+
+
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(
     st.integers(1, 3), st.integers(1, 12), st.integers(2, 40), st.integers(2, 40), st.booleans(), st.booleans()
@@ -267,7 +295,7 @@ def test_range(implementation):
     f = update(direction="outgoing", implementation=implementation)
     exact = update(direction="outgoing", implementation=implementation, compute_dtype="float32")
     kernel = params["projections"]["kernel"]
-    for scale in (1e-4, 1e-2, 1.0, 30.0):
+    for scale in (1e-4, 1e-2, 1.0, 8.0):
         params["projections"]["kernel"] = kernel * scale
         assert_close(f(params, x), exact(params, x), 3e-3)
 
@@ -305,12 +333,11 @@ def test_gradients(torch_trimul, implementation, family, bias, direction):
     mask = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.0, (2, 6, 6)), jnp.float32)
     cotangent = pairs(2, 6, 6, 10, seed=3)
     # The backward pass is in float32 whatever the forward pass is in.
-    half = implementation != "xla" or not ON_GPU
-    f = update(direction=direction, compute_dtype="float16" if half else "float32", implementation=implementation)
+    f = update(direction=direction, implementation=implementation)
     gradients = jax.vjp(f, params, x, mask)[1](cotangent)
     expected = torch_gradients(module, direction, x, mask, cotangent)
     for out, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        assert_close(out, wanted, 2e-3 if half and ON_GPU else 1e-5)  # TF32
+        assert_close(out, wanted, 1e-5)
 
 
 def test_cotangents_beyond_half_precision(implementation):
