@@ -178,15 +178,11 @@ def reference(
 
 
 def _differentiable_reference(**static: Any) -> Callable[..., jax.Array]:
-    """The reference with a gradient in float32: cotangents are not bounded as what they belong to is.
-
-    Where the forward pass is of half precision, the products of the gradient may be TF32 on a GPU: the precision
-    of float16 with the range of float32.
-    """
+    """The reference with a gradient in true float32: cotangents are not bounded as what they belong to is."""
     if static["compute_dtype"] == jnp.float32:
         return functools.partial(reference, **static)
     wide = functools.partial(
-        reference, **static | dict(compute_dtype=jnp.float32, precision=jax.lax.Precision.DEFAULT)
+        reference, **static | dict(compute_dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     )
 
     @jax.custom_vjp
