@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench import environment, tables
@@ -100,6 +101,13 @@ def _rms_norm(dtype: str, m: int, n: int) -> Call:
     return ops.rms_norm, normal(dtype, (m, n), (n,)), {}
 
 
+def _rotary(dtype: str, b: int, s: int, h: int, g: int) -> Call:
+    d = 128  # of Qwen3 and of most others
+    qkv, q_scale, k_scale = normal(dtype, (b, s, (h + 2 * g) * d), (d,), (d,))
+    options = {"num_heads": h, "num_kv_heads": g, "q_scale": q_scale, "k_scale": k_scale}
+    return ops.rotary, (qkv, *ops.rotary_table(jnp.arange(s), d)), options
+
+
 def _triangle_update(dtype: str, b: int, n: int, c: int) -> Call:
     h = 128  # hidden channels in all published models
     (x,) = normal("fp32", (b, n, n, c))
@@ -133,6 +141,7 @@ TUNABLES = {
     "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
     "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),
     "rms_norm": Tunable(axes="MxN", shapes=_ROWS, call=_rms_norm),
+    "rotary": Tunable(axes="BxSxHxG", shapes=((1, 4096, 32, 8), (8, 2048, 32, 8)), call=_rotary, nearby=(1, 0.75)),
 } | {
     kernel: Tunable(
         axes="BxNxC", shapes=_PAIRS, call=_triangle_update, dtypes=("fp16",), nearby=(1, 0.875), kernel=kernel
