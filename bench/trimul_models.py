@@ -28,8 +28,11 @@ def draw_state(channels: int, hidden: int, *, gate_after: bool, seed: int = 0) -
     return {name: tensor.astype(np.float32) for name, tensor in state.items()}
 
 
-def torch_module(state: State, *, gate_after: bool, device: str) -> Callable[..., Any]:
-    """The challenge's reference or, with the gate after, Boltz's module; in float32 whatever x is."""
+def torch_module(state: State, *, gate_after: bool, device: str, precision: str) -> Callable[..., Any]:
+    """The challenge's reference or, with the gate after, Boltz's module; in float32 whatever x is.
+
+    With `precision` "high" the products are TF32, with "highest" true float32.
+    """
     import torch
 
     from parity import reference_trimul
@@ -38,7 +41,15 @@ def torch_module(state: State, *, gate_after: bool, device: str) -> Callable[...
     channels, hidden = state["p_out.weight" if gate_after else "to_out.weight"].shape
     module = family(channels, hidden).requires_grad_(False).to(device)
     module.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in state.items()})
-    return lambda x, mask: module(x.float(), mask).to(x.dtype)
+
+    def update(x: Any, mask: Any) -> Any:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        out = module(x.float(), mask).to(x.dtype)
+        torch.set_float32_matmul_precision(before)
+        return out
+
+    return update
 
 
 def torch_article(state: State, *, masked: bool, device: str) -> Callable[..., Any]:

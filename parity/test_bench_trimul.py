@@ -40,7 +40,7 @@ def test_contenders_compute_the_update(monkeypatch, shape):
         assert problem.measure.of(out, expected) < 0.3, contender.name
         assert problem.measure.of(out.at[-1, 0, -1, -1].add(0.2), expected) > 1
         compared.add(contender.name)
-    assert compared == {"xla-plain", "xla-ops", "torch"} | (set() if "after" in shape else {"article"})
+    assert compared == {"xla", "torch"} | (set() if "after" in shape else {"article"})
 
 
 def test_measure():
@@ -81,7 +81,7 @@ def make_result(kernels: tuple[str, ...] = ("trimul_project", "trimul_product", 
         sizes = dict(zip(("batch", "n", "channels"), shape, strict=False)) | dict.fromkeys(shape[3:], 1)
         entries = [
             entry("pallas", "ours", 300.0 * (i + 1), kernels=ours, peak_bytes=2e9),
-            entry("xla-plain", "xla", 900.0),
+            entry("xla", "xla", 900.0),
             entry("article-eager", "torch", 5000.0, peak_bytes=6e9),
             entry("article-graph", "torch", 4000.0),
         ]

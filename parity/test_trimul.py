@@ -289,7 +289,7 @@ def test_nothing_but_padding(implementation, gate_after):
 
 
 def test_range(implementation):
-    c, h, n = by_device(cpu=(16, 8, 20), gpu=(128, 128, 1024))
+    c, h, n = by_device(cpu=(16, 8, 20), gpu=(128, 128, 512))
     params, x = random_params(trimul.TriMulConfig(channels=c, hidden=h)), pairs(1, n, n, c, distribution="cauchy")
     params["norm"]["bias"] += 3.0  # left and right of one sign, mostly: y grows with N, not with its root
     f = update(direction="outgoing", implementation=implementation)
@@ -489,4 +489,5 @@ def test_memory(n, c, h=128):
     params = jax.eval_shape(functools.partial(trimul.init, config=config, dtype="float16"), jax.random.key(0))
     f = update(direction="outgoing")
     plan = f.lower(params, jax.ShapeDtypeStruct((1, n, n, c), jnp.float32)).compile().memory_analysis()
-    assert plan.temp_size_in_bytes <= 1.1 * 3 * n * n * h * 2
+    normed = c if c > 128 else 0  # where the layer norm of x is a kernel of its own
+    assert plan.temp_size_in_bytes <= 1.1 * (3 * h + normed) * n * n * 2
