@@ -234,7 +234,7 @@ def stepped(config: MiniLMConfig, step: str) -> Callable[..., jax.Array]:
         for i in range(config.num_layers):
             layer = params["layers"][str(i)]
             qkv = dense(x, layer["attention"]["qkv"])
-            y = ops.attention(qkv, num_heads=config.num_heads, mask=mask, implementation=by("attention"))
+            y = ops.attention_qkv(qkv, num_heads=config.num_heads, mask=mask, implementation=by("attention"))
             x = norm(dense(y, layer["attention"]["out"], residual=x), layer["attention_norm"])
             y = dense(x, layer["mlp"]["up"], activation="gelu")
             x = norm(dense(y, layer["mlp"]["down"], residual=x), layer["mlp_norm"])

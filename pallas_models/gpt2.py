@@ -142,7 +142,7 @@ class Block(nnx.Module):
                 implementation=implementation,
             )
 
-        y = ops.attention(  # type: ignore[call-arg]
+        y = ops.attention_qkv(
             linear(norm(x, self.attention_norm), self.attention.qkv),
             num_heads=self.num_heads,
             causal=causal,

@@ -115,7 +115,7 @@ class Layer(nnx.Module):
         qkv = ops.matmul(
             x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
         )
-        y = ops.attention(qkv, num_heads=self.num_heads, mask=mask, implementation=implementation)
+        y = ops.attention_qkv(qkv, num_heads=self.num_heads, mask=mask, implementation=implementation)
         x = add_and_norm(y, self.attention.out, x, self.attention_norm)
         y = ops.matmul(
             x,

@@ -132,7 +132,7 @@ class Layer(nnx.Module):
             **heads,
             **norm,
         )
-        y = ops.attention(qkv, causal=True, mask=mask, **heads, **product)  # type: ignore[call-arg]
+        y = ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product)
         x = ops.matmul(y, attention.out.kernel[...], residual=x, **product)
         y = ops.rms_norm(x, self.mlp_norm.scale[...], **norm)
         return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)

@@ -77,6 +77,19 @@ def _rms_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
 
 
 def _attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, _ = _sizes(size)
+    rng = np.random.default_rng(29)
+    d = 48 if size == 1 else 32
+    return (
+        normal(rng, b, s, 4, d, dtype=dtype),
+        *(normal(rng, b, k, 2, d, dtype=dtype) for _ in range(2)),
+        normal(rng, 1, 4, s, k, dtype=dtype),
+        random_mask(rng, b, k),
+        *(jnp.asarray(rng.integers(0, 2, (b, n)), jnp.int32) for n in (s, k)),
+    )
+
+
+def _attention_qkv(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, _, _ = _sizes(size)
     rng = np.random.default_rng(23)
     return normal(rng, b, s, 3 * 2 * (48 if size == 1 else 32), dtype=dtype), random_mask(rng, b, s)
@@ -166,8 +179,13 @@ def _call_rms_norm_residual(x, residual, scale, **options):
     )
 
 
-def _call_attention(qkv, mask, **options):
-    return ops.attention(qkv, num_heads=2, mask=mask, **options)
+def _call_attention(q, k, v, bias, mask, ids, kv_ids, **options):
+    masks = dict(mask=mask, segment_ids=ids, kv_segment_ids=kv_ids, causal=True, window=30)
+    return ops.attention(q, k, v, bias=bias, **masks, **options)
+
+
+def _call_attention_qkv(qkv, mask, **options):
+    return ops.attention_qkv(qkv, num_heads=2, mask=mask, **options)
 
 
 def _call_softmax(x, mask, **options):
@@ -205,7 +223,8 @@ CALLS = [
     Call("layer_norm", _call_layer_norm, _norm, 4, (0, 1)),
     Call("rms_norm", _call_rms_norm, _rms_norm, 3, (0, 1)),
     Call("rms_norm_residual", _call_rms_norm_residual, _rms_norm, 3, (0, 1)),
-    Call("attention", _call_attention, _attention, 1, (0, 1)),
+    Call("attention", _call_attention, _attention, 4, (0, 1, 2, 4, 5, 6)),
+    Call("attention_qkv", _call_attention_qkv, _attention_qkv, 1, (0, 1)),
     Call("embed_tokens", _call_embed_tokens, _embedding, 5, (5, 6)),
     Call("softmax", _call_softmax, _softmax, 1, (0, 1)),
     Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),

@@ -79,16 +79,76 @@ def matmul_layer_norm(
     return layer_norm(matmul(x, w, bias, residual), scale, offset, epsilon=epsilon)
 
 
-def attention(qkv: Tensor, *, num_heads: int, mask: Tensor | None = None, sm_scale: float | None = None) -> Tensor:
-    batch, seq, width = qkv.shape
-    q, k, v = qkv.view(batch, seq, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
-    if mask is None:
-        mask = torch.ones(batch, seq, dtype=torch.int64, device=qkv.device)
-    empty = mask.sum(1) == 0
+def _visible(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: int | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    kv_segment_ids: Tensor | None,
+) -> Tensor:
+    """Which keys every query sees, with all masks of `attention` written out: (B, 1, Sq, Skv)."""
+    (batch, seq), kv_seq = q.shape[:2], k.shape[1]
+    visible = torch.ones(batch, 1, seq, kv_seq, dtype=torch.bool, device=q.device)
+    if mask is not None:
+        visible &= (mask != 0)[:, None, None]
+    if segment_ids is not None:
+        kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+        visible &= (segment_ids[:, :, None] == kv_segment_ids[:, None])[:, None]
+    if causal:
+        visible = visible.tril(kv_seq - seq)
+    return visible if window is None else visible.triu(kv_seq - seq - window + 1)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    sm_scale: float | None = None,
+) -> Tensor:
+    visible = _visible(q, k, causal, window, mask, segment_ids, kv_segment_ids)
     # A row with no key at all is computed with every key, and then its result is zero.
-    keep = (mask != 0) | empty[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None, :], scale=sm_scale)
-    return out.transpose(1, 2).reshape(batch, seq, width // 3).masked_fill(empty[:, None, None], 0.0)
+    empty = ~visible.any(-1, keepdim=True)
+    scores = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~(visible | empty), -torch.inf)
+    if bias is not None:
+        scores = scores + bias
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=scores, scale=sm_scale, enable_gqa=True)
+    return out.masked_fill(empty, 0.0).transpose(1, 2)
+
+
+def attention_lse(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    sm_scale: float | None = None,
+) -> Tensor:
+    visible = _visible(q, k, causal, window, mask, segment_ids, kv_segment_ids)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    if bias is not None:
+        scores = scores + bias
+    return scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
+
+
+def attention_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int | None = None, **options: Any) -> Tensor:
+    num_kv_heads = num_kv_heads or num_heads
+    heads = qkv.view(*qkv.shape[:2], num_heads + 2 * num_kv_heads, -1)
+    return attention(*heads.split((num_heads, num_kv_heads, num_kv_heads), 2), **options).flatten(2)
 
 
 def embed_tokens(

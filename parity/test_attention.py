@@ -1,6 +1,8 @@
-"""`ops.attention` against torch: lengths, head sizes, masks, tiles, extremes, gradients."""
+"""`ops.attention` and `ops.attention_qkv` against torch: lengths, heads, masks, tiles, extremes, gradients."""
 
+import dataclasses
 import functools
+import itertools
 
 import hypothesis
 import jax
@@ -42,7 +44,7 @@ SHAPES = by_device(  # batch, seq, heads, head_dim
         (2, 1, 1, 16),
     ],
 )
-kernel = functools.partial(ops.attention, implementation=KERNEL)
+kernel = functools.partial(ops.attention_qkv, implementation=KERNEL)
 SMALL = Config(block_q=16, block_kv=16, num_warps=1, num_stages=1)
 
 
@@ -61,18 +63,18 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape, maske
 
     @jax.jit
     def f(qkv, mask):
-        return ops.attention(qkv, num_heads=shape[2], mask=mask, implementation=implementation)
+        return ops.attention_qkv(qkv, num_heads=shape[2], mask=mask, implementation=implementation)
 
     out = f(qkv, mask)
     assert out.dtype == dtype
-    expected = reference.compute(reference.attention, qkv, num_heads=shape[2], mask=mask)
+    expected = reference.compute(reference.attention_qkv, qkv, num_heads=shape[2], mask=mask)
     assert_close(out, expected, tolerance)
 
 
 def test_scale_of_scores_and_boolean_mask(reference, implementation):
     qkv, mask = qkv_of((2, 19, 2, 32)), random_mask(np.random.default_rng(2), 2, 19)
-    out = ops.attention(qkv, num_heads=2, mask=mask.astype(bool), sm_scale=0.4, implementation=implementation)
-    expected = reference.compute(reference.attention, qkv, num_heads=2, mask=mask, sm_scale=0.4)
+    out = ops.attention_qkv(qkv, num_heads=2, mask=mask.astype(bool), sm_scale=0.4, implementation=implementation)
+    expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask, sm_scale=0.4)
     assert_close(out, expected, 2e-6)
 
 
@@ -82,7 +84,7 @@ def test_every_tile_config(seq, block_q, block_kv):
     qkv, mask = qkv_of((2, seq, 2, 32), seed=3), random_mask(np.random.default_rng(3), 2, seq)
     config = Config(block_q=block_q, block_kv=block_kv, num_warps=2, num_stages=2)
     out = kernel(qkv, num_heads=2, mask=mask, config=config)
-    assert_close(out, ops.attention(qkv, num_heads=2, mask=mask, implementation="xla"), 2e-6)
+    assert_close(out, ops.attention_qkv(qkv, num_heads=2, mask=mask, implementation="xla"), 2e-6)
 
 
 @pytest.mark.parametrize("value", [0, -16, 48])
@@ -110,7 +112,7 @@ bits = st.lists(st.integers(0, 1), min_size=37, max_size=37)
 def test_any_mask(reference, mask, seed):
     qkv, mask = qkv_of((2, 37, 2, 32), seed=seed), jnp.asarray(mask, jnp.int32)
     out = small_kernel()(qkv, mask)
-    expected = reference.compute(reference.attention, qkv, num_heads=2, mask=mask)
+    expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask)
     for row in range(2):
         if not np.any(mask[row]):
             assert np.all(float64(out[row]) == 0.0)  # zero, and not NaN
@@ -119,16 +121,16 @@ def test_any_mask(reference, mask, seed):
 
 
 @hypothesis.given(st.integers(1, 70), st.sampled_from([16, 32, 48]), st.integers(0, 9))
-def test_any_length(seq, head_dim, seed):
+def test_any_length(reference, seq, head_dim, seed):
     qkv, mask = qkv_of((2, seq, 1, head_dim), seed=seed), random_mask(np.random.default_rng(seed), 2, seq)
     out = kernel(qkv, num_heads=1, mask=mask, config=SMALL)
-    assert_close(out, ops.attention(qkv, num_heads=1, mask=mask, implementation="xla"), 2e-6)
+    assert_close(out, reference.compute(reference.attention_qkv, qkv, num_heads=1, mask=mask), 2e-6)
 
 
 @pytest.mark.parametrize("garbage", [7.0, 1e4, -1e30])
 def test_a_masked_key_has_exactly_no_weight(implementation, garbage):
     qkv, mask = qkv_of((2, 37, 2, 32), seed=4), random_mask(np.random.default_rng(4), 2, 37)
-    f = functools.partial(ops.attention, num_heads=2, mask=mask, implementation=implementation)
+    f = functools.partial(ops.attention_qkv, num_heads=2, mask=mask, implementation=implementation)
     padding = (mask == 0)[:, :, None]
     keys_and_values = jnp.arange(qkv.shape[-1]) >= qkv.shape[-1] // 3
     assert_equal(f(jnp.where(padding & keys_and_values, garbage, qkv)), f(qkv))
@@ -162,15 +164,15 @@ def test_permutations_of_batch_and_of_tokens():
 def test_scores_of_thousands(reference, implementation, dtype, scale):
     # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e9.
     qkv, mask = qkv_of((2, 37, 2, 32), dtype, seed=11, scale=scale), random_mask(np.random.default_rng(11), 2, 37)
-    out = ops.attention(qkv, num_heads=2, mask=mask, implementation=implementation)
-    expected = reference.compute(reference.attention, qkv, num_heads=2, mask=mask)
+    out = ops.attention_qkv(qkv, num_heads=2, mask=mask, implementation=implementation)
+    expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask)
     # The scores' own float32 rounding, 1e4 * 2^-24, is what moves the weights here.
     assert_close(out, expected, {"float32": 1e-3, "float16": 1e-3, "bfloat16": 6e-3}[dtype])
 
 
 def test_precision_of_float32(reference):
     qkv = qkv_of((2, 40, 2, 64), seed=12)
-    expected = reference.compute(reference.attention, qkv, num_heads=2)
+    expected = reference.compute(reference.attention_qkv, qkv, num_heads=2)
     for precision, tolerance in ((None, 2e-6), ("highest", 2e-6), ("default", 2e-3), ("high", 2e-3)):
         assert_close(kernel(qkv, num_heads=2, precision=precision), expected, tolerance)
 
@@ -179,7 +181,7 @@ def test_gradients(reference):
     qkv, mask = qkv_of((3, 21, 2, 16), seed=13), random_mask(np.random.default_rng(13), 3, 21)
     mask = mask.at[1].set(0)  # a row with no key at all
     cotangent = normal(np.random.default_rng(14), 3, 21, 32)
-    attend = functools.partial(reference.attention, num_heads=2, mask=reference.tensor(mask))
+    attend = functools.partial(reference.attention_qkv, num_heads=2, mask=reference.tensor(mask))
     expected = reference.gradients(attend, [qkv], cotangent)
 
     def f(qkv):
@@ -189,3 +191,269 @@ def test_gradients(reference):
     gradient = float64(jax.vjp(f, qkv)[1](cotangent)[0])
     assert np.all(gradient[1] == 0.0)
     assert np.all(gradient[:, :, 32:][np.asarray(mask) == 0] == 0.0)  # keys and values of padding
+
+
+# The general form: queries, keys and values apart, every mask, grouped heads.
+
+# Sq, Skv, Hq, Hkv, D, then the options; SMALL has two blocks of queries and five of keys in most.
+CASES = {
+    "causal": (37, 70, 2, 2, 16, {"causal": True}),
+    "causal, more queries than keys": (70, 37, 2, 1, 16, {"causal": True}),
+    "window": (70, 70, 2, 1, 16, {"causal": True, "window": 20}),
+    "window of one key": (33, 65, 1, 1, 16, {"causal": True, "window": 1}),
+    "grouped heads": (40, 64, 6, 2, 48, {"sm_scale": 0.4}),
+    "one head of keys, negative scale": (19, 70, 4, 1, 32, {"sm_scale": -0.2}),
+    "cross attention, masked": (5, 70, 2, 2, 16, {"mask": True}),
+    "bias": (37, 70, 4, 2, 16, {"bias": (2, 4)}),
+    "bias of all heads and rows": (37, 64, 2, 2, 16, {"bias": (1, 1)}),
+    "segments": (70, 70, 2, 1, 16, {"segments": True}),
+    "segments of queries and keys": (37, 300, 2, 2, 16, {"segments": True}),
+    "long mask, blocks searched": (37, 300, 2, 2, 16, {"mask": True}),
+    "all": (300, 333, 4, 2, 16, {"causal": True, "window": 77, "mask": True, "bias": (1, 4), "segments": True}),
+}
+
+
+def operands(
+    case: tuple, dtype: str = "float32", seed: int = 0
+) -> tuple[tuple[jax.Array, ...], jax.Array | None, dict[str, object]]:
+    """q, k and v, the bias, and the options of a case; masks and segments drawn where it has them."""
+    seq, kv_seq, heads, kv_heads, head_dim, options = case
+    rng, options = np.random.default_rng(seed), dict(options)
+    q = normal(rng, 2, seq, heads, head_dim, dtype=dtype, scale=1.5)
+    k, v = (normal(rng, 2, kv_seq, kv_heads, head_dim, dtype=dtype, scale=1.5) for _ in range(2))
+    bias = options.pop("bias", None)
+    if bias is not None:
+        bias = normal(rng, *bias, seq, kv_seq, dtype=dtype, scale=2.0)
+    if options.pop("mask", False):
+        # A run of padding at the end as batches have it, and holes.
+        mask = rng.integers(0, 8, (2, kv_seq)) > 0
+        mask[0, kv_seq // 3 :] = False
+        options["mask"] = jnp.asarray(mask)
+    if options.pop("segments", False):
+        options["segment_ids"] = jnp.asarray(np.sort(rng.integers(0, 4, (2, seq))), jnp.int32)
+        if seq != kv_seq:
+            options["kv_segment_ids"] = jnp.asarray(np.sort(rng.integers(0, 4, (2, kv_seq))), jnp.int32)
+    return (q, k, v), bias, options
+
+
+general = functools.partial(ops.attention, config=SMALL, implementation=KERNEL)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_against_torch(reference, implementation, name):
+    arrays, bias, options = operands(CASES[name])
+
+    @jax.jit
+    def f(*arrays, bias):
+        return ops.attention(
+            *arrays, bias=bias, return_lse=True, config=SMALL, implementation=implementation, **options
+        )
+
+    out, lse = f(*arrays, bias=bias)
+    assert_close(out, reference.compute(reference.attention, *arrays, bias, **options), 2e-6)
+    expected = reference.compute(reference.attention_lse, *arrays[:2], bias, **options)
+    empty = np.isneginf(expected)
+    assert lse.dtype == jnp.float32
+    assert np.all(np.isneginf(float64(lse)[empty]))
+    assert_close(float64(lse)[~empty], expected[~empty], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["causal", "grouped heads", "all"])
+def test_every_dtype_against_torch(reference, implementation, dtype, tolerance, name):
+    arrays, bias, options = operands(CASES[name], dtype)
+    f = jax.jit(lambda *arrays: ops.attention(*arrays, bias=bias, implementation=implementation, **options))
+    out = f(*arrays)
+    assert out.dtype == dtype
+    assert_close(out, reference.compute(reference.attention, *arrays, bias, **options), tolerance)
+
+
+@pytest.mark.parametrize(
+    "batch, seq, heads, kv_heads, head_dim, options",
+    by_device(
+        cpu=[(1, 150, 2, 1, 64, {"causal": True}), (1, 140, 2, 1, 128, {"causal": True, "window": 40})],
+        gpu=[
+            (4, 1024, 12, 12, 64, {"causal": True}),  # GPT-2
+            (1, 2048, 32, 8, 128, {"causal": True}),  # Qwen3-8B
+            (2, 1000, 16, 8, 128, {"causal": True, "window": 300}),
+            (2, 2048, 16, 16, 64, {}),
+            (2, 2048, 16, 16, 128, {}),
+            (1, 1537, 4, 4, 256, {"causal": True}),
+        ],
+    ),
+)
+def test_shapes_of_models_with_the_tiles_chosen_for_them(
+    reference, dtype, tolerance, batch, seq, heads, kv_heads, head_dim, options
+):
+    qkv = normal(np.random.default_rng(20), batch, seq, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    options = dict(num_heads=heads, num_kv_heads=kv_heads, **options)
+    out = jax.jit(lambda qkv: kernel(qkv, **options))(qkv)
+    assert_close(out, reference.compute(reference.attention_qkv, qkv, **options), tolerance)
+
+
+def test_the_fused_buffer_is_the_same_as_its_parts():
+    qkv = normal(np.random.default_rng(21), 2, 37, (4 + 2 * 2) * 16)
+    parts = jnp.split(qkv.reshape(2, 37, 8, 16), [4, 6], axis=2)
+    out, lse = kernel(qkv, num_heads=4, num_kv_heads=2, causal=True, return_lse=True, config=SMALL)
+    apart, lse_apart = general(*parts, causal=True, return_lse=True)
+    assert_equal(out.reshape(apart.shape), apart)
+    assert_equal(lse, lse_apart)
+
+
+def test_a_head_of_keys_serves_its_group():
+    (q, k, v), _, _ = operands((37, 70, 6, 2, 16, {}))
+    repeated = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+    assert_equal(general(q, k, v), general(q, *repeated))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_packed_batch_is_its_sentences_one_by_one(reference, causal):
+    lengths = [5, 17, 1, 0, 40, 3]
+    ends = np.cumsum([0, *lengths])
+    total = int(ends[-1]) + 4  # padding at the end
+    (q, k, v), _, _ = operands((total, total, 2, 1, 16, {}))
+    ids = ops.segment_ids_from_cu_seqlens(jnp.asarray(ends), total)
+    np.testing.assert_array_equal(ids, np.repeat(np.arange(7), [*lengths, 4]))
+    out, lse = general(q, k, v, segment_ids=jnp.stack([ids, ids]), causal=causal, return_lse=True)
+    for start, end in itertools.pairwise(ends):
+        if start < end:
+            q_part, k_part, v_part = (x[:, start:end] for x in (q, k, v))
+            expected = reference.compute(reference.attention, q_part, k_part, v_part, causal=causal)
+            assert_close(out[:, start:end], expected, 2e-6)
+            expected = reference.compute(reference.attention_lse, q_part, k_part, causal=causal)
+            assert_close(lse[..., start:end], expected, 1e-6)
+
+
+# What of the keys no query of the first 16, or of the last, may see.
+@pytest.mark.parametrize(
+    "rows, unseen, options",
+    [
+        (slice(0, 16), slice(16, 300), {"causal": True}),
+        (slice(283, 300), slice(0, 240), {"causal": True, "window": 20}),
+        (slice(0, 300), slice(160, 300), {"mask": jnp.arange(300)[None] < 150}),
+        (slice(0, 300), slice(0, 128), {"mask": jnp.arange(300)[None] > 150}),
+        (slice(0, 90), slice(112, 300), {"segment_ids": jnp.arange(300)[None] // 100}),
+        (slice(208, 300), slice(0, 192), {"segment_ids": jnp.arange(300)[None] // 100, "causal": True}),
+    ],
+    ids=["causal", "window", "mask, end", "mask, start", "segments", "causal segments"],
+)
+def test_blocks_without_a_valid_pair_are_not_read(rows, unseen, options):
+    rng = np.random.default_rng(22)
+    q, k, v = (normal(rng, 1, 300, 1, 16) for _ in range(3))
+    out = general(q, k, v, **options)[:, rows]
+    poisoned = general(q, *(x.at[:, unseen].set(jnp.nan) for x in (k, v)), **options)[:, rows]
+    assert_equal(poisoned, out)
+
+
+def test_a_window_as_long_as_the_keys_changes_nothing():
+    (q, k, v), _, _ = operands((70, 70, 2, 2, 16, {}))
+    assert_close(general(q, k, v, causal=True, window=70), general(q, k, v, causal=True), 5e-7)
+
+
+def test_halves_of_the_keys_merge_by_their_sums():
+    (q, k, v), _, _ = operands((20, 70, 2, 2, 16, {}))
+    whole, lse = general(q, k, v, return_lse=True)
+    parts = [general(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 33), slice(33, 70))]
+    weights = [jnp.exp(part - lse).transpose(0, 2, 1)[..., None] for _, part in parts]
+    assert_close(sum(w * out for w, (out, _) in zip(weights, parts, strict=True)), whole, 2e-6)
+
+
+def test_a_bias_of_minus_infinity_masks(reference, implementation):
+    (q, k, v), _, _ = operands((21, 70, 2, 2, 16, {}))
+    mask = random_mask(np.random.default_rng(23), 2, 70).at[1].set(0)
+    expected = reference.compute(reference.attention, q, k, v, mask=mask)
+    expected_lse = reference.compute(reference.attention_lse, q, k, mask=mask)
+    f = functools.partial(ops.attention, q, k, v, config=SMALL, implementation=implementation, return_lse=True)
+    f = jax.jit(lambda bias, f=f: f(bias=bias))
+    for least in (-jnp.inf, float(jnp.finfo(jnp.float32).min), -1e30):
+        bias = np.where(mask != 0, 0.0, least)[:, None, None]
+        out, lse = f(jnp.asarray(np.broadcast_to(bias, (2, 1, 21, 70)), jnp.float32))
+        assert_close(out, expected, 1e-6)
+        assert np.all(float64(out[1]) == 0.0)
+        assert_close(lse[0], expected_lse[0], 1e-6)
+        assert np.all(np.isneginf(lse[1]))
+
+
+@functools.cache
+def masked_kernel():
+    """Compiled once for all masks and segments; 300 keys are 19 blocks, enough to search them."""
+
+    def f(q, k, v, mask, ids, kv_ids):
+        return general(q, k, v, mask=mask, segment_ids=ids, kv_segment_ids=kv_ids)
+
+    return jax.jit(f), jax.jit(functools.partial(ops.attention, implementation="xla"))
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    st.lists(st.integers(0, 40), max_size=6),
+    st.lists(st.integers(0, 300), max_size=6),
+    st.sampled_from([1, 2, 50, 299]),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_any_segments_and_masks(ends, kv_ends, holes, is_sorted, seed):
+    f, xla = masked_kernel()
+    (q, k, v), _, _ = operands((40, 300, 1, 1, 16, {}), seed=seed)
+    rng = np.random.default_rng(seed)
+    ids, kv_ids = (
+        np.searchsorted(np.sort(np.asarray(e, int)), np.arange(n), side="right")
+        for e, n in ((ends, 40), (kv_ends, 300))
+    )
+    if not is_sorted:
+        ids, kv_ids = rng.permutation(ids), rng.permutation(kv_ids)
+    masks = rng.integers(0, 300, (2, 300)) >= holes
+    ids, kv_ids = (jnp.asarray(np.stack([x, x[::-1]]), jnp.int32) for x in (ids, kv_ids))
+    out = f(q, k, v, masks, ids, kv_ids)
+    expected = xla(q, k, v, mask=masks, segment_ids=ids, kv_segment_ids=kv_ids)
+    empty = np.all(float64(expected) == 0.0, axis=-1)
+    assert np.all(float64(out)[empty] == 0.0)
+    if not np.all(empty):
+        assert_close(float64(out)[~empty], float64(expected)[~empty], 2e-6)
+
+
+@hypothesis.given(
+    st.integers(1, 90), st.integers(1, 90), st.integers(1, 100), st.sampled_from([16, 32]), st.integers(0, 9)
+)
+def test_any_lengths_and_windows(reference, seq, kv_seq, window, block_kv, seed):
+    arrays, _, _ = operands((seq, kv_seq, 1, 1, 16, {}), seed=seed)
+    options = dict(causal=True, window=window)
+    out = general(*arrays, config=dataclasses.replace(SMALL, block_kv=block_kv), **options)
+    assert_close(out, reference.compute(reference.attention, *arrays, **options), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "all"])
+def test_gradients_of_the_general_form(reference, name):
+    arrays, bias, options = operands(CASES[name])
+    arrays = arrays if bias is None else (*arrays, bias)
+    cotangent = normal(np.random.default_rng(24), *arrays[0].shape)
+    attend = functools.partial(reference.attention, **{n: reference.tensor(x) for n, x in options.items()})
+    expected = reference.gradients(attend, arrays, cotangent)
+
+    def f(q, k, v, bias=None):
+        return general(q, k, v, bias=bias, **options)
+
+    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+
+
+def test_gradients_of_the_log_sum_exp(reference):
+    (q, k, v), _, options = operands(CASES["segments"])
+    cotangent = normal(np.random.default_rng(25), 2, 2, 70)
+    lse = functools.partial(reference.attention_lse, segment_ids=reference.tensor(options["segment_ids"]))
+    expected = reference.gradients(lse, (q, k), cotangent)
+
+    def f(q, k):
+        return general(q, k, v, return_lse=True, **options)[1]
+
+    assert_gradients_close(f, (q, k), cotangent, expected, 3e-6)
+
+
+def test_no_keys_and_no_queries(implementation):
+    q, k = normal(np.random.default_rng(26), 2, 3, 1, 16), jnp.zeros((2, 0, 1, 16))
+    f = functools.partial(ops.attention, return_lse=True, implementation=implementation)
+    out, lse = f(q, k, k)
+    assert out.shape == q.shape
+    assert np.all(float64(out) == 0.0)
+    assert np.all(np.isneginf(lse))
+    out, lse = f(k, q, q)
+    assert out.shape == (2, 0, 1, 16)
+    assert lse.shape == (2, 1, 0)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from pallas_models import minilm, ops
+from pallas_models.kernels.triton.attention import Config as Blocks
 from parity.calls import CALLS, Call
 from parity.common import ON_GPU, normal, random_params
 
 RNG = np.random.default_rng(60)
 X, W = normal(RNG, 5, 6), normal(RNG, 6, 8)
 N6, N8, R8 = normal(RNG, 6), normal(RNG, 8), normal(RNG, 5, 8)
-QKV, X3 = normal(RNG, 2, 4, 96), normal(RNG, 2, 4, 8)
+QKV, X3, Q4 = normal(RNG, 2, 4, 96), normal(RNG, 2, 4, 8), normal(RNG, 2, 5, 4, 16)
 MASK = jnp.asarray([[1, 0, 1, 1], [1, 1, 0, 0]])
 IDS = jnp.asarray([[1, 2, 3, 0], [4, 0, 2, 1]])
 PAIRS, PAIR_MASK, W_IN = normal(RNG, 2, 5, 5, 6), jnp.ones((2, 5, 5), bool), normal(RNG, 6, 4, 8)
@@ -32,8 +33,12 @@ def triangle_update(x=PAIRS, norm_scale=N6, w_in=W_IN, out_norm_scale=N8, w_gate
     return ops.triangle_update(x, norm_scale, N6, w_in, out_norm_scale, N8, w_gate, w_out, **options)
 
 
-def attention(qkv=QKV, num_heads=2, **options):
-    return ops.attention(qkv, num_heads=num_heads, **options)
+def attention(q=Q4, k=Q4[:, :3, :2], v=Q4[:, :3, :2], **options):
+    return ops.attention(q, k, v, **options)
+
+
+def attention_qkv(qkv=QKV, num_heads=2, **options):
+    return ops.attention_qkv(qkv, num_heads=num_heads, **options)
 
 
 def rotary(qkv=QKV, cos=QKV[0, :, :8], sin=QKV[1, :, :8], num_heads=4, num_kv_heads=1, **options):
@@ -84,17 +89,103 @@ CASES = {
         (lambda: ops.rms_norm(X, N6, residual=INTS), TypeError, "residual has dtype int32; expected"),
     ],
     "attention": [
-        (lambda: attention(INTS), TypeError, "qkv has dtype int32; expected float16"),
-        (lambda: attention(QKV[0]), ValueError, "qkv has shape (4, 96); expected 3 axes, (B, S, 3 * num_heads"),
-        (lambda: attention(num_heads=5), ValueError, "qkv has shape (2, 4, 96); expected its width to be 3 * num"),
-        (lambda: attention(num_heads=0), ValueError, "num_heads=0"),
-        (lambda: attention(num_heads=4), NotImplementedError, "head_dim=8 is not supported; expected a multiple"),
-        (lambda: attention(jnp.tile(QKV, 9), 1), NotImplementedError, "head_dim=288 is not supported; expected"),
-        (lambda: attention(mask=[1, 1]), TypeError, "mask must be an array, got list"),
-        (lambda: attention(mask=MASK * 1.0), TypeError, "mask has dtype float32; expected bool or an integer"),
-        (lambda: attention(mask=MASK[:, :3]), ValueError, "mask has shape (2, 3); expected (2, 4), (B, S)"),
-        (lambda: attention(mask=MASK * 2), ValueError, "mask has values from 0 to 2; expected only 0 (padding)"),
-        (lambda: attention(mask=-MASK), ValueError, "mask has values from -1 to 0; expected only 0 (padding)"),
+        (lambda: attention(INTS), TypeError, "q has dtype int32; expected float16"),
+        (lambda: attention(v=[1.0]), TypeError, "v must be an array, got list"),
+        (lambda: attention(Q4[0]), ValueError, "q has shape (5, 4, 16); expected 4 axes, (B, Sq, Hq, D)"),
+        (lambda: attention(k=Q4[0]), ValueError, "k has shape (5, 4, 16); expected 4 axes, (B, Skv, Hkv, D)"),
+        (lambda: attention(k=Q4.astype("float16")), TypeError, "k has dtype float16 and q has dtype float32"),
+        (lambda: attention(k=Q4[:1]), ValueError, "k has shape (1, 5, 4, 16); expected (2, 5, 4, 16), (B, Skv,"),
+        (lambda: attention(v=Q4), ValueError, "v has shape (2, 5, 4, 16); expected (2, 3, 2, 16), the shape of k"),
+        (
+            lambda: attention(k=Q4[:, :, :3], v=Q4[:, :, :3]),
+            ValueError,
+            "num_heads=4 is not a positive multiple of num_kv_heads=3",
+        ),
+        (lambda: attention(k=Q4[:, :, :0], v=Q4[:, :, :0]), ValueError, "num_kv_heads=0"),
+        (
+            lambda: attention(*[Q4[..., :8]] * 3),
+            NotImplementedError,
+            "head_dim=8 is not supported; expected a mul",
+        ),
+        (lambda: attention(window=4), ValueError, "window=4 needs causal=True"),
+        (lambda: attention(causal=True, window=0), ValueError, "window=0 must be positive"),
+        (lambda: attention(causal=True, window=1.5), TypeError, "float"),
+        (lambda: attention(mask=MASK), ValueError, "mask has shape (2, 4); expected (2, 3), (B, Skv)"),
+        (lambda: attention(mask=MASK[:, :3] * 0.5), TypeError, "mask has dtype float32; expected bool or an int"),
+        (lambda: attention(bias=INTS), TypeError, "bias has dtype int32; expected float16"),
+        (
+            lambda: attention(bias=X),
+            ValueError,
+            "bias has shape (5, 6); expected 4 axes, (B or 1, Hq or 1, Sq, Skv)",
+        ),
+        (
+            lambda: attention(bias=Q4),
+            ValueError,
+            "bias has shape (2, 5, 4, 16); expected (2, 4, 5, 3), (B or 1, H",
+        ),
+        (
+            lambda: attention(bias=Q4[:1, :1]),
+            ValueError,
+            "bias has shape (1, 1, 4, 16); expected (1, 1, 5, 3), (B",
+        ),
+        (lambda: attention(segment_ids=Q4), TypeError, "segment_ids has dtype float32; expected an integer"),
+        (lambda: attention(segment_ids=IDS), ValueError, "segment_ids has shape (2, 4); expected (2, 5), (B, Sq)"),
+        (
+            lambda: attention(segment_ids=jnp.tile(IDS, 2)[:, :5]),
+            ValueError,
+            "kv_segment_ids has shape (2, 5); expected (2, 3), (B, Skv)",
+        ),
+        (lambda: attention(kv_segment_ids=IDS[:, :3]), ValueError, "kv_segment_ids is given without segment_ids"),
+        (lambda: attention(config=1, implementation="interpret"), TypeError, "config is a int; expected"),
+        (
+            lambda: attention(
+                config=Blocks(block_q=16, block_kv=16, num_warps=1, num_stages=1, heads=3),
+                implementation="interpret",
+            ),
+            ValueError,
+            "config: heads=3 does not divide num_heads=4",
+        ),
+        (lambda: ops.segment_ids_from_cu_seqlens(X, 3), TypeError, "cu_seqlens has dtype float32; expected an"),
+        (
+            lambda: ops.segment_ids_from_cu_seqlens(IDS, 3),
+            ValueError,
+            "cu_seqlens has shape (2, 4); expected 1 axes",
+        ),
+    ],
+    "attention_qkv": [
+        (lambda: attention_qkv(INTS), TypeError, "qkv has dtype int32; expected float16"),
+        (
+            lambda: attention_qkv(QKV[0]),
+            ValueError,
+            "qkv has shape (4, 96); expected 3 axes, (B, S, (num_heads + 2",
+        ),
+        (
+            lambda: attention_qkv(num_heads=5),
+            ValueError,
+            "qkv has shape (2, 4, 96); expected its width to be (num_heads=5 + 2 * num_kv_heads=5) * head_dim",
+        ),
+        (lambda: attention_qkv(num_heads=0), ValueError, "num_heads=0"),
+        (lambda: attention_qkv(num_heads=2, num_kv_heads=0), ValueError, "num_kv_heads=0"),
+        (lambda: attention_qkv(num_heads=2, num_kv_heads=4), ValueError, "width to be (num_heads=2 + 2 * num_kv"),
+        (
+            lambda: attention_qkv(num_heads=4),
+            NotImplementedError,
+            "head_dim=8 is not supported; expected a multiple",
+        ),
+        (
+            lambda: attention_qkv(jnp.tile(QKV, 9), 1),
+            NotImplementedError,
+            "head_dim=288 is not supported; expected",
+        ),
+        (lambda: attention_qkv(mask=[1, 1]), TypeError, "mask must be an array, got list"),
+        (lambda: attention_qkv(mask=MASK * 1.0), TypeError, "mask has dtype float32; expected bool or an integer"),
+        (lambda: attention_qkv(mask=MASK[:, :3]), ValueError, "mask has shape (2, 3); expected (2, 4), (B, Skv)"),
+        (
+            lambda: attention_qkv(mask=MASK * 2),
+            ValueError,
+            "mask has values from 0 to 2; expected only 0 (padding)",
+        ),
+        (lambda: attention_qkv(mask=-MASK), ValueError, "mask has values from -1 to 0; expected only 0 (padding)"),
     ],
     "embed_tokens": [
         (lambda: embed_tokens([[1]]), TypeError, "ids must be an array, got list"),

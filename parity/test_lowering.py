@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_models import minilm
+from pallas_models import minilm, ops
 from parity.calls import CALLS, Call
 from parity.common import TOLERANCE, TRITON_CALL, cuda_device
 
@@ -49,6 +49,33 @@ def test_the_default_is_triton_on_cuda_and_xla_elsewhere(call: Call):
     on_cpu = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cpu",)).as_text()
     assert TRITON_CALL not in on_cpu
     assert TRITON_CALL not in lowered_for_cuda(call("xla"), *arrays)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@pytest.mark.parametrize(
+    "dtype, batch, seq, heads, kv_heads, head_dim, options",
+    [
+        ("bfloat16", 8, 1024, 12, 12, 64, {"causal": True}),
+        ("bfloat16", 2, 4096, 32, 8, 128, {"causal": True, "window": 1000}),
+        ("float16", 1, 3001, 4, 4, 80, {"mask": True}),
+        ("float32", 2, 300, 4, 1, 256, {"segment_ids": True, "return_lse": True}),
+        ("float16", 512, 16, 12, 12, 32, {"mask": True}),
+    ],
+)
+def test_attention_lowers_on_every_device(device, dtype, batch, seq, heads, kv_heads, head_dim, options):
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    qkv = jax.ShapeDtypeStruct((batch, seq, (heads + 2 * kv_heads) * head_dim), dtype)
+    per_token = [name for name in ("mask", "segment_ids") if name in options]
+    static = {name: value for name, value in options.items() if name not in per_token}
+
+    def f(qkv, *arrays):
+        by_name = dict(zip(per_token, arrays, strict=True))
+        return ops.attention_qkv(qkv, num_heads=heads, num_kv_heads=kv_heads, **static, **by_name)
+
+    with cuda_device(*device):
+        text = lowered_for_cuda(f, qkv, *(tokens for _ in per_token))
+    assert text.count(f"@{TRITON_CALL}") == 1
+    assert "stablehlo.dot_general" not in text
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))

@@ -2,7 +2,7 @@
 
 from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation
-from pallas_models.ops.attention import attention
+from pallas_models.ops.attention import attention, attention_qkv, segment_ids_from_cu_seqlens
 from pallas_models.ops.embedding import embed_tokens
 from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
 from pallas_models.ops.matmul import matmul
@@ -19,6 +19,7 @@ __all__ = [
     "Activation",
     "Implementation",
     "attention",
+    "attention_qkv",
     "embed_tokens",
     "gated_matmul",
     "gated_mlp",
@@ -29,6 +30,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_table",
+    "segment_ids_from_cu_seqlens",
     "softmax",
     "stack_gate_up",
     "triangle_update",

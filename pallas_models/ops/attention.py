@@ -1,7 +1,9 @@
-"""Multi-head attention over a fused QKV buffer."""
+"""Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
 import functools
-from typing import Any
+import math
+import operator
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,90 +11,346 @@ import jax.numpy as jnp
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.tuning import Chooser
+
+
+class _Options(TypedDict, total=False):
+    causal: bool
+    window: int | None
+    mask: jax.Array | None
+    bias: jax.Array | None
+    segment_ids: jax.Array | None
+    sm_scale: float | None
+    precision: jax.lax.PrecisionLike
+    config: triton.Config | Chooser | None
+    implementation: Implementation | None
+
+
+@overload
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_segment_ids: jax.Array | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_segment_ids: jax.Array | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
-    qkv: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     *,
-    num_heads: int,
+    causal: bool = False,
+    window: int | None = None,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     sm_scale: float | None = None,
+    return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
-    """Computes `softmax(q k^T * sm_scale) v` per head, from and to the layouts of the projections.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes `softmax(q k^T * sm_scale + bias) v` per head, over the keys that every mask given leaves.
 
-    The heads are read in place from the fused buffer and written to the merged layout; nothing is split,
-    transposed or merged. Softmax runs online over blocks of keys in float32
-    ([FlashAttention](https://arxiv.org/abs/2205.14135)), so any length works.
+    Softmax runs online over blocks of keys in float32 ([FlashAttention](https://arxiv.org/abs/2205.14135)),
+    so any length works. The kernel skips blocks of keys that `causal` and `window` rule out, and of long
+    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, but its
+    value must be finite; a query that no key is left for gets zeros.
+
+    Queries and keys may differ in number: the last query is at the position of the last key. Sequences of
+    any lengths are packed into one row by segment ids: sequences joined to q of (total, Hq, D) with
+    cumulative lengths are `attention(q[None], k[None], v[None], segment_ids=ids[None])[0]` with
+    `ids = segment_ids_from_cu_seqlens(cu_seqlens, total)`.
 
     Args:
-      qkv: (B, S, 3 * num_heads * head_dim), float16, bfloat16 or float32: the queries of all heads, then
-        the keys, then the values. head_dim is a multiple of 16 up to 256.
-      num_heads: number of heads.
-      mask: (B, S), bool or integer, 1 for a key that takes part and 0 for padding (holes allowed), or
-        None. A masked key has exactly zero weight; where no key is left the result is zero.
-      sm_scale: factor on the scores; 1 / sqrt(head_dim) when None.
+      q: (B, Sq, Hq, D), float16, bfloat16 or float32. D is a multiple of 16 up to 256.
+      k: (B, Skv, Hkv, D) in the dtype of q. Hq is a multiple of Hkv: head h of q attends to head
+        h // (Hq // Hkv) of k and v.
+      v: as k.
+      causal: whether a query sees no key after its position.
+      window: number of keys that a query sees, up to the one at its position, or None for all; needs `causal`.
+      mask: (B, Skv), bool or integer, 1 for a key that takes part and 0 for padding (holes allowed), or None.
+      bias: added to the scaled scores; (B or 1, Hq or 1, Sq, Skv), float16, bfloat16 or float32. -1e30 and
+        below count for -inf, which masks a pair.
+      segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
+        but no block is skipped where ids are not sorted. `causal` compares positions in the row.
+      kv_segment_ids: (B, Skv); `segment_ids` when None.
+      sm_scale: factor on the scores; 1 / sqrt(D) when None.
+      return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
-      (B, S, num_heads * head_dim) in the dtype of `qkv`.
+      (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
 
     Raises:
-      TypeError: `qkv` is not floating point or `mask` not bool or integer.
-      ValueError: shapes do not fit, or a concrete `mask` holds anything but 0 and 1.
-      NotImplementedError: head_dim is not a multiple of 16 or over 256.
+      TypeError: q, k, v or `bias` are not floating point or not of one dtype, `mask` is not bool or integer,
+        or segment ids are not integers.
+      ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive or given without
+        `causal`, or a concrete `mask` holds anything but 0 and 1.
+      NotImplementedError: D is not a multiple of 16 or over 256.
     """
+    for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
+        _checks.check_float(name, x)
+        _checks.check_rank(name, x, 4, f"(B, {length}, {heads}, D)")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} and q has dtype {q.dtype}; expected the same")
+    batch, _, num_heads, head_dim = q.shape
+    kv_seq, num_kv_heads = k.shape[1:3]
+    _checks.check_shape("k", k, (batch, kv_seq, num_kv_heads, head_dim), "(B, Skv, Hkv, D) with B and D of q")
+    _checks.check_shape("v", v, k.shape, "the shape of k")
+    result = _attend(
+        tuple(x.reshape(*x.shape[:2], x.shape[2] * head_dim) for x in (q, k, v)),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        window=window,
+        mask=mask,
+        bias=bias,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        sm_scale=sm_scale,
+        return_lse=return_lse,
+        precision=precision,
+        config=config,
+        implementation=implementation,
+    )
+    if isinstance(result, tuple):
+        return result[0].reshape(q.shape), result[1]
+    return result.reshape(q.shape)
+
+
+@overload
+def attention_qkv(
+    qkv: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention_qkv(
+    qkv: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def attention_qkv(
+    qkv: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    config: triton.Config | Chooser | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes `attention` from and to the layouts of the projections.
+
+    The heads are read in place from the fused buffer and written to the merged layout; nothing is split,
+    transposed or merged.
+
+    Args:
+      qkv: (B, S, (num_heads + 2 * num_kv_heads) * head_dim): the queries of all heads, then the keys, then
+        the values.
+      num_heads: number of heads of the queries.
+      num_kv_heads: number of heads of keys and of values, which divides `num_heads`; as many when None.
+
+    All other arguments, and what is raised, are those of `attention`.
+
+    Returns:
+      (B, S, num_heads * head_dim) in the dtype of `qkv`; with `return_lse` also (B, num_heads, S) float32.
+    """
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
     _checks.check_float("qkv", qkv)
-    _checks.check_rank("qkv", qkv, 3, "(B, S, 3 * num_heads * head_dim)")
-    if num_heads < 1 or qkv.shape[-1] % (3 * num_heads):
-        raise ValueError(f"qkv has shape {qkv.shape}; expected its width to be 3 * {num_heads=} * head_dim")
-    head_dim = qkv.shape[-1] // (3 * num_heads)
+    _checks.check_rank("qkv", qkv, 3, "(B, S, (num_heads + 2 * num_kv_heads) * head_dim)")
+    total = num_heads + 2 * num_kv_heads
+    if min(num_heads, num_kv_heads) < 1 or qkv.shape[-1] % total:
+        raise ValueError(
+            f"qkv has shape {qkv.shape}; expected its width to be ({num_heads=} + 2 * {num_kv_heads=}) * head_dim"
+        )
+    return _attend(
+        (qkv,),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=qkv.shape[-1] // total,
+        causal=causal,
+        window=window,
+        mask=mask,
+        bias=bias,
+        segment_ids=segment_ids,
+        kv_segment_ids=None,
+        sm_scale=sm_scale,
+        return_lse=return_lse,
+        precision=precision,
+        config=config,
+        implementation=implementation,
+    )
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
+    """The segment ids of sequences joined in one row, from their cumulative lengths.
+
+    Args:
+      cu_seqlens: (N + 1,), integers: 0 and the end of each sequence, not descending.
+      total: length of the row. Positions from `cu_seqlens[-1]` on are a segment of their own.
+
+    Returns:
+      (total,) int32, i for the positions of sequence i.
+    """
+    _checks.check_integer("cu_seqlens", cu_seqlens)
+    _checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")
+    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
+
+
+def _attend(
+    parts: tuple[jax.Array, ...],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    window: int | None,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    sm_scale: float | None,
+    return_lse: bool,
+    precision: jax.lax.PrecisionLike,
+    config: triton.Config | Chooser | None,
+    implementation: Implementation | None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of `parts`, each (B, S, heads * head_dim): q, k and v, or one buffer that holds all three."""
+    (batch, seq), kv_seq = parts[0].shape[:2], parts[-1].shape[1]
+    if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")
     if head_dim % 16 or head_dim > 256:
         raise NotImplementedError(f"{head_dim=} is not supported; expected a multiple of 16 up to 256")
+    if window is not None:
+        if not causal:
+            raise ValueError(f"{window=} needs causal=True: it counts the last keys that a query sees")
+        if operator.index(window) < 1:
+            raise ValueError(f"{window=} must be positive")
     if mask is not None:
-        _checks.check_mask("mask", mask, qkv.shape[:2], "(B, S)")
+        _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
+        mask = mask.astype(jnp.int32)
+    if bias is not None:
+        _checks.check_float("bias", bias)
+        _checks.check_rank("bias", bias, 4, "(B or 1, Hq or 1, Sq, Skv)")
+        leading = tuple(1 if b == 1 else a for a, b in zip((batch, num_heads), bias.shape, strict=False))
+        _checks.check_shape("bias", bias, (*leading, seq, kv_seq), "(B or 1, Hq or 1, Sq, Skv)")
+    if segment_ids is None and kv_segment_ids is not None:
+        raise ValueError("kv_segment_ids is given without segment_ids")
+    if segment_ids is not None:
+        if kv_segment_ids is None:
+            kv_segment_ids = segment_ids
+        for name, ids, length in (("segment_ids", segment_ids, seq), ("kv_segment_ids", kv_segment_ids, kv_seq)):
+            _checks.check_integer(name, ids)
+            _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
+        segment_ids, kv_segment_ids = segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
-        sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        window=window,
+        sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
+        return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
     return run(
         implementation,
         functools.partial(triton.attention, config=config, **static),
         functools.partial(reference, **static),
-        qkv,
-        None if mask is None else mask.astype(jnp.int32),
+        parts,
+        mask,
+        bias,
+        segment_ids,
+        kv_segment_ids,
     )
 
 
 def reference(
-    qkv: jax.Array,
+    parts: tuple[jax.Array, ...],
     mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
     *,
     num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    window: int | None,
     sm_scale: float,
+    return_lse: bool,
     precision: jax.lax.Precision,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The same in plain XLA."""
-    batch, seq, width = qkv.shape
-    heads = qkv.reshape(batch, seq, 3, num_heads, width // (3 * num_heads))
-    q, k, v = jnp.unstack(heads, axis=2)  # (B, S, heads, head_dim)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
-    scores *= sm_scale
-    where = None if mask is None else (mask != 0)[:, None, None, :]
-    # With no key left the softmax over an empty set is 0, as the kernel has it, and its gradient too.
-    weights = jax.nn.softmax(scores, axis=-1, where=where)
-    if where is not None:
-        weights = jnp.where(jnp.any(where, axis=-1, keepdims=True), weights, 0.0)
-    out = jnp.einsum(
-        "bhqk,bkhd->bqhd",
-        weights.astype(qkv.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return out.astype(qkv.dtype).reshape(batch, seq, width // 3)
+    if len(parts) == 1:
+        ends = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
+        parts = tuple(jnp.split(parts[0], ends, axis=-1))
+    (batch, seq), kv_seq, dtype = parts[0].shape[:2], parts[1].shape[1], parts[0].dtype
+    grouped = (num_kv_heads, num_heads // num_kv_heads)
+    q = parts[0].reshape(batch, seq, *grouped, head_dim)
+    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in parts[1:])
+    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
+    if bias is not None:
+        scores += bias.astype(jnp.float32)
+    valid = []
+    if mask is not None:
+        valid.append((mask != 0)[:, None, None, :])
+    if segment_ids is not None and kv_segment_ids is not None:
+        valid.append((segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None])
+    if causal:
+        distance = jnp.arange(kv_seq - seq, kv_seq)[:, None] - jnp.arange(kv_seq)
+        valid += [distance >= 0] if window is None else [distance >= 0, distance < window]
+    if valid:
+        scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
+    # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
+    lowest = triton.LOWEST * math.log(2)  # the kernel's scores are to the base 2
+    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=lowest))
+    weights = jnp.exp(scores - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    empty = total == 0.0
+    total = jnp.where(empty, 1.0, total)
+    weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
+    out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
+    if not return_lse:
+        return out
+    return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]

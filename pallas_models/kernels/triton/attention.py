@@ -1,11 +1,15 @@
-"""Attention over a fused QKV buffer: a program per head and block of queries, softmax online."""
+"""Attention: a program per block of queries and head, softmax online, blocks that a mask rules out skipped."""
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
@@ -23,19 +27,26 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """`block_q` queries of one head per program, against `block_kv` keys per step."""
+    """`block_q` queries per program, against `block_kv` keys per step; of `heads` heads, one after the other.
+
+    Where one step takes all keys, the operands of the next head are loaded while a head is computed.
+    """
 
     block_q: int
     block_kv: int
     num_warps: int
     num_stages: int
+    heads: int = 1
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, "block_q", "block_kv", "num_warps")
+        if self.heads < 1:
+            raise ValueError(f"{__name__}: heads={self.heads} must be positive")
 
 
 def heuristic(batch: int, seq: int, num_heads: int, head_dim: int, dtype: DTypeLike, gpu: Gpu) -> Config:
@@ -56,97 +67,326 @@ def heuristic(batch: int, seq: int, num_heads: int, head_dim: int, dtype: DTypeL
     )
 
 
-# The score of keys that take no part: finite, so that no difference of scores is NaN, and so low
-# that beside any other score exp2 gives exactly 0.
-MASKED = -1e30
+def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
+    """The bytes of shared memory that a program takes."""
+    depth = pl.next_power_of_2(head_dim) * itemsize
+    staged = 2 * config.block_kv + (config.block_q if config.heads > 1 else 0)
+    return depth * (config.num_stages * staged + (config.block_q if config.heads == 1 else 0))
 
 
-def attended(m_i: jax.Array, l_i: jax.Array) -> jax.Array:
-    """1 / sum of weights from a row's maximum and sum; 0 for a row that no key takes part in."""
-    return jnp.where(m_i <= 0.5 * MASKED, 0.0, 1.0 / l_i)
+def configs(seq: int, kv_seq: int, num_heads: int, head_dim: int) -> Iterator[Config]:
+    """The blocks worth measuring: up to 128 scores a thread."""
+    sizes = itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4), (1, 2, 3, 4))
+    for block_q, block_kv, num_warps, num_stages, heads in sizes:
+        scores = block_q * block_kv // (32 * num_warps)
+        if (
+            block_q > block_size(seq, 16, 256)
+            or block_kv > block_size(kv_seq, 16, 128)
+            or num_warps * 16 > block_q
+        ):
+            continue
+        if heads > 1 and (kv_seq > block_kv or num_heads % heads):
+            continue
+        if 4 <= scores <= 128 and block_q * head_dim <= 128 * 32 * num_warps:
+            yield Config(
+                block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages, heads=heads
+            )
 
 
-def _dot(a: jax.Array, b: jax.Array, precision: jax.lax.Precision, *, trans_b: bool = False) -> jax.Array:
-    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+# What a row's maximum starts from: finite, so that a score of -inf less the maximum is no NaN.
+LOWEST = -1e30
+
+_APART = 4  # from so many blocks of keys on, those that need no mask have a loop of their own
+_REACH = 16  # from so many blocks of keys on, the masks are searched for blocks that they rule out
+
+_Index = jax.Array | int
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # of each row: weighted sum of values, maximum, sum of weights
+
+
+def reach(
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    *,
+    seq: int,
+    kv_seq: int,
+    config: Config,
+) -> jax.Array:
+    """The blocks of keys that each block of queries needs: (B or 1, blocks of queries, 4).
+
+    The four are the first and the end of the blocks with a valid pair, as far as the least and the largest
+    segment id of a block tell, then the first and the end of a run of blocks in which every pair is valid.
+    """
+    q_blocks, kv_blocks = pl.cdiv(seq, config.block_q), pl.cdiv(kv_seq, config.block_kv)
+
+    def split(x: jax.Array, count: int, size: int, mode: str) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, count * size - x.shape[1])), mode=mode).reshape(-1, count, size)
+
+    valid = jnp.ones((1, kv_seq), bool) if mask is None else mask != 0
+    valid = split(valid, kv_blocks, config.block_kv, "constant")[:, None]
+    some, every = jnp.any(valid, -1), jnp.all(valid, -1)
+    if segment_ids is not None and kv_segment_ids is not None:
+        q = split(segment_ids, q_blocks, config.block_q, "edge")[:, :, None]
+        kv = split(kv_segment_ids, kv_blocks, config.block_kv, "edge")[:, None]
+        q_low, q_high, kv_low, kv_high = jnp.min(q, -1), jnp.max(q, -1), jnp.min(kv, -1), jnp.max(kv, -1)
+        some &= (q_low <= kv_high) & (kv_low <= q_high)
+        every &= (q_low == kv_high) & (kv_low == q_high)
+    some, every = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)) for x in (some, every))
+    first, full = jnp.argmax(some, -1), jnp.argmax(every, -1)
+    end = jnp.where(jnp.any(some, -1), kv_blocks - jnp.argmax(some[..., ::-1], -1), 0)
+    after = ~every & (jnp.arange(kv_blocks) >= full[..., None])
+    full_end = jnp.where(jnp.any(after, -1), jnp.argmax(after, -1), kv_blocks)
+    return jnp.stack([first, end, full, full_end], axis=-1).astype(jnp.int32)
+
+
+def _exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
+    """`2 ** (x * scale + shift)`: XLA would leave product and sum apart, which one instruction computes."""
+    if interpret:
+        return jnp.exp2(x * scale + shift)
+    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
+    (y,) = plgpu.elementwise_inline_asm(
+        f"{{ .reg .f32 y; fma.rn.ftz.f32 y, $1, {factor}, $2; ex2.approx.ftz.f32 $0, y; }}",
+        args=[x, jnp.broadcast_to(shift, x.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return y
+
+
+def _axes(causal: bool) -> tuple[int, int, int]:
+    """The axes of the grid, of which the first varies fastest, that count heads, blocks of queries and batch.
+
+    Programs that run at the same time read the same keys, or with `causal` those that take longest begin first.
+    """
+    return (0, 1, 2) if causal else (1, 0, 2)
+
+
+def _walk(start: _Index, end: _Index, step: Callable[[_Index, _Carry], _Carry], carry: _Carry) -> _Carry:
+    if isinstance(start, int) and isinstance(end, int) and end - start <= 1:
+        return step(start, carry) if end > start else carry
+    return jax.lax.fori_loop(start, end, step, carry)
 
 
 def _attention_kernel(
-    qkv_ref: Ref,  # (B, S, 3 * heads * head_dim)
-    mask_ref: Ref | None,  # (B, S)
-    o_ref: Ref,  # (B, S, heads * head_dim)
+    q_ref: Ref,  # (B, Sq, heads * head_dim), or a buffer that has these columns among others; so k and v
+    k_ref: Ref,  # (B, Skv, kv_heads * head_dim)
+    v_ref: Ref,  # (B, Skv, kv_heads * head_dim)
+    mask_ref: Ref | None,  # (B, Skv)
+    bias_ref: Ref | None,  # (B or 1, heads or 1, Sq, Skv)
+    segment_ref: Ref | None,  # (B, Sq)
+    kv_segment_ref: Ref | None,  # (B, Skv)
+    reach_ref: Ref | None,  # (B or 1, blocks of queries, 4)
+    o_ref: Ref,  # (B, Sq, heads * head_dim)
+    lse_ref: Ref | None,  # (B, heads, Sq)
     *,
     config: Config,
     num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    first_heads: tuple[int, int, int],
+    causal: bool,
+    window: int | None,
     sm_scale: float,
     precision: jax.lax.Precision,
     interpret: bool,
 ) -> None:
-    _, seq, width = o_ref.shape
-    head_dim = width // num_heads
+    seq, kv_seq = o_ref.shape[1], k_ref.shape[1]
     block_q, block_kv, block_d = config.block_q, config.block_kv, pl.next_power_of_2(head_dim)
-    start, head, batch = (pl.program_id(axis) for axis in range(3))
-    start *= block_q
+    blocks = pl.cdiv(kv_seq, block_kv)
+    program, q_block, batch = (pl.program_id(axis) for axis in _axes(causal))
+    if causal:
+        q_block = pl.cdiv(seq, block_q) - 1 - q_block
+    start = q_block * block_q
+    position = start + kv_seq - seq  # of the first query, among the keys
     depth = in_bounds(0, block_d, head_dim)
     rows, row_mask = span(start, block_q), in_bounds(start, block_q, seq)
-    q_columns, k_columns, v_columns = (span(part * width + head * head_dim, block_d) for part in range(3))
-    q = load(qkv_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
+    segments = None if segment_ref is None else load(segment_ref.at[batch, rows], row_mask)
+    dot = functools.partial(plgpu.dot, precision=precision)
+    # Base-2 exponentials are the GPU's own, so log2(e) goes into the scale. It is applied to a score and the
+    # maximum at once, where nothing is added to the score before.
+    scale = sm_scale * math.log2(math.e)
+    early, late = (1.0, scale) if bias_ref is None and scale > 0 else (scale, 1.0)
 
-    def step(s: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        acc, m_i, l_i = carry
-        keys, valid = span(s * block_kv, block_kv), in_bounds(s * block_kv, block_kv, seq)
-        kv_mask = tile_mask(valid, depth)
-        k = load(qkv_ref.at[batch, keys, k_columns], kv_mask)
-        # Base-2 exponentials are the GPU's own, so log2(e) goes into the scale.
-        scores = _dot(q, k, precision, trans_b=True) * (sm_scale * math.log2(math.e))
+    # On the tensor cores a sum costs a fraction of what adding up does, and it is that of the rounded weights.
+    ones = None if q_ref.dtype == jnp.float32 else jnp.ones((block_kv, 8), q_ref.dtype)
+
+    def row_sum(p: jax.Array) -> jax.Array:
+        """The sums of the rows of p: (block_q, 1), or all columns alike."""
+        return jnp.sum(p, axis=1, keepdims=True) if ones is None else dot(p.astype(ones.dtype), ones)
+
+    def valid_pairs(key: _Index, in_range: jax.Array | None) -> jax.Array | None:
+        """Which queries see which keys of a block, None if all see all; broadcast to (block_q, block_kv)."""
+        keys = span(key, block_kv)
+        terms = [] if in_range is None else [in_range[None, :]]
         if mask_ref is not None:
-            valid = load(mask_ref.at[batch, keys], valid) != 0
-        if valid is not None:
-            scores = jnp.where(valid[None, :], scores, MASKED)
-        m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-        p = exp2(scores - m_new[:, None], interpret=interpret)
-        correction = exp2(m_i - m_new, interpret=interpret)
-        l_i = l_i * correction + jnp.sum(p, axis=1)
-        v = load(qkv_ref.at[batch, keys, v_columns], kv_mask)
-        acc = acc * correction[:, None] + _dot(p.astype(v.dtype), v, precision)
-        return acc, m_new, l_i
+            terms = [(load(mask_ref.at[batch, keys], in_range) != 0)[None, :]]
+        if kv_segment_ref is not None:
+            assert segments is not None
+            terms.append(segments[:, None] == load(kv_segment_ref.at[batch, keys], in_range)[None, :])
+        if causal:
+            distance = (position - key + jnp.arange(block_q))[:, None] - jnp.arange(block_kv)[None, :]
+            terms += [distance >= 0] if window is None else [distance >= 0, distance < window]
+        return functools.reduce(operator.and_, terms) if terms else None
 
-    carry = (
-        jnp.zeros((block_q, block_d), jnp.float32),
-        jnp.full((block_q,), MASKED, jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-    )
-    steps = pl.cdiv(seq, block_kv)
-    acc, m_i, l_i = step(0, carry) if steps == 1 else jax.lax.fori_loop(0, steps, step, carry)
-    out = acc * attended(m_i, l_i)[:, None]
-    store(o_ref.at[batch, rows, span(head * head_dim, block_d)], out, tile_mask(row_mask, depth))
+    def needed() -> tuple[_Index, _Index, _Index, _Index]:
+        """The blocks with a valid pair, [first, end), and those of them where every pair is: [full, full_end)."""
+        first: _Index = 0
+        end: _Index = blocks
+        full: _Index = 0
+        full_end: _Index = kv_seq // block_kv
+        if causal and blocks > 1:
+            last = position + block_q - 1  # of the last query
+            end = jnp.clip((last + block_kv) // block_kv, 0, blocks)
+            full_end = jnp.clip((position + 1) // block_kv, 0, full_end)
+            if window is not None:
+                first = jnp.maximum(position - window + 1, 0) // block_kv
+                full = jnp.maximum(last - window + block_kv, 0) // block_kv
+        if reach_ref is not None:
+            row = batch if reach_ref.shape[0] > 1 else jnp.int32(0)
+            found = (plgpu.load(reach_ref.at[row, q_block, jnp.int32(i)]) for i in range(4))
+            found_first, found_end, found_full, found_full_end = found
+            first, end = jnp.maximum(first, found_first), jnp.minimum(end, found_end)
+            full, full_end = jnp.maximum(full, found_full), jnp.minimum(full_end, found_full_end)
+        if blocks < _APART or (reach_ref is None and (mask_ref is not None or kv_segment_ref is not None)):
+            return first, end, first, first  # one loop, in which all are masked
+        if window is not None or reach_ref is not None:
+            full = jnp.clip(full, first, end)
+        if causal or reach_ref is not None:
+            full_end = jnp.clip(full_end, full, end)
+        return first, end, full, full_end
+
+    def attend(head: jax.Array) -> None:
+        kv_head = head // (num_heads // num_kv_heads)
+        q_columns, k_columns, v_columns = (
+            span((first + index) * head_dim, block_d)
+            for first, index in zip(first_heads, (head, kv_head, kv_head), strict=True)
+        )
+        q = load(q_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
+
+        def step(s: _Index, carry: _Carry, *, full: bool = False) -> _Carry:
+            acc, m_i, l_i = carry
+            key = s * block_kv
+            keys, in_range = span(key, block_kv), None if full else in_bounds(key, block_kv, kv_seq)
+            kv_mask = tile_mask(in_range, depth)
+            k = load(k_ref.at[batch, keys, k_columns], kv_mask)
+            scores = dot(q, k, trans_b=True) * early
+            if bias_ref is not None:
+                which = (i if n > 1 else jnp.int32(0) for i, n in zip((batch, head), bias_ref.shape, strict=False))
+                bias = load(bias_ref.at[*which, rows, keys], tile_mask(row_mask, in_range))
+                scores += bias.astype(jnp.float32) * math.log2(math.e)
+            valid = None if full else valid_pairs(key, in_range)
+            if valid is not None:
+                scores = jnp.where(valid, scores, -jnp.inf)
+            m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
+            p = _exp2_of(scores, late, -(m_new * late)[:, None], interpret=interpret)
+            correction = exp2((m_i - m_new) * late, interpret=interpret)[:, None]
+            v = load(v_ref.at[batch, keys, v_columns], kv_mask)
+            acc = acc * correction + dot(p.astype(v.dtype), v)
+            return acc, m_new, l_i * correction + row_sum(p)
+
+        first, end, full, full_end = needed()
+        before = full - first
+
+        def step_masked(i: _Index, carry: _Carry) -> _Carry:
+            """Step i of those before the full blocks and after them."""
+            after = full_end - before + i
+            return step(after if isinstance(before, int) else jnp.where(i < before, first + i, after), carry)
+
+        carry = (
+            jnp.zeros((block_q, block_d), jnp.float32),
+            jnp.full((block_q,), LOWEST, jnp.float32),
+            jnp.zeros((block_q, 1 if ones is None else ones.shape[1]), jnp.float32),
+        )
+        carry = _walk(full, full_end, functools.partial(step, full=True), carry)
+        acc, m_i, l_i = _walk(0, before + end - full_end, step_masked, carry)
+        total = jnp.max(l_i, axis=1)
+        empty = total == 0.0  # no key took part
+        out = acc * jnp.where(empty, 0.0, 1.0 / total)[:, None]
+        store(o_ref.at[batch, rows, span(head * head_dim, block_d)], out, tile_mask(row_mask, depth))
+        if lse_ref is not None:
+            lse = jnp.where(empty, -jnp.inf, m_i * (late * math.log(2)) + jnp.log(total))
+            store(lse_ref.at[batch, head, rows], lse, row_mask)
+
+    if config.heads == 1:
+        attend(program)
+    else:
+        start_head = program * config.heads
+        jax.lax.fori_loop(start_head, start_head + config.heads, lambda head, _: attend(head), None)
 
 
 def attention(
-    qkv: jax.Array,
+    parts: tuple[jax.Array, ...],
     mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
     *,
     num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    window: int | None,
     sm_scale: float,
+    return_lse: bool,
     precision: jax.lax.Precision,
-    config: Config | None,
+    config: Config | Chooser | None,
     interpret: bool,
-) -> jax.Array:
-    """Attention from qkv (B, S, 3 * heads * head_dim); see `pallas_models.ops.attention`."""
-    batch, seq, width = qkv.shape
-    config = config or heuristic(batch, seq, num_heads, width // (3 * num_heads), qkv.dtype, local_gpu())
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of q, k, v (B, S, heads * head_dim), or of one buffer that holds them; see `pallas_models.ops`."""
+    fused = len(parts) == 1
+    q, k, v = parts * 3 if fused else parts
+    batch, seq, _ = q.shape
+    kv_seq = k.shape[1]
+    config = choose(
+        config,
+        Problem(
+            op="attention",
+            shape={
+                "batch": batch,
+                "q": seq,
+                "kv": kv_seq,
+                "heads": num_heads,
+                "kv_heads": num_kv_heads,
+                "head_dim": head_dim,
+                "causal": int(causal),
+            },
+            bucketed=("batch", "q", "kv"),
+            dtype=q.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, batch, seq, num_heads, head_dim, q.dtype, local_gpu()),
+            candidates=functools.partial(configs, seq, kv_seq, num_heads, head_dim),
+            shared_memory=functools.partial(shared_memory, head_dim=head_dim, itemsize=q.dtype.itemsize),
+        ),
+    )
+    if num_heads % config.heads:
+        raise ValueError(f"config: heads={config.heads} does not divide {num_heads=}")
+    ids = (segment_ids, kv_segment_ids)
+    searched = pl.cdiv(kv_seq, config.block_kv) >= _REACH and (mask is not None or segment_ids is not None)
     kernel = functools.partial(
         _attention_kernel,
         config=config,
         num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
+        causal=causal,
+        window=window,
         sm_scale=sm_scale,
         precision=precision,
         interpret=interpret,
     )
-    return pl.pallas_call(
+    counts = (num_heads // config.heads, pl.cdiv(seq, config.block_q), batch)
+    grid = tuple(counts[_axes(causal).index(axis)] for axis in range(3))
+    out, lse = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, seq, width // 3), qkv.dtype),
-        grid=(pl.cdiv(seq, config.block_q), num_heads, batch),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, seq, num_heads * head_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads, seq), jnp.float32) if return_lse else None,
+        ),
+        grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention",
-    )(qkv, mask)
+    )(q, k, v, mask, bias, *ids, reach(mask, *ids, seq=seq, kv_seq=kv_seq, config=config) if searched else None)
+    return (out, lse) if return_lse else out
