@@ -61,6 +61,22 @@ def _linear_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
+def _batched_linear(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, n = _sizes(size)
+    rng = np.random.default_rng(27)
+    return normal(rng, b, s, k, dtype=dtype), normal(rng, b, n, k, dtype=dtype, scale=k**-0.5)
+
+
+def _gated(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, n = _sizes(size)
+    rng = np.random.default_rng(28)
+    return (
+        normal(rng, b, s, k, dtype=dtype),
+        normal(rng, k, 2, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, 2, n, dtype=dtype, shift=0.5),
+    )
+
+
 def _norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, _, n = _sizes(size)
     rng = np.random.default_rng(22)
@@ -155,6 +171,18 @@ def _call_matmul(x, residual, w, bias, **options):
     return ops.matmul(x, w, bias=bias, residual=residual, activation="gelu", **options)
 
 
+def _call_split_matmul(x, residual, w, bias, **options):
+    return _call_matmul(x, residual, w, bias, algorithm="split_k", **options)
+
+
+def _call_batched_matmul(x, w, **options):
+    return ops.matmul(x, w, transpose_w=True, **options)
+
+
+def _call_gated_matmul(x, w_gate_up, bias, **options):
+    return ops.gated_matmul(x, w_gate_up, bias=bias, **options)
+
+
 def _call_matmul_layer_norm(x, residual, w, bias, scale, offset, **options):
     return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, epsilon=0.1, **options)
 
@@ -218,6 +246,9 @@ def _call_triangle_update(x, *weights_and_mask, **options):
 
 CALLS = [
     Call("matmul", _call_matmul, _linear, 4, (0, 1)),
+    Call("matmul_split", _call_split_matmul, _linear, 4, (0, 1)),
+    Call("matmul_batched", _call_batched_matmul, _batched_linear, 2, (0, 1)),
+    Call("gated_matmul", _call_gated_matmul, _gated, 3),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _linear_norm, 6, (0, 1)),
     Call("matmul_layer_norm_fused", _call_fused_matmul_layer_norm, _linear_norm, 6, (0, 1)),
     Call("layer_norm", _call_layer_norm, _norm, 4, (0, 1)),

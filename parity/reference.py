@@ -56,6 +56,25 @@ def matmul(
     return y if residual is None else y + residual
 
 
+def gated_matmul(
+    x: Tensor, w_gate_up: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
+) -> Tensor:
+    gate, up = (F.linear(x, w_gate_up[:, i].T, None if bias is None else bias[i]) for i in range(2))
+    return ACTIVATIONS[activation](gate) * up
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    residual: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+) -> Tensor:
+    y = F.linear(gated_matmul(x, w_gate_up, activation=activation), w_down.T)
+    return y if residual is None else y + residual
+
+
 def layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor | None = None, *, epsilon: float = 1e-5
 ) -> Tensor:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton._common import Ref, activate, load, local_gpu, tile_mask
+from pallas_models.kernels.triton._common import Gpu, Ref, activate, load, local_gpu, tile_mask
 from pallas_models.kernels.triton.matmul import (
     Config,
     Load,
@@ -24,10 +24,14 @@ from pallas_models.kernels.triton.matmul import (
 from pallas_models.tuning import Chooser, Problem, choose
 
 
-def heuristic(m: int, n: int, k: int, dtype: DTypeLike, num_cores: int) -> Config:
-    """Chooses tiles for x (m, k) and w (k, 2, n): those of a product of n columns, with twice the warps."""
-    config = matmul.heuristic(m, n, k, dtype, num_cores, splits=(1,))
-    return dataclasses.replace(config, num_warps=2 * config.num_warps)
+def _halved(config: Config) -> Config:
+    """The tiles of a product of 2 n columns as those of gate and up, of half as many columns each."""
+    return dataclasses.replace(config, block_n=config.block_n // 2)
+
+
+def heuristic(m: int, n: int, k: int, dtype: DTypeLike, gpu: Gpu) -> Config:
+    """Chooses tiles for x (m, k) and w (k, 2, n)."""
+    return _halved(matmul.heuristic(m, 2 * n, k, dtype, gpu, splits=(1,)))
 
 
 def _load_gate_up(w_ref: Ref, tile: Tile, n: int) -> Load:
@@ -99,11 +103,13 @@ def gated_matmul(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu().num_cores),
+            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu()),
             candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
             shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
         ),
     )
+    if config.splits > 1:
+        raise ValueError(f"splits={config.splits}: a gated product does not split its contraction")
     kernel = functools.partial(
         _gated_matmul_kernel, config=config, activation=activation, precision=precision, interpret=interpret
     )
@@ -118,10 +124,10 @@ def gated_matmul(
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
-    """The tiles worth measuring: those of a product of 2 n columns, half of which are one program's gates."""
+    """The tiles worth measuring."""
     for config in matmul.configs(m, 2 * n, k, num_cores):
         if config.block_n >= 32 and config.splits == 1:
-            yield dataclasses.replace(config, block_n=config.block_n // 2)
+            yield _halved(config)
 
 
 def shared_memory(config: Config, itemsize: int) -> int:

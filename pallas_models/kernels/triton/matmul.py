@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.triton._common import (
+    Gpu,
     Ref,
     activate,
     check_powers_of_two,
@@ -74,19 +76,32 @@ _TILED = _config(64, 64, 32, 4, 1, group_m=1)  # loads wait for products, tiles 
 _SUM = _config(4, 256, 16, 4, 1, group_m=1)  # adds up the parts of K
 
 
-_LARGE = _config(128, 128, 64, 4, 2)
-# Tiles for half precision and the rate at which each computes, relative to the first; measured on an H200
-# over the products of MiniLM with 16 to 8192 rows, as is what follows.
-_SMALLER = (
-    (_config(64, 128, 64, 4, 3), 1.0),
-    (_config(64, 64, 64, 4, 3), 0.82),
-    (_config(64, 32, 128, 4, 3), 0.54),
-    (_config(16, 32, 128, 4, 3), 0.16),
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Measured:
+    """Tiles, how many programs a core has at once, and what each takes: us a tile and us per unit of K."""
+
+    config: Config
+    resident: int
+    tile_us: float
+    k_us: float
+
+
+# Fitted to 34 products of 16 to 32768 rows and K of 384 to 12288 in bfloat16 on an H200; the tiles that the fit
+# chooses take 2% longer than the best of 15.
+_HALF = (
+    _Measured(_config(128, 256, 64, 8, 3, group_m=16), 1, 3.3, 0.0107),
+    _Measured(_config(128, 128, 64, 4, 2), 3, 0.93, 0.00665),
+    _Measured(_config(64, 192, 64, 4, 3), 2, 0.94, 0.00534),
+    _Measured(_config(64, 128, 64, 4, 3), 3, 0.56, 0.00369),
+    _Measured(_config(64, 64, 64, 4, 4), 3, 0.34, 0.00253),
+    _Measured(_config(64, 32, 128, 4, 3), 3, 0.46, 0.00215),
+    _Measured(_config(16, 64, 128, 4, 4), 3, 0.42, 0.00188),
+    _Measured(_config(16, 32, 128, 4, 6), 4, 0.31, 0.00142),
 )
-# What each part of K costs, in multiplications at rate 1: once, and for an output written and added up.
-_PART_COST, _PART_OUTPUT_COST = 140_000, 2.2
-
-
+_FLOAT32 = (_Measured(_config(64, 64, 32, 4, 3), 4, 1.0, 0.025),)  # without tensor cores; estimated
+_CORE_BANDWIDTH, _LATENCY_US = 29_500, 1.3  # of device memory: bytes a microsecond, and under load
+_SUM_US = 1.5  # of the kernel that adds up parts
+_PART_US, _PART_OUTPUT_US = 0.07, 1e-6  # what each part adds, and each of its outputs
 SPLITS = (1, 2, 3, 4, 6, 8)
 
 
@@ -95,37 +110,58 @@ def heuristic(
     n: int,
     k: int,
     dtype: DTypeLike,
-    num_cores: int,
+    gpu: Gpu,
     *,
     batch: int = 1,
     splits: tuple[int, ...] = SPLITS,
+    summed: bool = False,
 ) -> Config:
-    """Chooses tiles for `batch` products (m, k) @ (k, n), and into how many of `splits` parts to split each."""
-    if jnp.dtype(dtype).itemsize == 4:
-        return _config(64, 64, 32, 4, 3, splits=min(splits))
-    if batch * num_tiles(_LARGE, m, n) >= 2 * num_cores and 1 in splits:
-        return _LARGE
+    """Chooses tiles for `batch` products (m, k) @ (k, n), and into how many of `splits` parts to split each.
 
-    part_cost = _PART_COST + _PART_OUTPUT_COST * batch * m * n
+    Args:
+      summed: whether a kernel that adds up parts follows in any case.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    w_bytes = batch * k * n * itemsize
 
-    def cost(choice: tuple[tuple[Config, float], int]) -> float:
-        (config, rate), split = choice
-        rounds = pl.cdiv(batch * num_tiles(config, m, n) * split, num_cores)
+    def time_us(choice: tuple[_Measured, int]) -> float:
+        measured, split = choice
+        config = measured.config
+        programs = batch * num_tiles(config, m, n) * split
         depth = steps_per_part(k, config, split) * config.block_k
-        return rounds * depth * config.block_m * config.block_n / rate + split * part_cost
+        tiles = programs / gpu.num_cores  # of a core
+        whole = measured.resident == 1 or tiles <= measured.resident
+        us = (math.ceil(tiles) if whole else tiles + 0.3) * (measured.tile_us + depth * measured.k_us)
+        # Reading w takes cores enough, and in each of them bytes enough under way.
+        ahead = shared_memory(config, itemsize) * (1 - 1 / config.num_stages)
+        under_way = ahead * min(math.ceil(tiles), measured.resident)
+        reading = min(programs, gpu.num_cores) * min(_CORE_BANDWIDTH, under_way / _LATENCY_US)
+        us = max(us, w_bytes / reading)
+        if split > 1 or summed:
+            us += split * (_PART_US + _PART_OUTPUT_US * batch * m * n)
+        return us + (_SUM_US if split > 1 and not summed else 0.0)
 
-    (config, _), split = min(itertools.product(_SMALLER, splits), key=cost)
-    return dataclasses.replace(config, splits=split)
+    fitting = [
+        each
+        for each in (_FLOAT32 if itemsize == 4 else _HALF)
+        if shared_memory(each.config, itemsize) <= gpu.shared_memory
+    ]
+    chosen, split = min(itertools.product(fitting, splits), key=time_us)
+    stages = min(chosen.config.num_stages, max(steps_per_part(k, chosen.config, split), 2))
+    return dataclasses.replace(chosen.config, splits=split, num_stages=stages)
 
 
 def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tuple[jax.Array, jax.Array]:
     """Row and column block of program `pid`: column by column within groups of `group_m` row blocks."""
+    div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
     if tiles_m <= group_m:
-        return pid % tiles_m, pid // tiles_m
-    group, within = pid // (group_m * tiles_n), pid % (group_m * tiles_n)
-    first = group * group_m
-    height = jnp.minimum(tiles_m - first, group_m)
-    return first + within % height, within // height
+        return rem(pid, tiles_m), div(pid, tiles_m)
+    group, within = div(pid, group_m * tiles_n), rem(pid, group_m * tiles_n)
+    i, j = rem(within, group_m), div(within, group_m)
+    if height := tiles_m % group_m:  # of the last group: dividing by constants is much cheaper than by a height
+        is_last = group == tiles_m // group_m
+        i, j = jnp.where(is_last, rem(within, height), i), jnp.where(is_last, div(within, height), j)
+    return group * group_m + i, j
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -352,11 +388,11 @@ def _choose_config(
     Raises:
       ValueError: `config` is not one of that algorithm.
     """
-    num_cores = local_gpu().num_cores
+    gpu = local_gpu()
     variant = {"batch": batch} if batch > 1 else {}
     if transpose_w:
         variant["transpose_w"] = 1
-    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, num_cores, batch=batch)
+    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, gpu, batch=batch)
     defaults: dict[Algorithm | None, Callable[[], Config]] = {
         None: chosen_by_shape,
         "naive": lambda: _NAIVE,
@@ -373,7 +409,7 @@ def _choose_config(
             dtype=dtype,
             config=Config,
             heuristic=defaults[algorithm],
-            candidates=tuple if algorithm else functools.partial(configs, m, n, k, num_cores),
+            candidates=tuple if algorithm else functools.partial(configs, m, n, k, gpu.num_cores),
             shared_memory=functools.partial(shared_memory, itemsize=jnp.dtype(dtype).itemsize),
         ),
     )
@@ -461,18 +497,20 @@ def matmul(
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
-    """The tiles worth measuring: 64 to 128 sums a thread, or fewer where such tiles are too few for the cores.
+    """The tiles worth measuring: 64 to 192 sums a thread, or fewer where such tiles are too few for the cores.
 
-    Where there are many, a second order of them, for L2; where they are too few, splits of the contraction.
+    Where there are many, a second order of them, for L2; where they are too few, splits of the contraction; and
+    for few rows, which take no time but that of reading w, more loads ahead.
     """
-    many = num_tiles(_LARGE, m, n) >= 2 * num_cores
+    many = pl.cdiv(m, 128) * pl.cdiv(n, 128) >= 2 * num_cores
     fewest = 64 if many else 16 if min(m, n) >= 64 else 4
     for block_m, block_n, block_k, num_warps, num_stages in itertools.product(
-        (16, 32, 64, 128, 256), (32, 64, 128, 192, 256), (32, 64, 128), (4, 8), (2, 3, 4)
+        (16, 32, 64, 128, 256), (32, 64, 128, 192, 256, 384), (32, 64, 128), (4, 8), (2, 3, 4, 6)
     ):
         fits = min(m, 64) <= block_m < 2 * max(m, 16) and block_n < 2 * max(n, 32)
-        fits = fits and num_stages <= max(pl.cdiv(k, block_k), 2)
-        if not fits or not fewest <= block_m * block_n // (32 * num_warps) <= 128:
+        fits = fits and num_stages <= min(max(pl.cdiv(k, block_k), 2), 6 if block_m == 16 else 4)
+        most = 192 if block_k == 32 else 128
+        if not fits or not fewest <= block_m * block_n // (32 * num_warps) <= most:
             continue
         config = _config(block_m, block_n, block_k, num_warps, num_stages)
         yield config
@@ -480,7 +518,7 @@ def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
             if num_tiles(config, m, n) >= 8 * num_cores and m > 8 * block_m:
                 yield dataclasses.replace(config, group_m=16)
             for splits in (2, 4, 8):
-                if num_tiles(config, m, n) * splits < 3 * num_cores and steps_per_part(k, config, splits) >= 2:
+                if num_tiles(config, m, n) * splits < 2 * num_cores and steps_per_part(k, config, splits) >= 2:
                     yield dataclasses.replace(config, splits=splits)
 
 

@@ -23,7 +23,7 @@ def heuristic(m: int, n: int, k: int, dtype: DTypeLike, gpu: Gpu) -> Config:
 
     Few rows leave cores idle, and wide ones fit no registers.
     """
-    two_kernels = product_heuristic(m, n, k, dtype, gpu.num_cores)
+    two_kernels = product_heuristic(m, n, k, dtype, gpu, summed=True)
     if n > 512 or jnp.dtype(dtype).itemsize == 4:
         return two_kernels
     # Time in units of one round of 64-row programs over all cores, measured on an H200 at n = 384.
