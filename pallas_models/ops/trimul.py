@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.triton import trimul as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.tuning import Chooser
 
 Direction = Literal["outgoing", "incoming"]
 _EQUATIONS: dict[Direction, str] = {"outgoing": "bikh,bjkh->bijh", "incoming": "bkih,bkjh->bijh"}
@@ -49,7 +50,7 @@ def triangle_update(
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes AlphaFold's triangle multiplicative update of a pair representation.
@@ -92,7 +93,7 @@ def triangle_update(
       compute_dtype: of the operands of products: float16, bfloat16, or float32 for float32 end to end.
       precision: of products of float32 operands, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
-      config: tile sizes of the Triton kernels; chosen from the shape when None.
+      config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
