@@ -89,6 +89,16 @@ def _matmul_layer_norm(dtype: str, m: int, n: int, k: int) -> Call:
     return ops.matmul_layer_norm, (x, w, scale, offset), {"bias": bias, "residual": residual}
 
 
+def _attention(dtype: str, b: int, s: int, h: int, g: int, d: int, *, causal: bool) -> Call:
+    return ops.attention, normal(dtype, (b, s, h, d), (b, s, g, d), (b, s, g, d)), {"causal": causal}
+
+
+def _attention_padded(dtype: str, b: int, s: int, h: int, d: int) -> Call:
+    lengths = np.random.default_rng(1).integers(s // 2, s + 1, b)
+    mask = jnp.asarray(np.arange(s) < lengths[:, None], jnp.int32)
+    return ops.attention_qkv, normal(dtype, (b, s, 3 * h * d)), {"num_heads": h, "mask": mask}
+
+
 def _softmax(dtype: str, m: int, n: int) -> Call:
     return ops.softmax, normal(dtype, (m, n)), {}
 
@@ -137,6 +147,29 @@ TUNABLES = {
         shapes=tuple((m, 384, k) for m in (16, 128, 1024, 8192, 32768) for k in (384, 1536)),
         call=_matmul_layer_norm,
         dtypes=("fp16",),
+    ),
+    "attention": Tunable(
+        axes="BxSxHxGxD",
+        shapes=((4, 2048, 16, 16, 64), (4, 2048, 16, 16, 128), (64, 128, 12, 12, 32)),
+        call=functools.partial(_attention, causal=False),
+        nearby=(1, 0.75),
+    ),
+    "attention_causal": Tunable(
+        axes="BxSxHxGxD",
+        shapes=(
+            *((4, 2048, 16, 16, 128), (1, 8192, 16, 16, 128)),
+            *((1, 128, 12, 12, 64), (1, 1024, 12, 12, 64), (8, 1024, 12, 12, 64), (32, 1024, 12, 12, 64)),
+            *((1, 4096, 32, 8, 128), (8, 2048, 32, 8, 128)),
+        ),
+        call=functools.partial(_attention, causal=True),
+        nearby=(1, 0.75),
+    ),
+    "attention_padded": Tunable(
+        axes="BxSxHxD",
+        shapes=((64, 16, 12, 32), (64, 128, 12, 32), (256, 32, 12, 32), (512, 16, 12, 32), (32, 512, 12, 32)),
+        call=_attention_padded,
+        dtypes=("fp16",),
+        nearby=(0, 0.75),
     ),
     "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
     "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),

@@ -10,6 +10,7 @@ from bench import __main__ as cli
 from bench import environment, tune
 from pallas_models import tuning
 from pallas_models.tuning import Table, autotuner
+from parity.common import cuda_device
 from parity.test_tuning import GPU, entry, folders, table, times
 
 __all__ = ["folders", "times"]  # fixtures
@@ -153,12 +154,17 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
         assert tune.name(tunable.parse(text)) == text
     sizes = [min(size, 64) for size in tunable.shapes[0]]
     fn, args, options = tunable.call(tunable.dtypes[0], *sizes)
-    problem = autotuner._Call(fn, args, options).problem(tunable.kernel)
+    call = autotuner._Call(fn, args, options)
+    problem = call.problem(tunable.kernel)
     candidates = set(problem.candidates())
     assert candidates and all(isinstance(config, problem.config) for config in candidates)
     assert isinstance(problem.heuristic(), problem.config)
-    assert problem.op.startswith(op)
+    assert problem.op.startswith(op) or op.startswith(problem.op)
+    with cuda_device(GPU, 132):
+        for config in (min(candidates, key=str), max(candidates, key=str)):
+            function = call.function("triton", autotuner._Fixed(problem, config))
+            jax.jit(function).trace(*call.arrays).lower(lowering_platforms=("cuda",))
     entry_of = {"op": problem.op, "shape": dict(problem.shape), "bucketed": problem.bucketed}
     fn, args, options = tunable.call(tunable.dtypes[0], *tunable.smaller(sizes))
     near = autotuner._Call(fn, args, options).problem(tunable.kernel)
-    assert 0.15 < entry(dtype="any", **entry_of).distance(near.op, near.shape, "any") < 0.6  # powers of two
+    assert 0.15 < entry(dtype="any", **entry_of).distance(near.op, near.shape, "any") < 0.9  # powers of two

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import ops, tuning
 from pallas_models.kernels.triton import (
+    attention,
     gated_mlp,
     matmul,
     matmul_layer_norm,
@@ -38,6 +39,7 @@ CONFIGS: dict[str, type[Any]] = {
     "softmax_fused": softmax.Config,
     "layer_norm": norm.Config,
     "rms_norm": norm.Config,
+    "attention": attention.Config,
     "rotary": rotary.Config,
     "trimul_project": trimul_project.Config,
     "trimul_product": trimul_product.Config,
