@@ -112,8 +112,9 @@ def _interleave(w: jax.Array, channels: int) -> jax.Array:
     return w.reshape(*lead, 4 * channels)
 
 
-def _halve(w: jax.Array, block_n: int) -> jax.Array:
-    """(..., G) with the halves of each block of `block_n` in the order that `_paired` takes apart."""
+def _halved(w: jax.Array, width: int, block_n: int) -> jax.Array:
+    """(..., G), padded to `width`, halves of each block of `block_n` in the order that `_paired` takes apart."""
+    w = _pad_last(w, width)
     blocks = w.reshape(*w.shape[:-1], -1, 2, block_n // (2 * _GROUP), _GROUP)
     return blocks.swapaxes(-3, -2).reshape(w.shape)
 
@@ -145,6 +146,8 @@ def _project_kernel(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     side_blocks, blocks = 2 * sides_ref.shape[1] // block_n, w_ref.shape[1] // block_n
     gated = functools.partial(_gated, fast=w_ref.dtype != jnp.float32, interpret=interpret)
+    # Channels as the rows of the result: what is written channel by channel is contiguous.
+    dot = functools.partial(plgpu.dot, trans_a=True, trans_b=True, precision=precision)
 
     pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
     column_block = jnp.int32(0)
@@ -153,31 +156,24 @@ def _project_kernel(
     batch, row = jax.lax.div(pid, row_blocks), jax.lax.rem(pid, row_blocks) * block_m
     rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
 
-    def product(columns: pl.Slice, across: bool) -> jax.Array:
-        """Columns of the weights as the rows of the result where `across`, as what is written contiguously."""
-
-        def dot(z: jax.Array, w: jax.Array) -> jax.Array:
-            operands = (w, z) if across else (z, w)
-            return plgpu.dot(*operands, trans_a=across, trans_b=across, precision=precision)
+    def pairs(j: jax.Array) -> list[jax.Array]:
+        """The two halves of a block of columns of the projections, (block_n / 2, block_m) each."""
+        columns = span(j * block_n, block_n)
 
         def step(s: jax.Array, acc: jax.Array) -> jax.Array:
             ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, c)
             part = load(x_ref.at[batch, rows, ks], tile_mask(row_mask, k_mask))
-            return acc + dot(part, load(w_ref.at[ks, columns], tile_mask(k_mask, None)))
+            return acc + dot(load(w_ref.at[ks, columns], tile_mask(k_mask, None)), part)
 
         if narrow:
-            y = dot(z, plgpu.load(w_ref.at[:, columns]))
+            y = dot(plgpu.load(w_ref.at[:, columns]), z)
         else:
-            zeros = jnp.zeros((block_n, block_m) if across else (block_m, block_n), jnp.float32)
-            y = jax.lax.fori_loop(0, pl.cdiv(c, block_k), step, zeros)
-        if b_ref is not None:
-            bias = plgpu.load(b_ref.at[columns])
-            y += bias[:, None] if across else bias[None, :]
-        return y
+            y = jax.lax.fori_loop(0, pl.cdiv(c, block_k), step, jnp.zeros((block_n, block_m), jnp.float32))
+        return _paired(y if b_ref is None else y + plgpu.load(b_ref.at[columns])[:, None])
 
     def side(j: jax.Array, carry: jax.Array) -> jax.Array:
-        y = gated(*_paired(product(span(j * block_n, block_n), across=True)))
-        if mask_ref is not None:
+        y = gated(*pairs(j))
+        if mask_ref is not None:  # read at every step: kept, it takes registers that a third program needs
             factor = load(mask_ref.at[batch, rows], row_mask).astype(jnp.float32)[None, :]
             y = jnp.where(factor == 0.0, 0.0, factor * y)  # 0 times what is not finite would be NaN
         channels = span(j * (block_n // 2), block_n // 2)
@@ -185,13 +181,14 @@ def _project_kernel(
         return carry
 
     def gate(j: jax.Array, carry: jax.Array) -> jax.Array:
-        y, first = product(span(j * block_n, block_n), across=not gate_after), (j - side_blocks) * block_n
-        if gate_after:
-            store(gate_ref.at[batch, rows, span(first, block_n)], gated(0.5, y), tile_mask(row_mask, None))
-            return carry
-        for part, values in enumerate(_paired(y)):  # in halves: a store takes shared memory of its size
+        first = (j - side_blocks) * block_n
+        for part, y in enumerate(pairs(j)):  # in halves: a store takes shared memory of its size
             channels = span(first + part * (block_n // 2), block_n // 2)
-            store(gate_ref.at[batch, channels, rows], gated(0.5, values), tile_mask(None, row_mask))
+            y = gated(0.5, y).astype(gate_ref.dtype)
+            if gate_after:
+                store(gate_ref.at[batch, rows, channels], y.T, tile_mask(row_mask, None))
+            else:
+                store(gate_ref.at[batch, channels, rows], y, tile_mask(None, row_mask))
         return carry
 
     if not narrow:
@@ -261,15 +258,12 @@ def project(
         x = z.reshape(b, size, c)
     channels = pl.cdiv(2 * w.shape[2], config.block_n) * config.block_n // 2
     gates = pl.cdiv(w_gate.shape[1], config.block_n) * config.block_n
-
-    def gate_columns(w: jax.Array) -> jax.Array:
-        return _pad_last(w, gates) if gate_after else _halve(_pad_last(w, gates), config.block_n)
-
-    weights = 0.5 * jnp.concatenate([_interleave(w, channels), gate_columns(w_gate)], axis=1)
+    halved = functools.partial(_halved, width=gates, block_n=config.block_n)
+    weights = 0.5 * jnp.concatenate([_interleave(w, channels), halved(w_gate)], axis=1)
     biases = None
     if bias is not None or b_gate is not None:
         b_sides = jnp.zeros(4 * channels) if bias is None else _interleave(bias, channels)
-        b_gates = jnp.zeros(gates) if b_gate is None else gate_columns(b_gate)
+        b_gates = jnp.zeros(gates) if b_gate is None else halved(b_gate)
         biases = 0.5 * jnp.concatenate([b_sides, b_gates])
     kernel = functools.partial(
         _project_kernel,
