@@ -252,17 +252,6 @@ def _logits(params, ids, mask, **options):  # vmap and export count arguments by
     return gpt2.logits(params, ids, mask, config=SMALL, **options)
 
 
-def test_vmap():
-    ids, mask = tokens(2, 9, SMALL)
-    several = jnp.stack([ids, ids[::-1]])
-    f = jax.jit(jax.vmap(functools.partial(_logits, implementation=KERNEL), (None, 0, None)))
-    xla = jax.jit(functools.partial(_logits, implementation="xla"))
-    params = params_of(config=SMALL)
-    expected = jnp.stack([xla(params, several[i], mask) for i in range(2)])
-    assert_close(kept(f(params, several, mask)[0], mask), kept(expected[0], mask), 5e-6)
-    assert_close(kept(f(params, several, mask)[1], mask), kept(expected[1], mask), 5e-6)
-
-
 def test_export():
     pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: jax.export serialises with it")
     ids, mask = tokens(2, 9, SMALL)

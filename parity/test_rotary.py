@@ -45,8 +45,7 @@ def heads_of(out: jax.Array, shape: tuple[int, ...]) -> list[np.ndarray]:
     return np.split(float64(out).reshape(batch, seq, -1, head_dim), (heads, heads + kv_heads), axis=2)
 
 
-@pytest.mark.parametrize("by_row", [False, True], ids=["same-positions", "positions-by-row"])
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("norm, by_row", [(False, True), (True, False)], ids=["positions-by-row", "norm"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape, norm, by_row):
     batch, seq, heads, kv_heads, head_dim = shape
