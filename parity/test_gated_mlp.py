@@ -1,4 +1,4 @@
-"""`ops.gated_matmul` and `ops.gated_mlp` against torch: shapes, activations, tiles, extremes, gradients, errors."""
+"""`ops.gated_matmul` and `ops.gated_mlp` against torch: shapes, activations, tiles, extremes, gradients."""
 
 import functools
 import re

@@ -1,6 +1,7 @@
-"""`ops.matmul` against torch: shapes, epilogues, tiles, options, gradients."""
+"""`ops.matmul` against torch: shapes, epilogues, algorithms, transposed and batched weights, tiles, gradients."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -10,16 +11,20 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
-from pallas_models.kernels.triton.matmul import Config
+from pallas_models.kernels.triton import _common, matmul
+from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
 from parity.common import (
     KERNEL,
+    TRITON_CALL,
     assert_close,
     assert_gradients_close,
     by_device,
+    cuda_device,
     float64,
     normal,
     relative_error,
 )
+from parity.test_lowering import DEVICES, lowered_for_cuda
 
 SHAPES = by_device(
     cpu=[
@@ -45,6 +50,7 @@ CONFIGS = [
     Config(block_m=64, block_n=16, block_k=128, num_warps=4, num_stages=2, group_m=3),
     Config(block_m=32, block_n=48, block_k=16, num_warps=2, num_stages=2),  # held as 32 and 16 columns
     Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
+    Config(block_m=16, block_n=32, block_k=32, num_warps=2, num_stages=2, splits=3),
 ]
 kernel = functools.partial(ops.matmul, implementation=KERNEL)
 
@@ -132,7 +138,9 @@ def test_activations_are_exact_and_survive_extremes(reference, implementation, a
 
 # Ragged tiles, and five by three of them where rows go in groups of two; whole tiles; a long contraction.
 @pytest.mark.parametrize("shape", [(70, 53, 131), (128, 128, 128), (90, 200, 70)], ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.block_k}g{c.group_m}")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.block_k}g{c.group_m}s{c.splits}"
+)
 def test_every_tile_config(shape, config):
     x, w, bias, residual = operands(shape, seed=3)
     options = dict(bias=bias, residual=residual, activation="gelu")
@@ -216,3 +224,236 @@ def test_gradients(reference, activation):
         return kernel(x, w, bias=bias, residual=residual, activation=activation)
 
     assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+
+
+LADDER_SHAPES = by_device(
+    cpu=[(37, 90, 41)], gpu=[(37, 90, 41), (1024, 1024, 1024), (16, 3072, 768), (1000, 770, 333)]
+)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("shape", LADDER_SHAPES, ids=str)
+def test_every_algorithm(reference, dtype, tolerance, shape, algorithm, transpose_w):
+    x, w, bias, residual = operands(shape, dtype, seed=12)
+    options = dict(bias=bias, residual=residual, activation="gelu", algorithm=algorithm, transpose_w=transpose_w)
+    out = kernel(x, w.T if transpose_w else w, **options)
+    assert out.dtype == dtype
+    assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="gelu"), tolerance)
+
+
+@hypothesis.given(
+    st.sampled_from(ALGORITHMS), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.booleans()
+)
+def test_every_algorithm_takes_any_shape(algorithm, m, k, n, transpose_w):
+    x, w, bias, _ = operands((m, k, n), seed=m)
+    out = kernel(x, w.T if transpose_w else w, bias=bias, transpose_w=transpose_w, algorithm=algorithm)
+    assert_close(out, ops.matmul(x, w, bias=bias, implementation="xla"), 2e-6)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_parts_of_the_contraction(reference, splits):
+    # 5 blocks of K: parts of several, the last ragged, and with 8 parts some with nothing at all.
+    x, w, bias, residual = operands((21, 75, 37), seed=13)
+    config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=2, splits=splits)
+    for algorithm in (None, "split_k"):
+        out = kernel(x, w, bias=bias, residual=residual, activation="silu", algorithm=algorithm, config=config)
+        assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="silu"), 1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [None, "split_k"])
+def test_float16_accumulation_of_parts(reference, algorithm):
+    x, w, _, _ = operands((20, 512, 48), "float16", seed=14)
+    out = kernel(x, w, acc_dtype="float16", out_dtype="float32", algorithm=algorithm)
+    assert_close(out, reference.compute(reference.matmul, x, w), 4e-3)
+
+
+def test_transposed_weights_are_not_copied():
+    x, w, _, _ = operands((128, 64, 256), "bfloat16")
+    with cuda_device(*DEVICES[0]):
+        text = lowered_for_cuda(lambda x, w: ops.matmul(x, w, transpose_w=True), x, w.T)
+    assert text.count(f"@{TRITON_CALL}") == 1
+    assert "stablehlo.transpose" not in text
+
+
+def test_gradients_of_transposed_weights(reference):
+    x, w, bias, residual = operands((9, 31, 22), seed=15)
+    arrays = x, w.T, bias, residual
+    cotangent = normal(np.random.default_rng(16), 9, 22)
+
+    def in_torch(x, w, bias, residual):
+        return reference.F.silu(reference.F.linear(x, w, bias)) + residual  # torch's own layout
+
+    def f(x, w, bias, residual):
+        return kernel(x, w, transpose_w=True, bias=bias, residual=residual, activation="silu")
+
+    expected = reference.gradients(in_torch, arrays, cotangent)
+    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+
+
+BATCHES = [  # axes before the last two of x and of w
+    ((3,), (3,)),
+    ((2, 3), (2, 3)),
+    ((), (3,)),
+    ((2, 1), (3,)),
+    ((2, 1), (1, 3)),
+    ((2, 3), (1, 1)),  # one matrix for all
+    ((1,), (1,)),
+]
+
+
+def batched_operands(x_batch, w_batch, dtype: str = "float32", sizes=(17, 24, 19)) -> tuple[jax.Array, ...]:
+    """x, w, bias and residual."""
+    m, k, n = sizes
+    rng = np.random.default_rng(17)
+    batch = np.broadcast_shapes(x_batch, w_batch)
+    return (
+        normal(rng, *x_batch, m, k, dtype=dtype),
+        normal(rng, *w_batch, k, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, n, dtype=dtype, shift=0.3),
+        normal(rng, *batch, m, n, dtype=dtype),
+    )
+
+
+def batched_in_torch(reference, x, w, bias, residual):
+    return reference.F.gelu(x @ w + bias) + residual
+
+
+@pytest.mark.parametrize("x_batch, w_batch", BATCHES, ids=str)
+def test_batches(reference, implementation, x_batch, w_batch):
+    x, w, bias, residual = batched_operands(x_batch, w_batch)
+    options = dict(bias=bias, residual=residual, activation="gelu", implementation=implementation)
+    expected = reference.compute(functools.partial(batched_in_torch, reference), x, w, bias, residual)
+    assert_close(ops.matmul(x, w, **options), expected, 1e-6)
+    assert_close(ops.matmul(x, jnp.swapaxes(w, -1, -2), transpose_w=True, **options), expected, 1e-6)
+
+
+@pytest.mark.parametrize("sizes", by_device(cpu=[(17, 24, 19)], gpu=[(512, 512, 512), (77, 385, 151)]), ids=str)
+def test_batches_in_every_dtype(reference, dtype, tolerance, sizes):
+    x, w, bias, residual = batched_operands((4,), (4,), dtype, sizes)
+    for algorithm in (None, "split_k"):
+        out = kernel(x, w, bias=bias, residual=residual, activation="gelu", algorithm=algorithm)
+        assert out.dtype == dtype
+        expected = reference.compute(functools.partial(batched_in_torch, reference), x, w, bias, residual)
+        assert_close(out, expected, tolerance)
+
+
+@pytest.mark.parametrize("x_batch, w_batch", [((3,), (3,)), ((2, 1), (3,))], ids=str)
+def test_gradients_of_batches(reference, x_batch, w_batch):
+    arrays = batched_operands(x_batch, w_batch)
+    cotangent = normal(np.random.default_rng(18), *arrays[-1].shape)
+
+    def f(x, w, bias, residual):
+        return kernel(x, w, bias=bias, residual=residual, activation="gelu")
+
+    expected = reference.gradients(functools.partial(batched_in_torch, reference), arrays, cotangent)
+    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+
+
+def test_batches_are_one_kernel_and_broadcast_without_copies():
+    x, w, _, _ = batched_operands((2, 1), (3,), "bfloat16", (64, 64, 64))
+    with cuda_device(*DEVICES[0]):
+        text = lowered_for_cuda(lambda x, w: ops.matmul(x, w), x, w)
+    assert text.count(f"@{TRITON_CALL}") == 1
+    assert "stablehlo.broadcast_in_dim" not in text and "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (4, 0, 7), (4, 5, 0)], ids=str)
+def test_nothing_to_multiply(shape):
+    m, k, n = shape
+    for batch in ((), (2,), (0,)):
+        x, w, bias = jnp.ones((*batch, m, k)), jnp.ones((*batch, k, n)), jnp.full(n, 0.5)
+        out = kernel(x, w, bias=bias)
+        assert out.shape == (*batch, m, n)
+        assert np.all(float64(out) == 0.5)  # an empty sum is 0
+
+
+@pytest.mark.parametrize("group_m", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("tiles_m, tiles_n", [(1, 1), (7, 3), (8, 5), (16, 4), (17, 3), (43, 2)])
+def test_tiles_are_walked_once_each_and_in_groups(tiles_m, tiles_n, group_m):
+    count = tiles_m * tiles_n
+    pids = jnp.arange(count, dtype=jnp.int32)
+    rows, columns = map(np.asarray, jax.vmap(lambda pid: matmul.tile_order(pid, tiles_m, tiles_n, group_m))(pids))
+    assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == count
+    assert rows.max() == tiles_m - 1 and columns.max() == tiles_n - 1
+    group = min(group_m, tiles_m)
+    np.testing.assert_array_equal(rows // group, np.sort(rows // group))
+    assert np.all(np.abs(np.diff(columns))[np.diff(rows // group) == 0] <= 1)
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("m", [1, 16, 100, 1024, 8192, 65536])
+@pytest.mark.parametrize("n, k", [(1, 1), (384, 1536), (1152, 384), (4096, 12288), (24576, 4096)])
+def test_heuristic(m, n, k, kib):
+    gpu = _common.Gpu(num_cores=132, shared_memory=kib * 1024)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        config = matmul.heuristic(m, n, k, dtype, gpu)
+        assert matmul.shared_memory(config, jnp.dtype(dtype).itemsize) <= gpu.shared_memory
+        assert config.splits == 1 or matmul.num_tiles(config, m, n) < 2 * gpu.num_cores
+        assert config.block_m <= max(2 * m, 128)
+        assert matmul.heuristic(m, n, k, dtype, gpu, splits=(1,)).splits == 1
+        # A batch that fills the GPU needs no parts.
+        assert matmul.heuristic(m, n, k, dtype, gpu, batch=4096).splits == 1
+
+
+def test_heuristic_splits_long_contractions_of_few_outputs():
+    gpu = _common.Gpu(num_cores=132, shared_memory=227 * 1024)
+    assert matmul.heuristic(128, 768, 3072, jnp.bfloat16, gpu).splits > 1
+    large = matmul.heuristic(8192, 8192, 8192, jnp.bfloat16, gpu)
+    assert (large.block_m, large.block_n, large.splits) == (128, 256, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_lowers_to_triton(device, algorithm):
+    x, w, bias, residual = (jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in operands((256, 512, 130)))
+    with cuda_device(*device):
+        for transpose_w in (False, True):
+            text = lowered_for_cuda(
+                lambda x, w, bias, residual, t=transpose_w: ops.matmul(
+                    x, w, transpose_w=t, bias=bias, residual=residual, activation="gelu", algorithm=algorithm
+                ),
+                x,
+                jax.ShapeDtypeStruct(w.shape[::-1], w.dtype) if transpose_w else w,
+                bias,
+                residual,
+            )
+            assert text.count(f"@{TRITON_CALL}") == (2 if algorithm == "split_k" else 1)
+
+
+X, W = operands((5, 6, 8))[:2]
+ONE_ROW = Config(block_m=1, block_n=16, block_k=16, num_warps=1, num_stages=1)
+IN_PARTS = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=1, splits=2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: kernel(X, W, algorithm="fast"), "algorithm='fast' is unknown; expected None or one of ('naive'"),
+        (lambda: kernel(X, W, algorithm="naive", config=IN_PARTS), "algorithm='naive' takes strips of one row"),
+        (lambda: kernel(X, W, config=ONE_ROW), "block_m=1 is too small; expected at least 16"),
+        (lambda: kernel(X, W, algorithm="tiled", config=IN_PARTS), "algorithm='tiled' does not split"),
+        (lambda: kernel(X, W, algorithm="pipelined", config=IN_PARTS), "as splits=2 asks"),
+        (lambda: kernel(X, W.T), "x has shape (5, 6) and w has shape (8, 6); expected (..., K) and (K, N)"),
+        (lambda: kernel(X, W, transpose_w=True), "expected (..., K) and (N, K)"),
+        (lambda: kernel(X, jnp.stack([W.T] * 2)), "w has shape (2, 8, 6); expected (..., M, K) and (K, N)"),
+        (lambda: kernel(X[0], jnp.stack([W] * 2)), "x has shape (6,); expected (..., M, K)"),
+        (
+            lambda: kernel(jnp.stack([X] * 3), jnp.stack([W] * 2)),
+            "x has shape (3, 5, 6) and w has shape (2, 6, 8); expected batch axes that can be broadcast",
+        ),
+        (
+            lambda: kernel(X, jnp.stack([W] * 2), residual=jnp.ones((5, 8))),
+            "residual has shape (5, 8); expected (2, 5, 8), that of the result",
+        ),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("splits", [0, -1])
+def test_an_impossible_number_of_parts_is_refused(splits):
+    with pytest.raises(ValueError, match=f"splits={splits} must be positive"):
+        Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=1, splits=splits)

@@ -1,6 +1,7 @@
 """Gated matrix product, and the gated MLP that a down projection makes of it (SwiGLU and its kin)."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def gated_matmul(
         implementation,
         functools.partial(triton.gated_matmul, config=config, **static),
         functools.partial(reference, **static),
-        x.reshape(-1, k),
+        x.reshape(math.prod(x.shape[:-1]), k),
         w_gate_up,
         bias,
     )

@@ -75,8 +75,9 @@ def matmul(
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
     )
     if math.prod(w.shape[:-2]) == 1:  # it is shared by the rows of all the batch
-        x, w = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])
-        residual = None if residual is None else residual.reshape(-1, shape[-1])
+        rows = math.prod(shape[:-1])
+        x, w = x.reshape(rows, x.shape[-1]), w.reshape(w.shape[-2:])
+        residual = None if residual is None else residual.reshape(rows, shape[-1])
     batch = math.prod(shape[:-2]) if w.ndim > 2 else 1
     one = functools.partial(
         run,

@@ -141,12 +141,14 @@ def heuristic(
             us += split * (_PART_US + _PART_OUTPUT_US * batch * m * n)
         return us + (_SUM_US if split > 1 and not summed else 0.0)
 
-    fitting = [
-        each
-        for each in (_FLOAT32 if itemsize == 4 else _HALF)
-        if shared_memory(each.config, itemsize) <= gpu.shared_memory
+    choices = [
+        (measured, split)
+        for measured in (_FLOAT32 if itemsize == 4 else _HALF)
+        for split in splits
+        if shared_memory(measured.config, itemsize) <= gpu.shared_memory
+        and (split == splits[0] or batch * num_tiles(measured.config, m, n) < 2 * gpu.num_cores)
     ]
-    chosen, split = min(itertools.product(fitting, splits), key=time_us)
+    chosen, split = min(choices, key=time_us)
     stages = min(chosen.config.num_stages, max(steps_per_part(k, chosen.config, split), 2))
     return dataclasses.replace(chosen.config, splits=split, num_stages=stages)
 
