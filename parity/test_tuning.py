@@ -550,6 +550,23 @@ class TestSearchSpaces:
         fitting = [config for config in configs if kernel.shared_memory(config, 2) <= 99 * 1024]
         assert fitting and (min(m, n, k) < 64 or len(fitting) < len(configs))  # an RTX 4090 cannot hold them all
 
+    @pytest.mark.parametrize(
+        "shape, tiles",
+        [
+            ((8192, 8192, 8192), (128, 256, 64, 8, 3)),
+            ((8192, 24576, 4096), (128, 256, 64, 8, 3)),
+            ((8192, 1152, 384), (128, 128, 64, 4, 2)),
+            ((8192, 1152, 384), (128, 128, 32, 4, 3)),
+            ((8192, 384, 1536), (256, 128, 64, 8, 3)),
+            ((8192, 384, 1536), (64, 128, 64, 4, 3)),
+            ((1024, 3072, 768), (128, 256, 64, 8, 3)),
+            ((1024, 768, 3072), (64, 128, 64, 4, 4)),
+        ],
+    )
+    def test_what_was_tried_by_hand_is_among_them(self, shape, tiles):
+        fields = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+        assert matmul.Config(**dict(zip(fields, tiles, strict=True))) in set(matmul.configs(*shape, 132))
+
     def test_a_product_and_norm_may_be_one_kernel_or_two(self):
         configs = set(matmul_layer_norm.configs(1024, 384, 1536, 132))
         assert {config.block_n >= 384 for config in configs} == {True, False}
