@@ -399,6 +399,8 @@ def test_heuristic(m, n, k, kib):
 def test_heuristic_splits_long_contractions_of_few_outputs():
     gpu = _common.Gpu(num_cores=132, shared_memory=227 * 1024)
     assert matmul.heuristic(128, 768, 3072, jnp.bfloat16, gpu).splits > 1
+    sums = [matmul.heuristic(8192, 768, 3072, jnp.bfloat16, gpu, residual=residual) for residual in (False, True)]
+    assert [c.block_m * c.block_n // (32 * c.num_warps) for c in sums] == [128, 64]  # a thread's, of its registers
     large = matmul.heuristic(8192, 8192, 8192, jnp.bfloat16, gpu)
     assert (large.block_m, large.block_n, large.splits) == (128, 256, 1)
 

@@ -96,17 +96,10 @@ def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
     XLA's own exp2 spends three more on subnormals, of which no kernel here has use.
     """
-    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
-
-
-def _reciprocal(x: jax.Array, interpret: bool) -> jax.Array:
-    # To 1 ulp; a division is this instruction and several that see to subnormal numbers.
-    return 1.0 / x if interpret else _instruction("rcp.approx.ftz.f32", x)
-
-
-def _instruction(name: str, x: jax.Array) -> jax.Array:
+    if interpret:
+        return jnp.exp2(x)
     (y,) = plgpu.elementwise_inline_asm(
-        f"{name} $0, $1;",
+        "ex2.approx.ftz.f32 $0, $1;",
         args=[x],
         constraints="=f,f",
         pack=1,
@@ -141,7 +134,7 @@ def _gelu(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
-    return _reciprocal(1.0 + exp2(x * -math.log2(math.e), interpret=interpret), interpret)
+    return 1.0 / (1.0 + exp2(x * -math.log2(math.e), interpret=interpret))
 
 
 def activate(activation: str | None, x: jax.Array, *, interpret: bool) -> jax.Array:

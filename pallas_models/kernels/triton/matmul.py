@@ -98,6 +98,14 @@ _HALF = (
     _Measured(_config(16, 64, 128, 4, 4), 3, 0.42, 0.00188),
     _Measured(_config(16, 32, 128, 4, 6), 4, 0.31, 0.00142),
 )
+# The same with a residual to read, for which 128 x 128 sums in 4 warps leave no registers: half as long again.
+_HALF_AND_RESIDUAL = (
+    _Measured(_config(128, 256, 64, 8, 3, group_m=16), 1, 6.5, 0.0107),
+    _Measured(_config(128, 128, 64, 8, 3), 2, 2.87, 0.0059),
+    _Measured(_config(64, 192, 64, 4, 3), 2, 1.84, 0.00534),
+    _Measured(_config(64, 128, 64, 4, 3), 3, 1.02, 0.00369),
+    *_HALF[4:],
+)
 _FLOAT32 = (_Measured(_config(64, 64, 32, 4, 3), 4, 1.0, 0.025),)  # without tensor cores; estimated
 _CORE_BANDWIDTH, _LATENCY_US = 29_500, 1.3  # of device memory: bytes a microsecond, and under load
 _SUM_US = 1.5  # of the kernel that adds up parts
@@ -114,11 +122,13 @@ def heuristic(
     *,
     batch: int = 1,
     splits: tuple[int, ...] = SPLITS,
+    residual: bool = False,
     summed: bool = False,
 ) -> Config:
     """Chooses tiles for `batch` products (m, k) @ (k, n), and into how many of `splits` parts to split each.
 
     Args:
+      residual: whether the tile of a residual is read.
       summed: whether a kernel that adds up parts follows in any case.
     """
     itemsize = jnp.dtype(dtype).itemsize
@@ -143,7 +153,7 @@ def heuristic(
 
     choices = [
         (measured, split)
-        for measured in (_FLOAT32 if itemsize == 4 else _HALF)
+        for measured in (_FLOAT32 if itemsize == 4 else _HALF_AND_RESIDUAL if residual else _HALF)
         for split in splits
         if shared_memory(measured.config, itemsize) <= gpu.shared_memory
         and (split == splits[0] or batch * num_tiles(measured.config, m, n) < 2 * gpu.num_cores)
@@ -382,6 +392,7 @@ def _choose_config(
     dtype: DTypeLike,
     batch: int,
     transpose_w: bool,
+    residual: bool,
     algorithm: Algorithm | None,
     config: Config | Chooser | None,
 ) -> Config:
@@ -394,7 +405,9 @@ def _choose_config(
     variant = {"batch": batch} if batch > 1 else {}
     if transpose_w:
         variant["transpose_w"] = 1
-    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, gpu, batch=batch)
+    if residual:
+        variant["residual"] = 1
+    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, gpu, batch=batch, residual=residual)
     defaults: dict[Algorithm | None, Callable[[], Config]] = {
         None: chosen_by_shape,
         "naive": lambda: _NAIVE,
@@ -473,7 +486,7 @@ def matmul(
       ValueError: `config` does not fit the algorithm.
     """
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    config = _choose_config(m, n, k, x.dtype, batch, transpose_w, algorithm, config)
+    config = _choose_config(m, n, k, x.dtype, batch, transpose_w, residual is not None, algorithm, config)
     finish: dict[str, Any] = dict(activation=activation, interpret=interpret)
     options: dict[str, Any] = dict(transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision)
     operands: tuple[jax.Array | None, ...] = (x, w)
