@@ -19,7 +19,7 @@ from types import ModuleType
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm", "gated-mlp", "trimul", "gpt2", "qwen3")
+BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm", "attention", "gated-mlp", "trimul", "gpt2", "qwen3")
 COMMANDS = (*BENCHMARKS, "all", "compare", "report", "tune")
 
 

@@ -34,7 +34,8 @@ from pallas_models.tuning import Chooser, Problem, choose
 class Config:
     """`block_q` queries per program, against `block_kv` keys per step; of `heads` heads, one after the other.
 
-    Where one step takes all keys, the operands of the next head are loaded while a head is computed.
+    Where one step takes all keys, the operands of the next head are loaded while a head is computed. With
+    `tensor_sums` the weights are added up by the tensor cores, as products with 1.
     """
 
     block_q: int
@@ -42,6 +43,7 @@ class Config:
     num_warps: int
     num_stages: int
     heads: int = 1
+    tensor_sums: bool = False
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, "block_q", "block_kv", "num_warps")
@@ -49,48 +51,89 @@ class Config:
             raise ValueError(f"{__name__}: heads={self.heads} must be positive")
 
 
-def heuristic(batch: int, seq: int, num_heads: int, head_dim: int, dtype: DTypeLike, gpu: Gpu) -> Config:
-    """Chooses blocks: a short sentence in one step; few queries per program where there are few sentences."""
-    if jnp.dtype(dtype).itemsize == 4 and head_dim > 64:
-        # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.
-        return Config(block_q=block_size(seq, 16, 32), block_kv=32, num_warps=4, num_stages=1)
-    few = batch * num_heads * seq < 64 * gpu.num_cores
-    block_q = block_size(seq, 16, 32 if few else 64)
-    block_kv = block_size(seq, 16, 128 if few and head_dim <= 64 else 64)
-    depth = pl.next_power_of_2(head_dim) * jnp.dtype(dtype).itemsize
-    stages = (gpu.shared_memory - block_q * depth) // (2 * block_kv * depth)
-    return Config(
-        block_q=block_q,
-        block_kv=block_kv,
-        num_warps=block_size(block_q // 16, 1, 4) if block_kv >= 64 else 1,
-        num_stages=max(min(stages, 3), 1),
-    )
-
-
 def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
-    """The bytes of shared memory that a program takes."""
-    depth = pl.next_power_of_2(head_dim) * itemsize
-    staged = 2 * config.block_kv + (config.block_q if config.heads > 1 else 0)
-    return depth * (config.num_stages * staged + (config.block_q if config.heads == 1 else 0))
+    """The bytes of shared memory that a program takes: queries, and keys and values of all stages."""
+    q, kv = config.block_q, 2 * config.block_kv
+    rows = config.num_stages * (q + kv) if config.heads > 1 else q + config.num_stages * kv
+    return rows * pl.next_power_of_2(head_dim) * itemsize
+
+
+def heuristic(
+    batch: int, seq: int, kv_seq: int, num_heads: int, head_dim: int, *, causal: bool, dtype: DTypeLike, gpu: Gpu
+) -> Config:
+    """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
+
+    Otherwise 128 queries a program where that leaves two for every core, which two then share.
+    """
+    itemsize, block_d = jnp.dtype(dtype).itemsize, pl.next_power_of_2(head_dim)
+    few = batch * num_heads * seq < 64 * gpu.num_cores
+    if itemsize == 4:
+        # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.
+        return Config(
+            block_q=block_size(seq, 16, 32 if few or block_d > 64 else 64),
+            block_kv=block_size(kv_seq, 16, 64 if block_d <= 64 else 32),
+            num_warps=4,
+            num_stages=2 if block_d <= 64 else 1,
+        )
+
+    def programs(block_q: int) -> int:
+        return batch * num_heads * pl.cdiv(seq, block_q)
+
+    if kv_seq <= 128 and block_d <= 64:
+        block_q = block_size(seq, 16, 32 if few and block_d <= 32 else 64)
+        many = programs(block_q) >= 8 * gpu.num_cores
+        block_kv = block_size(kv_seq, 16, 128 if few or many else 64)
+        counts = (3, 2, 1) if block_kv == 128 else (2, 1)
+        return Config(
+            block_q=block_q,
+            block_kv=block_kv,
+            num_warps=block_size(block_q // 16, 1, 4) if many or block_kv >= 64 else 1,
+            num_stages=2 if many else 3,
+            heads=next(n for n in counts if num_heads % n == 0) if many else 1,
+        )
+    tall = programs(128) >= 2 * gpu.num_cores and (block_d > 64 or not causal or seq >= 2048)
+    block_q = block_size(seq, 16, 128 if tall or block_d > 128 else 64)
+    config = Config(
+        block_q=block_q,
+        block_kv=128 if block_d <= 64 and not tall and programs(64) < 3 * gpu.num_cores else 64,
+        num_warps=block_size(block_q // 16, 1, 8 if block_d > 128 else 4),
+        num_stages=3,
+        tensor_sums=64 <= block_d <= 128,
+    )
+    size = functools.partial(shared_memory, head_dim=head_dim, itemsize=itemsize)
+    if 2 * size(config) > gpu.shared_memory:
+        config = dataclasses.replace(config, num_stages=2)
+    while size(config) > gpu.shared_memory:
+        config = dataclasses.replace(config, block_kv=config.block_kv // 2)
+    return config
 
 
 def configs(seq: int, kv_seq: int, num_heads: int, head_dim: int) -> Iterator[Config]:
-    """The blocks worth measuring: up to 128 scores a thread."""
-    sizes = itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4), (1, 2, 3, 4))
-    for block_q, block_kv, num_warps, num_stages, heads in sizes:
-        scores = block_q * block_kv // (32 * num_warps)
+    """The blocks worth measuring: 16 or 32 rows a warp, up to 128 scores and sums a thread."""
+    block_d = pl.next_power_of_2(head_dim)
+    sizes = itertools.product(
+        (16, 32, 64, 128, 256), (16, 32, 64, 128), (16, 32), (2, 3), (1, 2, 3), (False, True)
+    )
+    for block_q, block_kv, rows, num_stages, heads, tensor_sums in sizes:
+        num_warps = block_q // rows
+        if not 1 <= num_warps <= 8 or max(block_kv, block_d) * rows // 32 > 128:
+            continue
         if (
             block_q > block_size(seq, 16, 256)
             or block_kv > block_size(kv_seq, 16, 128)
-            or num_warps * 16 > block_q
+            or block_kv < min(kv_seq, 64)
         ):
             continue
-        if heads > 1 and (kv_seq > block_kv or num_heads % heads):
+        if heads > 1 and (kv_seq > block_kv or num_heads % heads or tensor_sums):
             continue
-        if 4 <= scores <= 128 and block_q * head_dim <= 128 * 32 * num_warps:
-            yield Config(
-                block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages, heads=heads
-            )
+        yield Config(
+            block_q=block_q,
+            block_kv=block_kv,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            heads=heads,
+            tensor_sums=tensor_sums,
+        )
 
 
 # What a row's maximum starts from: finite, so that a score of -inf less the maximum is no NaN.
@@ -154,14 +197,6 @@ def _exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -
     return y
 
 
-def _axes(causal: bool) -> tuple[int, int, int]:
-    """The axes of the grid, of which the first varies fastest, that count heads, blocks of queries and batch.
-
-    Programs that run at the same time read the same keys, or with `causal` those that take longest begin first.
-    """
-    return (0, 1, 2) if causal else (1, 0, 2)
-
-
 def _walk(start: _Index, end: _Index, step: Callable[[_Index, _Carry], _Carry], carry: _Carry) -> _Carry:
     if isinstance(start, int) and isinstance(end, int) and end - start <= 1:
         return step(start, carry) if end > start else carry
@@ -194,9 +229,9 @@ def _attention_kernel(
     seq, kv_seq = o_ref.shape[1], k_ref.shape[1]
     block_q, block_kv, block_d = config.block_q, config.block_kv, pl.next_power_of_2(head_dim)
     blocks = pl.cdiv(kv_seq, block_kv)
-    program, q_block, batch = (pl.program_id(axis) for axis in _axes(causal))
-    if causal:
-        q_block = pl.cdiv(seq, block_q) - 1 - q_block
+    q_block, program, batch = (pl.program_id(axis) for axis in range(3))
+    if causal:  # those that take longest begin first
+        q_block, program = pl.cdiv(seq, block_q) - 1 - program, q_block
     start = q_block * block_q
     position = start + kv_seq - seq  # of the first query, among the keys
     depth = in_bounds(0, block_d, head_dim)
@@ -208,11 +243,10 @@ def _attention_kernel(
     scale = sm_scale * math.log2(math.e)
     early, late = (1.0, scale) if bias_ref is None and scale > 0 else (scale, 1.0)
 
-    # On the tensor cores a sum costs a fraction of what adding up does, and it is that of the rounded weights.
-    ones = None if q_ref.dtype == jnp.float32 else jnp.ones((block_kv, 8), q_ref.dtype)
+    ones = jnp.ones((block_kv, 8), q_ref.dtype) if config.tensor_sums else None
 
     def row_sum(p: jax.Array) -> jax.Array:
-        """The sums of the rows of p: (block_q, 1), or all columns alike."""
+        """The sums of the rows of p, (block_q, 1), or (block_q, 8) with all columns alike."""
         return jnp.sum(p, axis=1, keepdims=True) if ones is None else dot(p.astype(ones.dtype), ones)
 
     def valid_pairs(key: _Index, in_range: jax.Array | None) -> jax.Array | None:
@@ -354,7 +388,9 @@ def attention(
             bucketed=("batch", "q", "kv"),
             dtype=q.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, batch, seq, num_heads, head_dim, q.dtype, local_gpu()),
+            heuristic=functools.partial(
+                heuristic, batch, seq, kv_seq, num_heads, head_dim, causal=causal, dtype=q.dtype, gpu=local_gpu()
+            ),
             candidates=functools.partial(configs, seq, kv_seq, num_heads, head_dim),
             shared_memory=functools.partial(shared_memory, head_dim=head_dim, itemsize=q.dtype.itemsize),
         ),
@@ -376,15 +412,14 @@ def attention(
         precision=precision,
         interpret=interpret,
     )
-    counts = (num_heads // config.heads, pl.cdiv(seq, config.block_q), batch)
-    grid = tuple(counts[_axes(causal).index(axis)] for axis in range(3))
+    q_blocks, programs = pl.cdiv(seq, config.block_q), num_heads // config.heads
     out, lse = pl.pallas_call(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((batch, seq, num_heads * head_dim), q.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, seq), jnp.float32) if return_lse else None,
         ),
-        grid=grid,
+        grid=(programs, q_blocks, batch) if causal else (q_blocks, programs, batch),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention",
