@@ -515,7 +515,7 @@ def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
     """The tiles worth measuring: 64 to 192 sums a thread, or fewer where such tiles are too few for the cores.
 
     Where there are many, a second order of them, for L2; where they are too few, splits of the contraction; and
-    for few rows, which take no time but that of reading w, more loads ahead.
+    for few rows, which take no time but that of reading w, and for wide tiles in short steps, more loads ahead.
     """
     many = pl.cdiv(m, 128) * pl.cdiv(n, 128) >= 2 * num_cores
     fewest = 64 if many else 16 if min(m, n) >= 64 else 4
@@ -523,7 +523,8 @@ def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
         (16, 32, 64, 128, 256), (32, 64, 128, 192, 256, 384), (32, 64, 128), (4, 8), (2, 3, 4, 6)
     ):
         fits = min(m, 64) <= block_m < 2 * max(m, 16) and block_n < 2 * max(n, 32)
-        fits = fits and num_stages <= min(max(pl.cdiv(k, block_k), 2), 6 if block_m == 16 else 4)
+        deepest = 6 if block_m == 16 or block_n == 384 else 4
+        fits = fits and num_stages <= min(max(pl.cdiv(k, block_k), 2), deepest)
         most = 192 if block_k == 32 else 128
         if not fits or not fewest <= block_m * block_n // (32 * num_warps) <= most:
             continue
