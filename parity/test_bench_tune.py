@@ -2,14 +2,18 @@
 
 import dataclasses
 import types
+from pathlib import Path
 
 import jax
 import pytest
 
 from bench import __main__ as cli
 from bench import environment, tune
+from bench.harness import DTYPES
 from pallas_models import tuning
+from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.tuning import Table, autotuner
+from pallas_models.tuning import table as tables
 from parity.common import cuda_device
 from parity.test_tuning import GPU, entry, folders, table, times
 
@@ -168,3 +172,20 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
     fn, args, options = tunable.call(tunable.dtypes[0], *tunable.smaller(sizes))
     near = autotuner._Call(fn, args, options).problem(tunable.kernel)
     assert 0.15 < entry(dtype="any", **entry_of).distance(near.op, near.shape, "any") < 0.9  # powers of two
+
+
+SHIPPED = Table.load(Path(tuning.__file__).parent / "tables" / tables.file_name(GPU))
+
+
+@pytest.mark.skipif(local_gpu().num_cores != 132, reason="heuristics choose for the GPU of this machine")
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "softmax", "layer_norm", "rms_norm"])
+def test_shipped_configs_were_measured_against_the_heuristics_of_today(op, monkeypatch):
+    """Tune anew after a change to a heuristic, or take what it now chooses otherwise out of the table."""
+    monkeypatch.setattr(
+        tune, "normal", lambda dtype, *shapes: [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape in shapes]
+    )
+    for shape in tune.TUNABLES[op].shapes:
+        problem = autotuner._Call(*tune.TUNABLES[op].call("bf16", *shape)).problem(None)
+        found = SHIPPED.find(problem.op, problem.shape, problem.dtype)
+        assert found is not None and found.key == problem.key
+        assert found.heuristic == dataclasses.asdict(problem.heuristic()), found.shape

@@ -17,7 +17,7 @@ class Problem(Generic[Config]):
 
     Attributes:
       op: the kernel's name.
-      shape: every size that the best config depends on, by name; a flag is 0 or 1.
+      shape: every size that the best config depends on, by name; 1 for what is there and need not be.
       bucketed: the names of those sizes in whose neighbourhood a config stays good, such as the number of rows.
       dtype: of the operands.
       config: the class of the configs.

@@ -201,7 +201,11 @@ def sum_layer_norm(
 
 def _call(
     x: jax.Array,
-    *operands: jax.Array | None,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    x_bias: jax.Array | None,
+    *,
     subtract_mean: bool,
     sum_dtype: DTypeLike | None,
     epsilon: float,
@@ -212,11 +216,16 @@ def _call(
     """The norm and, unless `sum_dtype` is None, what was normalised."""
     parts, m, n = x.shape
     name = "layer_norm" if subtract_mean else "rms_norm"
+    variant = {"parts": parts} if parts > 1 else {}
+    if residual is not None:
+        variant["residual"] = 1
+    if sum_dtype is not None:
+        variant["sum"] = 1
     config = choose(
         config,
         Problem(
             op=name,
-            shape={"m": m, "n": n, "parts": parts},
+            shape={"m": m, "n": n} | variant,
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
@@ -232,4 +241,4 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
         name=name,
-    )(x, *operands)
+    )(x, scale, bias, residual, x_bias)

@@ -283,7 +283,7 @@ def softmax(
         config,
         Problem(
             op=f"softmax_{algorithm}",
-            shape={"m": m, "n": n},
+            shape={"m": m, "n": n} | ({} if where is None else {"masked": 1}),
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
