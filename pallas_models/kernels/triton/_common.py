@@ -133,8 +133,12 @@ def _gelu(x: jax.Array, interpret: bool) -> jax.Array:
     return _relu(x) - a * exp2(p, interpret=interpret)
 
 
-def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
-    return 1.0 / (1.0 + exp2(x * -math.log2(math.e), interpret=interpret))
+_MINUS_LOG2_E = -math.log2(math.e)
+_GELU_TANH = math.sqrt(8.0 / math.pi) * _MINUS_LOG2_E
+
+
+def _one_and_exp(x: jax.Array, interpret: bool) -> jax.Array:
+    return 1.0 + exp2(x, interpret=interpret)  # the inverse of a sigmoid
 
 
 def activate(activation: str | None, x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -143,12 +147,12 @@ def activate(activation: str | None, x: jax.Array, *, interpret: bool) -> jax.Ar
         case "gelu":
             return _gelu(x, interpret)
         case "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-            return x * _sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x * x * x), interpret)
+            return x / _one_and_exp(x * (_GELU_TANH + (0.044715 * _GELU_TANH) * (x * x)), interpret)
         case "relu":
             return _relu(x)
         case "sigmoid":
-            return _sigmoid(x, interpret)
+            return 1.0 / _one_and_exp(x * _MINUS_LOG2_E, interpret)
         case "silu":
-            return x * _sigmoid(x, interpret)
+            return x / _one_and_exp(x * _MINUS_LOG2_E, interpret)
         case _:
             return x
