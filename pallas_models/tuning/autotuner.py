@@ -161,7 +161,8 @@ def autotune(
     Configs that do not fit in shared memory are left out before anything is compiled. The others are compiled
     in parallel; each must give what XLA gives before its time counts. The fastest few and the heuristic's are
     then measured again in turns, and the heuristic's stays unless another is faster by more than the noise and 2%.
-    Times are those of the GPU, from CUPTI, on the given arrays: not zeros or constants, which take less power.
+    Times are those of the GPU, from CUPTI, on the given arrays, again and again: what fits in the L2 cache is read
+    from there. They should not be zeros or constants, which take less power.
 
     Nothing is changed by it: `result.config` can be given to the op, `result.save()` adds it to the user's table.
 
