@@ -4,9 +4,11 @@ import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import hypothesis
+import jax
 import pytest
 
 from parity.common import KERNEL, ON_GPU, TOLERANCE
@@ -18,6 +20,13 @@ hypothesis.settings.load_profile("parity")
 
 def pytest_report_header() -> str:
     return f"parity: kernels run as implementation={KERNEL!r}, {'real' if ON_GPU else 'small'} shapes"
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Arrays of JAX are on the CPU: for tests that have torch there, or that say that there is no GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture(params=["xla", KERNEL])

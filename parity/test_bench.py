@@ -414,7 +414,7 @@ class TestMiniLM:
                 *args, implementation=KERNEL if implementation == "triton" else implementation, **options
             )
 
-        names = ("matmul", "attention", "layer_norm", "embed_tokens", "mean_pool")
+        names = ("matmul", "attention_qkv", "layer_norm", "embed_tokens", "mean_pool")
         ops = types.SimpleNamespace(**{name: here(getattr(minilm_models.ops, name)) for name in names})
         monkeypatch.setattr(minilm_models, "ops", ops)
         plain_params, plain = minilm_models.plain_jax(checkpoint, "fp32")
@@ -435,6 +435,7 @@ class TestMiniLM:
         code = cli.main(["minilm", "--shapes", "2x5,1x8", "--output", str(tmp_path), "--show-results", *options])
         return code, results.load(tmp_path / "cpu" / "minilm.partial.json")
 
+    @pytest.mark.usefixtures("on_cpu")
     def test_without_gpu(self, checkpoint, tmp_path, capsys):
         code, result = self.run(tmp_path, "--dtype", "fp32,bf16", "--masks", "ragged")
         out = capsys.readouterr().out
@@ -456,6 +457,7 @@ class TestMiniLM:
         status = {entry.name: entry.status for entry in result.cases[0].entries}
         assert status["xla-plain"] == "ok" and status["torch-eager"] == "skipped"
 
+    @pytest.mark.usefixtures("on_cpu")
     def test_wrong_and_failing_candidates(self, checkpoint, tmp_path, capsys, monkeypatch):
         def broken(params, ids, mask, **_):
             if ids.shape == (1, 8):

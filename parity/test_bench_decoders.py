@@ -48,6 +48,7 @@ def test_contenders_agree(module, dtype):
     assert "torch" in checked
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_what_xla_is_given_computes_the_layer(module):
     inputs = module.draw(1, "fp32", 2, 16)
     if module is gpt2:

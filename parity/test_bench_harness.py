@@ -246,6 +246,6 @@ def test_kernels_lower_for_cuda(name):
     assert "ours" in {contender.family for contender in kernels}
     for contender in kernels:
         with cuda_device("NVIDIA H200", 132):
-            given = jax.eval_shape(functools.partial(contender.prepared, inputs))
+            given = jax.eval_shape(contender.prepared, inputs)
             traced = jax.jit(contender.load()).trace(*contender.params, *given)
             assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text(), contender.name

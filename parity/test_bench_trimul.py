@@ -16,6 +16,7 @@ from bench.timing import Timing
 CEILINGS = {"matmul_bf16_tflop_per_s": 790.0, "copy_tb_per_s": 4.28}
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "shape", [(1, 12, 24), (2, 10, 24, "masked", "cauchy"), (1, 12, 128, "after"), (1, 12, 24, "bf16")], ids=str
 )

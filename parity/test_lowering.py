@@ -96,7 +96,9 @@ def test_minilm_is_nothing_but_triton_kernels(device, dtype, batch, seq):
         text = lowered_for_cuda(
             lambda params, ids, mask: minilm.embed(params, ids, mask, config=config), params, tokens, tokens
         )
-    # embedding, QKV, attention, projection and norm (one or two), MLP (two or three), pooling
-    assert 7 <= text.count(f"@{TRITON_CALL}") <= 9
+    # embedding, QKV, attention, projection and norm (one or two), MLP (two or three), pooling; QKV and the first
+    # product of the MLP are two kernels for few rows, parts of their sums and what adds them up
+    most = 9 if batch * seq > 16 else 11
+    assert 7 <= text.count(f"@{TRITON_CALL}") <= most
     for operation in ("dot_general", "convolution", "reduce", "exponential", "gather"):
         assert f"stablehlo.{operation}" not in text
