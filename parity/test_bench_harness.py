@@ -1,7 +1,6 @@
 """The harness of the benchmarks: what becomes of right, wrong, failing and absent contenders; and its users."""
 
 import argparse
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
