@@ -129,7 +129,7 @@ def bars(
             at = [i - 0.4 + (n + 0.5) * height for i in range(len(cases))]
             drawn = axes.barh(at, [value or 0 for value in values], height * 0.92, color=color, label=name)
             texts = ["not measured" if value is None else format(value, form) for value in values]
-            axes.bar_label(drawn, texts, padding=3, fontsize=7.5)
+            axes.bar_label(drawn, texts, padding=3, fontsize=8)
         axes.set_yticks(range(len(cases)), cases)
         axes.invert_yaxis()
         axes.grid(False, axis="y")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from bench import roofline, tables
@@ -337,7 +338,7 @@ def accuracy(result: Result, name: str) -> Plot | None:
         limits = [found.limit for _, found in pairs]
         axes.plot(limits, labels, "|", color=PARTS[5], markersize=16, markeredgewidth=2.5, label="limit")
         axes.set(xscale="log", xlim=(min(values) / 10, max(*values, *limits) * 10))
-        axes.set_xlabel(f"largest {pairs[0][1].measure} (no unit)")
+        axes.set_xlabel(textwrap.fill(f"largest {pairs[0][1].measure} (no unit)", 30))
         axes.invert_yaxis()
         axes.grid(False, axis="y")
     legend(figure, 2)

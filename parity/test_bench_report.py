@@ -180,20 +180,31 @@ onload = () => {{
 </script>"""
 
 
-@pytest.mark.parametrize("width", [1280, 390, 320])
-def test_in_a_browser(tmp_path, page, width):
+def look_at(page: str, width: int, folder: Path) -> str:
+    """What a browser says of the page: its plots and what is wrong with them."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium is installed: the page is not looked at in a browser")
-    path = tmp_path / "check.html"
+    path = folder / "check.html"
     path.write_text(CHECK.format(width=width, page=html.escape(page)), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
+    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [browser, *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title and title[1] == f"plots {len(NAMES)}, errors []"
-    assert "CONSOLE" not in done.stderr
+    assert title and "CONSOLE" not in done.stderr
+    return title[1]
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_in_a_browser(tmp_path, page, width):
+    assert look_at(page, width, tmp_path) == f"plots {len(NAMES)}, errors []"
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_the_published_page_in_a_browser(tmp_path, width):
+    page = (results.DEFAULT_FOLDER / report.README_GPU / report.FOLDER / "index.html").read_text(encoding="utf-8")
+    assert look_at(page, width, tmp_path) == f"plots {page.count('<figure id=')}, errors []"
 
 
 def test_a_result_with_few_figures(tmp_path):
