@@ -112,7 +112,8 @@ def test_interrupted(tmp_path, programs, capfd, monkeypatch):
     out = capfd.readouterr().out
     assert "minilm       FAILED" in out and "interrupted\n" in out
     assert "sts          left out" in out and "interrupted before it" in out
-    assert len(waits) == 2, "the benchmark was not waited for"
+    # Once more where this process ignores SIGINT: then the benchmark does too, and is ended by force.
+    assert len(waits) > 1, "the benchmark was not waited for"
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
