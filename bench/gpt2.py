@@ -7,13 +7,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from bench import decoders
 from bench.harness import DTYPES, Benchmark, Contender, Problem, Shape, itemsize
 from pallas_models import gpt2
 
 HELP = "GPT-2 block, causal: ours, XLA, torch"
 
 CONFIG = gpt2.GPT2Config()
-LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.4e-2}  # of an op, times the square root of their number
 
 
 def shapes() -> Any:
@@ -63,18 +63,12 @@ def plain(
     return x + linear(y, p["mlp"]["down"])
 
 
-@jax.jit
-def reference(x: jax.Array, *leaves: jax.Array) -> jax.Array:
-    """The block in float32, one sequence after another."""
-    exact = functools.partial(plain, attention="xla", precision="highest")
-    weights = [leaf.astype(jnp.float32) for leaf in leaves]
-    return jax.lax.map(lambda row: exact(row[None].astype(jnp.float32), *weights)[0], x)
+reference = decoders.one_by_one(functools.partial(plain, attention="xla", precision="highest"))
 
 
 def in_torch(*, cudnn: bool) -> Callable[..., Any]:
     """The block of torch.nn.functional, with the attention that torch chooses or cuDNN's."""
-    import torch
-    from torch.nn import attention, functional
+    from torch.nn import functional
 
     def block(x: Any, *leaves: Any) -> Any:
         p = TREE.unflatten(leaves)
@@ -92,11 +86,7 @@ def in_torch(*, cudnn: bool) -> Callable[..., Any]:
         y = functional.gelu(linear(norm(x, p["mlp_norm"]), p["mlp"]["up"]), approximate="tanh")
         return x + linear(y, p["mlp"]["down"])
 
-    def by_cudnn(*arrays: Any) -> Any:
-        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
-            return block(*arrays)
-
-    return torch.inference_mode()(by_cudnn if cudnn else block)
+    return decoders.in_torch(block, cudnn=cudnn)
 
 
 def of_one_dtype(x: Any, *leaves: Any) -> tuple[Any, ...]:
@@ -108,7 +98,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     """A block on x (batch, seq, 768)."""
     batch, seq = map(int, shape)
     rows, h, f = batch * seq, CONFIG.hidden_size, CONFIG.intermediate_size
-    half = "" if dtype != "fp32" else "cuDNN attention takes fp16 and bf16"
+    half = "" if dtype != "fp32" else decoders.HALF_ONLY
     precision = "highest" if dtype == "fp32" else None
 
     def ours() -> Callable[..., jax.Array]:
@@ -146,7 +136,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         # Attention computes the scores of a triangle.
         flop=2.0 * rows * (4 * h**2 + 2 * h * f) + 2.0 * rows * seq * h,
         bytes=float((2 * rows * h + 4 * h**2 + 2 * h * f) * itemsize(dtype)),
-        limit=LIMITS[dtype],
+        limit=decoders.LIMITS[dtype],
     )
 
 

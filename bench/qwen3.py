@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench import decoders
 from bench.harness import DTYPES, Benchmark, Contender, Problem, Shape, itemsize
 from pallas_models import qwen3
 from pallas_models.ops import rotary_table
@@ -14,7 +15,6 @@ from pallas_models.ops import rotary_table
 HELP = "Qwen3-8B decoder layer, prefill: ours, XLA, torch"
 
 CONFIG = qwen3.Qwen3Config()
-LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.4e-2}  # of an op, times the square root of their number
 
 
 def shapes() -> Any:
@@ -86,18 +86,13 @@ def by_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.moveaxis(jax.lax.map(one, jnp.arange(CONFIG.num_heads)), 0, 2)
 
 
-@jax.jit
-def reference(x: jax.Array, *leaves: jax.Array) -> jax.Array:
-    """The layer in float32, one sequence after another."""
-    exact = functools.partial(plain, attend=by_head, precision="highest")
-    weights = [leaf.astype(jnp.float32) for leaf in leaves]
-    return jax.lax.map(lambda row: exact(row[None].astype(jnp.float32), *weights)[0], x)
+reference = decoders.one_by_one(functools.partial(plain, attend=by_head, precision="highest"))
 
 
 def in_torch(*, cudnn: bool) -> Callable[..., Any]:
     """The layer of torch.nn.functional, with the attention that torch chooses or cuDNN's."""
     import torch
-    from torch.nn import attention, functional
+    from torch.nn import functional
 
     def layer(cos: Any, sin: Any, x: Any, *leaves: Any) -> Any:
         p = TREE.unflatten(leaves)
@@ -124,11 +119,7 @@ def in_torch(*, cudnn: bool) -> Callable[..., Any]:
         gate, up = both.chunk(2, -1)
         return x + (functional.silu(gate) * up) @ p["mlp"]["down"]["kernel"]
 
-    def by_cudnn(*arrays: Any) -> Any:
-        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
-            return layer(*arrays)
-
-    return torch.inference_mode()(by_cudnn if cudnn else layer)
+    return decoders.in_torch(layer, cudnn=cudnn)
 
 
 def for_torch(x: Any, *leaves: Any) -> tuple[Any, ...]:
@@ -144,7 +135,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     """A layer on x (batch, seq, 4096)."""
     batch, seq = map(int, shape)
     rows, weights = batch * seq, sum(p.size for p in jax.tree.leaves(shapes()) if p.ndim > 1)
-    half = "" if dtype != "fp32" else "cuDNN attention takes fp16 and bf16"
+    half = "" if dtype != "fp32" else decoders.HALF_ONLY
     cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
     def ours() -> Callable[..., jax.Array]:
@@ -178,7 +169,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         # Attention computes the scores of a triangle.
         flop=2.0 * rows * weights + 2.0 * rows * seq * CONFIG.num_heads * CONFIG.head_dim,
         bytes=float((2 * rows * CONFIG.hidden_size + weights) * itemsize(dtype)),
-        limit=LIMITS[dtype],
+        limit=decoders.LIMITS[dtype],
         sets=2,  # the weights alone are more than the L2 cache holds
     )
 

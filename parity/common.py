@@ -60,6 +60,11 @@ def float64(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
+def kept(x: Any, mask: Any) -> np.ndarray:
+    """The rows of x that have a meaning, those of tokens, in float64."""
+    return float64(x)[np.asarray(mask) == 1]
+
+
 def relative_error(out: Any, expected: Any) -> float:
     """||out - expected|| / ||expected||, in float64."""
     out, expected = float64(out), float64(expected)

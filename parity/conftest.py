@@ -67,3 +67,12 @@ def torch_trimul() -> ModuleType:
     from parity import reference_trimul
 
     return reference_trimul
+
+
+@pytest.fixture(scope="session")
+def decoders() -> ModuleType:
+    """GPT-2 and Qwen3 in torch."""
+    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
+    from parity import decoders
+
+    return decoders

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from parity.common import (
     assert_equal,
     by_device,
     cuda_device,
-    float64,
+    kept,
     normal,
     random_mask,
     random_params,
@@ -36,14 +35,6 @@ CONFIG = GPT2Config(num_layers=2) if ON_GPU else SMALL
 SHAPES = by_device(cpu=[(2, 19)], gpu=[(1, 128), (2, 1024), (5, 77), (3, 1)])
 # Rounding adds up over the layers: about the square root of their number times that of one op.
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.4e-2}
-
-
-@pytest.fixture(scope="session")
-def decoders() -> ModuleType:
-    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity import decoders
-
-    return decoders
 
 
 def tokens(batch: int, seq: int, config: GPT2Config = CONFIG, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -69,11 +60,6 @@ def block_params(dtype: str = "float32", config: GPT2Config = CONFIG) -> gpt2.Pa
 @functools.cache
 def torch_model(decoders):
     return decoders.load(decoders.GPT2(CONFIG), gpt2_tensors(params_of()))
-
-
-def kept(x, mask) -> np.ndarray:
-    """The rows that have a meaning, those of tokens."""
-    return float64(x)[np.asarray(mask) == 1]
 
 
 def check_block(reference, decoders, implementation, shape, dtype="float32", *, causal=True, masked=True) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from parity.common import (
     assert_equal,
     by_device,
     cuda_device,
-    float64,
+    kept,
     normal,
     random_mask,
     random_params,
@@ -45,14 +44,6 @@ SHAPES = by_device(cpu=[(2, 19)], gpu=[(1, 128), (2, 1024), (5, 77), (3, 1)])
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.4e-2}
 
 
-@pytest.fixture(scope="session")
-def decoders() -> ModuleType:
-    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity import decoders
-
-    return decoders
-
-
 def tokens(batch: int, seq: int, config: Qwen3Config = CONFIG, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """ids and a mask with holes."""
     rng = np.random.default_rng(seed)
@@ -76,11 +67,6 @@ def layer_params(dtype: str = "float32", config: Qwen3Config = CONFIG) -> qwen3.
 @functools.cache
 def torch_model(decoders, config: Qwen3Config = CONFIG):
     return decoders.load(decoders.Qwen3(config), qwen3_tensors(params_of(config=config), config))
-
-
-def kept(x, mask) -> np.ndarray:
-    """The rows that have a meaning, those of tokens."""
-    return float64(x)[np.asarray(mask) == 1]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

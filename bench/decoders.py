@@ -1,0 +1,33 @@
+"""What the benchmarks of decoder layers share: limits of the error, the reference, torch's choice of attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.4e-2}  # of an op, times the square root of their number
+HALF_ONLY = "cuDNN attention takes fp16 and bf16"
+
+
+def one_by_one(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`layer` of (x, *parameters) in float32, one sequence of x after another."""
+
+    @jax.jit
+    def reference(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        weights = [leaf.astype(jnp.float32) for leaf in leaves]
+        return jax.lax.map(lambda row: layer(row[None].astype(jnp.float32), *weights)[0], x)
+
+    return reference
+
+
+def in_torch(layer: Callable[..., Any], *, cudnn: bool) -> Callable[..., Any]:
+    """`layer` of torch tensors without gradients, with the attention that torch chooses or cuDNN's."""
+    import torch
+    from torch.nn import attention
+
+    def by_cudnn(*arrays: Any) -> Any:
+        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
+            return layer(*arrays)
+
+    return torch.inference_mode()(by_cudnn if cudnn else layer)
