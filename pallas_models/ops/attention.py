@@ -230,6 +230,10 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
 
     Returns:
       (total,) int32, i for the positions of sequence i.
+
+    Raises:
+      TypeError: cu_seqlens are not integers.
+      ValueError: cu_seqlens are not of one dimension.
     """
     _checks.check_integer("cu_seqlens", cu_seqlens)
     _checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")

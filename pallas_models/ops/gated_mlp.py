@@ -18,7 +18,11 @@ from pallas_models.tuning import Chooser
 
 
 def stack_gate_up(gate: Any, up: Any) -> Any:
-    """The (K, 2, N) that `gated_matmul` takes, of gate and up, (K, N) each; NumPy arrays give a NumPy array."""
+    """The (K, 2, N) that `gated_matmul` takes, of gate and up, (K, N) each; NumPy arrays give a NumPy array.
+
+    Raises:
+      ValueError: gate and up differ in shape.
+    """
     stack = np.stack if isinstance(gate, np.ndarray) and isinstance(up, np.ndarray) else jnp.stack
     return stack([gate, up], axis=1)
 
