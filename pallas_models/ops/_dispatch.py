@@ -7,18 +7,23 @@ from typing import Any, Literal, TypeVar
 import jax
 
 Result = TypeVar("Result")  # an array, or a tuple of them
-Implementation = Literal["triton", "xla", "interpret"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "interpret")
+Implementation = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
 _MAX_SIZE = 2**31 - 1  # Triton's offsets are signed 32-bit integers
 
 
 @functools.cache
-def _local_cuda_predates_ampere() -> bool:
+def _local_cuda_capabilities() -> tuple[float, ...]:
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:  # no CUDA backend here: what is lowered for CUDA will run elsewhere
-        return False
-    return any(float(d.compute_capability) < 8.0 for d in devices)
+        return ()
+    return tuple(float(d.compute_capability) for d in devices)
+
+
+def _on_hopper() -> bool:
+    capabilities = _local_cuda_capabilities()
+    return bool(capabilities) and all(9.0 <= capability < 10.0 for capability in capabilities)
 
 
 def run(
@@ -26,19 +31,25 @@ def run(
     kernel: Callable[..., Result],
     reference: Callable[..., Result],
     *args: Any,
+    mosaic: Callable[..., Result] | str = "has no kernel for this op",
+    prefer_mosaic: bool = True,
 ) -> Result:
     """Runs an op's kernel or its reference on `args` (arrays, or None for an absent operand).
 
     Args:
-      implementation: `"triton"` runs the kernel compiled, `"interpret"` runs the same kernel body in
-        Pallas's interpreter, `"xla"` runs the reference. `None` is decided per lowering: the kernel on
-        CUDA devices from Ampere on, the reference on every other platform.
-      kernel: called as `kernel(*args, interpret=bool)`.
-      reference: called as `reference(*args)`; also defines the gradient of the kernel.
+      implementation: `"triton"` and `"mosaic"` run a kernel compiled, `"interpret"` and `"mosaic_interpret"` run
+        the bodies of the same kernels in Pallas's interpreters, `"xla"` runs the reference. `None` is decided per
+        lowering: on CUDA devices from Ampere on a kernel, that of Mosaic GPU where this process has Hopper GPUs, it
+        serves the call and is preferred, else that of Triton; the reference on every other platform.
+      kernel: the Triton one, called as `kernel(*args, interpret=bool)`.
+      reference: called as `reference(*args)`; also defines the gradient of the kernels.
+      mosaic: the kernel for Hopper GPUs, called as `kernel` is, or why it does not serve this call.
+      prefer_mosaic: whether it is the faster one here.
 
     Raises:
       ValueError: `implementation` is not one of the above.
-      NotImplementedError: the kernel is asked for by name and an array has 2**31 elements or more.
+      NotImplementedError: a kernel is asked for by name, and there is none for this call, or an array has 2**31
+        elements or more.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}")
@@ -54,15 +65,21 @@ def run(
             f"an array of {max(sizes)} elements is too large for the kernels, which index up to {_MAX_SIZE}; "
             "use smaller batches or implementation='xla'"
         )
+    if implementation in ("mosaic", "mosaic_interpret"):
+        if isinstance(mosaic, str):
+            raise NotImplementedError(f"{implementation=} {mosaic}; use 'triton' or None")
+        kernel = mosaic
+    elif implementation is None and prefer_mosaic and not isinstance(mosaic, str) and _on_hopper():
+        kernel = mosaic
     compiled = functools.partial(kernel, interpret=False)
 
     @jax.custom_vjp
     def op(*args: Any) -> Result:
-        if implementation == "triton":
+        if implementation in ("triton", "mosaic"):
             return compiled(*args)
-        if implementation == "interpret":
+        if implementation is not None:
             return kernel(*args, interpret=True)
-        if _local_cuda_predates_ampere():
+        if any(capability < 8.0 for capability in _local_cuda_capabilities()):
             return reference(*args)
         return jax.lax.platform_dependent(*args, cuda=compiled, default=reference)
 
