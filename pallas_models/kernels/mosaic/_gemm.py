@@ -1,0 +1,327 @@
+"""Matrix products on Hopper's tensor cores: blocks that stay on their multiprocessor and walk tiles of the output.
+
+One warpgroup of a block only copies operands into a ring of slots in shared memory, ahead of two that multiply. It
+does not stop at the end of a tile, so the tensor cores find the operands of the next one waiting.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.mosaic._common import Ref, interpreter_params, tiled
+from pallas_models.kernels.triton._common import local_gpu
+from pallas_models.kernels.triton.matmul import tile_order
+
+CONSUMERS = 2  # warpgroups that multiply
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
+Refs = Any  # a namespace of references, by the names that `gemm` was given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Tiles of `block_m` x `block_n` outputs, `block_k` of the contraction a step, `num_stages` steps in the ring.
+
+    With `ping_pong` each of the two warpgroups has a tile of its own, and finishes it while the other one has the
+    tensor cores: for short contractions, after which there is most to finish. Without, they share the rows of a tile,
+    which can be twice as large: for long contractions, which read operands most often. `group_m` row blocks are
+    walked together before the next column block, so that blocks running at the same time share operands in L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int = 64
+    num_stages: int
+    ping_pong: bool
+    group_m: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value, multiple in (
+            ("block_m", self.block_m, 64 if self.ping_pong else 128),
+            ("block_n", self.block_n, 64),
+            ("block_k", self.block_k, 64),
+        ):
+            if value < multiple or value % multiple:
+                raise ValueError(f"{__name__}: {name}={value} must be a positive multiple of {multiple}")
+        if self.block_n > 256:
+            raise ValueError(f"{__name__}: block_n={self.block_n} must be at most 256")
+        if self.num_stages < 2 or self.num_stages > 16:
+            raise ValueError(f"{__name__}: num_stages={self.num_stages} must be from 2 to 16")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one warpgroup has."""
+        return self.block_m if self.ping_pong else self.block_m // CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of the output, or the part of it that a warpgroup has: which product of the batch, rows and columns.
+
+    Rows and columns may reach past the end: copies to shared memory read zeros there, those from it write nothing.
+    """
+
+    batch: jax.Array
+    row: jax.Array
+    column: jax.Array
+    num_rows: int
+    num_columns: int
+
+    @property
+    def rows(self) -> pl.Slice:
+        return pl.ds(self.row, self.num_rows)
+
+    @property
+    def columns(self) -> pl.Slice:
+        return pl.ds(self.column, self.num_columns)
+
+
+Operand = Callable[[Refs, Tile, pl.Slice], Ref]
+
+
+def gemm(
+    operands: Mapping[str, jax.Array | None],
+    out_type: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    config: Config,
+    batch: int = 1,
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike,
+    a: Operand,
+    b: Sequence[Operand],
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    prefetch: Callable[[Refs, Tile, jax.Array], None] | None = None,
+    epilogue: Callable[[Refs, Tile, jax.Array, jax.Array], None],
+    scratch_types: Mapping[str, Any],
+    name: str,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Runs `epilogue` on every tile of `batch` products (m, k) @ (k, n), summed in float32.
+
+    Args:
+      operands: arrays in device memory, those that are None being absent. The callables see these, the outputs and
+        the scratch memory as attributes of one namespace.
+      out_type: what the kernel writes.
+      n: columns of the products, of which a tile has `block_n`: where `b` has parts, those of one part.
+      dtype: of what is multiplied, float16 or bfloat16.
+      a: `a(refs, tile, ks)` is where (block_m, block_k) of the left operand lies in device memory.
+      b: where (block_k, block_n) of the right operand lies: of several, side by side, (block_k, block_n / len(b))
+        each, as for the gate and the values of a gated product. Tile columns are those of one of them.
+      transpose_a: whether `a` gives (block_k, block_m).
+      transpose_b: whether `b` gives (block_n, block_k).
+      prefetch: `prefetch(refs, tile, warpgroup)` may start copies of what the epilogue reads, early in the sum.
+      epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, block_n) in float32.
+      scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
+
+    Returns:
+      The outputs.
+    """
+    body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, epilogue)
+    present = {key: value for key, value in operands.items() if value is not None}
+    scratch_types = dict(scratch_types) | ring(config, dtype, len(b), transpose_a, transpose_b)
+
+    def kernel(*refs: Ref) -> None:
+        def run(**scratch: Ref) -> None:
+            arrays = zip((*present, *out_type), refs, strict=True)
+            body(types.SimpleNamespace(**dict.fromkeys(operands) | dict(arrays) | scratch))
+
+        pl.run_scoped(run, collective_axes="warpgroup", **scratch_types)
+
+    kernel.__name__ = name
+    blocks = 2 if interpret else local_gpu().num_cores
+    return plgpu.kernel(
+        kernel,
+        out_type=list(out_type.values()),
+        grid=(min(blocks, body.num_tiles),),
+        grid_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        interpret=interpreter_params() if interpret else None,
+    )(*present.values())
+
+
+def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, transpose_b: bool) -> dict[str, Any]:
+    """Shared memory of the operands, and who may touch which slot of it."""
+
+    def slots(rows: int, columns: int, transpose: bool) -> Any:
+        return tiled((config.num_stages, *((columns, rows) if transpose else (rows, columns))), dtype)
+
+    return dict(
+        a_ring=slots(config.block_m, config.block_k, transpose_a),
+        b_ring=slots(config.block_k, config.block_n, transpose_b),
+        # A barrier counts in whole rounds those that wait for it: warpgroups with tiles of their own have their own.
+        full=plgpu.Barrier(
+            num_arrivals=1 + b_parts, num_barriers=config.num_stages * (CONSUMERS if config.ping_pong else 1)
+        ),
+        consumed=plgpu.Barrier(num_arrivals=1 if config.ping_pong else CONSUMERS, num_barriers=config.num_stages),
+        turn=plgpu.Barrier(num_barriers=CONSUMERS),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    config: Config
+    batch: int
+    m: int
+    n: int
+    k: int
+    a: Operand
+    b: Sequence[Operand]
+    transpose_a: bool
+    transpose_b: bool
+    prefetch: Callable[[Refs, Tile, jax.Array], None] | None
+    epilogue: Callable[[Refs, Tile, jax.Array, jax.Array], None]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the contraction."""
+        return pl.cdiv(self.k, self.config.block_k)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return pl.cdiv(self.m, self.config.block_m), pl.cdiv(self.n, self.tile_columns)
+
+    @property
+    def tile_columns(self) -> int:
+        return self.config.block_n // len(self.b)
+
+    @property
+    def num_tiles(self) -> int:
+        tiles_m, tiles_n = self.tiles
+        return self.batch * tiles_m * tiles_n
+
+    def tile(self, i: jax.Array) -> Tile:
+        """The i-th tile of this block."""
+        i = jax.lax.axis_index("block") + i * jax.lax.axis_size("block")
+        tiles_m, tiles_n = self.tiles
+        batch, i = jax.lax.div(i, tiles_m * tiles_n), jax.lax.rem(i, tiles_m * tiles_n)
+        row, column = tile_order(i, tiles_m, tiles_n, self.config.group_m)
+        return Tile(
+            batch, row * self.config.block_m, column * self.tile_columns, self.config.block_m, self.tile_columns
+        )
+
+    def __call__(self, refs: Refs) -> None:
+        warpgroup = jax.lax.axis_index("warpgroup")
+        blocks = jax.lax.axis_size("block")
+        count = jax.lax.div(self.num_tiles + blocks - 1 - jax.lax.axis_index("block"), blocks)
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            self.produce(refs, count)
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            self.consume(refs, count, warpgroup)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def produce(self, refs: Refs, count: jax.Array) -> None:
+        """Copies the operands of all tiles to the ring, as slots become free."""
+        config = self.config
+
+        def copy_tile(i: jax.Array, first: jax.Array) -> jax.Array:
+            tile = self.tile(i)
+            barriers = jax.lax.rem(i, CONSUMERS) * config.num_stages if config.ping_pong else 0
+
+            def copy_step(j: jax.Array, step: jax.Array) -> jax.Array:
+                slot = jax.lax.rem(step, config.num_stages)
+                ks = pl.ds(j * config.block_k, config.block_k)
+
+                @pl.when(step >= config.num_stages)
+                def _() -> None:
+                    plgpu.barrier_wait(refs.consumed.at[slot])
+
+                full = refs.full.at[barriers + slot]
+                plgpu.copy_gmem_to_smem(self.a(refs, tile, ks), refs.a_ring.at[slot], full)
+                for part, b in enumerate(self.b):
+                    columns = pl.ds(part * self.tile_columns, self.tile_columns)
+                    index = (slot, columns) if self.transpose_b else (slot, slice(None), columns)
+                    plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[index], full)
+                return step + 1
+
+            return jax.lax.fori_loop(0, self.num_steps, copy_step, first)
+
+        steps = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
+
+        @pl.loop(jnp.maximum(steps - config.num_stages, 0), steps)
+        def _(step: jax.Array) -> None:  # a barrier must not be left with a round that nobody has waited for
+            plgpu.barrier_wait(refs.consumed.at[jax.lax.rem(step, config.num_stages)])
+
+    def consume(self, refs: Refs, count: jax.Array, warpgroup: jax.Array) -> None:
+        """Multiplies what the ring holds, for the tiles of this warpgroup."""
+        config = self.config
+        if not config.ping_pong:
+
+            @pl.loop(0, count)
+            def _(i: jax.Array) -> None:
+                self.multiply(refs, i, count, warpgroup)
+
+            return
+
+        @pl.when(warpgroup == 1)
+        def _() -> None:
+            plgpu.barrier_arrive(refs.turn.at[0])
+
+        @pl.loop(0, jax.lax.div(count - warpgroup + 1, 2))
+        def _(i: jax.Array) -> None:
+            self.multiply(refs, CONSUMERS * i + warpgroup, count, warpgroup)
+
+    def multiply(self, refs: Refs, i: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
+        """Sums up the i-th of `count` tiles of this block and finishes it."""
+        config = self.config
+        tile = self.tile(i)
+        barriers: Any = warpgroup * config.num_stages
+        part: Any = slice(None)
+        if not config.ping_pong:
+            barriers, part = 0, pl.ds(warpgroup * config.rows, config.rows)
+            tile = dataclasses.replace(tile, row=tile.row + warpgroup * config.rows, num_rows=config.rows)
+
+        def multiply_slot(sums: Ref, slot: jax.Array) -> None:
+            plgpu.barrier_wait(refs.full.at[barriers + slot])
+            a = refs.a_ring.at[slot, :, part].transpose((1, 0)) if self.transpose_a else refs.a_ring.at[slot, part]
+            b = refs.b_ring.at[slot].transpose((1, 0)) if self.transpose_b else refs.b_ring.at[slot]
+            plgpu.wgmma(sums, a, b)
+
+        def product(sums: Ref) -> jax.Array:
+            first = jax.lax.rem(i * self.num_steps, config.num_stages)
+            if config.ping_pong:
+                if self.prefetch is not None:
+                    self.prefetch(refs, tile, warpgroup)
+                plgpu.barrier_wait(refs.turn.at[warpgroup])
+            multiply_slot(sums, first)
+            if not config.ping_pong and self.prefetch is not None:
+                self.prefetch(refs, tile, warpgroup)
+
+            def step(_: jax.Array, slot: jax.Array) -> jax.Array:
+                following = jnp.where(slot == config.num_stages - 1, 0, slot + 1)
+                multiply_slot(sums, following)
+                plgpu.wgmma_wait(1)  # the tensor cores always have the next step before them
+                plgpu.barrier_arrive(refs.consumed.at[slot])
+                return following
+
+            last = jax.lax.fori_loop(1, self.num_steps, step, first)
+            if config.ping_pong:
+
+                @pl.when(i + 1 < count)
+                def _() -> None:
+                    plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
+
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(refs.consumed.at[last])
+            return sums[...]
+
+        sums = pl.run_scoped(product, plgpu.ACC((config.rows, config.block_n), jnp.float32))
+        self.epilogue(refs, tile, sums, warpgroup)
