@@ -1,6 +1,5 @@
 """What the kernels share: shared memory as the tensor cores read it, activations in registers."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,21 +7,26 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.triton._common import _GELU_POLYNOMIAL, _GELU_TANH, _MINUS_LOG2_E
+
 Ref = Any  # inside a kernel: a reference to an array in device or shared memory, for which JAX has no public type
+
+ROW_BYTES = 128  # of a row of a tile of shared memory
 
 
 def tiled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory of arrays (..., rows, columns) laid out as the tensor cores read them, without bank conflicts."""
-    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(size for size in (128, 64, 32) if row_bytes % size == 0)
-    return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(
-            plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
-            plgpu.SwizzleTransform(swizzle),
-        ),
-    )
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Why an array, or part of one that begins at a tile, cannot be copied to or from `tiled` memory; None if it can."""
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    if shape[-1] % columns or shape[-2] % 8:
+        return f"takes rows in multiples of 8 and columns in multiples of {columns}, not {name} of shape {shape}"
+    return None
 
 
 def interpreter_params() -> Any:
@@ -33,3 +37,30 @@ def interpreter_params() -> Any:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
         return InterpretGPUParams()
+
+
+def activate(activation: str | None, x: jax.Array) -> jax.Array:
+    """Applies the activation named as in `pallas_models.ops.activations`; `x` is float32."""
+    match activation:
+        case "gelu":  # relu(x) - a erfc(a / sqrt(2)) / 2 with a = |x|
+            a = jnp.minimum(jnp.abs(x), 16.0)
+            p = a * _GELU_POLYNOMIAL[0] + _GELU_POLYNOMIAL[1]
+            for coefficient in _GELU_POLYNOMIAL[2:]:
+                p = p * a + coefficient
+            return jnp.maximum(x, 0.0) - a * jnp.exp2(p)
+        case "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+            return x * _sigmoid(x * (_GELU_TANH + (0.044715 * _GELU_TANH) * (x * x)))
+        case "relu":
+            return jnp.maximum(x, 0.0)
+        case "sigmoid":
+            return _sigmoid(x * _MINUS_LOG2_E)
+        case "silu":
+            return x * _sigmoid(x * _MINUS_LOG2_E)
+        case _:
+            return x
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    """1 / (1 + 2**x). A quotient would cost ten instructions, and there is no other way to ask for a reciprocal."""
+    root = jax.lax.rsqrt(1.0 + jnp.exp2(x))
+    return root * root

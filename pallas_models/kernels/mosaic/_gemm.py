@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic._common import Ref, interpreter_params, tiled
+from pallas_models.kernels.mosaic._common import ROW_BYTES, Ref, interpreter_params, tiled
 from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.kernels.triton.matmul import tile_order
 
@@ -85,6 +85,32 @@ class Tile:
 Operand = Callable[[Refs, Tile, pl.Slice], Ref]
 
 
+def staging(config: Config, dtype: DTypeLike, num_slots: int) -> Any:
+    """Shared memory through which an output leaves, for each warpgroup: slots of `rows` x 128 bytes; see `store`."""
+    return tiled((CONSUMERS, num_slots, config.rows, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
+
+
+def store(
+    slots: Ref, warpgroup: jax.Array, tile: Tile, o_ref: Ref, value: Callable[[Ref, int, int], jax.Array], *, wait: bool
+) -> None:
+    """Stores a tile of an output by column blocks, and waits for none of them to arrive.
+
+    Args:
+      slots: `staging` of the output.
+      o_ref: the output in device memory, (m, n).
+      value: `value(slot, start, width)` is what belongs in these columns of the tile.
+      wait: whether slots may still be on their way from the last tile; not if that was waited for before.
+    """
+    _, num_slots, _, width = slots.shape
+    for start in range(0, tile.num_columns, width):
+        slot = slots.at[warpgroup, start // width % num_slots]
+        if wait:
+            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
+        slot[...] = value(slot, start, width).astype(o_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, o_ref.at[tile.rows, pl.ds(tile.column + start, width)])
+
+
 def gemm(
     operands: Mapping[str, jax.Array | None],
     out_type: Mapping[str, jax.ShapeDtypeStruct],
@@ -146,7 +172,9 @@ def gemm(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,  # `store` and the ring have those that are needed
         ),
         interpret=interpreter_params() if interpret else None,
     )(*present.values())

@@ -1,25 +1,127 @@
-"""Matrix product with a fused epilogue, for Hopper."""
+"""Matrix product with a fused epilogue, for Hopper GPUs."""
+
 import functools
-import jax, jax.numpy as jnp
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from pallas_models.kernels.mosaic._common import Ref, tiled
-from pallas_models.kernels.mosaic._gemm import CONSUMERS, Config, Refs, Tile, gemm
+from jax.typing import DTypeLike
 
-def matmul(x, w, *, config, interpret, transpose_w=False, out_dtype=None):
+from pallas_models.kernels.mosaic._common import ROW_BYTES, activate, untiled
+from pallas_models.kernels.mosaic._gemm import CONSUMERS, Config, Refs, Tile, gemm, staging, store
+
+
+def unsupported(
+    x: jax.Array,
+    w: jax.Array,
+    residual: jax.Array | None,
+    *,
+    transpose_w: bool,
+    acc_dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    algorithm: str | None,
+    config: Any,
+    batch: int,
+) -> str | None:
+    """Why `matmul` does not serve a call; None if it does."""
+    n = w.shape[-2 if transpose_w else -1]
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {x.dtype}"
+    if jnp.dtype(acc_dtype) != jnp.float32:
+        return f"accumulates in float32, not {acc_dtype}"
+    if residual is not None and residual.dtype != out_dtype:
+        return f"takes a residual of the dtype of the result, {out_dtype}, not {residual.dtype}"
+    if algorithm is not None:
+        return f"has none of the algorithms of the Triton kernel, such as {algorithm!r}"
+    if config is not None and not isinstance(config, Config):
+        return f"takes a {Config.__module__}.Config, not {type(config)}"
+    if batch > 1:
+        return "does not serve batches"
+    return (
+        untiled("x", x.shape, x.dtype)
+        or untiled("w", w.shape, w.dtype)
+        or untiled("the result", (x.shape[0], n), out_dtype)
+    )
+
+
+def heuristic(m: int, n: int, k: int) -> Config:
+    return Config(block_m=128, block_n=256, num_stages=3, ping_pong=False)
+
+
+def _num_slots(config: Config, columns: int, out_dtype: DTypeLike, residual: bool) -> int:
+    """Column blocks of the output that shared memory holds: with a residual, which waits there, the whole tile."""
+    blocks = columns * jnp.dtype(out_dtype).itemsize // ROW_BYTES
+    return blocks if residual else min(blocks, 2)
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    transpose_w: bool,
+    activation: str | None,
+    out_dtype: DTypeLike,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`."""
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    out_dtype = out_dtype or x.dtype
-    width=64
-    slots=2
+    config = config or heuristic(m, n, k)
+    num_slots = _num_slots(config, config.block_n, out_dtype, residual is not None)
+    width = ROW_BYTES // jnp.dtype(out_dtype).itemsize
+    scratch_types: dict[str, Any] = dict(slots=staging(config, out_dtype, num_slots))
+    num_copies = (bias is not None) + (num_slots if residual is not None else 0)
+    if num_copies:
+        scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=CONSUMERS)
+    if bias is not None:
+        scratch_types["bias_tile"] = plgpu.SMEM((CONSUMERS, config.block_n), bias.dtype)
 
-    def epilogue(refs, tile, sums, wg):
-        for c in range(0, tile.num_columns, width):
-            slot=(c//width)%slots
-            plgpu.wait_smem_to_gmem(slots-1, wait_read_only=True)
-            buf = refs.out.at[wg, slot]
-            buf[...] = sums[:, c:c+width].astype(out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buf, refs.o.at[tile.rows, pl.ds(tile.column + c, width)])
-    return gemm(dict(x=x, w=w), dict(o=jax.ShapeDtypeStruct((m,n), out_dtype)), config=config, m=m,n=n,k=k,dtype=x.dtype,
-      a=lambda r,t,ks: r.x.at[t.rows, ks], b=[lambda r,t,ks: r.w.at[t.columns, ks] if transpose_w else r.w.at[ks, t.columns]],
-      transpose_b=transpose_w, epilogue=epilogue, scratch_types=dict(out=tiled((CONSUMERS, slots, config.rows, width), out_dtype)), name="matmul", interpret=interpret)[0]
+    def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+        ready = refs.ready.at[warpgroup]
+        if bias is not None:
+            plgpu.copy_gmem_to_smem(refs.bias.at[tile.columns], refs.bias_tile.at[warpgroup], ready)
+        if residual is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results left these slots
+            for slot in range(num_slots):
+                columns = pl.ds(tile.column + slot * width, width)
+                plgpu.copy_gmem_to_smem(refs.residual.at[tile.rows, columns], refs.slots.at[warpgroup, slot], ready)
+
+    def epilogue(refs: Refs, tile: Tile, sums: jax.Array, warpgroup: jax.Array) -> None:
+        if num_copies:
+            plgpu.barrier_wait(refs.ready.at[warpgroup])
+
+        def value(slot: Any, start: int, width: int) -> jax.Array:
+            y = sums[:, start : start + width]
+            if bias is not None:
+                y += jax.lax.broadcast_in_dim(
+                    refs.bias_tile[warpgroup, start : start + width].astype(jnp.float32), y.shape, [1]
+                )
+            y = activate(activation, y)
+            if residual is not None:
+                y += slot[...].astype(jnp.float32)
+            return y
+
+        store(refs.slots, warpgroup, tile, refs.o, value, wait=residual is None)
+
+    (out,) = gemm(
+        dict(x=x, w=w, bias=bias, residual=residual),
+        dict(o=jax.ShapeDtypeStruct((m, n), out_dtype)),
+        config=config,
+        m=m,
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
+        b=[lambda refs, tile, ks: refs.w.at[(tile.columns, ks) if transpose_w else (ks, tile.columns)]],
+        transpose_b=transpose_w,
+        prefetch=prefetch if num_copies else None,
+        epilogue=epilogue,
+        scratch_types=scratch_types,
+        name="matmul",
+        interpret=interpret,
+    )
+    return out

@@ -1,0 +1,90 @@
+"""Gated matrix product for Hopper GPUs: gate and up of the same columns side by side, over one read of x."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.mosaic._common import ROW_BYTES, activate, untiled
+from pallas_models.kernels.mosaic._gemm import CONSUMERS, Config, Refs, Tile, gemm, staging, store
+
+
+def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, config: Any) -> str | None:
+    """Why `gated_matmul` does not serve a call; None if it does."""
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {x.dtype}"
+    if config is not None and not isinstance(config, Config):
+        return f"takes a {Config.__module__}.Config, not {type(config)}"
+    k, _, n = w_gate_up.shape
+    return (
+        untiled("x", x.shape, x.dtype)
+        or untiled("gate and up", (k, n), x.dtype)
+        or untiled("the result", (x.shape[0], n), out_dtype)
+    )
+
+
+def heuristic(m: int, n: int, k: int) -> Config:
+    return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
+
+
+def gated_matmul(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: DTypeLike,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
+    (m, k), n = x.shape, w_gate_up.shape[2]
+    config = config or heuristic(m, n, k)
+    columns = config.block_n // 2
+    num_slots = min(columns * jnp.dtype(out_dtype).itemsize // ROW_BYTES, 2)
+    scratch_types: dict[str, Any] = dict(slots=staging(config, out_dtype, num_slots))
+    if bias is not None:
+        scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS)
+        scratch_types["bias_tiles"] = plgpu.SMEM((CONSUMERS, 2, columns), bias.dtype)
+
+    def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+        for part in range(2):
+            plgpu.copy_gmem_to_smem(
+                refs.bias.at[part, tile.columns], refs.bias_tiles.at[warpgroup, part], refs.ready.at[warpgroup]
+            )
+
+    def epilogue(refs: Refs, tile: Tile, sums: jax.Array, warpgroup: jax.Array) -> None:
+        if bias is not None:
+            plgpu.barrier_wait(refs.ready.at[warpgroup])
+
+        def part(index: int, start: int, width: int) -> jax.Array:
+            y = sums[:, index * columns + start : index * columns + start + width]
+            if bias is not None:
+                vector = refs.bias_tiles[warpgroup, index, start : start + width].astype(jnp.float32)
+                y += jax.lax.broadcast_in_dim(vector, y.shape, [1])
+            return y
+
+        def value(slot: Any, start: int, width: int) -> jax.Array:
+            return activate(activation, part(0, start, width)) * part(1, start, width)
+
+        store(refs.slots, warpgroup, tile, refs.o, value, wait=True)
+
+    (out,) = gemm(
+        dict(x=x, w=w_gate_up, bias=bias),
+        dict(o=jax.ShapeDtypeStruct((m, n), out_dtype)),
+        config=config,
+        m=m,
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
+        b=[lambda refs, tile, ks, part=part: refs.w.at[ks, part, tile.columns] for part in range(2)],
+        prefetch=prefetch if bias is not None else None,
+        epilogue=epilogue,
+        scratch_types=scratch_types,
+        name="gated_matmul",
+        interpret=interpret,
+    )
+    return out
