@@ -29,6 +29,11 @@ def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     return None
 
 
+def row(ref: Ref, shape: tuple[int, int]) -> jax.Array:
+    """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
+    return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])
+
+
 def interpreter_params() -> Any:
     """What runs a kernel in the interpreter; JAX 0.10 keeps it private."""
     try:

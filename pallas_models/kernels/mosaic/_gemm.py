@@ -21,6 +21,7 @@ from pallas_models.kernels.triton.matmul import tile_order
 
 CONSUMERS = 2  # warpgroups that multiply
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
+_ROWS = 64  # that a warpgroup multiplies at a time
 Refs = Any  # a namespace of references, by the names that `gemm` was given
 
 
@@ -85,30 +86,60 @@ class Tile:
 Operand = Callable[[Refs, Tile, pl.Slice], Ref]
 
 
-def staging(config: Config, dtype: DTypeLike, num_slots: int) -> Any:
-    """Shared memory through which an output leaves, for each warpgroup: slots of `rows` x 128 bytes; see `store`."""
-    return tiled((CONSUMERS, num_slots, config.rows, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a tile, of the size in which an output leaves: `of` selects it from the sums, `at` from memory."""
+
+    row: int
+    column: int
+    width: int
+
+    def of(self, sums: jax.Array) -> jax.Array:
+        """The block of (tile.num_rows, tile.num_columns) in registers."""
+        return sums[self.row : self.row + _ROWS, self.columns]
+
+    @property
+    def columns(self) -> slice:
+        """Where it lies in the columns of the tile."""
+        return slice(self.column, self.column + self.width)
+
+    def at(self, ref: Ref, tile: Tile) -> Ref:
+        """The block of (m, n) in device memory."""
+        return ref.at[pl.ds(tile.row + self.row, _ROWS), pl.ds(tile.column + self.column, self.width)]
+
+
+def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
+    """All blocks of the part of a tile that a warpgroup has."""
+    width = ROW_BYTES // jnp.dtype(dtype).itemsize
+    return [
+        Block(row, column, width) for row in range(0, config.rows, _ROWS) for column in range(0, num_columns, width)
+    ]
+
+
+def staging(dtype: DTypeLike, num_slots: int) -> Any:
+    """Shared memory through which blocks of an output leave, for each warpgroup."""
+    return tiled((CONSUMERS, num_slots, _ROWS, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
 
 
 def store(
-    slots: Ref, warpgroup: jax.Array, tile: Tile, o_ref: Ref, value: Callable[[Ref, int, int], jax.Array], *, wait: bool
+    slots: Ref, o_ref: Ref, tile: Tile, blocks: Sequence[Block], value: Callable[[Block, Ref], jax.Array], *, wait: bool
 ) -> None:
-    """Stores a tile of an output by column blocks, and waits for none of them to arrive.
+    """Stores a tile of an output block by block, and waits for none of them to arrive.
 
     Args:
-      slots: `staging` of the output.
+      slots: `staging` of this warpgroup.
       o_ref: the output in device memory, (m, n).
-      value: `value(slot, start, width)` is what belongs in these columns of the tile.
+      value: `value(block, slot)` is what to store.
       wait: whether slots may still be on their way from the last tile; not if that was waited for before.
     """
-    _, num_slots, _, width = slots.shape
-    for start in range(0, tile.num_columns, width):
-        slot = slots.at[warpgroup, start // width % num_slots]
+    num_slots = slots.shape[0]
+    for i, block in enumerate(blocks):
+        slot = slots.at[i % num_slots]
         if wait:
             plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
-        slot[...] = value(slot, start, width).astype(o_ref.dtype)
+        slot[...] = value(block, slot).astype(o_ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, o_ref.at[tile.rows, pl.ds(tile.column + start, width)])
+        plgpu.copy_smem_to_gmem(slot, block.at(o_ref, tile))
 
 
 def gemm(
@@ -126,7 +157,7 @@ def gemm(
     transpose_a: bool = False,
     transpose_b: bool = False,
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None = None,
-    epilogue: Callable[[Refs, Tile, jax.Array, jax.Array], None],
+    epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
     name: str,
     interpret: bool,
@@ -145,7 +176,8 @@ def gemm(
       transpose_a: whether `a` gives (block_k, block_m).
       transpose_b: whether `b` gives (block_n, block_k).
       prefetch: `prefetch(refs, tile, warpgroup)` may start copies of what the epilogue reads, early in the sum.
-      epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, block_n) in float32.
+      epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in float32
+        for each part of `b`.
       scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
 
     Returns:
@@ -183,12 +215,12 @@ def gemm(
 def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, transpose_b: bool) -> dict[str, Any]:
     """Shared memory of the operands, and who may touch which slot of it."""
 
-    def slots(rows: int, columns: int, transpose: bool) -> Any:
-        return tiled((config.num_stages, *((columns, rows) if transpose else (rows, columns))), dtype)
+    def slots(shape: tuple[int, int], transpose: bool, parts: int) -> Any:
+        return tiled((config.num_stages, parts, *(shape[::-1] if transpose else shape)), dtype)
 
     return dict(
-        a_ring=slots(config.block_m, config.block_k, transpose_a),
-        b_ring=slots(config.block_k, config.block_n, transpose_b),
+        a_ring=slots((config.block_m, config.block_k), transpose_a, 1),
+        b_ring=slots((config.block_k, config.block_n // b_parts), transpose_b, b_parts),
         # A barrier counts in whole rounds those that wait for it: warpgroups with tiles of their own have their own.
         full=plgpu.Barrier(
             num_arrivals=1 + b_parts, num_barriers=config.num_stages * (CONSUMERS if config.ping_pong else 1)
@@ -210,7 +242,7 @@ class _Body:
     transpose_a: bool
     transpose_b: bool
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None
-    epilogue: Callable[[Refs, Tile, jax.Array, jax.Array], None]
+    epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None]
 
     @property
     def num_steps(self) -> int:
@@ -273,11 +305,9 @@ class _Body:
                     plgpu.barrier_wait(refs.consumed.at[slot])
 
                 full = refs.full.at[barriers + slot]
-                plgpu.copy_gmem_to_smem(self.a(refs, tile, ks), refs.a_ring.at[slot], full)
+                plgpu.copy_gmem_to_smem(self.a(refs, tile, ks), refs.a_ring.at[slot, 0], full)
                 for part, b in enumerate(self.b):
-                    columns = pl.ds(part * self.tile_columns, self.tile_columns)
-                    index = (slot, columns) if self.transpose_b else (slot, slice(None), columns)
-                    plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[index], full)
+                    plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[slot, part], full)
                 return step + 1
 
             return jax.lax.fori_loop(0, self.num_steps, copy_step, first)
@@ -312,18 +342,23 @@ class _Body:
         config = self.config
         tile = self.tile(i)
         barriers: Any = warpgroup * config.num_stages
-        part: Any = slice(None)
+        rows: Any = slice(None)
         if not config.ping_pong:
-            barriers, part = 0, pl.ds(warpgroup * config.rows, config.rows)
+            barriers, rows = 0, pl.ds(warpgroup * config.rows, config.rows)
             tile = dataclasses.replace(tile, row=tile.row + warpgroup * config.rows, num_rows=config.rows)
 
-        def multiply_slot(sums: Ref, slot: jax.Array) -> None:
+        def multiply_slot(sums: Sequence[Ref], slot: jax.Array) -> None:
             plgpu.barrier_wait(refs.full.at[barriers + slot])
-            a = refs.a_ring.at[slot, :, part].transpose((1, 0)) if self.transpose_a else refs.a_ring.at[slot, part]
-            b = refs.b_ring.at[slot].transpose((1, 0)) if self.transpose_b else refs.b_ring.at[slot]
-            plgpu.wgmma(sums, a, b)
+            a = refs.a_ring.at[(slot, 0, *((slice(None), rows) if self.transpose_a else (rows,)))]
+            for i, total in enumerate(sums):
+                b = refs.b_ring.at[slot, i]
+                plgpu.wgmma(
+                    total,
+                    a.transpose((1, 0)) if self.transpose_a else a,
+                    b.transpose((1, 0)) if self.transpose_b else b,
+                )
 
-        def product(sums: Ref) -> jax.Array:
+        def product(*sums: Ref) -> list[jax.Array]:
             first = jax.lax.rem(i * self.num_steps, config.num_stages)
             if config.ping_pong:
                 if self.prefetch is not None:
@@ -336,7 +371,7 @@ class _Body:
             def step(_: jax.Array, slot: jax.Array) -> jax.Array:
                 following = jnp.where(slot == config.num_stages - 1, 0, slot + 1)
                 multiply_slot(sums, following)
-                plgpu.wgmma_wait(1)  # the tensor cores always have the next step before them
+                plgpu.wgmma_wait(len(sums))  # the tensor cores always have the next step before them
                 plgpu.barrier_arrive(refs.consumed.at[slot])
                 return following
 
@@ -349,7 +384,8 @@ class _Body:
 
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(refs.consumed.at[last])
-            return sums[...]
+            return [total[...] for total in sums]
 
-        sums = pl.run_scoped(product, plgpu.ACC((config.rows, config.block_n), jnp.float32))
+        accumulator = plgpu.ACC((config.rows, self.tile_columns), jnp.float32)
+        sums = pl.run_scoped(product, *[accumulator] * len(self.b))
         self.epilogue(refs, tile, sums, warpgroup)

@@ -1,5 +1,6 @@
 """Gated matrix product for Hopper GPUs: gate and up of the same columns side by side, over one read of x."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic._common import ROW_BYTES, activate, untiled
-from pallas_models.kernels.mosaic._gemm import CONSUMERS, Config, Refs, Tile, gemm, staging, store
+from pallas_models.kernels.mosaic._common import Ref, activate, row, untiled
+from pallas_models.kernels.mosaic._gemm import CONSUMERS, Block, Config, Refs, Tile, blocks, gemm, staging, store
 
 
 def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, config: Any) -> str | None:
@@ -43,8 +44,8 @@ def gated_matmul(
     (m, k), n = x.shape, w_gate_up.shape[2]
     config = config or heuristic(m, n, k)
     columns = config.block_n // 2
-    num_slots = min(columns * jnp.dtype(out_dtype).itemsize // ROW_BYTES, 2)
-    scratch_types: dict[str, Any] = dict(slots=staging(config, out_dtype, num_slots))
+    parts = blocks(config, columns, out_dtype)
+    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, min(len(parts), 2)))
     if bias is not None:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS)
         scratch_types["bias_tiles"] = plgpu.SMEM((CONSUMERS, 2, columns), bias.dtype)
@@ -55,21 +56,18 @@ def gated_matmul(
                 refs.bias.at[part, tile.columns], refs.bias_tiles.at[warpgroup, part], refs.ready.at[warpgroup]
             )
 
-    def epilogue(refs: Refs, tile: Tile, sums: jax.Array, warpgroup: jax.Array) -> None:
+    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
         if bias is not None:
             plgpu.barrier_wait(refs.ready.at[warpgroup])
 
-        def part(index: int, start: int, width: int) -> jax.Array:
-            y = sums[:, index * columns + start : index * columns + start + width]
+        def value(block: Block, _: Ref) -> jax.Array:
+            gate, up = (block.of(total) for total in sums)
             if bias is not None:
-                vector = refs.bias_tiles[warpgroup, index, start : start + width].astype(jnp.float32)
-                y += jax.lax.broadcast_in_dim(vector, y.shape, [1])
-            return y
+                gate += row(refs.bias_tiles.at[warpgroup, 0, block.columns], gate.shape)
+                up += row(refs.bias_tiles.at[warpgroup, 1, block.columns], up.shape)
+            return activate(activation, gate) * up
 
-        def value(slot: Any, start: int, width: int) -> jax.Array:
-            return activate(activation, part(0, start, width)) * part(1, start, width)
-
-        store(refs.slots, warpgroup, tile, refs.o, value, wait=True)
+        store(refs.slots.at[warpgroup], refs.o, tile, parts, value, wait=True)
 
     (out,) = gemm(
         dict(x=x, w=w_gate_up, bias=bias),

@@ -1,16 +1,15 @@
 """Matrix product with a fused epilogue, for Hopper GPUs."""
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic._common import ROW_BYTES, activate, untiled
-from pallas_models.kernels.mosaic._gemm import CONSUMERS, Config, Refs, Tile, gemm, staging, store
+from pallas_models.kernels.mosaic._common import Ref, activate, row, untiled
+from pallas_models.kernels.mosaic._gemm import CONSUMERS, Block, Config, Refs, Tile, blocks, gemm, staging, store
 
 
 def unsupported(
@@ -50,12 +49,6 @@ def heuristic(m: int, n: int, k: int) -> Config:
     return Config(block_m=128, block_n=256, num_stages=3, ping_pong=False)
 
 
-def _num_slots(config: Config, columns: int, out_dtype: DTypeLike, residual: bool) -> int:
-    """Column blocks of the output that shared memory holds: with a residual, which waits there, the whole tile."""
-    blocks = columns * jnp.dtype(out_dtype).itemsize // ROW_BYTES
-    return blocks if residual else min(blocks, 2)
-
-
 def matmul(
     x: jax.Array,
     w: jax.Array,
@@ -71,9 +64,9 @@ def matmul(
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`."""
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
     config = config or heuristic(m, n, k)
-    num_slots = _num_slots(config, config.block_n, out_dtype, residual is not None)
-    width = ROW_BYTES // jnp.dtype(out_dtype).itemsize
-    scratch_types: dict[str, Any] = dict(slots=staging(config, out_dtype, num_slots))
+    parts = blocks(config, config.block_n, out_dtype)
+    num_slots = min(len(parts), 2) if residual is None else len(parts)  # a residual waits there
+    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, num_slots))
     num_copies = (bias is not None) + (num_slots if residual is not None else 0)
     if num_copies:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=CONSUMERS)
@@ -85,27 +78,22 @@ def matmul(
         if bias is not None:
             plgpu.copy_gmem_to_smem(refs.bias.at[tile.columns], refs.bias_tile.at[warpgroup], ready)
         if residual is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results left these slots
-            for slot in range(num_slots):
-                columns = pl.ds(tile.column + slot * width, width)
-                plgpu.copy_gmem_to_smem(refs.residual.at[tile.rows, columns], refs.slots.at[warpgroup, slot], ready)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left these slots
+            for i, block in enumerate(parts):
+                plgpu.copy_gmem_to_smem(block.at(refs.residual, tile), refs.slots.at[warpgroup, i], ready)
 
-    def epilogue(refs: Refs, tile: Tile, sums: jax.Array, warpgroup: jax.Array) -> None:
+    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
         if num_copies:
             plgpu.barrier_wait(refs.ready.at[warpgroup])
 
-        def value(slot: Any, start: int, width: int) -> jax.Array:
-            y = sums[:, start : start + width]
+        def value(block: Block, slot: Ref) -> jax.Array:
+            y = block.of(sums[0])
             if bias is not None:
-                y += jax.lax.broadcast_in_dim(
-                    refs.bias_tile[warpgroup, start : start + width].astype(jnp.float32), y.shape, [1]
-                )
+                y += row(refs.bias_tile.at[warpgroup, block.columns], y.shape)
             y = activate(activation, y)
-            if residual is not None:
-                y += slot[...].astype(jnp.float32)
-            return y
+            return y if residual is None else y + slot[...].astype(jnp.float32)
 
-        store(refs.slots, warpgroup, tile, refs.o, value, wait=residual is None)
+        store(refs.slots.at[warpgroup], refs.o, tile, parts, value, wait=residual is None)
 
     (out,) = gemm(
         dict(x=x, w=w, bias=bias, residual=residual),
