@@ -14,34 +14,38 @@ Ref = Any  # inside a kernel: a reference to an array in device or shared memory
 ROW_BYTES = 128  # of a row of a tile of shared memory
 
 
-def tiled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory of arrays (..., rows, columns) laid out as the tensor cores read them, without bank conflicts."""
-    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES))
+def tiled(shape: tuple[int, ...], dtype: DTypeLike, row_bytes: int = ROW_BYTES) -> Any:
+    """Shared memory of arrays (..., rows, columns), laid out as the tensor cores read them.
+
+    In tiles of 8 rows of `row_bytes` each: 128, or 64 or 32 where columns are few or taken a few at a time.
+    """
+    transforms = (
+        plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(row_bytes),
+    )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-    """Why an array, or part of one that begins at a tile, cannot be copied to or from `tiled` memory; None if it can."""
+    """Why an array (..., rows, columns) cannot be copied to or from `tiled` memory in parts; None if it can."""
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
     if shape[-1] % columns or shape[-2] % 8:
         return f"takes rows in multiples of 8 and columns in multiples of {columns}, not {name} of shape {shape}"
     return None
 
 
-def row(ref: Ref, shape: tuple[int, int]) -> jax.Array:
+def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])
 
 
 def interpreter_params() -> Any:
     """What runs a kernel in the interpreter; JAX 0.10 keeps it private."""
-    try:
+    if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams()
-    except AttributeError:
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-        return InterpretGPUParams()
+    return InterpretGPUParams()
 
 
 def activate(activation: str | None, x: jax.Array) -> jax.Array:
@@ -66,6 +70,6 @@ def activate(activation: str | None, x: jax.Array) -> jax.Array:
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """1 / (1 + 2**x). A quotient would cost ten instructions, and there is no other way to ask for a reciprocal."""
+    """1 / (1 + 2**x): a quotient costs ten instructions, and there is no other way to ask for a reciprocal."""
     root = jax.lax.rsqrt(1.0 + jnp.exp2(x))
     return root * root

@@ -30,9 +30,10 @@ class Config:
     """Tiles of `block_m` x `block_n` outputs, `block_k` of the contraction a step, `num_stages` steps in the ring.
 
     With `ping_pong` each of the two warpgroups has a tile of its own, and finishes it while the other one has the
-    tensor cores: for short contractions, after which there is most to finish. Without, they share the rows of a tile,
-    which can be twice as large: for long contractions, which read operands most often. `group_m` row blocks are
-    walked together before the next column block, so that blocks running at the same time share operands in L2.
+    tensor cores: for short contractions, after which there is most to finish. Without, they share the rows of a
+    tile, which can be twice as large: for long contractions, which read operands most often. `group_m` row blocks
+    are walked together before the next column block, so that blocks running at the same time share operands in L2.
+    `num_slots` blocks of 64 rows of outputs may be on their way from shared memory, for each warpgroup.
     """
 
     block_m: int
@@ -41,6 +42,7 @@ class Config:
     num_stages: int
     ping_pong: bool
     group_m: int = 8
+    num_slots: int = 2
 
     def __post_init__(self) -> None:
         for name, value, multiple in (
@@ -76,11 +78,11 @@ class Tile:
 
     @property
     def rows(self) -> pl.Slice:
-        return pl.ds(self.row, self.num_rows)
+        return pl.Slice(self.row, self.num_rows)
 
     @property
     def columns(self) -> pl.Slice:
-        return pl.ds(self.column, self.num_columns)
+        return pl.Slice(self.column, self.num_columns)
 
 
 Operand = Callable[[Refs, Tile, pl.Slice], Ref]
@@ -112,7 +114,9 @@ def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
     """All blocks of the part of a tile that a warpgroup has."""
     width = ROW_BYTES // jnp.dtype(dtype).itemsize
     return [
-        Block(row, column, width) for row in range(0, config.rows, _ROWS) for column in range(0, num_columns, width)
+        Block(row, column, width)
+        for row in range(0, config.rows, _ROWS)
+        for column in range(0, num_columns, width)
     ]
 
 
@@ -122,7 +126,13 @@ def staging(dtype: DTypeLike, num_slots: int) -> Any:
 
 
 def store(
-    slots: Ref, o_ref: Ref, tile: Tile, blocks: Sequence[Block], value: Callable[[Block, Ref], jax.Array], *, wait: bool
+    slots: Ref,
+    o_ref: Ref,
+    tile: Tile,
+    blocks: Sequence[Block],
+    value: Callable[[Block, Ref], jax.Array],
+    *,
+    wait: bool,
 ) -> None:
     """Stores a tile of an output block by block, and waits for none of them to arrive.
 
@@ -176,8 +186,8 @@ def gemm(
       transpose_a: whether `a` gives (block_k, block_m).
       transpose_b: whether `b` gives (block_n, block_k).
       prefetch: `prefetch(refs, tile, warpgroup)` may start copies of what the epilogue reads, early in the sum.
-      epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in float32
-        for each part of `b`.
+      epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in
+        float32 for each part of `b`.
       scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
 
     Returns:
@@ -221,7 +231,7 @@ def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, tran
     return dict(
         a_ring=slots((config.block_m, config.block_k), transpose_a, 1),
         b_ring=slots((config.block_k, config.block_n // b_parts), transpose_b, b_parts),
-        # A barrier counts in whole rounds those that wait for it: warpgroups with tiles of their own have their own.
+        # Who waits for a barrier must wait for every round of it: warpgroups with their own tiles have their own.
         full=plgpu.Barrier(
             num_arrivals=1 + b_parts, num_barriers=config.num_stages * (CONSUMERS if config.ping_pong else 1)
         ),
@@ -298,7 +308,7 @@ class _Body:
 
             def copy_step(j: jax.Array, step: jax.Array) -> jax.Array:
                 slot = jax.lax.rem(step, config.num_stages)
-                ks = pl.ds(j * config.block_k, config.block_k)
+                ks = pl.Slice(j * config.block_k, config.block_k)
 
                 @pl.when(step >= config.num_stages)
                 def _() -> None:

@@ -17,13 +17,18 @@ def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, con
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
     if config is not None and not isinstance(config, Config):
-        return f"takes a {Config.__module__}.Config, not {type(config)}"
+        return f"takes a Config of {Config.__module__}, not {type(config).__module__}.{type(config).__name__}"
     k, _, n = w_gate_up.shape
     return (
         untiled("x", x.shape, x.dtype)
         or untiled("gate and up", (k, n), x.dtype)
         or untiled("the result", (x.shape[0], n), out_dtype)
     )
+
+
+def prefer(x: jax.Array, w_gate_up: jax.Array) -> bool:
+    """Whether it is the faster kernel for a call that it serves."""
+    return True
 
 
 def heuristic(m: int, n: int, k: int) -> Config:
@@ -45,7 +50,7 @@ def gated_matmul(
     config = config or heuristic(m, n, k)
     columns = config.block_n // 2
     parts = blocks(config, columns, out_dtype)
-    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, min(len(parts), 2)))
+    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, min(len(parts), config.num_slots)))
     if bias is not None:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS)
         scratch_types["bias_tiles"] = plgpu.SMEM((CONSUMERS, 2, columns), bias.dtype)
@@ -78,7 +83,10 @@ def gated_matmul(
         k=k,
         dtype=x.dtype,
         a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
-        b=[lambda refs, tile, ks, part=part: refs.w.at[ks, part, tile.columns] for part in range(2)],
+        b=[
+            lambda refs, tile, ks: refs.w.at[ks, 0, tile.columns],
+            lambda refs, tile, ks: refs.w.at[ks, 1, tile.columns],
+        ],
         prefetch=prefetch if bias is not None else None,
         epilogue=epilogue,
         scratch_types=scratch_types,

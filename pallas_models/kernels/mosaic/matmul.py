@@ -15,9 +15,11 @@ from pallas_models.kernels.mosaic._gemm import CONSUMERS, Block, Config, Refs, T
 def unsupported(
     x: jax.Array,
     w: jax.Array,
+    bias: jax.Array | None,
     residual: jax.Array | None,
     *,
     transpose_w: bool,
+    activation: str | None,
     acc_dtype: DTypeLike,
     out_dtype: DTypeLike,
     algorithm: str | None,
@@ -25,24 +27,38 @@ def unsupported(
     batch: int,
 ) -> str | None:
     """Why `matmul` does not serve a call; None if it does."""
-    n = w.shape[-2 if transpose_w else -1]
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
     if jnp.dtype(acc_dtype) != jnp.float32:
-        return f"accumulates in float32, not {acc_dtype}"
+        return f"accumulates in float32, not {jnp.dtype(acc_dtype)}"
     if residual is not None and residual.dtype != out_dtype:
         return f"takes a residual of the dtype of the result, {out_dtype}, not {residual.dtype}"
     if algorithm is not None:
         return f"has none of the algorithms of the Triton kernel, such as {algorithm!r}"
     if config is not None and not isinstance(config, Config):
-        return f"takes a {Config.__module__}.Config, not {type(config)}"
+        return f"takes a Config of {Config.__module__}, not {type(config).__module__}.{type(config).__name__}"
     if batch > 1:
-        return "does not serve batches"
+        return "takes no batch of weights"
+    n = w.shape[0 if transpose_w else 1]
     return (
         untiled("x", x.shape, x.dtype)
         or untiled("w", w.shape, w.dtype)
         or untiled("the result", (x.shape[0], n), out_dtype)
     )
+
+
+def prefer(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    transpose_w: bool,
+    activation: str | None,
+    out_dtype: DTypeLike,
+) -> bool:
+    """Whether it is the faster kernel for a call that it serves."""
+    return True
 
 
 def heuristic(m: int, n: int, k: int) -> Config:
@@ -65,7 +81,7 @@ def matmul(
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
     config = config or heuristic(m, n, k)
     parts = blocks(config, config.block_n, out_dtype)
-    num_slots = min(len(parts), 2) if residual is None else len(parts)  # a residual waits there
+    num_slots = min(len(parts), config.num_slots) if residual is None else len(parts)  # a residual waits there
     scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, num_slots))
     num_copies = (bias is not None) + (num_slots if residual is not None else 0)
     if num_copies:
