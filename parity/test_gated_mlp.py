@@ -11,10 +11,14 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.triton import _common, gated_mlp
 from pallas_models.kernels.triton.matmul import Config
 from parity.common import (
     KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
+    TOLERANCE,
     TRITON_CALL,
     assert_close,
     assert_equal,
@@ -221,7 +225,7 @@ def test_lowering(device, dtype):
     shapes = [(256, 128), (128, 2, 512), (2, 512)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     with cuda_device(*device):
-        text = lowered_for_cuda(lambda x, w, b: ops.gated_matmul(x, w, bias=b), *arrays)
+        text = lowered_for_cuda(lambda x, w, b: ops.gated_matmul(x, w, bias=b, implementation="triton"), *arrays)
     assert text.count(f"@{TRITON_CALL}") == 1
     assert "stablehlo.transpose" not in text and "stablehlo.dot" not in text
 
@@ -234,6 +238,62 @@ def test_tiles_fit_in_shared_memory(m, n, k, kib):
         config = gated_mlp.heuristic(m, n, k, dtype, gpu)
         assert gated_mlp.shared_memory(config, jnp.dtype(dtype).itemsize) <= gpu.shared_memory
         assert config.splits == 1
+
+
+edges = pytest.mark.skipif(MOSAIC != "mosaic" and jax.__version_info__ < (0, 11), reason="JAX 0.10 has no edges")
+
+
+@pytest.mark.parametrize(
+    "shape, config, has_bias",
+    [
+        ((128, 64, 128), dict(block_m=64, block_n=128, ping_pong=True), True),
+        pytest.param((136, 192, 192), dict(block_m=128, block_n=256, ping_pong=False), False, marks=edges),
+    ],
+)
+def test_hopper_kernel(shape, config, has_bias):
+    x, w, bias = operands(shape, "bfloat16", seed=15)
+    options = dict(bias=bias if has_bias else None, activation="silu")
+    expected = ops.gated_matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    out = ops.gated_matmul(x, w, config=mosaic.Config(num_stages=2, **config), implementation=MOSAIC, **options)
+    assert out.dtype == "bfloat16"
+    assert_close(out, expected, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("shape", by_device(cpu=[], gpu=[(2048, 4096, 3072), (8192, 1024, 3072), (8, 64, 64)]))
+def test_hopper_kernel_with_tiles_of_its_choice(shape):
+    x, w, bias = operands(shape, "bfloat16", seed=16)
+    expected = ops.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation="xla")
+    assert_close(ops.gated_matmul(x, w, bias=bias, implementation=MOSAIC), expected, TOLERANCE["bfloat16"])
+
+
+def test_hopper_kernel_lowers():
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(256, 128), (128, 2, 512), (2, 512)]]
+    with cuda_device(*DEVICES[0]):
+        text = lowered_for_cuda(lambda x, w, b: ops.gated_matmul(x, w, bias=b, implementation="mosaic"), *arrays)
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+    assert "stablehlo.transpose" not in text and "stablehlo.dot" not in text
+
+
+@pytest.mark.parametrize("m, n, k", [(8, 64, 64), (2048, 12288, 4096), (8192, 3072, 1024)])
+def test_hopper_tiles_fit_in_shared_memory(m, n, k):
+    for out_dtype in ("bfloat16", "float32"):
+        config = mosaic.heuristic(m, n, k, out_dtype=out_dtype)
+        assert mosaic.shared_memory(config, out_dtype) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "m, k, n, dtype, options, message",
+    [
+        (8, 64, 64, "float32", {}, "takes float16 and bfloat16, not float32"),
+        (9, 64, 64, "bfloat16", {}, "in multiples of 64, not x of shape (9, 64)"),
+        (8, 64, 80, "bfloat16", {}, "in multiples of 64, not gate and up of shape (64, 80)"),
+        (8, 64, 64, "bfloat16", {"config": 3}, "takes a Config of pallas_models.kernels.mosaic"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(m, k, n, dtype, options, message):
+    x, w, _ = operands((m, k, n), dtype)
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ops.gated_matmul(x, w, implementation=MOSAIC, **options)
 
 
 X, W, B = operands((5, 6, 8))

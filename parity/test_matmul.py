@@ -11,10 +11,14 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import _common, matmul
 from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
 from parity.common import (
     KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
+    TOLERANCE,
     TRITON_CALL,
     assert_close,
     assert_gradients_close,
@@ -24,7 +28,7 @@ from parity.common import (
     normal,
     relative_error,
 )
-from parity.test_lowering import DEVICES, lowered_for_cuda
+from parity.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 
 SHAPES = by_device(
     cpu=[
@@ -271,9 +275,11 @@ def test_float16_accumulation_of_parts(reference, algorithm):
 def test_transposed_weights_are_not_copied():
     x, w, _, _ = operands((128, 64, 256), "bfloat16")
     with cuda_device(*DEVICES[0]):
-        text = lowered_for_cuda(lambda x, w: ops.matmul(x, w, transpose_w=True), x, w.T)
-    assert text.count(f"@{TRITON_CALL}") == 1
-    assert "stablehlo.transpose" not in text
+        for name, call in (("triton", TRITON_CALL), ("mosaic", MOSAIC_CALL)):
+            f = functools.partial(ops.matmul, transpose_w=True, implementation=name)
+            text = lowered_for_cuda(f, x, w.T)
+            assert text.count(f"@{call}") == 1
+            assert "stablehlo.transpose" not in text
 
 
 def test_gradients_of_transposed_weights(reference):
@@ -459,3 +465,140 @@ def test_bad_calls(call, message):
 def test_an_impossible_number_of_parts_is_refused(splits):
     with pytest.raises(ValueError, match=f"splits={splits} must be positive"):
         Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=1, splits=splits)
+
+
+def hopper(block_m: int, block_n: int, *, ping_pong: bool, **options: int) -> mosaic.Config:
+    return mosaic.Config(block_m=block_m, block_n=block_n, num_stages=2, ping_pong=ping_pong, **options)
+
+
+# The interpreter runs two blocks.
+NO_EDGES = "JAX 0.10 interprets neither what lies past the end of an array nor transposed operands"
+edges = pytest.mark.skipif(MOSAIC != "mosaic" and jax.__version_info__ < (0, 11), reason=NO_EDGES)
+HOPPER_CASES = [  # M, K, N
+    ((128, 128, 128), hopper(128, 64, ping_pong=False), "gelu", False),
+    ((128, 128, 192), hopper(64, 64, ping_pong=True), "gelu_tanh", False),  # several tiles for each warpgroup
+    pytest.param((72, 320, 192), hopper(128, 128, ping_pong=False), "silu", True, marks=edges),  # ragged
+    pytest.param((328, 64, 64), hopper(64, 64, ping_pong=True, group_m=2), "relu", False, marks=edges),
+    pytest.param((136, 192, 320), hopper(128, 128, ping_pong=True, block_k=128), "sigmoid", True, marks=edges),
+]
+
+
+@pytest.mark.parametrize("shape, config, activation, transpose_w", HOPPER_CASES)
+def test_hopper_kernel(shape, config, activation, transpose_w):
+    x, w, bias, residual = operands(shape, "bfloat16", seed=19)
+    options = dict(transpose_w=transpose_w, bias=bias.astype("float32"), residual=residual, activation=activation)
+    w = w.T if transpose_w else w
+    expected = ops.matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
+    assert out.dtype == "bfloat16"
+    assert_close(out, expected, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("has_bias, has_residual", [(False, False), (True, False), (False, True)])
+def test_hopper_kernel_rounds_once(has_bias, has_residual):
+    x, w, bias, residual = operands((128, 128, 64), "float16", seed=20)
+    bias, residual = bias if has_bias else None, residual.astype("float32") if has_residual else None
+    options = dict(bias=bias, residual=residual, out_dtype="float32")
+    out = ops.matmul(x, w, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC, **options)
+    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    by_device(
+        cpu=[],
+        gpu=[
+            (8192, 384, 1536),
+            (8192, 1536, 384),
+            (1024, 3072, 768),
+            (1000, 768, 2304),
+            (8, 64, 64),
+            (4096, 4096, 4096),
+        ],
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_hopper_kernel_with_tiles_of_its_choice(shape, has_residual):
+    x, w, bias, residual = operands(shape, "bfloat16", seed=21)
+    options = dict(bias=bias, residual=residual if has_residual else None, activation="gelu")
+    expected = ops.matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    assert_close(ops.matmul(x, w, implementation=MOSAIC, **options), expected, TOLERANCE["bfloat16"])
+
+
+def test_hopper_kernel_under_vmap_and_its_gradients():
+    x, w, bias, _ = operands((2 * 64, 64, 64), "bfloat16", seed=22)
+    x = x.reshape(2, 64, 64)
+
+    def loss(x, w, bias, implementation, config=None):
+        one = functools.partial(
+            ops.matmul, w=w, bias=bias, out_dtype="float32", implementation=implementation, config=config
+        )
+        return jnp.sum(jax.vmap(one)(x) ** 2)
+
+    out, gradients = jax.value_and_grad(loss, (0, 1, 2))(x, w, bias, MOSAIC, hopper(64, 64, ping_pong=True))
+    expected, wanted = jax.value_and_grad(loss, (0, 1, 2))(x, w, bias, "xla")
+    assert_close(out, expected, 1e-6)
+    for gradient, one in zip(gradients, wanted, strict=True):
+        assert_close(gradient, one, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_hopper_kernel_lowers(dtype, out_dtype, ping_pong):
+    x, w, bias, residual = (jax.ShapeDtypeStruct(a.shape, dtype) for a in operands((264, 512, 192)))
+    config = hopper(128, 128, ping_pong=ping_pong)
+
+    options = dict(activation="gelu", out_dtype=out_dtype, config=config, implementation="mosaic")
+
+    def f(x, w, bias, residual):
+        return ops.matmul(x, w, bias=bias, residual=residual, **options)
+
+    residual = jax.ShapeDtypeStruct(residual.shape, out_dtype)
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(f, x, w, bias, residual)
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+    assert "stablehlo.dot" not in text and "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize("m", [8, 1024, 8192, 65536])
+@pytest.mark.parametrize("n, k", [(64, 64), (384, 1536), (1152, 384), (4096, 12288), (24576, 4096)])
+def test_hopper_heuristic(m, n, k):
+    for out_dtype in ("bfloat16", "float32"):
+        for residual in (False, True):
+            config = mosaic.heuristic(m, n, k, out_dtype=out_dtype, residual=residual)
+            assert mosaic.shared_memory(config, out_dtype, residual=residual) <= 227 * 1024
+
+
+HALF = functools.partial(jnp.ones, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "arrays, options, message",
+    [
+        ((jnp.ones((64, 64)), jnp.ones((64, 64))), {}, "takes float16 and bfloat16, not float32"),
+        ((HALF((12, 64)), HALF((64, 64))), {}, "in multiples of 64, not x of shape (12, 64)"),
+        ((HALF((64, 72)), HALF((72, 64))), {}, "in multiples of 64, not x of shape (64, 72)"),
+        ((HALF((64, 64)), HALF((64, 72))), {}, "in multiples of 64, not w of shape (64, 72)"),
+        ((HALF((64, 64)), HALF((72, 64))), {"transpose_w": True}, "not the result of shape (64, 72)"),
+        (
+            (HALF((64, 64)),) * 2,
+            {"residual": jnp.ones((64, 64))},
+            "a residual of the dtype of the result, bfloat16",
+        ),
+        ((HALF((64, 64)),) * 2, {"algorithm": "tiled"}, "has none of the algorithms of the Triton kernel"),
+        ((HALF((64, 64)),) * 2, {"config": CONFIGS[0]}, "takes a Config of pallas_models.kernels.mosaic"),
+        ((HALF((2, 64, 64)),) * 2, {}, "takes no batch of weights"),
+        ((HALF((64, 64), dtype="float16"),) * 2, {"acc_dtype": "float16"}, "accumulates in float32, not float16"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(arrays, options, message):
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ops.matmul(*arrays, implementation=MOSAIC, **options)
+
+
+@pytest.mark.parametrize("field, value", [("block_m", 96), ("block_n", 100), ("block_n", 320), ("block_k", 32)])
+def test_hopper_tiles_of_no_possible_size_are_refused(field, value):
+    sizes = dict(block_m=128, block_n=128, block_k=64, num_stages=2, ping_pong=False)
+    with pytest.raises(ValueError, match=rf"{field}={value} must be"):
+        mosaic.Config(**{**sizes, field: value})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, run
@@ -35,7 +36,7 @@ def gated_matmul(
     bias: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ gate + gate_bias) * (x @ up + up_bias)`, both products over one read of `x`.
@@ -51,8 +52,10 @@ def gated_matmul(
       bias: (2, N), any float dtype, or None.
       precision: of float32 products, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
-      config: tile sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      config: tile sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
+        `pallas_models.tuning` says.
+      implementation: `"mosaic"` (for Hopper GPUs: half precisions, rows in multiples of 8, N and K in multiples of
+        64), `"triton"`, `"xla"`, `"mosaic_interpret"`, `"interpret"`, or None for the best available.
 
     Returns:
       (..., N) in `out_dtype`.
@@ -60,6 +63,7 @@ def gated_matmul(
     Raises:
       TypeError: an operand is not floating point, or `x` and `w_gate_up` differ in dtype.
       ValueError: shapes do not fit, or an option is unknown.
+      NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     _checks.check_float("x", x)
     _checks.check_float("w_gate_up", w_gate_up)
@@ -74,18 +78,21 @@ def gated_matmul(
     if bias is not None:
         _checks.check_float("bias", bias)
         _checks.check_shape("bias", bias, (2, n), "(2, N)")
-    static: dict[str, Any] = dict(
-        activation=activation,
-        precision=_checks.as_precision(precision),
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
-    )
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    common: dict[str, Any] = dict(activation=activation, out_dtype=out_dtype)
+    static = common | dict(precision=_checks.as_precision(precision))
+    tiles: Any = config  # of either kernel, which say so where they are not theirs
+    rows = x.reshape(math.prod(x.shape[:-1]), k)
     out = run(
         implementation,
-        functools.partial(triton.gated_matmul, config=config, **static),
+        functools.partial(triton.gated_matmul, config=tiles, **static),
         functools.partial(reference, **static),
-        x.reshape(math.prod(x.shape[:-1]), k),
+        rows,
         w_gate_up,
         bias,
+        mosaic=mosaic.unsupported(rows, w_gate_up, out_dtype=out_dtype, config=config)
+        or functools.partial(mosaic.gated_matmul, config=tiles, **common),
+        prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(rows, w_gate_up),
     )
     return out.reshape(*x.shape[:-1], n)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, run
@@ -28,7 +29,7 @@ def matmul(
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
     algorithm: triton.Algorithm | None = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ w + bias) + residual`.
@@ -54,8 +55,11 @@ def matmul(
         cores, and loads nothing ahead; `"pipelined"` sizes the tiles for the shape, walks them in an order that
         suits the L2 cache and loads ahead of the products; `"split_k"` also splits the contraction between
         programs, for few outputs of long contractions. XLA has only its own.
-      config: tile sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      config: tile sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
+        `pallas_models.tuning` says.
+      implementation: `"mosaic"` (for Hopper GPUs: half precisions, rows in multiples of 8, N and K in multiples of
+        64, a residual of the dtype of the result, no batch), `"triton"`, `"xla"`, `"mosaic_interpret"`,
+        `"interpret"`, or None for the best available.
 
     Returns:
       (..., N), or (..., M, N) if `w` has batch axes, in `out_dtype`.
@@ -63,28 +67,37 @@ def matmul(
     Raises:
       TypeError: an operand is not floating point, or `x` and `w` differ in dtype.
       ValueError: shapes do not fit, or an option is unknown.
+      NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     shape = check(x, w, bias, activation, residual, acc_dtype, transpose_w=transpose_w, batched=True)
     if algorithm is not None and algorithm not in triton.ALGORITHMS:
         raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
-    static: dict[str, Any] = dict(
-        transpose_w=transpose_w,
-        activation=activation,
-        acc_dtype=jnp.dtype(acc_dtype),
-        precision=_checks.as_precision(precision),
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
-    )
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    common: dict[str, Any] = dict(transpose_w=transpose_w, activation=activation, out_dtype=out_dtype)
+    static = common | dict(acc_dtype=jnp.dtype(acc_dtype), precision=_checks.as_precision(precision))
+    tiles: Any = config  # of either kernel, which say so where they are not theirs
     if math.prod(w.shape[:-2]) == 1:  # it is shared by the rows of all the batch
         rows = math.prod(shape[:-1])
         x, w = x.reshape(rows, x.shape[-1]), w.reshape(w.shape[-2:])
         residual = None if residual is None else residual.reshape(rows, shape[-1])
     batch = math.prod(shape[:-2]) if w.ndim > 2 else 1
-    one = functools.partial(
-        run,
-        implementation if batch else "xla",
-        functools.partial(triton.matmul, algorithm=algorithm, config=config, batch=batch, **static),
-        functools.partial(reference, **static),
-    )
+
+    def one(x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+        reason = mosaic.unsupported(
+            x, w, bias, residual, acc_dtype=acc_dtype, algorithm=algorithm, config=config, batch=batch, **common
+        )
+        return run(
+            implementation if batch else "xla",
+            functools.partial(triton.matmul, algorithm=algorithm, config=tiles, batch=batch, **static),
+            functools.partial(reference, **static),
+            x,
+            w,
+            bias,
+            residual,
+            mosaic=reason or functools.partial(mosaic.matmul, config=tiles, **common),
+            prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(x, w, bias, residual, **common),
+        )
+
     return _over_batch(one, x, w, bias, residual).reshape(shape)
 
 

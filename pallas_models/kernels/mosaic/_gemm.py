@@ -19,8 +19,7 @@ from pallas_models.kernels.mosaic._common import ROW_BYTES, Ref, interpreter_par
 from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.kernels.triton.matmul import tile_order
 
-CONSUMERS = 2  # warpgroups that multiply
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
+_REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer, and of so many consumers
 _ROWS = 64  # that a warpgroup multiplies at a time
 Refs = Any  # a namespace of references, by the names that `gemm` was given
 
@@ -43,10 +42,11 @@ class Config:
     ping_pong: bool
     group_m: int = 8
     num_slots: int = 2
+    num_consumers: int = 2
 
     def __post_init__(self) -> None:
         for name, value, multiple in (
-            ("block_m", self.block_m, 64 if self.ping_pong else 128),
+            ("block_m", self.block_m, 64 if self.ping_pong else 64 * self.num_consumers),
             ("block_n", self.block_n, 64),
             ("block_k", self.block_k, 64),
         ):
@@ -60,7 +60,7 @@ class Config:
     @property
     def rows(self) -> int:
         """Rows of a tile that one warpgroup has."""
-        return self.block_m if self.ping_pong else self.block_m // CONSUMERS
+        return self.block_m if self.ping_pong else self.block_m // self.num_consumers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
     ]
 
 
-def staging(dtype: DTypeLike, num_slots: int) -> Any:
+def staging(dtype: DTypeLike, num_slots: int, num_consumers: int = 2) -> Any:
     """Shared memory through which blocks of an output leave, for each warpgroup."""
-    return tiled((CONSUMERS, num_slots, _ROWS, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
+    return tiled((num_consumers, num_slots, _ROWS, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
 
 
 def store(
@@ -211,7 +211,7 @@ def gemm(
         out_type=list(out_type.values()),
         grid=(min(blocks, body.num_tiles),),
         grid_names=("block",),
-        num_threads=CONSUMERS + 1,
+        num_threads=config.num_consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -233,11 +233,20 @@ def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, tran
         b_ring=slots((config.block_k, config.block_n // b_parts), transpose_b, b_parts),
         # Who waits for a barrier must wait for every round of it: warpgroups with their own tiles have their own.
         full=plgpu.Barrier(
-            num_arrivals=1 + b_parts, num_barriers=config.num_stages * (CONSUMERS if config.ping_pong else 1)
+            num_arrivals=1 + b_parts,
+            num_barriers=config.num_stages * (config.num_consumers if config.ping_pong else 1),
         ),
-        consumed=plgpu.Barrier(num_arrivals=1 if config.ping_pong else CONSUMERS, num_barriers=config.num_stages),
-        turn=plgpu.Barrier(num_barriers=CONSUMERS),
+        consumed=plgpu.Barrier(
+            num_arrivals=1 if config.ping_pong else config.num_consumers, num_barriers=config.num_stages
+        ),
+        turn=plgpu.Barrier(num_barriers=config.num_consumers),
     )
+
+
+def shared_memory(config: Config, num_slots: int) -> int:
+    """Bytes of shared memory that the ring and `num_slots` of `staging` take, and some for barriers and a bias."""
+    ring = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
+    return ring + config.num_consumers * (num_slots * _ROWS * ROW_BYTES + config.block_n * 4) + 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,14 +296,16 @@ class _Body:
         blocks = jax.lax.axis_size("block")
         count = jax.lax.div(self.num_tiles + blocks - 1 - jax.lax.axis_index("block"), blocks)
 
-        @pl.when(warpgroup == CONSUMERS)
+        producer_registers, consumer_registers = _REGISTERS[self.config.num_consumers]
+
+        @pl.when(warpgroup == self.config.num_consumers)
         def _() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(producer_registers, action="decrease")
             self.produce(refs, count)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < self.config.num_consumers)
         def _() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(consumer_registers, action="increase")
             self.consume(refs, count, warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -304,7 +315,7 @@ class _Body:
 
         def copy_tile(i: jax.Array, first: jax.Array) -> jax.Array:
             tile = self.tile(i)
-            barriers = jax.lax.rem(i, CONSUMERS) * config.num_stages if config.ping_pong else 0
+            barriers = jax.lax.rem(i, config.num_consumers) * config.num_stages if config.ping_pong else 0
 
             def copy_step(j: jax.Array, step: jax.Array) -> jax.Array:
                 slot = jax.lax.rem(step, config.num_stages)
@@ -339,13 +350,13 @@ class _Body:
 
             return
 
-        @pl.when(warpgroup == 1)
+        @pl.when(warpgroup == config.num_consumers - 1)
         def _() -> None:
             plgpu.barrier_arrive(refs.turn.at[0])
 
-        @pl.loop(0, jax.lax.div(count - warpgroup + 1, 2))
+        @pl.loop(0, jax.lax.div(count - warpgroup + config.num_consumers - 1, config.num_consumers))
         def _(i: jax.Array) -> None:
-            self.multiply(refs, CONSUMERS * i + warpgroup, count, warpgroup)
+            self.multiply(refs, config.num_consumers * i + warpgroup, count, warpgroup)
 
     def multiply(self, refs: Refs, i: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
         """Sums up the i-th of `count` tiles of this block and finishes it."""
@@ -390,7 +401,7 @@ class _Body:
 
                 @pl.when(i + 1 < count)
                 def _() -> None:
-                    plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
+                    plgpu.barrier_arrive(refs.turn.at[jax.lax.rem(warpgroup + 1, config.num_consumers)])
 
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(refs.consumed.at[last])

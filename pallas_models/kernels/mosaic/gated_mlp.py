@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic._common import Ref, activate, row, untiled
-from pallas_models.kernels.mosaic._gemm import CONSUMERS, Block, Config, Refs, Tile, blocks, gemm, staging, store
+from pallas_models.kernels.mosaic._gemm import Block, Config, Refs, Tile, blocks, gemm, staging, store
+from pallas_models.kernels.mosaic.matmul import num_slots
 
 
 def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, config: Any) -> str | None:
@@ -28,11 +30,17 @@ def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, con
 
 def prefer(x: jax.Array, w_gate_up: jax.Array) -> bool:
     """Whether it is the faster kernel for a call that it serves."""
-    return True
+    return x.shape[0] >= 512
 
 
-def heuristic(m: int, n: int, k: int) -> Config:
-    return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
+def shared_memory(config: Config, out_dtype: DTypeLike) -> int:
+    """Bytes of shared memory that a block takes."""
+    return _gemm.shared_memory(config, num_slots(config, config.block_n // 2, out_dtype, residual=False))
+
+
+def heuristic(m: int, n: int, k: int, *, out_dtype: DTypeLike) -> Config:
+    """Chooses tiles for x (m, k) and w (k, 2, n): `block_n` columns are those of gate and up together."""
+    return Config(block_m=128, block_n=128, num_stages=5, ping_pong=True, group_m=16)
 
 
 def gated_matmul(
@@ -47,13 +55,14 @@ def gated_matmul(
 ) -> jax.Array:
     """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
     (m, k), n = x.shape, w_gate_up.shape[2]
-    config = config or heuristic(m, n, k)
+    config = config or heuristic(m, n, k, out_dtype=out_dtype)
     columns = config.block_n // 2
     parts = blocks(config, columns, out_dtype)
-    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, min(len(parts), config.num_slots)))
+    slots = num_slots(config, columns, out_dtype, residual=False)
+    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, slots, config.num_consumers))
     if bias is not None:
-        scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS)
-        scratch_types["bias_tiles"] = plgpu.SMEM((CONSUMERS, 2, columns), bias.dtype)
+        scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=config.num_consumers)
+        scratch_types["bias_tiles"] = plgpu.SMEM((config.num_consumers, 2, columns), bias.dtype)
 
     def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
         for part in range(2):
