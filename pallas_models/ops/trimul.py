@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic import trimul as mosaic
 from pallas_models.kernels.triton import trimul as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, run
@@ -94,7 +95,8 @@ def triangle_update(
       precision: of products of float32 operands, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: `"mosaic"` (for Hopper GPUs: a `compute_dtype` of 16 bits and N in multiples of 64),
+        `"triton"`, `"xla"`, `"mosaic_interpret"`, `"interpret"`, or None for the best available.
 
     Returns:
       (..., N, N, C) in `out_dtype`.
@@ -102,6 +104,7 @@ def triangle_update(
     Raises:
       TypeError: an operand is not floating point.
       ValueError: shapes do not fit, or an option is unknown.
+      NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     weights = (norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out)
     _check(x, mask, weights, direction, gate_after, compute_dtype)
@@ -119,13 +122,20 @@ def triangle_update(
         operands = _converted(*arrays, compute_dtype=compute_dtype)
         return triton.triangle_update(*operands, config=config, interpret=interpret, **static)
 
+    def hopper_kernel(*arrays: Any, interpret: bool) -> jax.Array:
+        return mosaic.triangle_update(
+            *_converted(*arrays, compute_dtype=compute_dtype), interpret=interpret, **static
+        )
+
+    batched = x.reshape(batch, *x.shape[-3:])
     out = run(
         implementation,
         kernel,
         _differentiable_reference(**static),
-        x.reshape(batch, *x.shape[-3:]),
+        batched,
         None if mask is None else mask.reshape(batch, *mask.shape[-2:]),
         *weights,
+        mosaic=mosaic.unsupported(batched, compute_dtype=compute_dtype, config=config) or hopper_kernel,
     )
     return out.reshape(x.shape)
 

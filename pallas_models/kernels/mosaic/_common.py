@@ -34,6 +34,14 @@ def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     return None
 
 
+_INDEX = ((),) if jax.__version_info__ < (0, 11) else ()  # JAX 0.10 wants one
+
+
+def load(ref: Ref, layout: Any, *, interpret: bool) -> jax.Array:
+    """Loads what `ref` points at in device or shared memory, each thread the elements that it has in `layout`."""
+    return ref[...] if interpret else plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+
+
 def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])

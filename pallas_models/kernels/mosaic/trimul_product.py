@@ -11,7 +11,7 @@ from pallas_models.kernels.mosaic._common import Ref, untiled
 from pallas_models.kernels.mosaic._gemm import Block, Config, Refs, Tile, blocks, gemm, staging, store
 
 
-def unsupported(sides: jax.Array, *, config: Any = None) -> str | None:
+def unsupported(sides: jax.Array | jax.ShapeDtypeStruct, *, config: Any = None) -> str | None:
     """Why `product` does not serve a call; None if it does."""
     if sides.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {sides.dtype}"

@@ -5,7 +5,9 @@
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +48,22 @@ def triangle_update(
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
     interpret: bool,
+    project: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
+    product: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """The update of x (B, N, N, C); matrices of `compute_dtype`, vectors float32. See `pallas_models.ops`."""
+    """The update of x (B, N, N, C); matrices of `compute_dtype`, vectors float32. See `pallas_models.ops`.
+
+    Another backend's `project` and `product`, where given, take the place of those here.
+    """
     b, n, _, c = x.shape
     configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
-    sides, gate = trimul_project.project(
+    project = project or functools.partial(
+        trimul_project.project, precision=precision, config=configs.project, interpret=interpret
+    )
+    product = product or functools.partial(
+        trimul_product.product, precision=precision, config=configs.product, interpret=interpret
+    )
+    sides, gate = project(
         x.reshape(b, n * n, c),
         None if mask is None else mask.reshape(b, n * n),
         norm_scale,
@@ -61,21 +74,15 @@ def triangle_update(
         b_gate,
         gate_after=gate_after,
         epsilon=epsilon,
-        precision=precision,
-        config=configs.project,
-        interpret=interpret,
     )
     # y grows as the square root of N: scaled by a power of two near it, it stays within float16. What scales y
     # leaves its layer norm as it was once epsilon is scaled too.
     factor = 1.0 if jnp.dtype(compute_dtype) == jnp.float32 else 2.0 ** -round(math.log2(n) / 2)
-    y = trimul_product.product(
+    y = product(
         sides.reshape(b, -1, n, n),
         channels=w_in.shape[2],
         incoming=direction == "incoming",
         factor=factor,
-        precision=precision,
-        config=configs.product,
-        interpret=interpret,
     )
     out = trimul_output.output(
         y.reshape(b, -1, n * n),

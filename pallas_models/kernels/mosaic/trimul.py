@@ -1,0 +1,31 @@
+"""Triangle multiplicative update for Hopper GPUs: its projections and its product, with Triton's last kernel."""
+
+import functools
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.mosaic import trimul_product, trimul_project
+from pallas_models.kernels.triton import trimul as triton
+
+
+def unsupported(x: jax.Array, *, compute_dtype: DTypeLike, config: Any) -> str | None:
+    """Why `triangle_update` does not serve a call; None if it does."""
+    b, n, _, _ = x.shape
+    if config is not None:
+        return f"takes no config, not {type(config)}"
+    return trimul_product.unsupported(jax.ShapeDtypeStruct((b, 2, n, n), compute_dtype))
+
+
+def triangle_update(x: jax.Array, *arrays: Any, interpret: bool, **options: Any) -> jax.Array:
+    """As `triton.triangle_update`, for calls that `unsupported` does not refuse."""
+    w_in, w_gate = arrays[3], arrays[7]
+    b, n, _, c = x.shape
+    project = None  # that of Triton
+    if trimul_project.unsupported(jax.ShapeDtypeStruct((b, n * n, c), x.dtype), w_in, w_gate) is None:
+        project = functools.partial(trimul_project.project, interpret=interpret)
+    product = functools.partial(trimul_product.product, config=None, interpret=interpret)
+    return triton.triangle_update(
+        x, *arrays, config=None, interpret=interpret, project=project, product=product, **options
+    )

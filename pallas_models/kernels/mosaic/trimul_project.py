@@ -1,0 +1,260 @@
+"""Projections of the triangle multiplicative update with their gates, for Hopper GPUs and up to 128 channels.
+
+Blocks stay on their multiprocessor with all of the weights in shared memory. Each of their warpgroups takes 64
+positions at a time, normalises them in registers, where the tensor cores take them from, and writes projections
+channel by channel, which is how the product over third positions reads them.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
+from pallas_models.kernels.triton._common import local_gpu
+
+_WARPGROUPS = 2
+_ROWS = 64  # positions of a warpgroup
+_COLUMNS = 64  # of projections, and as many of their gates, in one product
+_PIECE = 32  # channels of x in one copy
+_REGISTERS = plgpu.Layout.WGMMA
+_SHARED_MEMORY = 226 * 1024  # bytes of a block, less what barriers take
+
+
+def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
+    """Why `project` does not serve a call; None if it does."""
+    _, size, c = x.shape
+    h, gates = w.shape[2], w_gate.shape[1]
+    if jax.__version_info__ < (0, 11):
+        return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
+    if w.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes weights in float16 and bfloat16, not {w.dtype}"
+    if size % _ROWS:
+        return f"takes positions in multiples of {_ROWS}, not {size}"
+    if c not in (64, 96, 128) or h % (_COLUMNS // 2):
+        return f"takes 64, 96 or 128 channels and hidden channels in multiples of {_COLUMNS // 2}, not {c} and {h}"
+    weights = _num_products(h, gates) * c * 2 * _COLUMNS * w.dtype.itemsize
+    others = _WARPGROUPS * _ROWS * ((c - _PIECE) * x.dtype.itemsize + _COLUMNS * w.dtype.itemsize)
+    if weights + others > _SHARED_MEMORY:
+        return f"does not fit {weights} bytes of weights into shared memory"
+    return None
+
+
+def _num_products(h: int, gates: int) -> int:
+    return 2 * h // _COLUMNS + pl.cdiv(gates, 2 * _COLUMNS)
+
+
+def _blocks(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Columns of two matrices (..., n) by turns, `_COLUMNS` of each: (..., n / _COLUMNS, 2 _COLUMNS)."""
+    parts = (part.reshape(*part.shape[:-1], -1, _COLUMNS) for part in (first, second))
+    return jnp.concatenate(list(parts), axis=-1)
+
+
+def _arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
+    """Halves of sides (..., 4, H) and gate (..., G) in blocks of one product's columns: (..., products, 128)."""
+    lead = sides.shape[:-2]
+    projections, gates = (sides[..., i::2, :].reshape(*lead, -1) for i in range(2))
+    gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * _COLUMNS))])
+    gate = gate.reshape(*lead, -1, 2 * _COLUMNS)
+    return 0.5 * jnp.concatenate([_blocks(projections, gates), gate], axis=-2)
+
+
+def project(
+    x: jax.Array,
+    mask: jax.Array | None,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    w_gate: jax.Array,
+    b_gate: jax.Array | None,
+    *,
+    gate_after: bool,
+    epsilon: float,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
+
+    Returns:
+      (B, 2 H, M), left and right, masked; and the gate, (B, G', M) or, where `gate_after`, (B, M, G'), G' >= G.
+      Both in the dtype of w.
+    """
+    batch, size, c = x.shape
+    h, dtype = w.shape[2], w.dtype
+    num_products, side_products, pieces = _num_products(h, w_gate.shape[1]), 2 * h // _COLUMNS, c // _PIECE
+    gates = 2 * _COLUMNS * (num_products - side_products)
+    weights = jnp.moveaxis(_arranged(w, w_gate), -2, 0)
+    vectors = jnp.concatenate([norm_scale, norm_bias])
+    if has_bias := bias is not None or b_gate is not None:
+        b_sides = jnp.zeros((4, h)) if bias is None else bias
+        b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
+        vectors = jnp.concatenate([vectors, _arranged(b_sides, b_gates).reshape(-1)])
+    row_blocks = size // _ROWS
+    tiles = batch * row_blocks
+    programs = min(2 if interpret else local_gpu().num_cores, pl.cdiv(tiles, _WARPGROUPS))
+    stride = programs * _WARPGROUPS
+    ring = pieces - 1  # one more piece waits in registers
+
+    def trimul_project(x_ref: Ref, mask_ref: Ref | None, vectors_ref: Ref, w_ref: Ref, *refs: Ref) -> None:
+        sides_ref, gate_ref, w_smem, x_smem, out_smem, x_barriers, w_barrier = refs
+        warpgroup = jax.lax.axis_index("warpgroup")
+        first = jax.lax.axis_index("block") * _WARPGROUPS + warpgroup
+        steps = jax.lax.div(tiles - first + stride - 1, stride)
+
+        def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
+            tile = jnp.minimum(first + step * stride, tiles - 1)  # what is copied ahead at the end is not used
+            start = pl.multiple_of(jax.lax.rem(tile, row_blocks) * _ROWS, _ROWS)
+            return jax.lax.div(tile, row_blocks), pl.Slice(start, _ROWS)
+
+        def copy(piece: jax.Array) -> None:
+            slot = jax.lax.rem(piece, ring)
+            item, rows = rows_of(jax.lax.div(piece, pieces))
+            channels = pl.ds(jax.lax.rem(piece, pieces) * _PIECE, _PIECE)
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[item, rows, channels], x_smem.at[warpgroup, slot], x_barriers.at[warpgroup * ring + slot]
+            )
+
+        def read(piece: jax.Array) -> jax.Array:
+            slot = jax.lax.rem(piece, ring)
+            plgpu.barrier_wait(x_barriers.at[warpgroup * ring + slot])
+            return load(x_smem.at[warpgroup, slot], _REGISTERS, interpret=interpret).astype(jnp.float32)
+
+        def total(parts: list[jax.Array]) -> jax.Array:
+            return functools.reduce(operator.add, parts)
+
+        def along_rows(v: jax.Array, columns: int) -> jax.Array:
+            return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [0])
+
+        def vector(step: jax.Array, start: int, columns: int) -> jax.Array:
+            # From two copies by turns: what stayed the same the compiler would keep in registers that it lacks.
+            ref = vectors_ref.at[jax.lax.rem(step, 2), pl.ds(start, columns)]
+            return jax.lax.broadcast_in_dim(
+                load(ref, _REGISTERS.reduce(0), interpret=interpret), (_ROWS, columns), [1]
+            )
+
+        def fetch_mask(step: jax.Array) -> jax.Array | None:
+            if mask_ref is None:
+                return None
+            item, rows = rows_of(step)
+            return load(mask_ref.at[item, rows], _REGISTERS.reduce(1), interpret=interpret).astype(jnp.float32)
+
+        def normalised(step: jax.Array, xs: list[jax.Array], mask: jax.Array | None) -> list[jax.Array]:
+            mean = total([jnp.sum(x, axis=1) for x in xs]) * (1.0 / c)
+            ds = [x - along_rows(mean, _PIECE) for x in xs]
+            inverse = jax.lax.rsqrt(total([jnp.sum(d * d, axis=1) for d in ds]) * (1.0 / c) + epsilon)
+            zs = []
+            for i, d in enumerate(ds):
+                scale, shift = (vector(step, j * c + i * _PIECE, _PIECE) for j in range(2))
+                z = d * along_rows(inverse, _PIECE) * scale + shift
+                if mask is not None:  # 0 times what is not finite would be NaN
+                    z = jnp.where(along_rows((mask != 0.0) | (inverse > 0.0), _PIECE), z, 0.0)
+                zs.append(z.astype(dtype))
+            return zs
+
+        def product(step: jax.Array, zs: list[jax.Array], j: int) -> list[jax.Array]:
+            ws = [w_smem.at[j, pl.ds(i * _PIECE, _PIECE)] for i in range(pieces)]
+
+            def multiply(sums: Ref) -> jax.Array:
+                for z, w in zip(zs, ws, strict=True):
+                    plgpu.wgmma(sums, z, w)
+                return sums[...]
+
+            if interpret:  # it has no products of what is in registers
+                y = total(
+                    [jnp.dot(z, w[...], preferred_element_type=jnp.float32) for z, w in zip(zs, ws, strict=True)]
+                )
+            else:
+                y = pl.run_scoped(multiply, plgpu.ACC((_ROWS, 2 * _COLUMNS), jnp.float32))
+            if has_bias:
+                y += vector(step, 2 * c + j * 2 * _COLUMNS, 2 * _COLUMNS)
+            return [y[:, :_COLUMNS], y[:, _COLUMNS:]]
+
+        def store(y: jax.Array, target: Ref, *, transposed: bool) -> None:
+            slot = out_smem.at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if transposed and interpret:  # JAX 0.10's interpreter has no transposed references
+                y = y.T
+            elif transposed:
+                slot = slot.T
+            slot[...] = y.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target)
+
+        def tile(step: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+            held, mask = carry
+            piece = step * pieces
+            item, rows = rows_of(step)
+            xs = [held, *(read(piece + i) for i in range(1, pieces))]
+            plgpu.commit_smem()  # all have read
+            for i in range(ring):
+                copy(piece + pieces + i)
+            following_mask = fetch_mask(step + 1)
+            zs = normalised(step, xs, mask)
+            for j in range(num_products):
+                projection, g = product(step, zs, j)
+                if j < side_products:
+                    y = projection * (jnp.tanh(g) + 1.0)
+                    if mask is not None:
+                        y *= along_rows(mask, _COLUMNS)
+                    store(y, sides_ref.at[item, pl.ds(j * _COLUMNS, _COLUMNS), rows], transposed=True)
+                else:
+                    start = (j - side_products) * 2 * _COLUMNS
+                    for i, y in enumerate((projection, g)):
+                        channels = pl.ds(start + i * _COLUMNS, _COLUMNS)
+                        at = (item, rows, channels) if gate_after else (item, channels, rows)
+                        store(0.5 * jnp.tanh(y) + 0.5, gate_ref.at[at], transposed=not gate_after)
+                if j == 0:
+                    held = read(piece + pieces)
+                if j == 1:  # after a store, before which all have read
+                    copy(piece + pieces + ring)
+            return held, following_mask
+
+        @pl.when((warpgroup == 0) & (steps > 0))
+        def _() -> None:
+            plgpu.copy_gmem_to_smem(w_ref, w_smem, w_barrier)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            for i in range(ring):
+                copy(jnp.int32(i))
+            held = read(jnp.int32(0))
+            plgpu.commit_smem()
+            copy(jnp.int32(ring))
+            plgpu.barrier_wait(w_barrier)
+            jax.lax.fori_loop(0, steps, tile, (held, fetch_mask(jnp.int32(0))))
+            for i in range(1, pieces):  # no copy may arrive after the end
+                plgpu.barrier_wait(x_barriers.at[warpgroup * ring + jax.lax.rem(steps * pieces + i, ring)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def without_mask(x_ref: Ref, *refs: Ref) -> None:
+        trimul_project(x_ref, None, *refs)
+
+    without_mask.__name__ = "trimul_project"
+    operands = [x, mask, jnp.stack([vectors, vectors]), weights]
+    sides, gate = plgpu.kernel(
+        without_mask if mask is None else trimul_project,
+        out_type=[
+            jax.ShapeDtypeStruct((batch, 2 * h, size), dtype),
+            jax.ShapeDtypeStruct((batch, size, gates) if gate_after else (batch, gates, size), dtype),
+        ],
+        grid=(programs,),
+        grid_names=("block",),
+        num_threads=_WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiled((num_products, c, 2 * _COLUMNS), dtype, _PIECE * dtype.itemsize),
+            tiled((_WARPGROUPS, ring, _ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
+            tiled((_WARPGROUPS, _COLUMNS, _ROWS), dtype),
+            plgpu.Barrier(num_barriers=_WARPGROUPS * ring),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        interpret=interpreter_params() if interpret else None,
+    )(*(operand for operand in operands if operand is not None))
+    return sides, gate
