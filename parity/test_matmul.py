@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import _common, matmul
 from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
@@ -492,6 +493,22 @@ def test_hopper_kernel(shape, config, activation, transpose_w):
     out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"
     assert_close(out, expected, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.skipif(
+    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
+)
+@pytest.mark.parametrize("config", [hopper(128, 64, ping_pong=False), hopper(64, 64, ping_pong=True)])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_hopper_kernel_has_no_races(monkeypatch, capfd, config, has_residual):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(_gemm, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    x, w, bias, residual = operands((256, 192, 128), "bfloat16", seed=23)
+    options = dict(bias=bias, residual=residual if has_residual else None)
+    out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
+    assert_close(out, ops.matmul(x, w, implementation="xla", **options), TOLERANCE["bfloat16"])
+    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("has_bias, has_residual", [(False, False), (True, False), (False, True)])
