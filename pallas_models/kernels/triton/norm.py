@@ -43,10 +43,12 @@ class Config:
 def heuristic(m: int, n: int, parts: int = 1) -> Config:
     """Chooses blocks for rows (m, n): whole rows up to 16384 columns, about 2048 elements a program.
 
-    A program that reads more, wider rows or several parts of them, gets more warps for its loads.
+    A program that reads more, wider rows or several parts of them, gets more warps for its loads. Scale and bias
+    are read once a program: where rows are as wide as 2048 to 4096 columns, two rows share them.
     """
     block_n = block_size(n, 16, 16384)
-    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 528)), 1, 16)
+    wanted = 2 if parts == 1 and 2048 < block_n <= 4096 else 2048 // block_n
+    block_m = block_size(min(wanted, pl.cdiv(m, 528)), 1, 16)
     elements = block_m * block_n
     elements_per_warp = max(512 // parts, 1) if parts > 1 or elements > 2048 else 2048
     return Config(block_m=block_m, block_n=block_n, num_warps=block_size(elements // elements_per_warp, 1, 8))

@@ -125,11 +125,12 @@ class _Rows:
         columns = in_bounds(s * block_n, block_n, self.n)
         return columns, tile_mask(self.row_mask, columns)
 
-    def read(self, s: jax.Array | int) -> tuple[jax.Array, jax.Array | None]:
+    def read(self, s: jax.Array | int, eviction_policy: str | None = None) -> tuple[jax.Array, jax.Array | None]:
         """Block `s`, scaled, in float32, -inf past the end of a row and where it is masked; and the mask."""
         block_m, block_n = self.config.block_m, self.config.block_n
         column_mask, mask = self.mask(s)
-        y = load(self.x_ref.at[self.rows, span(s * block_n, block_n)], mask).astype(jnp.float32)
+        tile = self.x_ref.at[self.rows, span(s * block_n, block_n)]
+        y = load(tile, mask, eviction_policy=eviction_policy).astype(jnp.float32)
         if self.scale != 1.0:
             y *= self.scale
         if self.where_ref is not None:
@@ -146,20 +147,21 @@ class _Rows:
         return exp2((y - peak[:, None]) * _LOG2_E, interpret=self.interpret)
 
     def write(self, s: jax.Array | int, weight: jax.Array, valid: jax.Array | None, total: jax.Array) -> None:
-        """Stores `weight / total` as block `s`."""
+        """Stores `weight / total` as block `s`, which makes room in the cache first: nothing reads it here."""
         assert self.o_ref is not None
         out = weight * (1.0 / total)[:, None]
         if valid is not None:
             out = jnp.where(valid, out, 0.0)  # in a row with nothing left it is NaN until here
         block_n = self.config.block_n
-        store(self.o_ref.at[self.rows, span(s * block_n, block_n)], out, self.mask(s)[1])
+        tile = self.o_ref.at[self.rows, span(s * block_n, block_n)]
+        store(tile, out, self.mask(s)[1], eviction_policy="evict_first")
 
     def write_all(self, start: jax.Array | int, stop: jax.Array | int, peak: jax.Array, total: jax.Array) -> None:
         """Reads blocks [start, stop) again, the latest first as it is likeliest in cache, and writes them."""
 
         def step(i: jax.Array, carry: None) -> None:
             s = start + stop - 1 - i
-            y, valid = self.read(s)
+            y, valid = self.read(s, "evict_first")
             self.write(s, self.exp(y, peak), valid, total)
 
         jax.lax.fori_loop(start, stop, step, None)
@@ -178,7 +180,7 @@ class _Rows:
 
         def step(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             peak, total = carry
-            y, _ = self.read(s)
+            y, _ = self.read(s, "evict_last")  # it is read again
             e = exp2(jnp.abs(y - peak) * -_LOG2_E, interpret=self.interpret)
             above = y > peak
             return jnp.where(above, y, peak), jnp.where(above, total * e + 1.0, total + e)
