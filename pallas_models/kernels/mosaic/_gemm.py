@@ -250,6 +250,44 @@ def shared_memory(config: Config, num_slots: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """Tiles, and what each takes where every multiprocessor has one: us a tile, and us per unit of K."""
+
+    block_m: int
+    block_n: int
+    ping_pong: bool
+    tile_us: float
+    k_us: float
+    block_k: int = 64
+    num_consumers: int = 2
+
+    def config(self, num_stages: int) -> Config:
+        return Config(
+            block_m=self.block_m,
+            block_n=self.block_n,
+            block_k=self.block_k,
+            num_stages=num_stages,
+            ping_pong=self.ping_pong,
+            num_consumers=self.num_consumers,
+        )
+
+
+def fastest(choices: Sequence[Measured], m: int, n: int, k: int, shared_memory: Callable[[Config], int]) -> Config:
+    """The tiles for (m, k) @ (k, n), with as many slots in the ring as fit."""
+    gpu = local_gpu()
+    fitting: list[tuple[float, Config]] = []
+    for choice in choices:
+        tiles = pl.cdiv(m, choice.block_m) * pl.cdiv(n, choice.block_n)
+        for num_stages in range(512 // choice.block_k, 1, -1):
+            config = choice.config(num_stages)
+            if shared_memory(config) <= gpu.shared_memory:
+                us = pl.cdiv(tiles, gpu.num_cores) * (choice.tile_us + k * choice.k_us)
+                fitting.append((us, config))
+                break
+    return min(fitting, key=lambda entry: entry[0])[1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Body:
     config: Config
     batch: int
