@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import hypothesis
 import jax
@@ -12,17 +13,24 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import attention as mosaic
+from pallas_models.kernels.triton._common import Gpu
 from pallas_models.kernels.triton.attention import Config
 from parity.common import (
     KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
+    TOLERANCE,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
+    cuda_device,
     float64,
     normal,
     random_mask,
 )
+from parity.test_lowering import HOPPER, lowered_for_cuda
 
 SHAPES = by_device(  # batch, seq, heads, head_dim
     cpu=[
@@ -470,3 +478,174 @@ def test_no_keys_and_no_queries(implementation):
     out, lse = f(k, q, q)
     assert out.shape == (2, 0, 1, 16)
     assert lse.shape == (2, 1, 0)
+
+
+# The kernel for Hopper GPUs. Blocks of 64 queries and keys unless a case says otherwise.
+
+edges = pytest.mark.skipif(
+    MOSAIC != "mosaic" and jax.__version_info__ < (0, 11),
+    reason="JAX 0.10 interprets nothing past the end of an array",
+)
+HOPPER_CASES = {
+    "one block": ((64, 64, 1, 1, 64, {}), {}),
+    "two warpgroups, heads of 128": ((128, 128, 1, 1, 128, {}), {"block_q": 128, "block_kv": 128}),
+    "tiles of one and two blocks": ((128, 128, 1, 1, 64, {"causal": True}), {"num_cores": 1}),
+    "ragged": ((70, 150, 2, 2, 64, {"sm_scale": 0.3}), {"block_kv": 128}),
+    "ragged, causal": ((203, 331, 2, 1, 64, {"causal": True}), {"block_q": 128, "num_stages": 3, "num_cores": 3}),
+    "more queries than keys": ((200, 72, 2, 2, 64, {"causal": True}), {"num_cores": 2}),
+    "window": ((300, 300, 1, 1, 64, {"causal": True, "window": 70}), {"num_cores": 2}),
+    "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), {"block_q": 128}),
+    "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
+}
+
+
+def hopper(*, block_q: int = 64, block_kv: int = 64, num_stages: int = 2) -> mosaic.Config:
+    return mosaic.Config(block_q=block_q, block_kv=block_kv, num_stages=num_stages)
+
+
+def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
+    """Operands of a case, and its options with the config; a GPU with fewer cores takes tiles in turn."""
+    case, config = HOPPER_CASES[name]
+    gpu = Gpu(num_cores=config.get("num_cores", 132), shared_memory=227 * 1024)
+    monkeypatch.setattr(mosaic, "local_gpu", lambda: gpu)
+    arrays, _, options = operands(case, "bfloat16")
+    return arrays, options, hopper(**{field: value for field, value in config.items() if field != "num_cores"})
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[edges] * (c[0][0] % 64 + c[0][1] % 64 > 0)) for n, c in HOPPER_CASES.items()]
+)
+def test_hopper_kernel(reference, monkeypatch, name):
+    arrays, options, config = hopper_case(name, monkeypatch)
+    out, lse = ops.attention(*arrays, return_lse=True, config=config, implementation=MOSAIC, **options)
+    assert out.dtype == "bfloat16"
+    expected = reference.compute(reference.attention_lse, *arrays[:2], **options)
+    empty = np.isneginf(expected)
+    assert np.all(np.isneginf(float64(lse)[empty]))
+    assert_close(float64(lse)[~empty], expected[~empty], 1e-5)
+    empty = empty.transpose(0, 2, 1)
+    assert np.all(float64(out)[empty] == 0.0)
+    expected = reference.compute(reference.attention, *arrays, **options)
+    assert_close(float64(out)[~empty], expected[~empty], TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    "dtype, batch, seq, kv_seq, heads, kv_heads, head_dim, options",
+    by_device(
+        cpu=[("float16", 1, 64, 64, 2, 1, 64, {})],
+        gpu=[
+            ("bfloat16", 4, 1024, 1024, 12, 12, 64, {"causal": True}),
+            ("bfloat16", 1, 2048, 2048, 32, 8, 128, {"causal": True}),
+            ("float16", 2, 1003, 777, 16, 8, 128, {"causal": True, "window": 300}),
+            ("bfloat16", 2, 777, 2050, 16, 16, 64, {"causal": True}),
+            ("float16", 2, 2048, 2048, 16, 16, 128, {}),
+            ("float16", 3, 40, 4000, 4, 4, 64, {}),
+        ],
+    ),
+)
+def test_hopper_kernel_with_blocks_of_its_choice(
+    reference, dtype, batch, seq, kv_seq, heads, kv_heads, head_dim, options
+):
+    rng = np.random.default_rng(27)
+    shapes = ((batch, length, n, head_dim) for length, n in ((seq, heads), (kv_seq, kv_heads), (kv_seq, kv_heads)))
+    arrays = [normal(rng, *shape, dtype=dtype) for shape in shapes]
+    out = ops.attention(*arrays, implementation=MOSAIC, **options)
+    assert_close(out, reference.compute(reference.attention, *arrays, **options), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("seq", [64, pytest.param(70, marks=edges)])
+def test_hopper_kernel_reads_the_fused_buffer_in_place(seq):
+    qkv = normal(np.random.default_rng(28), 1, seq, (2 + 2 * 1) * 64, dtype="bfloat16")
+    parts = jnp.split(qkv.reshape(1, seq, 4, 64), [2, 3], axis=2)
+    options = dict(causal=True, config=hopper(), implementation=MOSAIC)
+    out = ops.attention_qkv(qkv, num_heads=2, num_kv_heads=1, **options)
+    assert_equal(out.reshape(1, seq, 2, 64), ops.attention(*parts, **options))
+
+
+@pytest.mark.skipif(
+    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
+)
+@pytest.mark.parametrize("name", ["tiles of one and two blocks", "ragged, causal"])
+def test_hopper_kernel_has_no_races(monkeypatch, capfd, name):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(mosaic, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    arrays, options, config = hopper_case(name, monkeypatch)
+    ops.attention(*arrays, config=config, implementation=MOSAIC, **options).block_until_ready()
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_hopper_kernel_under_vmap_and_its_gradients():
+    arrays, _, _ = operands((64, 64, 1, 1, 64, {}), "bfloat16")
+
+    def loss(arrays, implementation, config=None):
+        one = functools.partial(ops.attention, config=config, implementation=implementation)
+        return jnp.sum(jax.vmap(one)(*(x[:, None] for x in arrays)).astype("float32") ** 2)
+
+    out, gradients = jax.value_and_grad(loss)(arrays, MOSAIC, hopper())
+    expected, wanted = jax.value_and_grad(loss)(arrays, "xla")
+    assert_close(out, expected, TOLERANCE["bfloat16"])
+    for gradient, one in zip(gradients, wanted, strict=True):
+        assert_close(gradient, one, 2 * TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    "dtype, batch, seq, heads, kv_heads, head_dim, options",
+    [
+        ("bfloat16", 8, 1024, 12, 12, 64, {"causal": True}),
+        ("float16", 1, 1000, 32, 8, 128, {"causal": True, "window": 300, "return_lse": True}),
+        ("bfloat16", 2, 2048, 16, 16, 128, {}),
+    ],
+)
+def test_hopper_kernel_lowers(dtype, batch, seq, heads, kv_heads, head_dim, options):
+    qkv = jax.ShapeDtypeStruct((batch, seq, (heads + 2 * kv_heads) * head_dim), dtype)
+
+    def f(qkv):
+        return ops.attention_qkv(qkv, num_heads=heads, num_kv_heads=kv_heads, implementation="mosaic", **options)
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(f, qkv)
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+    assert "stablehlo.dot_general" not in text and "stablehlo.pad" not in text
+
+
+@pytest.mark.parametrize("heads, blocks", [(64, range(16, 0, -1)), (16, range(64, 0, -1)), (7, [3, 3]), (1, [1])])
+def test_heads_walked_together_keep_all_programs_busy(heads, blocks):
+    group = mosaic._group(np.asarray(blocks), heads, 132)
+    assert heads % group == 0
+    tiles = [b for start in range(0, heads, group) for b in blocks for _ in range(group)]
+    turns = [tiles[i : i + 132][:: 1 if i // 132 % 2 == 0 else -1] for i in range(0, len(tiles), 132)]
+    turns = [
+        turn if len(turn) == 132 or i % 2 == 0 else [0] * (132 - len(turn)) + turn for i, turn in enumerate(turns)
+    ]
+    work = [sum(column) for column in itertools.zip_longest(*turns, fillvalue=0)]
+    assert max(work) <= max(1.06 * sum(tiles) / 132, max(blocks))
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, options, message",
+    [
+        ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
+        ("bfloat16", 80, {}, "takes heads of 64 and 128, not head_dim=80"),
+        ("bfloat16", 64, {"mask": jnp.ones((2, 8), bool)}, "takes no mask"),
+        ("bfloat16", 64, {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
+        ("bfloat16", 64, {"segment_ids": jnp.ones((2, 8), int)}, "takes no segment_ids"),
+        ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
+        (
+            "bfloat16",
+            64,
+            {"config": SMALL},
+            "takes a Config of pallas_models.kernels.mosaic.attention, not Config(",
+        ),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(dtype, head_dim, options, message):
+    x = jnp.ones((2, 8, 2, head_dim), dtype)
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ops.attention(x, x, x, implementation=MOSAIC, **options)
+
+
+@pytest.mark.parametrize("field, value", [("block_q", 100), ("block_q", 256), ("block_kv", 32), ("num_stages", 1)])
+def test_hopper_blocks_of_no_possible_size_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value} must be"):
+        hopper(**{field: value})

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, run
@@ -22,7 +23,7 @@ class _Options(TypedDict, total=False):
     segment_ids: jax.Array | None
     sm_scale: float | None
     precision: jax.lax.PrecisionLike
-    config: triton.Config | Chooser | None
+    config: triton.Config | mosaic.Config | Chooser | None
     implementation: Implementation | None
 
 
@@ -64,7 +65,7 @@ def attention(
     sm_scale: float | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `softmax(q k^T * sm_scale + bias) v` per head, over the keys that every mask given leaves.
@@ -95,8 +96,11 @@ def attention(
       sm_scale: factor on the scores; 1 / sqrt(D) when None.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      config: block sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
+        `pallas_models.tuning` says.
+      implementation: `"mosaic"` (for Hopper GPUs: half precisions, D of 64 or 128, a positive scale, `causal` and
+        `window` but no other masks), `"triton"`, `"xla"`, `"mosaic_interpret"`, `"interpret"`, or None for the
+        best available.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -106,7 +110,8 @@ def attention(
         or segment ids are not integers.
       ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive or given without
         `causal`, or a concrete `mask` holds anything but 0 and 1.
-      NotImplementedError: D is not a multiple of 16 or over 256.
+      NotImplementedError: D is not a multiple of 16 or over 256, or the kernel that `implementation` names does
+        not serve the call.
     """
     for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
         _checks.check_float(name, x)
@@ -174,7 +179,7 @@ def attention_qkv(
     sm_scale: float | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `attention` from and to the layouts of the projections.
@@ -255,7 +260,7 @@ def _attend(
     sm_scale: float | None,
     return_lse: bool,
     precision: jax.lax.PrecisionLike,
-    config: triton.Config | Chooser | None,
+    config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of `parts`, each (B, S, heads * head_dim): q, k and v, or one buffer that holds all three."""
@@ -286,25 +291,27 @@ def _attend(
             _checks.check_integer(name, ids)
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
         segment_ids, kv_segment_ids = segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
+    sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         causal=causal,
         window=window,
-        sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
+        sm_scale=sm_scale,
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
+    tiles: Any = config  # of either kernel, which say so where they are not theirs
+    arrays = (parts, mask, bias, segment_ids, kv_segment_ids)
+    reason = mosaic.unsupported(*arrays, head_dim=head_dim, sm_scale=sm_scale, config=config)
     return run(
         implementation,
-        functools.partial(triton.attention, config=config, **static),
+        functools.partial(triton.attention, config=tiles, **static),
         functools.partial(reference, **static),
-        parts,
-        mask,
-        bias,
-        segment_ids,
-        kv_segment_ids,
+        *arrays,
+        mosaic=reason or functools.partial(mosaic.attention, config=tiles, **static),
+        prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(seq, kv_seq),
     )
 
 

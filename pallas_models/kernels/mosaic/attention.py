@@ -1,35 +1,33 @@
 """Attention on Hopper's tensor cores, in the manner of [FlashAttention-3](https://arxiv.org/abs/2407.08608).
 
 Blocks of threads stay on their multiprocessor and walk over tiles of queries. One warpgroup only copies keys and
-values into a ring in shared memory, ahead of two or three that have 64 queries each: while one takes the softmax of
-a block of keys, the tensor cores compute its products with the values of the block before, and products of the others.
+values, into a ring in shared memory, ahead of those that have 64 queries each. While such a one takes the softmax
+of a block of keys, the tensor cores add up the values of the block before, and compute products of the others.
+Neither stops at the end of a tile: the first softmax of the next one is taken meanwhile.
 """
 
 import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic._common import Ref, interpreter_params, tiled
-from pallas_models.kernels.triton._common import Gpu, local_gpu
+from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.kernels.triton.attention import LOWEST
 
 ROWS = 64  # queries of a warpgroup: the rows of one instruction of the tensor cores
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
-_CACHE = 32 * 2**20  # bytes of keys and values in use at a time, well below the 50 MB of L2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` of them in the ring."""
+    """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` in the ring."""
 
     block_q: int
     block_kv: int
@@ -45,34 +43,81 @@ class Config:
 
 
 def unsupported(
-    dtype: DTypeLike,
+    parts: tuple[jax.Array, ...],
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
     *,
     head_dim: int,
     sm_scale: float,
+    config: object,
 ) -> str | None:
-    """Why the kernel cannot serve a call, or None."""
-    if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16 in attention, not {jnp.dtype(dtype)}"
+    """Why the kernel cannot serve a call; None if it can."""
+    if config is not None and not isinstance(config, Config):
+        return f"takes a Config of {__name__}, not {config!r}"
+    if parts[0].dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {parts[0].dtype}"
     if head_dim not in (64, 128):
-        return f"takes heads of 64 and 128 in attention, not {head_dim=}"
+        return f"takes heads of 64 and 128, not {head_dim=}"
     for name, x in (("mask", mask), ("bias", bias), ("segment_ids", segment_ids)):
         if x is not None:
-            return f"takes no {name} in attention"
-    if sm_scale <= 0:
-        return f"takes positive scales in attention, not {sm_scale=}"
+            return f"takes no {name}"
+    if sm_scale <= 0.0:
+        return f"takes positive scales, not {sm_scale=}"
     return None
 
 
-def heuristic(
-    batch: int, seq: int, kv_seq: int, num_heads: int, head_dim: int, *, causal: bool, gpu: Gpu
-) -> Config:
-    """Chooses blocks, as measured on an H200."""
-    return Config(block_q=128, block_kv=128, num_stages=2)
+def prefer(seq: int, kv_seq: int) -> bool:
+    """Whether it is the faster kernel for a call that it serves."""
+    return min(seq, kv_seq) >= 512
 
 
+def heuristic(seq: int, heads: int, head_dim: int, *, num_cores: int) -> Config:
+    """Chooses blocks for `heads` of all the batch, as measured on an H200."""
+    few = heads * pl.cdiv(seq, 2 * ROWS) < num_cores
+    return Config(block_q=ROWS if few else 2 * ROWS, block_kv=128, num_stages=2 if head_dim > 64 else 3)
+
+
+def _reach(
+    xp: Any, start: Any, *, config: Config, seq: int, kv_seq: int, causal: bool, window: int | None
+) -> tuple[Any, Any, Any, Any]:
+    """The blocks of keys that the tile from query `start` on needs: [first, end), every pair in [full, full_end).
+
+    `xp` is numpy or jax.numpy. A tile that needs none has one all the same, which is masked.
+    """
+    block_q, block_kv = config.block_q, config.block_kv
+    zero, end, full_end = 0 * start, pl.cdiv(kv_seq, block_kv) + 0 * start, kv_seq // block_kv + 0 * start
+    if not causal:
+        return zero, zero, full_end, end
+    position = start + kv_seq - seq  # of the first query, among the keys
+    end = xp.clip((position + block_q + block_kv - 1) // block_kv, 1, end)
+    full_end = xp.clip((position + 1) // block_kv, 0, full_end)
+    if window is None:
+        return zero, zero, full_end, end
+    first = xp.clip((position - window + 1) // block_kv, 0, end - 1)
+    return first, xp.maximum(position + block_q - window + block_kv - 1, 0) // block_kv, full_end, end
+
+
+def _group(blocks: Any, heads: int, num_programs: int) -> int:
+    """How many heads to walk together, given the blocks of keys of each tile of a head, in the order of the walk.
+
+    The fewest, as their keys and values stay in the cache, with which all programs take about as long.
+    """
+    rounds = pl.cdiv(heads * len(blocks), num_programs)
+    index = np.arange(rounds * num_programs).reshape(rounds, num_programs)
+    index[1::2] = index[1::2, ::-1]
+    least = 1.05 * heads * np.sum(blocks) / num_programs
+    longest: dict[int, int] = {}
+    for group in (n for n in range(1, heads + 1) if heads % n == 0):
+        work = np.where(index < heads * len(blocks), blocks[index % (group * len(blocks)) // group], 0)
+        longest[group] = int(np.max(np.sum(work, axis=0)))
+        if longest[group] <= least:
+            return group
+    return min(longest, key=longest.__getitem__)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tile:
     """Queries of one head, and the blocks of keys that they need: [first, end), in [full, full_end) every pair."""
@@ -84,6 +129,10 @@ class _Tile:
     full: jax.Array
     full_end: jax.Array
     end: jax.Array
+
+    @property
+    def blocks(self) -> jax.Array:
+        return self.end - self.first
 
 
 _Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima and sums of rows, step in the ring
@@ -118,14 +167,13 @@ def _attention_kernel(
     v_ready: Ref,
     k_read: Ref,
     v_read: Ref,
-    turns: Ref,
     lse_tiles: Ref | None = None,
     sums: Ref | None = None,
 ) -> None:
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
     program, warpgroup = jax.lax.axis_index("program"), jax.lax.axis_index("warpgroup")
-    q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, block_kv)
+    q_blocks = pl.cdiv(seq, block_q)
     offset = kv_seq - seq  # position of the first query, among the keys
     scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
 
@@ -136,35 +184,28 @@ def _attention_kernel(
     rounds = num_tiles // num_programs
     count = rounds + (index_of(rounds) < num_tiles).astype(jnp.int32)
 
+    reach = functools.partial(_reach, jnp, config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
+
     def tile_of(i: jax.Array | int) -> _Tile:
-        # Of `group` heads, whose keys and values fit into the cache, the tiles that take longest come first.
+        # Of `group` heads that are walked together, the tiles that take longest come first.
         section, index = jnp.divmod(index_of(i), group * q_blocks)
         batch, head = jnp.divmod(section * group + index % group, num_heads)
         start = (q_blocks - 1 - index // group) * block_q
-        first = full = jnp.int32(0)
-        full_end, end = jnp.int32(kv_seq // block_kv), jnp.int32(kv_blocks)
-        if causal:
-            position = start + offset
-            end = jnp.clip((position + block_q + block_kv - 1) // block_kv, 1, kv_blocks)
-            full_end = jnp.clip((position + 1) // block_kv, 0, full_end)
-            if window is not None:
-                first = jnp.clip((position - window + 1) // block_kv, 0, end - 1)
-                full = jnp.maximum(position + block_q - window + block_kv - 1, 0) // block_kv
-        return _Tile(batch, head, start, first, full, full_end, end)
+        return _Tile(batch, head, start, *reach(start))
 
     def columns(operand: int, head: jax.Array) -> pl.Slice:
-        return pl.ds((first_heads[operand] + head) * head_dim, head_dim)
+        return pl.Slice((first_heads[operand] + head) * head_dim, head_dim)
 
-    def slot_of(step: jax.Array) -> jax.Array:
-        return jax.lax.rem(step, num_stages)
+    def after(slot: jax.Array) -> jax.Array:
+        return jnp.where(slot == num_stages - 1, 0, slot + 1)
 
     def produce() -> None:
-        def copy_tile(i: jax.Array, step: jax.Array) -> jax.Array:
+        def copy_tile(i: jax.Array, slot: jax.Array) -> jax.Array:
             tile = tile_of(i)
             kv_head = tile.head // (num_heads // num_kv_heads)
 
-            def copy(j: jax.Array, step: jax.Array) -> jax.Array:
-                slot, rows = slot_of(step), pl.ds((tile.end - 1 - j) * block_kv, block_kv)
+            def copy(j: jax.Array, slot: jax.Array) -> jax.Array:
+                rows = pl.Slice((tile.end - 1 - j) * block_kv, block_kv)
                 for operand, ref, blocks, ready, read in (
                     (1, k_ref, k_blocks, k_ready, k_read),
                     (2, v_ref, v_blocks, v_ready, v_read),
@@ -172,123 +213,93 @@ def _attention_kernel(
                     plgpu.barrier_wait(read.at[slot])
                     source = ref.at[tile.batch, rows, columns(operand, kv_head)]
                     plgpu.copy_gmem_to_smem(source, blocks.at[slot], ready.at[slot])
-                return step + 1
+                return after(slot)
 
-            return jax.lax.fori_loop(0, tile.end - tile.first, copy, step)
+            return jax.lax.fori_loop(0, tile.blocks, copy, slot)
 
-        step = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
+        slot = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
+        plgpu.barrier_wait(k_read.at[slot])
+        plgpu.barrier_arrive(k_ready.at[slot])  # for those who wait for the keys after the last
         for i in range(num_stages):  # leave no barrier before everyone has arrived
-            for read in (k_read, v_read):
-                plgpu.barrier_wait(read.at[slot_of(step + i)])
+            plgpu.barrier_wait(v_read.at[slot])
+            slot = after(slot)
+            if i < num_stages - 1:
+                plgpu.barrier_wait(k_read.at[slot])
 
     def consume(sums: Ref) -> None:
-        q_tile, o_tile = q_tiles.at[warpgroup], o_tiles.at[warpgroup]
+        fresh = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        queries, o_tile = q_tiles.at[warpgroup], o_tiles.at[warpgroup]
 
         def rows_of(tile: _Tile) -> pl.Slice:
-            return pl.ds(tile.start + warpgroup * ROWS, ROWS)
+            return pl.Slice(tile.start + warpgroup * ROWS, ROWS)
 
         def copy_queries(i: jax.Array | int) -> None:
             tile = tile_of(i)
             source = q_ref.at[tile.batch, rows_of(tile), columns(0, tile.head)]
-            plgpu.copy_gmem_to_smem(source, q_tile, q_ready.at[warpgroup])
+            plgpu.copy_gmem_to_smem(source, queries, q_ready.at[warpgroup])
 
-        def add_product(weights: jax.Array, values: Ref) -> None:
-            if interpret:  # it has no products of what is in registers
+        def add_values(weights: jax.Array, slot: jax.Array) -> None:
+            values = v_blocks.at[slot]
+            plgpu.barrier_wait(v_ready.at[slot])
+            if interpret:  # it has no products of what is in registers, nor sums that can be set
                 sums[...] += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
             else:
                 plgpu.wgmma(sums, weights, values)
 
+        def take_sums(slot: jax.Array) -> jax.Array:
+            value = sums[...]
+            plgpu.barrier_arrive(v_read.at[slot])
+            return value
+
+        def products(slot: jax.Array, weights: jax.Array | None, before: jax.Array) -> jax.Array:
+            """The scores of the keys in a slot; the tensor cores go on to add up the values in the one before."""
+            keys = k_blocks.at[slot]
+
+            def issue(scores: Ref) -> jax.Array:
+                plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
+                if weights is None:
+                    return scores[...]
+                add_values(weights, before)
+                return plgpu.wgmma_accumulator_load(scores, wait_n=1)
+
+            if not interpret:
+                scores = pl.run_scoped(issue, plgpu.ACC((ROWS, block_kv), jnp.float32))
+            else:
+                scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+                if weights is not None:
+                    add_values(weights, before)
+            plgpu.barrier_arrive(k_read.at[slot])
+            return scores
+
         def masked(scores: jax.Array, tile: _Tile, block: jax.Array) -> jax.Array:
-            keys = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            key, terms = block * block_kv, []
-            if causal:
-                queries = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-                position = tile.start + warpgroup * ROWS + offset - key
-                terms.append(keys <= queries + position)
-                if window is not None:
-                    terms.append(keys > queries + (position - window))
-            if kv_seq % block_kv:
-                terms.append(keys < kv_seq - key)
-            return jnp.where(functools.reduce(operator.and_, terms), scores, -jnp.inf) if terms else scores
+            if not causal and kv_seq % block_kv == 0:
+                return scores
+
+            def mask(scores: jax.Array) -> jax.Array:
+                keys, key = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1), block * block_kv
+                valid = keys < kv_seq - key
+                if causal:
+                    queries = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+                    position = tile.start + warpgroup * ROWS + offset - key
+                    valid &= keys <= queries + position
+                    if window is not None:
+                        valid &= keys > queries + (position - window)
+                return jnp.where(valid, scores, -jnp.inf)
+
+            full = (block >= tile.full) & (block < tile.full_end)
+            return jax.lax.cond(full, lambda x: x, mask, scores)
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
             weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(new_peak * scale, scores.shape, [0]))
             correction = jnp.exp2((peak - new_peak) * scale)
-            return weights, new_peak, total * correction + jnp.sum(weights, axis=1), correction
+            total = total * correction + jnp.sum(weights, axis=1)
+            # The compiler would first wait for all products, but for this and what may wait after it.
+            return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
 
-        def attend(i: jax.Array, step: jax.Array) -> jax.Array:
-            tile = tile_of(i)
-            blocks = tile.end - tile.first  # from the last to the first
-
-            def await_keys(j: jax.Array | int, step: jax.Array) -> None:
-                @pl.when(j < blocks)
-                def _() -> None:
-                    plgpu.barrier_wait(k_ready.at[slot_of(step)])
-
-            def first_scores(scores: Ref) -> jax.Array:
-                plgpu.wgmma(scores, q_tile, k_blocks.at[slot_of(step)].transpose((1, 0)))
-                return scores[...]
-
-            def next_block(masks: bool, j: jax.Array, carry: _Carry) -> _Carry:
-                """Adds block j - 1 to the sums, and meanwhile takes the softmax of block j."""
-                weights, peak, total, step = carry
-                slot, next_slot = slot_of(step), slot_of(step + 1)
-
-                def products(scores: Ref) -> jax.Array:
-                    plgpu.barrier_wait(turns.at[warpgroup])
-                    plgpu.wgmma(scores, q_tile, k_blocks.at[next_slot].transpose((1, 0)))
-                    plgpu.barrier_wait(v_ready.at[slot])
-                    add_product(weights, v_blocks.at[slot])
-                    plgpu.barrier_arrive(turns.at[(warpgroup + 1) % consumers])
-                    return plgpu.wgmma_accumulator_load(scores, wait_n=1)
-
-                scores = pl.run_scoped(products, plgpu.ACC((ROWS, block_kv), jnp.float32))
-                plgpu.barrier_arrive(k_read.at[next_slot])
-                if masks:
-                    scores = masked(scores, tile, tile.end - 1 - j)
-                # The compiler would wait for the sums before it takes the softmax, but for this and for what may
-                # wait; and the weights must not become operands of products, by their dtype, while one is running.
-                weights, peak, total, correction = jax.lax.optimization_barrier(softmax(scores, peak, total))
-                await_keys(j + 1, step + 2)
-                value = sums[...]
-                plgpu.barrier_arrive(v_read.at[slot])
-                sums[...] = value * jax.lax.broadcast_in_dim(correction, value.shape, [0])
-                return weights.astype(q_ref.dtype), peak, total, step + 1
-
-            plgpu.barrier_wait(q_ready.at[warpgroup])
-            await_keys(0, step)
-            scores = pl.run_scoped(first_scores, plgpu.ACC((ROWS, block_kv), jnp.float32))
-            plgpu.barrier_arrive(k_read.at[slot_of(step)])
-            scores = masked(scores, tile, tile.end - 1)
-            weights, peak, total, _ = softmax(
-                scores, jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-            )
-            await_keys(1, step + 1)
-            sums[...] = jnp.zeros((ROWS, head_dim), jnp.float32)
-            carry = (weights.astype(q_ref.dtype), peak, total, step)
-            # The first block is always masked. Where tiles and blocks are alike, it is the only one on the diagonal.
-            start, stop = jnp.int32(1), blocks
-            if causal and (block_q != block_kv or offset % block_kv):
-                start = jnp.clip(tile.end - tile.full_end, 1, blocks)
-                carry = jax.lax.fori_loop(1, start, functools.partial(next_block, True), carry)
-            if window is not None:
-                stop = jnp.clip(tile.end - tile.full, start, blocks)
-            carry = jax.lax.fori_loop(start, stop, functools.partial(next_block, False), carry)
-            if window is not None:
-                carry = jax.lax.fori_loop(stop, blocks, functools.partial(next_block, True), carry)
-            weights, peak, total, step = carry
-
-            @pl.when(i + 1 < count)
-            def _() -> None:
-                copy_queries(i + 1)
-
-            plgpu.barrier_wait(v_ready.at[slot_of(step)])
-            add_product(weights, v_blocks.at[slot_of(step)])
+        def finish(tile: _Tile, value: jax.Array, peak: jax.Array, total: jax.Array) -> None:
             empty = total == 0.0  # no key took part
             factor = jnp.where(empty, 0.0, 1.0 / total)
-            value = sums[...]
-            plgpu.barrier_arrive(v_read.at[slot_of(step)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
             o_tile[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(o_tile.dtype)
             if lse_tiles is not None:
@@ -299,24 +310,67 @@ def _attention_kernel(
                 plgpu.copy_smem_to_gmem(
                     lse_tiles.at[warpgroup], lse_ref[0].at[tile.batch, tile.head, rows_of(tile)]
                 )
-            return step + 1
+
+        def attend(i: jax.Array, carry: _Carry) -> _Carry:
+            """Adds up all blocks of tile i; of the last tile all but one, for which there is no other to begin."""
+            tile, following = tile_of(i), tile_of(i + 1)
+
+            def add_block(j: jax.Array, carry: _Carry) -> _Carry:
+                """Adds block j to the sums, and takes the softmax of the next one, which may be another tile's."""
+                weights, peak, total, slot = carry
+                next_slot = after(slot)
+                if one_tile:
+                    scores = masked(products(next_slot, weights, slot), tile, tile.end - 2 - j)
+                    weights, new_peak, new_total, correction = softmax(scores, peak, total)
+                else:
+                    ends = j + 1 == tile.blocks
+                    pl.when(ends)(lambda: plgpu.barrier_wait(q_ready.at[warpgroup]))
+                    scores = products(next_slot, weights, slot)
+                    # Once they have met their last keys, queries make room for those after them.
+                    last = jnp.where(ends, following.blocks == 1, j + 2 == tile.blocks)
+                    pl.when(last & (i + 1 + ends < count))(lambda: copy_queries(i + 1 + ends))
+                    scores = masked(
+                        scores,
+                        jax.tree.map(functools.partial(jnp.where, ends), following, tile),
+                        jnp.where(ends, following.end - 1, tile.end - 2 - j),
+                    )
+                    anew = jnp.broadcast_to(ends, (ROWS,))
+                    base = jnp.where(anew, LOWEST, peak), jnp.where(anew, 0.0, total)
+                    weights, new_peak, new_total, correction = softmax(scores, *base)
+                plgpu.barrier_wait(k_ready.at[after(next_slot)])
+                value = take_sums(slot)
+
+                def scaled(value: jax.Array) -> jax.Array:
+                    return value * jax.lax.broadcast_in_dim(correction, value.shape, [0])
+
+                def finished(value: jax.Array) -> jax.Array:
+                    finish(tile, value, peak, total)
+                    return jnp.zeros_like(value)
+
+                sums[...] = scaled(value) if one_tile else jax.lax.cond(ends, finished, scaled, value)
+                # By their dtype weights are operands, which must not change while a product is under way.
+                return weights.astype(q_ref.dtype), new_peak, new_total, next_slot
+
+            return jax.lax.fori_loop(0, tile.blocks - (i + 1 == count), add_block, carry)
 
         for slot in range(num_stages):
             for read in (k_read, v_read):
                 plgpu.barrier_arrive(read.at[slot])
-
+        slot, tile, one_tile = jnp.int32(0), tile_of(0), num_tiles <= num_programs
         copy_queries(0)
-
-        @pl.when(warpgroup == consumers - 1)
-        def _() -> None:
-            plgpu.barrier_arrive(turns.at[0])
-
-        jax.lax.fori_loop(0, count, attend, jnp.int32(0))
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        plgpu.barrier_wait(k_ready.at[slot])
+        scores = products(slot, None, slot)
+        if not one_tile:
+            pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(1))
+        weights, peak, total, _ = softmax(masked(scores, tile, tile.end - 1), *fresh)
+        plgpu.barrier_wait(k_ready.at[after(slot)])
+        sums[...] = jnp.zeros(sums.shape, jnp.float32)
+        carry = weights.astype(q_ref.dtype), peak, total, slot
+        weights, peak, total, slot = jax.lax.fori_loop(0, count, attend, carry)
+        add_values(weights, slot)
+        finish(tile_of(count - 1), take_sums(slot), peak, total)
         plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(warpgroup == 0)
-        def _() -> None:
-            plgpu.barrier_wait(turns.at[0])
 
     consumer_registers, producer_registers = _REGISTERS[consumers]
 
@@ -353,27 +407,27 @@ def attention(
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention as the Triton kernel of this name computes it, for the calls that are not `unsupported`."""
-    del mask, bias, segment_ids, kv_segment_ids, precision
+    del mask, bias, segment_ids, kv_segment_ids, precision  # see `unsupported`
     fused = len(parts) == 1
     (batch, seq, _), kv_seq, dtype = parts[0].shape, parts[-1].shape[1], parts[0].dtype
-    gpu = local_gpu()
-    if config is None:
-        config = heuristic(batch, seq, kv_seq, num_heads, head_dim, causal=causal, gpu=gpu)
+    num_cores = local_gpu().num_cores
+    config = config or heuristic(seq, batch * num_heads, head_dim, num_cores=num_cores)
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
 
     # Copies cannot end within the eight rows of a tile of shared memory, nor be longer than the whole array.
     def pad(x: jax.Array, least: int) -> jax.Array:
-        length = max(pl.cdiv(x.shape[1], 8) * 8, least)
-        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
+        missing = max(pl.cdiv(x.shape[1], 8) * 8, least) - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
 
     padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(parts)]
     q, k, v = padded * 3 if fused else padded
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
     num_tiles = heads * q_blocks
-    num_programs = min(num_tiles, gpu.num_cores)
-    in_cache = max(_CACHE // (2 * kv_seq * head_dim * dtype.itemsize), 1) * (num_heads // num_kv_heads)
-    group = next(n for n in range(min(in_cache, heads), 0, -1) if heads % n == 0) if causal else 1
+    num_programs = min(num_tiles, num_cores)
+    starts = block_q * np.arange(q_blocks)[::-1]
+    walk: dict[str, Any] = dict(config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
+    first, _, _, end = _reach(np, starts, **walk)
     barrier = plgpu.Barrier
     scratch_types = {
         "q_tiles": tiled((consumers, ROWS, head_dim), dtype),
@@ -385,7 +439,6 @@ def attention(
         "v_ready": barrier(num_barriers=num_stages),
         "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
-        "turns": barrier(num_barriers=consumers),
     }
     out_type = [jax.ShapeDtypeStruct((batch, q.shape[1], num_heads * head_dim), dtype)]
     if return_lse:
@@ -396,20 +449,16 @@ def attention(
     out, *lse = plgpu.kernel(
         functools.partial(
             _attention_kernel,
-            config=config,
             num_programs=num_programs,
             num_tiles=num_tiles,
-            group=group,
-            seq=seq,
-            kv_seq=kv_seq,
+            group=_group(end - first, heads, num_programs),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
-            causal=causal,
-            window=window,
             sm_scale=sm_scale,
             interpret=interpret,
+            **walk,
         ),
         out_type=out_type,
         scratch_types=scratch_types,
@@ -418,7 +467,7 @@ def attention(
         num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         interpret=interpreter_params() if interpret else False,
     )(q, k, v)
