@@ -22,8 +22,10 @@ def unsupported(sides: jax.Array | jax.ShapeDtypeStruct, *, config: Any = None) 
 
 def heuristic(n: int) -> Config:
     """Chooses tiles for matrices (n, n); measured on an H200."""
-    if n <= 128:
-        return Config(block_m=n, block_n=n, num_stages=4, ping_pong=True)
+    if n <= 192:
+        return Config(block_m=64, block_n=n, num_stages=6, ping_pong=True)
+    if n < 512 or pl.cdiv(n, 128) % 2:  # the latter would leave half of a tile of 256 columns empty
+        return Config(block_m=128, block_n=128, num_stages=6, ping_pong=True)
     return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
 
 

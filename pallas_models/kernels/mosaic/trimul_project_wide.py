@@ -1,0 +1,298 @@
+"""Projections of the triangle multiplicative update with their gates, for Hopper GPUs and more than 128 channels.
+
+As in `trimul_project`, warpgroups take 64 positions at a time and normalise them in registers, where the tensor cores
+take them from. The weights do not fit into shared memory: one more warpgroup of each block copies them piece by piece
+into a ring, past the two that multiply. These may be apart by as much as the ring holds, so that one of them
+multiplies while the other one gates, stores or normalises.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
+from pallas_models.kernels.mosaic.trimul_project import (
+    _COLUMNS,
+    _PIECE,
+    _REGISTERS,
+    _ROWS,
+    _arranged,
+    _num_products,
+)
+from pallas_models.kernels.triton._common import local_gpu
+
+_CONSUMERS = 2  # warpgroups that multiply
+_STEP = 64  # channels of the weights in a slot of the ring
+_STAGES = 6
+_X_BYTES = 48 * 1024  # of x that a warpgroup has copied ahead
+_WIDEST = 384  # channels of x that fit into registers
+
+
+def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
+    """Why `project` does not serve a call; None if it does."""
+    _, size, c = x.shape
+    h = w.shape[2]
+    if w.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes weights in float16 and bfloat16, not {w.dtype}"
+    if size % _ROWS:
+        return f"takes positions in multiples of {_ROWS}, not {size}"
+    if c % _STEP or c > _WIDEST or h % (_COLUMNS // 2):
+        return (
+            f"takes up to {_WIDEST} channels in multiples of {_STEP} and hidden channels in multiples of "
+            f"{_COLUMNS // 2}, not {c} and {h}"
+        )
+    if jax.__version_info__ < (0, 11):
+        return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
+    return None
+
+
+def project(
+    x: jax.Array,
+    mask: jax.Array | None,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    w_gate: jax.Array,
+    b_gate: jax.Array | None,
+    *,
+    gate_after: bool,
+    epsilon: float,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
+
+    Returns:
+      (B, 2 H, M), left and right, masked; and the gate, (B, G', M) or, where `gate_after`, (B, M, G'), G' >= G.
+      Both in the dtype of w.
+    """
+    batch, size, c = x.shape
+    h, dtype = w.shape[2], w.dtype
+    num_products, side_products = _num_products(h, w_gate.shape[1]), 2 * h // _COLUMNS
+    gates = 2 * _COLUMNS * (num_products - side_products)
+    pieces, w_steps = c // _PIECE, c // _STEP
+    ring = min(_X_BYTES // (_ROWS * _PIECE * x.dtype.itemsize), pieces)
+    operands = dict(
+        x=x,
+        mask=mask,
+        # Two copies, read by turns: what stayed the same the compiler would keep in registers that it lacks.
+        norms=jnp.tile(jnp.stack([norm_scale, norm_bias]), (2, 1, 1)),
+        w=jnp.moveaxis(_arranged(w, w_gate), -2, 0),  # (products, C, 128)
+    )
+    if has_bias := bias is not None or b_gate is not None:
+        b_sides = jnp.zeros((4, h)) if bias is None else bias
+        b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
+        operands["bias"] = _arranged(b_sides, b_gates)
+    operands = {name: operand for name, operand in operands.items() if operand is not None}
+    row_blocks = pl.cdiv(size, _CONSUMERS * _ROWS)
+    programs = min(2 if interpret else local_gpu().num_cores, batch * row_blocks)
+
+    def trimul_project(*refs: Ref) -> None:
+        inputs = dict(zip(operands, refs[: len(operands)], strict=True))
+        sides_ref, gate_ref, x_smem, w_smem, out_smem, x_full, w_full, w_consumed = refs[len(operands) :]
+        warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
+        steps = jax.lax.div(batch * row_blocks - block + programs - 1, programs)
+        w_total = steps * num_products * w_steps
+
+        def produce() -> None:
+            @pl.loop(0, steps * num_products)
+            def _(i: jax.Array) -> None:
+                @pl.loop(0, w_steps)
+                def _(k: jax.Array) -> None:
+                    step = i * w_steps + k
+                    slot = jax.lax.rem(step, _STAGES)
+
+                    @pl.when(step >= _STAGES)
+                    def _() -> None:
+                        plgpu.barrier_wait(w_consumed.at[slot])
+
+                    piece = inputs["w"].at[jax.lax.rem(i, num_products), pl.ds(k * _STEP, _STEP)]
+                    plgpu.copy_gmem_to_smem(piece, w_smem.at[slot], w_full.at[slot])
+
+            @pl.loop(jnp.maximum(w_total - _STAGES, 0), w_total)
+            def _(step: jax.Array) -> None:  # a barrier must not be left with a round that nobody has waited for
+                plgpu.barrier_wait(w_consumed.at[jax.lax.rem(step, _STAGES)])
+
+        def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
+            i = block + step * programs
+            start = (jax.lax.rem(i, row_blocks) * _CONSUMERS + warpgroup) * _ROWS
+            # At the end both warpgroups may have the same rows.
+            return jax.lax.div(i, row_blocks), pl.ds(
+                pl.multiple_of(jnp.minimum(start, size - _ROWS), _ROWS), _ROWS
+            )
+
+        def copy(piece: jax.Array) -> None:
+            slot = jax.lax.rem(piece, ring)
+            item, rows = rows_of(jax.lax.div(piece, pieces))
+            channels = pl.ds(jax.lax.rem(piece, pieces) * _PIECE, _PIECE)
+            plgpu.copy_gmem_to_smem(
+                inputs["x"].at[item, rows, channels],
+                x_smem.at[warpgroup, slot],
+                x_full.at[warpgroup * ring + slot],
+            )
+
+        def read(piece: jax.Array) -> jax.Array:
+            slot = jax.lax.rem(piece, ring)
+            plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
+            return load(x_smem.at[warpgroup, slot], _REGISTERS, interpret=interpret).astype(jnp.float32)
+
+        def along_rows(v: jax.Array, columns: int) -> jax.Array:
+            return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [0])
+
+        def vector(ref: Ref, columns: int) -> jax.Array:
+            v = load(ref, _REGISTERS.reduce(0), interpret=interpret)
+            return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [1])
+
+        def total(parts: list[jax.Array]) -> jax.Array:
+            return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
+
+        def normalised(step: jax.Array) -> list[jax.Array]:
+            xs = []
+            group = max(ring // 2, 1)
+            for first in range(0, pieces, group):
+                now = range(first, min(first + group, pieces))
+                xs += [read(step * pieces + i) for i in now]
+                plgpu.commit_smem()  # all have read
+                for i in now:
+                    ahead = step * pieces + i + ring
+
+                    @pl.when(ahead < steps * pieces)
+                    def _(ahead: jax.Array = ahead) -> None:
+                        copy(ahead)
+
+            mean = along_rows(total(xs), _PIECE)
+            ds = [x - mean for x in xs]
+            inverse = along_rows(jax.lax.rsqrt(total([d * d for d in ds]) + epsilon), _PIECE)
+            zs = []
+            for i, d in enumerate(ds):
+                if i % 2 == 0:
+                    plgpu.commit_smem()  # keeps the compiler from loading more vectors at once than it has room for
+                at = pl.ds(i * _PIECE, _PIECE)
+                scale, shift = (vector(inputs["norms"].at[jax.lax.rem(step, 2), j, at], _PIECE) for j in range(2))
+                zs.append((d * inverse * scale + shift).astype(dtype))
+            return zs
+
+        def product(zs: list[jax.Array], first: jax.Array) -> jax.Array:
+            def slot_of(k: int) -> jax.Array:
+                return jax.lax.rem(first + k, _STAGES)
+
+            def parts(k: int) -> list[tuple[jax.Array, Ref]]:
+                per_step = _STEP // _PIECE
+                return [
+                    (zs[k * per_step + i], w_smem.at[slot_of(k), pl.ds(i * _PIECE, _PIECE)])
+                    for i in range(per_step)
+                ]
+
+            if interpret:  # it has no products of what is in registers
+                y = jnp.zeros((_ROWS, 2 * _COLUMNS), jnp.float32)
+                for k in range(w_steps):
+                    plgpu.barrier_wait(w_full.at[slot_of(k)])
+                    for z, part in parts(k):
+                        y += jnp.dot(z, part[...], preferred_element_type=jnp.float32)
+                    plgpu.commit_smem()  # orders these reads before copies, as products are
+                    plgpu.barrier_arrive(w_consumed.at[slot_of(k)])
+                return y
+
+            def multiply(sums: Ref) -> jax.Array:
+                for k in range(w_steps):
+                    plgpu.barrier_wait(w_full.at[slot_of(k)])
+                    for z, part in parts(k):
+                        plgpu.wgmma(sums, z, part)
+                    if k:
+                        plgpu.wgmma_wait(_STEP // _PIECE)  # the tensor cores always have the next step before them
+                        plgpu.barrier_arrive(w_consumed.at[slot_of(k - 1)])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(w_consumed.at[slot_of(w_steps - 1)])
+                return sums[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((_ROWS, 2 * _COLUMNS), jnp.float32))
+
+        def store(y: jax.Array, target: Ref, *, transposed: bool) -> None:
+            slot = out_smem.at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if transposed and interpret:  # JAX 0.10's interpreter has no transposed references
+                y = y.T
+            elif transposed:
+                slot = slot.T
+            slot[...] = y.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target)
+
+        def consume() -> None:
+            for i in range(ring):
+                copy(jnp.int32(i))
+
+            @pl.loop(0, steps)
+            def _(step: jax.Array) -> None:
+                item, rows = rows_of(step)
+                factor = None
+                if mask is not None:
+                    factor = load(inputs["mask"].at[item, rows], _REGISTERS.reduce(1), interpret=interpret)
+                    factor = factor.astype(jnp.float32)
+                zs = normalised(step)
+
+                @pl.loop(0, num_products)
+                def _(j: jax.Array) -> None:
+                    y = product(zs, (step * num_products + j) * w_steps)
+                    if has_bias:
+                        y += vector(inputs["bias"].at[j], 2 * _COLUMNS)
+                    halves = y[:, :_COLUMNS], y[:, _COLUMNS:]
+
+                    @pl.when(j < side_products)
+                    def _() -> None:
+                        side = halves[0] * (jnp.tanh(halves[1]) + 1.0)
+                        if factor is not None:  # 0 times what is not finite would be NaN
+                            f = along_rows(factor, _COLUMNS)
+                            side = jnp.where(f == 0.0, 0.0, f * side)
+                        channels = pl.ds(j * _COLUMNS, _COLUMNS)
+                        store(side, sides_ref.at[item, channels, rows], transposed=True)
+
+                    @pl.when(j >= side_products)
+                    def _() -> None:
+                        for i, half in enumerate(halves):
+                            channels = pl.ds(((j - side_products) * 2 + i) * _COLUMNS, _COLUMNS)
+                            at = (item, rows, channels) if gate_after else (item, channels, rows)
+                            store(0.5 * jnp.tanh(half) + 0.5, gate_ref.at[at], transposed=not gate_after)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            produce()
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            consume()
+
+    sides, gate = plgpu.kernel(
+        trimul_project,
+        out_type=[
+            jax.ShapeDtypeStruct((batch, 2 * h, size), dtype),
+            jax.ShapeDtypeStruct((batch, size, gates) if gate_after else (batch, gates, size), dtype),
+        ],
+        grid=(programs,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiled((_CONSUMERS, ring, _ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
+            tiled((_STAGES, _STEP, 2 * _COLUMNS), dtype, _PIECE * dtype.itemsize),
+            tiled((_CONSUMERS, _COLUMNS, _ROWS), dtype),
+            plgpu.Barrier(num_barriers=_CONSUMERS * ring),
+            plgpu.Barrier(num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
+        ),
+        interpret=interpreter_params() if interpret else None,
+    )(*operands.values())
+    return sides, gate

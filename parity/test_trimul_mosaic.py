@@ -1,0 +1,231 @@
+"""Kernels of the triangle update for Hopper GPUs, one by one, against numpy and XLA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models.kernels.mosaic import trimul_product, trimul_project_wide
+from pallas_models.kernels.mosaic._gemm import Config
+from parity.common import (
+    MOSAIC,
+    MOSAIC_CALL,
+    TOLERANCE,
+    assert_close,
+    assert_equal,
+    by_device,
+    cuda_device,
+    normal,
+)
+
+INTERPRET = MOSAIC != "mosaic"
+HOPPER = "NVIDIA H200", 132
+both_directions = pytest.mark.parametrize("incoming", [False, True])
+needs_jax_011 = pytest.mark.skipif(
+    INTERPRET and jax.__version_info__ < (0, 11),
+    reason="JAX 0.10 interprets neither what lies past the end of an array nor transposed operands",
+)
+
+
+def lowered_calls(f, *args) -> int:
+    """How many kernels of Mosaic GPU there are in `f` lowered for a Hopper GPU."""
+    with cuda_device(*HOPPER):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text().count(f"@{MOSAIC_CALL}")
+
+
+# Product over third positions
+
+
+def product(sides, channels, incoming, factor=1.0, config=None):
+    f = functools.partial(
+        trimul_product.product,
+        channels=channels,
+        incoming=incoming,
+        factor=factor,
+        config=config,
+        interpret=INTERPRET,
+    )
+    return jax.jit(f)(sides)
+
+
+def tiles(block_m: int, block_n: int, *, ping_pong: bool) -> Config:
+    return Config(block_m=block_m, block_n=block_n, num_stages=2, ping_pong=ping_pong)
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize(
+    "n, channels, config, dtype",
+    by_device(
+        cpu=[
+            (64, 3, None, "float16"),
+            (192, 2, tiles(128, 128, ping_pong=False), "bfloat16"),  # ragged in every direction
+            (192, 2, tiles(128, 128, ping_pong=True), "bfloat16"),
+            (192, 1, tiles(64, 128, ping_pong=True), "float16"),
+        ],
+        gpu=[
+            (n, 24, None, "bfloat16" if n % 128 else "float16") for n in (64, 128, 192, 320, 512, 768, 1024, 1088)
+        ],
+    ),
+)
+def test_product(n, channels, config, dtype, incoming):
+    padded = channels + 1  # a channel of each side is not used
+    sides = normal(np.random.default_rng(n), 2, 2 * padded, n, n, dtype=dtype)
+    out = product(sides, channels, incoming, 0.25, config)
+    assert out.dtype == dtype
+    left, right = (sides[:, i : i + channels].astype(jnp.float32) for i in (0, padded))
+    equation = "bhki,bhkj->bhij" if incoming else "bhik,bhjk->bhij"
+    expected = 0.25 * jnp.einsum(equation, left, right, precision="highest")
+    assert_close(out, expected, TOLERANCE[dtype])
+
+
+@needs_jax_011
+def test_product_stays_finite():
+    sides = jnp.full((1, 2, 64, 64), 100.0, "float16").at[0, 0, 1].set(-100.0)
+    out = np.asarray(product(sides, 1, incoming=False))
+    assert np.all(out[0, 0, 0] == 65504.0) and np.all(out[0, 0, 1] == -65504.0)
+
+
+@both_directions
+@pytest.mark.parametrize("n", [64, 128, 192, 256, 384, 512, 1024, 1088])
+def test_product_lowers(n, incoming):
+    f = functools.partial(
+        trimul_product.product, channels=3, incoming=incoming, factor=0.5, config=None, interpret=False
+    )
+    assert lowered_calls(f, jax.ShapeDtypeStruct((2, 8, n, n), "bfloat16")) == 1
+
+
+@pytest.mark.parametrize(
+    "n, dtype, config, message",
+    [
+        (64, "float32", None, "takes float16 and bfloat16, not float32"),
+        (64, "float16", 3, "takes a pallas_models.kernels.mosaic._gemm.Config, not <class 'int'>"),
+        (72, "float16", None, "columns in multiples of 64, not sides of shape (1, 2, 72, 72)"),
+    ],
+)
+def test_product_refuses(n, dtype, config, message):
+    sides = jax.ShapeDtypeStruct((1, 2, n, n), dtype)
+    assert message in trimul_product.unsupported(sides, config=config)
+    assert trimul_product.unsupported(jax.ShapeDtypeStruct((1, 2, 64, 64), "bfloat16")) is None
+
+
+# Projections of more than 128 channels
+
+
+def projections(x, mask, scale, shift, w, bias, w_gate, b_gate, gate_after):
+    """As the kernel's, in float32 but for what it rounds: the normalised x."""
+    x = x.astype(jnp.float32)
+    d = x - x.mean(-1, keepdims=True)
+    z = (d * jax.lax.rsqrt(jnp.mean(d * d, -1, keepdims=True) + 1e-5) * scale + shift).astype(w.dtype)
+    multiply = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    y = multiply("bmc,cih->bihm", z, w)
+    gate = multiply("bmc,cg->bmg", z, w_gate)
+    if bias is not None:
+        y, gate = y + bias[..., None], gate + b_gate
+    sides = y[:, ::2] * jax.nn.sigmoid(y[:, 1::2])
+    if mask is not None:
+        factor = mask.astype(jnp.float32)[:, None, None]
+        sides = jnp.where(factor == 0.0, 0.0, factor * sides)
+    gate = jax.nn.sigmoid(gate)
+    return sides.reshape(len(x), -1, x.shape[1]), gate if gate_after else gate.swapaxes(1, 2)
+
+
+def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True, biased=True):
+    rng = np.random.default_rng(m + c)
+    mask = rng.uniform(size=(batch, m)) * rng.integers(0, 2, (batch, m))
+    return (
+        normal(rng, batch, m, c, dtype=x_dtype, scale=2.0, shift=1.0),
+        jnp.asarray(mask, jnp.float32) if masked else None,
+        normal(rng, c, shift=1.0),
+        normal(rng, c),
+        normal(rng, c, 4, h, dtype=dtype, scale=c**-0.5),
+        normal(rng, 4, h) if biased else None,
+        normal(rng, c, g, dtype=dtype, scale=c**-0.5),
+        normal(rng, g) if biased else None,
+    )
+
+
+def project(*operands, gate_after=False, interpret=INTERPRET):
+    options = dict(gate_after=gate_after, epsilon=1e-5, interpret=interpret)
+    return jax.jit(functools.partial(trimul_project_wide.project, **options))(*operands)
+
+
+@pytest.mark.parametrize(
+    "sizes, options, gate_after",
+    [
+        (sizes, options, gate_after)
+        for sizes, (options, gate_after) in zip(
+            by_device(
+                cpu=[(2, 128, 192, 32, 64), (1, 384, 64, 64, 128), (1, 128, 128, 64, 32)],
+                gpu=[(2, 4096, 192, 32, 64), (1, 147456, 384, 128, 384), (1, 65536, 256, 128, 128)],
+            ),
+            [
+                (dict(dtype="float16"), False),
+                (dict(dtype="bfloat16", x_dtype="bfloat16", biased=False), True),
+                (dict(dtype="float16", masked=False), False),
+            ],
+            strict=True,
+        )
+    ],
+)
+def test_wide_project(sizes, options, gate_after):
+    operands = project_operands(*sizes, **options)
+    sides, gate = project(*operands, gate_after=gate_after)
+    expected_sides, expected_gate = projections(*operands, gate_after)
+    dtype = options["dtype"]
+    assert sides.dtype == gate.dtype == dtype
+    # The GPU's tanh is good to 11 bits.
+    assert_close(sides, expected_sides, 2 * TOLERANCE[dtype])
+    g = sizes[-1]
+    assert_close(gate[..., :g] if gate_after else gate[:, :g], expected_gate, 2 * TOLERANCE[dtype])
+
+
+@needs_jax_011
+def test_wide_project_of_a_ragged_size():
+    operands = project_operands(2, 192, 64, 32, 64, dtype="float16")
+    for out, expected in zip(project(*operands), projections(*operands, False), strict=True):
+        assert_close(out[:, : expected.shape[1]], expected, 2 * TOLERANCE["float16"])
+
+
+def test_wide_project_of_what_is_masked():
+    x, mask, *weights = project_operands(1, 128, 64, 32, 64, dtype="float16")
+    infinite = jnp.where(mask[..., None] == 0.0, jnp.inf, x)
+    assert_equal(project(infinite, mask, *weights)[0], project(x, mask, *weights)[0])
+
+
+@pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11")
+def test_wide_project_has_no_races(monkeypatch, capfd):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(trimul_project_wide, "interpreter_params", lambda: params)
+    project(*project_operands(1, 512, 128, 32, 64, dtype="float16"))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gate_after", [False, True])
+def test_wide_project_lowers(gate_after, x_dtype):
+    operands = jax.eval_shape(lambda: project_operands(2, 4096, 384, 96, 384, dtype="float16", x_dtype=x_dtype))
+    assert trimul_project_wide.unsupported(operands[0], operands[4], operands[6]) is None
+    f = functools.partial(project, gate_after=gate_after, interpret=False)
+    assert lowered_calls(f, *operands) == 1
+
+
+@pytest.mark.parametrize(
+    "m, c, h, dtype, message",
+    [
+        (128, 256, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
+        (96, 256, 64, "float16", "takes positions in multiples of 64, not 96"),
+        (128, 448, 64, "float16", "takes up to 384 channels in multiples of 64"),
+        (128, 160, 64, "float16", "not 160 and 64"),
+        (128, 256, 48, "float16", "hidden channels in multiples of 32, not 256 and 48"),
+    ],
+)
+def test_wide_project_refuses(m, c, h, dtype, message):
+    shapes = (1, m, c), (c, 4, h), (c, 128)
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    assert message in trimul_project_wide.unsupported(*arrays)
