@@ -11,7 +11,7 @@ import hypothesis
 import jax
 import pytest
 
-from parity.common import KERNEL, ON_GPU, TOLERANCE
+from parity.common import KERNEL, ON_GPU, ON_HOPPER, TOLERANCE
 
 # The same examples in every run; shapes compile anew, so few of them, and no deadline.
 hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)
@@ -29,9 +29,9 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["xla", KERNEL])
-def implementation(request: pytest.FixtureRequest) -> str:
-    """The plain-XLA reference and the kernel: both are held against torch."""
+@pytest.fixture(params=["xla", KERNEL, *([None] if ON_HOPPER else [])])
+def implementation(request: pytest.FixtureRequest) -> str | None:
+    """The plain-XLA reference, the kernel and on Hopper the choice of two: all are held against torch."""
     return request.param
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_models import minilm
-from parity.common import ON_GPU, TRITON_CALL, assert_equal, random_mask, random_params
+from parity.common import MOSAIC_CALL, ON_GPU, TRITON_CALL, assert_close, assert_equal, random_mask, random_params
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: reads the program compiled for it")
 
@@ -33,23 +33,23 @@ SHAPES = [(1, 16), (64, 128), (8, 512), (3, 77)]
 
 
 @pytest.mark.parametrize("batch, seq", SHAPES)
-def test_every_computation_is_a_triton_kernel_of_ours(batch, seq):
+def test_every_computation_is_a_kernel_of_ours(batch, seq):
     text = compiled(None, batch, seq).as_text()
-    targets = set(re.findall(r'custom_call_target="([^"]*)"', text))
-    kernels = len(re.findall(rf'custom_call_target="{re.escape(TRITON_CALL)}"', text))
-    assert kernels >= 2 + 5 * CONFIG.num_layers
-    assert targets == {TRITON_CALL}, f"calls of others: {targets - {TRITON_CALL}}"
+    targets = re.findall(r'custom_call_target="([^"]*)"', text)
+    ours = {TRITON_CALL, MOSAIC_CALL}
+    assert len(targets) >= 2 + 5 * CONFIG.num_layers
+    assert set(targets) <= ours, f"calls of others: {set(targets) - ours}"
     assert not re.search(r"\bdot\(|\bconvolution\(|\bcublas|\bcudnn|__triton_gemm|triton_nested_gemm", text)
     # What is left to XLA may reshape, convert or copy small integers, and compute nothing.
     assert not re.search(r"\b(reduce|exponential|rsqrt|divide|tanh|erf|gather)\(", text)
 
 
 @pytest.mark.parametrize("batch, seq", SHAPES)
-def test_the_default_on_cuda_is_bitwise_triton(batch, seq):
+def test_the_default_on_cuda_is_as_good_as_triton(batch, seq):
     default, named = (
         compiled(i, batch, seq)(random_params(CONFIG, "float16"), *tokens(batch, seq)) for i in (None, "triton")
     )
-    assert_equal(default, named)
+    assert_close(default, named, 2e-3)  # kernels for Hopper sum up in another order
 
 
 def test_two_calls_give_the_same_bits():

@@ -19,6 +19,7 @@ from pallas_models.kernels.triton import trimul as kernels
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from parity.common import (
     KERNEL,
+    MOSAIC_CALL,
     ON_GPU,
     TRITON_CALL,
     assert_close,
@@ -465,15 +466,27 @@ def test_params_that_do_not_fit_are_listed():
         (77, 50, 33, "incoming", False),
     ],
 )
-@pytest.mark.parametrize("device", [("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108)], ids=lambda d: d[0])
-def test_nothing_but_triton_kernels(device, n, c, h, direction, gate_after):
+@pytest.mark.parametrize(
+    "device, implementation",
+    [
+        (("NVIDIA H200", 132), "mosaic"),
+        (("NVIDIA H200", 132), "triton"),
+        (("NVIDIA A100-SXM4-80GB", 108), None if not ON_GPU else "triton"),
+    ],
+    ids=["hopper-mosaic", "hopper-triton", "ampere"],
+)
+def test_nothing_but_kernels_of_ours(device, implementation, n, c, h, direction, gate_after):
+    if implementation == "mosaic" and n % 64:
+        pytest.skip("Triton serves other sizes")
     config = trimul.TriMulConfig(channels=c, hidden=h, gate_after=gate_after, use_bias=gate_after)
     params = jax.eval_shape(functools.partial(trimul.init, config=config, dtype="float16"), jax.random.key(0))
     x, mask = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, n, n, c), (1, n, n)))
     with cuda_device(*device):
-        traced = update(direction=direction).trace(params, x, mask if gate_after else None)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert 3 <= text.count(f"@{TRITON_CALL}") <= 4
+        f = update(direction=direction, implementation=implementation)
+        text = f.trace(params, x, mask if gate_after else None).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [text.count(f"@{call}") for call in (TRITON_CALL, MOSAIC_CALL)]
+    assert 3 <= sum(calls) <= 4
+    assert (calls[1] > 0) == (implementation == "mosaic")
     assert "stablehlo.dot_general" not in text
     # Weights may be laid out anew; what has the size of x passes from kernel to kernel.
     of_pairs = [line for line in text.splitlines() if re.search(rf"<1x({n}x{n}|{n * n})x", line)]
