@@ -495,6 +495,16 @@ def test_hopper_kernel(shape, config, activation, transpose_w):
     assert_close(out, expected, TOLERANCE["bfloat16"])
 
 
+@pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_activations_of_the_hopper_kernel(reference, activation, dtype):
+    # K of one element that counts: what reaches the activation is exact.
+    x = jnp.zeros((128, 64), dtype).at[:, 0].set(jnp.linspace(-12, 12, 128).astype(dtype))
+    w = jnp.zeros((64, 64), dtype).at[0].set(jnp.asarray([1.0, -1.0, 0.25, 64.0] * 16, dtype))
+    out = ops.matmul(x, w, activation=activation, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC)
+    assert_close(out, reference.compute(reference.matmul, x, w, activation=activation), TOLERANCE[dtype])
+
+
 @pytest.mark.skipif(
     MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
 )

@@ -160,7 +160,7 @@ def matmul(
             y = block.of(sums[0])
             if bias is not None:
                 y += row(refs.bias_tile.at[warpgroup, block.columns], y.shape)
-            y = activate(activation, y)
+            y = activate(activation, y, out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 
         store(refs.slots.at[warpgroup], refs.o, tile, parts, value, wait=residual is None)
