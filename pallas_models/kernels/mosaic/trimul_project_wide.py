@@ -1,13 +1,12 @@
 """Projections of the triangle multiplicative update with their gates, for Hopper GPUs and more than 128 channels.
 
-As in `trimul_project`, warpgroups take 64 positions at a time and normalise them in registers, where the tensor cores
-take them from. The weights do not fit into shared memory: one more warpgroup of each block copies them piece by piece
-into a ring, past the two that multiply. These may be apart by as much as the ring holds, so that one of them
+As in `trimul_project`, warpgroups take 64 positions at a time and normalise them in registers, from where the
+tensor cores take them. The weights do not fit into shared memory: one more warpgroup of each block copies them
+piece by piece to a ring, past the two that multiply. These may be apart by as much as the ring holds, so that one
 multiplies while the other one gates, stores or normalises.
 """
 
-import functools
-import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from pallas_models.kernels.triton._common import local_gpu
 
 _CONSUMERS = 2  # warpgroups that multiply
 _STEP = 64  # channels of the weights in a slot of the ring
-_STAGES = 6
+_STAGES = 4  # slots of the ring; dividing by a power of two takes fewest registers
 _X_BYTES = 48 * 1024  # of x that a warpgroup has copied ahead
 _WIDEST = 384  # channels of x that fit into registers
 
@@ -121,23 +120,24 @@ def project(
             i = block + step * programs
             start = (jax.lax.rem(i, row_blocks) * _CONSUMERS + warpgroup) * _ROWS
             # At the end both warpgroups may have the same rows.
-            return jax.lax.div(i, row_blocks), pl.ds(
-                pl.multiple_of(jnp.minimum(start, size - _ROWS), _ROWS), _ROWS
-            )
+            start = pl.multiple_of(jnp.minimum(start, size - _ROWS), _ROWS)
+            return jax.lax.div(i, row_blocks), pl.Slice(start, _ROWS)
 
-        def copy(piece: jax.Array) -> None:
-            slot = jax.lax.rem(piece, ring)
-            item, rows = rows_of(jax.lax.div(piece, pieces))
-            channels = pl.ds(jax.lax.rem(piece, pieces) * _PIECE, _PIECE)
-            plgpu.copy_gmem_to_smem(
-                inputs["x"].at[item, rows, channels],
-                x_smem.at[warpgroup, slot],
-                x_full.at[warpgroup * ring + slot],
-            )
+        def copy(which: range, step: jax.Array) -> None:
+            """Starts copies of these pieces of a step to the slots whose turn it is."""
+            item, rows = rows_of(step)
+            for i in which:
+                slot = jax.lax.rem(step * pieces + i, ring)
+                plgpu.copy_gmem_to_smem(
+                    inputs["x"].at[item, rows, pl.ds(i * _PIECE, _PIECE)],
+                    x_smem.at[warpgroup, slot],
+                    x_full.at[warpgroup * ring + slot],
+                )
 
-        def read(piece: jax.Array) -> jax.Array:
-            slot = jax.lax.rem(piece, ring)
-            plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
+        def read(step: jax.Array, i: int, *, wait: bool) -> jax.Array:
+            slot = jax.lax.rem(step * pieces + i, ring)
+            if wait:
+                plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
             return load(x_smem.at[warpgroup, slot], _REGISTERS, interpret=interpret).astype(jnp.float32)
 
         def along_rows(v: jax.Array, columns: int) -> jax.Array:
@@ -147,33 +147,35 @@ def project(
             v = load(ref, _REGISTERS.reduce(0), interpret=interpret)
             return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [1])
 
-        def total(parts: list[jax.Array]) -> jax.Array:
-            return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
-
         def normalised(step: jax.Array) -> list[jax.Array]:
-            xs = []
-            group = max(ring // 2, 1)
-            for first in range(0, pieces, group):
-                now = range(first, min(first + group, pieces))
-                xs += [read(step * pieces + i) for i in now]
-                plgpu.commit_smem()  # all have read
-                for i in now:
-                    ahead = step * pieces + i + ring
+            # What has no slot together with the rest waits in registers. The rest is read again for each of three
+            # passes; barriers keep the compiler from holding that, or vectors, in registers as well.
+            held = [read(step, i, wait=True) for i in range(pieces - ring)]
+            plgpu.commit_smem()  # all have read
+            copy(range(ring, pieces), step)
 
-                    @pl.when(ahead < steps * pieces)
-                    def _(ahead: jax.Array = ahead) -> None:
-                        copy(ahead)
+            def mean(f: Callable[[jax.Array], jax.Array], *, wait: bool = False) -> jax.Array:
+                total = jnp.zeros((_ROWS, _PIECE), jnp.float32)
+                for i in range(pieces):
+                    total += f(held[i] if i < len(held) else read(step, i, wait=wait))
+                plgpu.commit_smem()
+                return along_rows(jnp.sum(total, axis=1) * (1.0 / c), _PIECE)
 
-            mean = along_rows(total(xs), _PIECE)
-            ds = [x - mean for x in xs]
-            inverse = along_rows(jax.lax.rsqrt(total([d * d for d in ds]) + epsilon), _PIECE)
+            center = mean(lambda x: x, wait=True)
+            inverse = jax.lax.rsqrt(mean(lambda x: (x - center) * (x - center)) + epsilon)
             zs = []
-            for i, d in enumerate(ds):
-                if i % 2 == 0:
-                    plgpu.commit_smem()  # keeps the compiler from loading more vectors at once than it has room for
+            for i in range(pieces):
                 at = pl.ds(i * _PIECE, _PIECE)
                 scale, shift = (vector(inputs["norms"].at[jax.lax.rem(step, 2), j, at], _PIECE) for j in range(2))
+                d = (held[i] if i < len(held) else read(step, i, wait=False)) - center
                 zs.append((d * inverse * scale + shift).astype(dtype))
+                if i % 2:
+                    plgpu.commit_smem()
+
+            @pl.when(step + 1 < steps)
+            def _() -> None:
+                copy(range(ring), step + 1)
+
             return zs
 
         def product(zs: list[jax.Array], first: jax.Array) -> jax.Array:
@@ -223,8 +225,7 @@ def project(
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target)
 
         def consume() -> None:
-            for i in range(ring):
-                copy(jnp.int32(i))
+            copy(range(ring), jnp.int32(0))
 
             @pl.loop(0, steps)
             def _(step: jax.Array) -> None:
