@@ -87,10 +87,9 @@ def problem(dtype: str, shape: Shape) -> Problem:
     if heads % kv_heads:
         raise ValueError(f"{heads} heads are no multiple of {kv_heads} heads of keys and values")
     half = "" if dtype in ("fp16", "bf16") else HALF_ONLY
-    ours = functools.partial(ops.attention, causal=causal, implementation="triton")
-    fused = functools.partial(
-        ops.attention_qkv, num_heads=heads, num_kv_heads=kv_heads, causal=causal, implementation="triton"
-    )
+    ours = functools.partial(ops.attention, causal=causal)
+    triton = functools.partial(ours, implementation="triton")
+    fused = functools.partial(ops.attention_qkv, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
 
     def join(*parts: jax.Array) -> tuple[jax.Array]:
         return (jnp.concatenate([x.reshape(batch, seq, -1) for x in parts], axis=-1),)
@@ -109,7 +108,8 @@ def problem(dtype: str, shape: Shape) -> Problem:
                 prepare=join,
                 gpu=True,
             ),
-            Contender("heuristic", "ladder", lambda: functools.partial(ours, config=HEURISTIC), gpu=True),
+            Contender("triton", "ladder", lambda: triton, gpu=True),
+            Contender("heuristic", "ladder", lambda: functools.partial(triton, config=HEURISTIC), gpu=True),
             Contender("xla", "xla", functools.partial(plain, "xla", causal=causal, dtype=dtype)),
             Contender(
                 "xla-cudnn",

@@ -46,7 +46,7 @@ def in_torch() -> Callable[..., Any]:
 
 def ours(*, down: bool, **options: Any) -> Callable[..., jax.Array]:
     """The product, or the whole MLP."""
-    return functools.partial(ops.gated_mlp if down else ops.gated_matmul, implementation="triton", **options)
+    return functools.partial(ops.gated_mlp if down else ops.gated_matmul, **options)
 
 
 def tokamax() -> Callable[..., Any]:
@@ -81,16 +81,18 @@ def problem(dtype: str, shape: Shape) -> Problem:
         return exact(*(a.astype(jnp.float32) for a in arrays))
 
     one_product = functools.partial(functools.partial, stacked_plain, precision=precision)
+    triton = functools.partial(ours, down=down, implementation="triton")
     contenders = [
         Contender("pallas", "ours", functools.partial(ours, down=down), prepare=stack, gpu=True),
+        Contender("triton", "ladder", triton, prepare=stack, gpu=True),
         Contender("xla", "xla", lambda: functools.partial(plain, precision=precision)),
         Contender("xla-stacked", "xla", one_product, prepare=stack),
         Contender("torch", "torch", in_torch),
         Contender("tokamax", "peer", tokamax, prepare=stack, gpu=True),
     ]
     if not down:
-        untuned = functools.partial(ours, down=False, config=HEURISTIC)
-        contenders.insert(1, Contender("heuristic", "ladder", untuned, prepare=stack, gpu=True))
+        untuned = functools.partial(triton, config=HEURISTIC)
+        contenders.insert(2, Contender("heuristic", "ladder", untuned, prepare=stack, gpu=True))
     return Problem(
         inputs=inputs,
         reference=jax.jit(in_float32),

@@ -29,9 +29,9 @@ def problem(dtype: str, shape: Shape) -> Problem:
     m, n, k = map(int, shape)
     exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     plain = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST if dtype == "fp32" else None)
-    ours = functools.partial(ops.matmul, implementation="triton")
+    triton = functools.partial(ops.matmul, implementation="triton")
     ladder = [
-        Contender(name, "ladder", functools.partial(functools.partial, ours, algorithm=name), gpu=True)
+        Contender(name, "ladder", functools.partial(functools.partial, triton, algorithm=name), gpu=True)
         for name in ALGORITHMS
         if shape in CUBES
     ]
@@ -39,9 +39,10 @@ def problem(dtype: str, shape: Shape) -> Problem:
         inputs=lambda seed: normal(seed, dtype, (m, k), (k, n)),
         reference=jax.jit(lambda x, w: exact(x.astype(jnp.float32), w.astype(jnp.float32))),
         contenders=[
-            Contender("pallas", "ours", lambda: ours, gpu=True),
+            Contender("pallas", "ours", lambda: ops.matmul, gpu=True),
+            Contender("triton", "ladder", lambda: triton, gpu=True),
             *ladder,
-            Contender("heuristic", "ladder", lambda: functools.partial(ours, config=HEURISTIC), gpu=True),
+            Contender("heuristic", "ladder", lambda: functools.partial(triton, config=HEURISTIC), gpu=True),
             Contender("xla", "xla", lambda: plain),
             Contender("torch", "torch", in_torch, ways=("eager", "graph")),  # compiled, it calls cuBLAS too
         ],

@@ -102,9 +102,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     precision = "highest" if dtype == "fp32" else None
 
     def ours() -> Callable[..., jax.Array]:
-        return lambda x, *leaves: gpt2.block(
-            TREE.unflatten(leaves), x, num_heads=CONFIG.num_heads, implementation="triton"
-        )
+        return lambda x, *leaves: gpt2.block(TREE.unflatten(leaves), x, num_heads=CONFIG.num_heads)
 
     def xla(attention: Literal["xla", "cudnn"]) -> Contender:
         function = functools.partial(plain, attention=attention, precision=precision)

@@ -86,7 +86,6 @@ class Models:
                 launches=4 * config.num_layers,  # the linear maps of a layer are kernels of their own in torch
             ),
         ]
-        kernels = functools.partial(ours, implementation="triton")
         ladder = [
             Contender(
                 name,
@@ -97,7 +96,7 @@ class Models:
             )
             for name in (minilm_models.STEPS if steps else ())
         ]
-        return [Contender("pallas", "ours", lambda: kernels, params=(params,), gpu=True), *ladder, *found]
+        return [Contender("pallas", "ours", lambda: ours, params=(params,), gpu=True), *ladder, *found]
 
     def problem(self, dtype: str, shape: Shape) -> Problem:
         """One forward pass."""

@@ -58,7 +58,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     rows, columns = map(int, shape[:2])
     rms = "rms" in shape
     vectors = 1 if rms else 2
-    ours = functools.partial(ops.rms_norm if rms else ops.layer_norm, epsilon=EPSILON, implementation="triton")
+    ours = functools.partial(ops.rms_norm if rms else ops.layer_norm, epsilon=EPSILON)
     return Problem(
         inputs=lambda seed: normal(seed, dtype, (rows, columns), *[(columns,)] * vectors),
         reference=jax.jit(lambda *inputs: plain(*(x.astype(jnp.float32) for x in inputs))),

@@ -139,7 +139,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
     def ours() -> Callable[..., jax.Array]:
-        return lambda x, *leaves: qwen3.layer(TREE.unflatten(leaves), x, config=CONFIG, implementation="triton")
+        return lambda x, *leaves: qwen3.layer(TREE.unflatten(leaves), x, config=CONFIG)
 
     return Problem(
         inputs=lambda seed: draw(seed, dtype, batch, seq),

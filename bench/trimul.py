@@ -117,9 +117,10 @@ def problem(dtype: str, shape: Shape) -> Problem:
             torch.cuda.synchronize()
         return jax.dlpack.from_dlpack(out.contiguous())
 
-    ours = functools.partial(update, implementation="triton")
+    triton = functools.partial(update, implementation="triton")
     contenders = [
-        Contender("pallas", "ours", lambda: ours, params=(params,), gpu=True),
+        Contender("pallas", "ours", lambda: update, params=(params,), gpu=True),
+        Contender("triton", "ladder", lambda: triton, params=(params,), gpu=True),
         Contender("xla", "xla", lambda: trimul_models.plain_jax, params=(params,)),
         Contender("torch", "torch", functools.partial(module, precision="high"), ways=("eager",)),
     ]
