@@ -624,8 +624,23 @@ def test_what_the_hopper_kernel_does_not_serve(arrays, options, message):
         ops.matmul(*arrays, implementation=MOSAIC, **options)
 
 
-@pytest.mark.parametrize("field, value", [("block_m", 96), ("block_n", 100), ("block_n", 320), ("block_k", 32)])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("block_m", 96),
+        ("block_n", 100),
+        ("block_n", 320),
+        ("block_k", 32),
+        ("num_stages", 1),
+        ("num_consumers", 4),
+    ],
+)
 def test_hopper_tiles_of_no_possible_size_are_refused(field, value):
     sizes = dict(block_m=128, block_n=128, block_k=64, num_stages=2, ping_pong=False)
     with pytest.raises(ValueError, match=rf"{field}={value} must be"):
         mosaic.Config(**{**sizes, field: value})
+
+
+def test_hopper_tiles_fit_in_registers():
+    with pytest.raises(ValueError, match="has 256 sums a thread; expected 192 at most"):
+        hopper(512, 128, ping_pong=False)

@@ -1,7 +1,7 @@
 """Matrix products on Hopper's tensor cores: blocks that stay on their multiprocessor and walk tiles of the output.
 
-One warpgroup of a block only copies operands into a ring of slots in shared memory, ahead of two that multiply. It
-does not stop at the end of a tile, so the tensor cores find the operands of the next one waiting.
+One warpgroup of a block only copies operands into a ring of slots in shared memory, ahead of those that multiply.
+It does not stop at the end of a tile, so the tensor cores find the operands of the next one waiting.
 """
 
 import dataclasses
@@ -28,11 +28,12 @@ Refs = Any  # a namespace of references, by the names that `gemm` was given
 class Config:
     """Tiles of `block_m` x `block_n` outputs, `block_k` of the contraction a step, `num_stages` steps in the ring.
 
-    With `ping_pong` each of the two warpgroups has a tile of its own, and finishes it while the other one has the
-    tensor cores: for short contractions, after which there is most to finish. Without, they share the rows of a
-    tile, which can be twice as large: for long contractions, which read operands most often. `group_m` row blocks
-    are walked together before the next column block, so that blocks running at the same time share operands in L2.
-    `num_slots` blocks of 64 rows of outputs may be on their way from shared memory, for each warpgroup.
+    `num_consumers` warpgroups multiply: 2, or 3 with fewer registers each. With `ping_pong` each has a tile of its
+    own, and finishes it while another one has the tensor cores: for short contractions, after which there is most
+    to finish. Without, they share the rows of a tile, which can be twice as large: for long contractions, which
+    read operands most often. `group_m` row blocks are walked together before the next column block, so that blocks
+    running at the same time share operands in L2. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be
+    on their way from shared memory, for each warpgroup.
     """
 
     block_m: int
@@ -45,6 +46,8 @@ class Config:
     num_consumers: int = 2
 
     def __post_init__(self) -> None:
+        if self.num_consumers not in _REGISTERS:
+            raise ValueError(f"{__name__}: num_consumers={self.num_consumers} must be 2 or 3")
         for name, value, multiple in (
             ("block_m", self.block_m, 64 if self.ping_pong else 64 * self.num_consumers),
             ("block_n", self.block_n, 64),
@@ -54,8 +57,11 @@ class Config:
                 raise ValueError(f"{__name__}: {name}={value} must be a positive multiple of {multiple}")
         if self.block_n > 256:
             raise ValueError(f"{__name__}: block_n={self.block_n} must be at most 256")
-        if self.num_stages < 2 or self.num_stages > 16:
-            raise ValueError(f"{__name__}: num_stages={self.num_stages} must be from 2 to 16")
+        if self.num_stages < 2 or self.num_stages > 10:  # 32 barriers go together
+            raise ValueError(f"{__name__}: num_stages={self.num_stages} must be from 2 to 10")
+        sums, most = self.rows * self.block_n // 128, {2: 192, 3: 128}[self.num_consumers]
+        if sums > most:
+            raise ValueError(f"{__name__}: {self} has {sums} sums a thread; expected {most} at most")
 
     @property
     def rows(self) -> int:
@@ -193,6 +199,8 @@ def gemm(
     Returns:
       The outputs.
     """
+    if config.block_n % (64 * len(b)):
+        raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * len(b)}: it has {len(b)} parts")
     body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, epilogue)
     present = {key: value for key, value in operands.items() if value is not None}
     scratch_types = dict(scratch_types) | ring(config, dtype, len(b), transpose_a, transpose_b)
