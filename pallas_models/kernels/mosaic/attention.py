@@ -22,6 +22,7 @@ from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.kernels.triton.attention import LOWEST
 
 ROWS = 64  # queries of a warpgroup: the rows of one instruction of the tensor cores
+_CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
 
 
@@ -36,8 +37,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS):
             raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128 or 192")
-        if self.block_kv not in (64, 128, 192, 256):
-            raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64, 128, 192 or 256")
+        if self.block_kv not in (64, 128):
+            raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
         if self.num_stages < 2:
             raise ValueError(f"{__name__}: num_stages={self.num_stages} must be at least 2")
 
@@ -69,14 +70,17 @@ def unsupported(
 
 
 def prefer(seq: int, kv_seq: int) -> bool:
-    """Whether it is the faster kernel for a call that it serves."""
-    return min(seq, kv_seq) >= 512
+    """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
+    return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
-def heuristic(seq: int, heads: int, head_dim: int, *, num_cores: int) -> Config:
+def heuristic(seq: int, heads: int, head_dim: int, *, causal: bool, num_cores: int) -> Config:
     """Chooses blocks for `heads` of all the batch, as measured on an H200."""
-    few = heads * pl.cdiv(seq, 2 * ROWS) < num_cores
-    return Config(block_q=ROWS if few else 2 * ROWS, block_kv=128, num_stages=2 if head_dim > 64 else 3)
+    if heads * pl.cdiv(seq, 2 * ROWS) < num_cores:
+        return Config(block_q=ROWS, block_kv=128, num_stages=2)
+    if head_dim == 64 and not causal and seq >= 2048:
+        return Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
+    return Config(block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 else 2)
 
 
 def _reach(
@@ -99,22 +103,23 @@ def _reach(
     return first, xp.maximum(position + block_q - window + block_kv - 1, 0) // block_kv, full_end, end
 
 
-def _group(blocks: Any, heads: int, num_programs: int) -> int:
+def _group(blocks: Any, heads: int, in_cache: int, num_programs: int) -> int:
     """How many heads to walk together, given the blocks of keys of each tile of a head, in the order of the walk.
 
-    The fewest, as their keys and values stay in the cache, with which all programs take about as long.
+    As many as have keys and values `in_cache`, with which all programs take about as long; else a few more.
     """
     rounds = pl.cdiv(heads * len(blocks), num_programs)
     index = np.arange(rounds * num_programs).reshape(rounds, num_programs)
     index[1::2] = index[1::2, ::-1]
-    least = 1.05 * heads * np.sum(blocks) / num_programs
-    longest: dict[int, int] = {}
-    for group in (n for n in range(1, heads + 1) if heads % n == 0):
+
+    def longest(group: int) -> int:
         work = np.where(index < heads * len(blocks), blocks[index % (group * len(blocks)) // group], 0)
-        longest[group] = int(np.max(np.sum(work, axis=0)))
-        if longest[group] <= least:
-            return group
-    return min(longest, key=longest.__getitem__)
+        return int(np.max(np.sum(work, axis=0)))
+
+    groups = [n for n in range(1, heads + 1) if heads % n == 0]
+    groups.sort(key=lambda n: (n > in_cache, n if n > in_cache else -n))
+    enough = 1.05 * heads * np.sum(blocks) / num_programs
+    return next((n for n in groups if longest(n) <= enough), None) or min(groups, key=longest)
 
 
 @jax.tree_util.register_dataclass
@@ -182,8 +187,7 @@ def _attention_kernel(
         return i * num_programs + jnp.where(i % 2 == 0, program, num_programs - 1 - program)
 
     rounds = num_tiles // num_programs
-    count = rounds + (index_of(rounds) < num_tiles).astype(jnp.int32)
-
+    count, one_tile = rounds + (index_of(rounds) < num_tiles).astype(jnp.int32), num_tiles <= num_programs
     reach = functools.partial(_reach, jnp, config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
 
     def tile_of(i: jax.Array | int) -> _Tile:
@@ -241,8 +245,9 @@ def _attention_kernel(
         def add_values(weights: jax.Array, slot: jax.Array) -> None:
             values = v_blocks.at[slot]
             plgpu.barrier_wait(v_ready.at[slot])
-            if interpret:  # it has no products of what is in registers, nor sums that can be set
+            if interpret:  # without products of what is in registers, and sums that can be set
                 sums[...] += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+                plgpu.commit_smem()
             else:
                 plgpu.wgmma(sums, weights, values)
 
@@ -266,6 +271,7 @@ def _attention_kernel(
                 scores = pl.run_scoped(issue, plgpu.ACC((ROWS, block_kv), jnp.float32))
             else:
                 scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+                plgpu.commit_smem()
                 if weights is not None:
                     add_values(weights, before)
             plgpu.barrier_arrive(k_read.at[slot])
@@ -356,7 +362,7 @@ def _attention_kernel(
         for slot in range(num_stages):
             for read in (k_read, v_read):
                 plgpu.barrier_arrive(read.at[slot])
-        slot, tile, one_tile = jnp.int32(0), tile_of(0), num_tiles <= num_programs
+        slot, tile = jnp.int32(0), tile_of(0)
         copy_queries(0)
         plgpu.barrier_wait(q_ready.at[warpgroup])
         plgpu.barrier_wait(k_ready.at[slot])
@@ -411,7 +417,7 @@ def attention(
     fused = len(parts) == 1
     (batch, seq, _), kv_seq, dtype = parts[0].shape, parts[-1].shape[1], parts[0].dtype
     num_cores = local_gpu().num_cores
-    config = config or heuristic(seq, batch * num_heads, head_dim, num_cores=num_cores)
+    config = config or heuristic(seq, batch * num_heads, head_dim, causal=causal, num_cores=num_cores)
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
 
@@ -428,6 +434,7 @@ def attention(
     starts = block_q * np.arange(q_blocks)[::-1]
     walk: dict[str, Any] = dict(config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
     first, _, _, end = _reach(np, starts, **walk)
+    in_cache = _CACHE // (2 * kv_seq * head_dim * dtype.itemsize) * (num_heads // num_kv_heads)
     barrier = plgpu.Barrier
     scratch_types = {
         "q_tiles": tiled((consumers, ROWS, head_dim), dtype),
@@ -451,7 +458,7 @@ def attention(
             _attention_kernel,
             num_programs=num_programs,
             num_tiles=num_tiles,
-            group=_group(end - first, heads, num_programs),
+            group=_group(end - first, heads, in_cache, num_programs) if causal else 1,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
