@@ -6,7 +6,9 @@ piece by piece to a ring, past the two that multiply. These may be apart by as m
 multiplies while the other one gates, stores or normalises.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +28,8 @@ from pallas_models.kernels.triton._common import local_gpu
 
 _CONSUMERS = 2  # warpgroups that multiply
 _STEP = 64  # channels of the weights in a slot of the ring
-_STAGES = 4  # slots of the ring; dividing by a power of two takes fewest registers
-_X_BYTES = 48 * 1024  # of x that a warpgroup has copied ahead
+_STAGES = 8  # slots of the ring: by which the warpgroups may be apart, and a power of two, which divides best
+_X_BYTES = 40 * 1024  # of x that a warpgroup has copied ahead
 _WIDEST = 384  # channels of x that fit into registers
 
 
@@ -75,18 +77,15 @@ def project(
     gates = 2 * _COLUMNS * (num_products - side_products)
     pieces, w_steps = c // _PIECE, c // _STEP
     ring = min(_X_BYTES // (_ROWS * _PIECE * x.dtype.itemsize), pieces)
-    operands = dict(
-        x=x,
-        mask=mask,
-        # Two copies, read by turns: what stayed the same the compiler would keep in registers that it lacks.
-        norms=jnp.tile(jnp.stack([norm_scale, norm_bias]), (2, 1, 1)),
-        w=jnp.moveaxis(_arranged(w, w_gate), -2, 0),  # (products, C, 128)
-    )
-    if has_bias := bias is not None or b_gate is not None:
-        b_sides = jnp.zeros((4, h)) if bias is None else bias
-        b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
-        operands["bias"] = _arranged(b_sides, b_gates)
-    operands = {name: operand for name, operand in operands.items() if operand is not None}
+    # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
+    # weights and of the biases.
+    w, w_gate = w.astype(jnp.float32), w_gate.astype(jnp.float32)
+    b_sides = jnp.sum(norm_bias[:, None, None] * w, axis=0) + (0.0 if bias is None else bias)
+    b_gates = jnp.sum(norm_bias[:, None] * w_gate, axis=0) + (0.0 if b_gate is None else b_gate)
+    weights = _arranged(norm_scale[:, None, None] * w, norm_scale[:, None] * w_gate).astype(dtype)
+    operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=_arranged(b_sides, b_gates))
+    if mask is not None:
+        operands["mask"] = mask
     row_blocks = pl.cdiv(size, _CONSUMERS * _ROWS)
     programs = min(2 if interpret else local_gpu().num_cores, batch * row_blocks)
 
@@ -123,60 +122,43 @@ def project(
             start = pl.multiple_of(jnp.minimum(start, size - _ROWS), _ROWS)
             return jax.lax.div(i, row_blocks), pl.Slice(start, _ROWS)
 
-        def copy(which: range, step: jax.Array) -> None:
-            """Starts copies of these pieces of a step to the slots whose turn it is."""
-            item, rows = rows_of(step)
+        def copy(which: Sequence[int], step: jax.Array) -> None:
+            """Starts copies of these pieces to their slots; those past the end of a step are of the next one."""
             for i in which:
+                ahead, piece = divmod(i, pieces)
+                item, rows = rows_of(step + ahead)
                 slot = jax.lax.rem(step * pieces + i, ring)
                 plgpu.copy_gmem_to_smem(
-                    inputs["x"].at[item, rows, pl.ds(i * _PIECE, _PIECE)],
+                    inputs["x"].at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
                     x_smem.at[warpgroup, slot],
                     x_full.at[warpgroup * ring + slot],
                 )
 
-        def read(step: jax.Array, i: int, *, wait: bool) -> jax.Array:
+        def read(step: jax.Array, i: int) -> jax.Array:
             slot = jax.lax.rem(step * pieces + i, ring)
-            if wait:
-                plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
+            plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
             return load(x_smem.at[warpgroup, slot], _REGISTERS, interpret=interpret).astype(jnp.float32)
 
         def along_rows(v: jax.Array, columns: int) -> jax.Array:
             return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [0])
 
-        def vector(ref: Ref, columns: int) -> jax.Array:
-            v = load(ref, _REGISTERS.reduce(0), interpret=interpret)
-            return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [1])
+        def mean(parts: list[jax.Array]) -> jax.Array:
+            return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
 
         def normalised(step: jax.Array) -> list[jax.Array]:
-            # What has no slot together with the rest waits in registers. The rest is read again for each of three
-            # passes; barriers keep the compiler from holding that, or vectors, in registers as well.
-            held = [read(step, i, wait=True) for i in range(pieces - ring)]
-            plgpu.commit_smem()  # all have read
-            copy(range(ring, pieces), step)
-
-            def mean(f: Callable[[jax.Array], jax.Array], *, wait: bool = False) -> jax.Array:
-                total = jnp.zeros((_ROWS, _PIECE), jnp.float32)
-                for i in range(pieces):
-                    total += f(held[i] if i < len(held) else read(step, i, wait=wait))
-                plgpu.commit_smem()
-                return along_rows(jnp.sum(total, axis=1) * (1.0 / c), _PIECE)
-
-            center = mean(lambda x: x, wait=True)
-            inverse = jax.lax.rsqrt(mean(lambda x: (x - center) * (x - center)) + epsilon)
-            zs = []
-            for i in range(pieces):
-                at = pl.ds(i * _PIECE, _PIECE)
-                scale, shift = (vector(inputs["norms"].at[jax.lax.rem(step, 2), j, at], _PIECE) for j in range(2))
-                d = (held[i] if i < len(held) else read(step, i, wait=False)) - center
-                zs.append((d * inverse * scale + shift).astype(dtype))
-                if i % 2:
-                    plgpu.commit_smem()
-
-            @pl.when(step + 1 < steps)
-            def _() -> None:
-                copy(range(ring), step + 1)
-
-            return zs
+            xs = []
+            group = max(ring // 2, 1)
+            for first in range(0, pieces, group):
+                now = range(first, min(first + group, pieces))
+                xs += [read(step, i) for i in now]
+                plgpu.commit_smem()  # all have read
+                copy([i + ring for i in now if i + ring < pieces], step)
+                following = [i + ring for i in now if i + ring >= pieces]
+                pl.when(step + 1 < steps)(functools.partial(copy, following, step))
+            center = along_rows(mean(xs), _PIECE)
+            ds = [x - center for x in xs]
+            inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds]) + epsilon), _PIECE)
+            return [(d * inverse).astype(dtype) for d in ds]
 
         def product(zs: list[jax.Array], first: jax.Array) -> jax.Array:
             def slot_of(k: int) -> jax.Array:
@@ -239,8 +221,8 @@ def project(
                 @pl.loop(0, num_products)
                 def _(j: jax.Array) -> None:
                     y = product(zs, (step * num_products + j) * w_steps)
-                    if has_bias:
-                        y += vector(inputs["bias"].at[j], 2 * _COLUMNS)
+                    shift = load(inputs["b"].at[j], _REGISTERS.reduce(0), interpret=interpret)
+                    y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
                     halves = y[:, :_COLUMNS], y[:, _COLUMNS:]
 
                     @pl.when(j < side_products)
