@@ -118,6 +118,11 @@ def cosines(a: Any, b: Any) -> np.ndarray:
     return np.sum(a * b, -1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
 
 
+def kernel_calls(text: str) -> int:
+    """How many kernels of ours a lowered program calls, of either backend."""
+    return sum(text.count(f"@{call}") for call in (TRITON_CALL, MOSAIC_CALL))
+
+
 def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:
     """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")

@@ -13,7 +13,7 @@ import pytest
 from bench import __main__ as cli
 from bench import contenders, environment, harness, results, timing
 from bench.harness import Benchmark, Contender, Problem
-from parity.common import ON_GPU, cuda_device
+from parity.common import ON_GPU, cuda_device, kernel_calls
 from parity.test_bench import FAST
 
 OPS = [
@@ -247,4 +247,4 @@ def test_kernels_lower_for_cuda(name):
         with cuda_device("NVIDIA H200", 132):
             given = jax.eval_shape(contender.prepared, inputs)
             traced = jax.jit(contender.load()).trace(*contender.params, *given)
-            assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text(), contender.name
+            assert kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text()) > 0, contender.name

@@ -9,6 +9,7 @@ import jax
 Result = TypeVar("Result")  # an array, or a tuple of them
 Implementation = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in names of devices
 _MAX_SIZE = 2**31 - 1  # Triton's offsets are signed 32-bit integers
 
 
@@ -21,7 +22,10 @@ def _local_cuda_capabilities() -> tuple[float, ...]:
     return tuple(float(d.compute_capability) for d in devices)
 
 
-def _on_hopper() -> bool:
+def _for_hopper() -> bool:
+    """Whether what is traced here will run on Hopper GPUs: those of this process, unless another one is named."""
+    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return any(name in device.device_kind for name in _HOPPER)
     capabilities = _local_cuda_capabilities()
     return bool(capabilities) and all(9.0 <= capability < 10.0 for capability in capabilities)
 
@@ -69,7 +73,7 @@ def run(
         if isinstance(mosaic, str):
             raise NotImplementedError(f"{implementation=} {mosaic}; use 'triton' or None")
         kernel = mosaic
-    elif implementation is None and prefer_mosaic and not isinstance(mosaic, str) and _on_hopper():
+    elif implementation is None and prefer_mosaic and not isinstance(mosaic, str) and _for_hopper():
         kernel = mosaic
     compiled = functools.partial(kernel, interpret=False)
 

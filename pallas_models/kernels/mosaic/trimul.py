@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic import trimul_product, trimul_project
+from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.triton import trimul as triton
 
 
@@ -22,9 +22,11 @@ def triangle_update(x: jax.Array, *arrays: Any, interpret: bool, **options: Any)
     """As `triton.triangle_update`, for calls that `unsupported` does not refuse."""
     w_in, w_gate = arrays[3], arrays[7]
     b, n, _, c = x.shape
+    rows = jax.ShapeDtypeStruct((b, n * n, c), x.dtype)
     project = None  # that of Triton
-    if trimul_project.unsupported(jax.ShapeDtypeStruct((b, n * n, c), x.dtype), w_in, w_gate) is None:
-        project = functools.partial(trimul_project.project, interpret=interpret)
+    for module in (trimul_project_wide, trimul_project):
+        if module.unsupported(rows, w_in, w_gate) is None:
+            project = functools.partial(module.project, interpret=interpret)
     product = functools.partial(trimul_product.product, config=None, interpret=interpret)
     return triton.triangle_update(
         x, *arrays, config=None, interpret=interpret, project=project, product=product, **options

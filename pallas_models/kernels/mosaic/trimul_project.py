@@ -47,19 +47,14 @@ def _num_products(h: int, gates: int) -> int:
     return 2 * h // _COLUMNS + pl.cdiv(gates, 2 * _COLUMNS)
 
 
-def _blocks(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Columns of two matrices (..., n) by turns, `_COLUMNS` of each: (..., n / _COLUMNS, 2 _COLUMNS)."""
-    parts = (part.reshape(*part.shape[:-1], -1, _COLUMNS) for part in (first, second))
-    return jnp.concatenate(list(parts), axis=-1)
-
-
 def _arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     """Halves of sides (..., 4, H) and gate (..., G) in blocks of one product's columns: (..., products, 128)."""
     lead = sides.shape[:-2]
-    projections, gates = (sides[..., i::2, :].reshape(*lead, -1) for i in range(2))
+    sides = sides.reshape(*lead, 2, 2, -1).swapaxes(-3, -2)  # projections of left and right, then their gates
+    sides = sides.reshape(*lead, 2, -1, _COLUMNS).swapaxes(-3, -2)
     gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * _COLUMNS))])
-    gate = gate.reshape(*lead, -1, 2 * _COLUMNS)
-    return 0.5 * jnp.concatenate([_blocks(projections, gates), gate], axis=-2)
+    blocks = [part.reshape(*lead, -1, 2 * _COLUMNS) for part in (sides, gate)]
+    return 0.5 * jnp.concatenate(blocks, axis=-2)
 
 
 def project(

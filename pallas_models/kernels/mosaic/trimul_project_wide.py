@@ -79,11 +79,14 @@ def project(
     ring = min(_X_BYTES // (_ROWS * _PIECE * x.dtype.itemsize), pieces)
     # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
     # weights and of the biases.
-    w, w_gate = w.astype(jnp.float32), w_gate.astype(jnp.float32)
-    b_sides = jnp.sum(norm_bias[:, None, None] * w, axis=0) + (0.0 if bias is None else bias)
-    b_gates = jnp.sum(norm_bias[:, None] * w_gate, axis=0) + (0.0 if b_gate is None else b_gate)
-    weights = _arranged(norm_scale[:, None, None] * w, norm_scale[:, None] * w_gate).astype(dtype)
-    operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=_arranged(b_sides, b_gates))
+    weights = _arranged(w, w_gate).astype(jnp.float32)
+    biases = jnp.sum(norm_bias[:, None, None] * weights, axis=0)
+    if bias is not None or b_gate is not None:
+        b_sides = jnp.zeros((4, h)) if bias is None else bias
+        b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
+        biases += _arranged(b_sides, b_gates)
+    weights = (norm_scale[:, None, None] * weights).astype(dtype)
+    operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=biases)
     if mask is not None:
         operands["mask"] = mask
     row_blocks = pl.cdiv(size, _CONSUMERS * _ROWS)
