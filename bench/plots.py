@@ -242,12 +242,16 @@ def overview(results: Sequence[Result]) -> list[Plot]:
 
 
 def _our_kernels(case: Case) -> dict[str, float]:
-    """Microseconds of ours by kernel; `x__1`, another kernel of the same function, is called `x 2`."""
+    """Microseconds of ours by kernel; `x__1`, another kernel of the same function, is called `x 2`.
+
+    Kernels of Mosaic GPU have names too long for a legend.
+    """
     pair = tables.best(case, "ours", tables.device)
     totals: dict[str, float] = {}
     for kernel in pair[0].kernels if pair else []:
-        base, _, number = kernel.name.rpartition("__")
-        label = f"{base} {int(number) + 1}" if base and number.isdecimal() else kernel.name
+        name = kernel.name.replace("_mosaic_gpu_kernel", ", Mosaic")
+        base, _, number = name.rpartition("__")
+        label = f"{base} {int(number) + 1}" if base and number.isdecimal() else name
         totals[label] = totals.get(label, 0) + kernel.us
     return totals
 

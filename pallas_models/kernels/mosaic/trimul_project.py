@@ -17,10 +17,10 @@ from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, 
 from pallas_models.kernels.triton._common import local_gpu
 
 _WARPGROUPS = 2
-_ROWS = 64  # positions of a warpgroup
-_COLUMNS = 64  # of projections, and as many of their gates, in one product
-_PIECE = 32  # channels of x in one copy
-_REGISTERS = plgpu.Layout.WGMMA
+ROWS = 64  # positions of a warpgroup
+COLUMNS = 64  # of projections, and as many of their gates, in one product
+PIECE = 32  # channels of x in one copy
+REGISTERS = plgpu.Layout.WGMMA
 _SHARED_MEMORY = 226 * 1024  # bytes of a block, less what barriers take
 
 
@@ -32,28 +32,29 @@ def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.A
         return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
     if w.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes weights in float16 and bfloat16, not {w.dtype}"
-    if size % _ROWS:
-        return f"takes positions in multiples of {_ROWS}, not {size}"
-    if c not in (64, 96, 128) or h % (_COLUMNS // 2):
-        return f"takes 64, 96 or 128 channels and hidden channels in multiples of {_COLUMNS // 2}, not {c} and {h}"
-    weights = _num_products(h, gates) * c * 2 * _COLUMNS * w.dtype.itemsize
-    others = _WARPGROUPS * _ROWS * ((c - _PIECE) * x.dtype.itemsize + _COLUMNS * w.dtype.itemsize)
+    if size % ROWS:
+        return f"takes positions in multiples of {ROWS}, not {size}"
+    if c not in (64, 96, 128) or h % (COLUMNS // 2):
+        return f"takes 64, 96 or 128 channels and hidden channels in multiples of {COLUMNS // 2}, not {c} and {h}"
+    weights = products_of(h, gates) * c * 2 * COLUMNS * w.dtype.itemsize
+    others = _WARPGROUPS * ROWS * ((c - PIECE) * x.dtype.itemsize + COLUMNS * w.dtype.itemsize)
     if weights + others > _SHARED_MEMORY:
         return f"does not fit {weights} bytes of weights into shared memory"
     return None
 
 
-def _num_products(h: int, gates: int) -> int:
-    return 2 * h // _COLUMNS + pl.cdiv(gates, 2 * _COLUMNS)
+def products_of(h: int, gates: int) -> int:
+    """Products of `2 * COLUMNS` columns that the projections, their gates and the out gate take."""
+    return 2 * h // COLUMNS + pl.cdiv(gates, 2 * COLUMNS)
 
 
-def _arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
+def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     """Halves of sides (..., 4, H) and gate (..., G) in blocks of one product's columns: (..., products, 128)."""
     lead = sides.shape[:-2]
     sides = sides.reshape(*lead, 2, 2, -1).swapaxes(-3, -2)  # projections of left and right, then their gates
-    sides = sides.reshape(*lead, 2, -1, _COLUMNS).swapaxes(-3, -2)
-    gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * _COLUMNS))])
-    blocks = [part.reshape(*lead, -1, 2 * _COLUMNS) for part in (sides, gate)]
+    sides = sides.reshape(*lead, 2, -1, COLUMNS).swapaxes(-3, -2)
+    gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * COLUMNS))])
+    blocks = [part.reshape(*lead, -1, 2 * COLUMNS) for part in (sides, gate)]
     return 0.5 * jnp.concatenate(blocks, axis=-2)
 
 
@@ -79,15 +80,15 @@ def project(
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
-    num_products, side_products, pieces = _num_products(h, w_gate.shape[1]), 2 * h // _COLUMNS, c // _PIECE
-    gates = 2 * _COLUMNS * (num_products - side_products)
-    weights = jnp.moveaxis(_arranged(w, w_gate), -2, 0)
+    num_products, side_products, pieces = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS, c // PIECE
+    gates = 2 * COLUMNS * (num_products - side_products)
+    weights = jnp.moveaxis(arranged(w, w_gate), -2, 0)
     vectors = jnp.concatenate([norm_scale, norm_bias])
     if has_bias := bias is not None or b_gate is not None:
         b_sides = jnp.zeros((4, h)) if bias is None else bias
         b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
-        vectors = jnp.concatenate([vectors, _arranged(b_sides, b_gates).reshape(-1)])
-    row_blocks = size // _ROWS
+        vectors = jnp.concatenate([vectors, arranged(b_sides, b_gates).reshape(-1)])
+    row_blocks = size // ROWS
     tiles = batch * row_blocks
     programs = min(2 if interpret else local_gpu().num_cores, pl.cdiv(tiles, _WARPGROUPS))
     stride = programs * _WARPGROUPS
@@ -101,13 +102,13 @@ def project(
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
             tile = jnp.minimum(first + step * stride, tiles - 1)  # what is copied ahead at the end is not used
-            start = pl.multiple_of(jax.lax.rem(tile, row_blocks) * _ROWS, _ROWS)
-            return jax.lax.div(tile, row_blocks), pl.Slice(start, _ROWS)
+            start = pl.multiple_of(jax.lax.rem(tile, row_blocks) * ROWS, ROWS)
+            return jax.lax.div(tile, row_blocks), pl.Slice(start, ROWS)
 
         def copy(piece: jax.Array) -> None:
             slot = jax.lax.rem(piece, ring)
             item, rows = rows_of(jax.lax.div(piece, pieces))
-            channels = pl.ds(jax.lax.rem(piece, pieces) * _PIECE, _PIECE)
+            channels = pl.ds(jax.lax.rem(piece, pieces) * PIECE, PIECE)
             plgpu.copy_gmem_to_smem(
                 x_ref.at[item, rows, channels], x_smem.at[warpgroup, slot], x_barriers.at[warpgroup * ring + slot]
             )
@@ -115,42 +116,42 @@ def project(
         def read(piece: jax.Array) -> jax.Array:
             slot = jax.lax.rem(piece, ring)
             plgpu.barrier_wait(x_barriers.at[warpgroup * ring + slot])
-            return load(x_smem.at[warpgroup, slot], _REGISTERS, interpret=interpret).astype(jnp.float32)
+            return load(x_smem.at[warpgroup, slot], REGISTERS, interpret=interpret).astype(jnp.float32)
 
         def total(parts: list[jax.Array]) -> jax.Array:
             return functools.reduce(operator.add, parts)
 
         def along_rows(v: jax.Array, columns: int) -> jax.Array:
-            return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [0])
+            return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
 
         def vector(step: jax.Array, start: int, columns: int) -> jax.Array:
             # From two copies by turns: what stayed the same the compiler would keep in registers that it lacks.
             ref = vectors_ref.at[jax.lax.rem(step, 2), pl.ds(start, columns)]
             return jax.lax.broadcast_in_dim(
-                load(ref, _REGISTERS.reduce(0), interpret=interpret), (_ROWS, columns), [1]
+                load(ref, REGISTERS.reduce(0), interpret=interpret), (ROWS, columns), [1]
             )
 
         def fetch_mask(step: jax.Array) -> jax.Array | None:
             if mask_ref is None:
                 return None
             item, rows = rows_of(step)
-            return load(mask_ref.at[item, rows], _REGISTERS.reduce(1), interpret=interpret).astype(jnp.float32)
+            return load(mask_ref.at[item, rows], REGISTERS.reduce(1), interpret=interpret).astype(jnp.float32)
 
         def normalised(step: jax.Array, xs: list[jax.Array], mask: jax.Array | None) -> list[jax.Array]:
             mean = total([jnp.sum(x, axis=1) for x in xs]) * (1.0 / c)
-            ds = [x - along_rows(mean, _PIECE) for x in xs]
+            ds = [x - along_rows(mean, PIECE) for x in xs]
             inverse = jax.lax.rsqrt(total([jnp.sum(d * d, axis=1) for d in ds]) * (1.0 / c) + epsilon)
             zs = []
             for i, d in enumerate(ds):
-                scale, shift = (vector(step, j * c + i * _PIECE, _PIECE) for j in range(2))
-                z = d * along_rows(inverse, _PIECE) * scale + shift
+                scale, shift = (vector(step, j * c + i * PIECE, PIECE) for j in range(2))
+                z = d * along_rows(inverse, PIECE) * scale + shift
                 if mask is not None:  # 0 times what is not finite would be NaN
-                    z = jnp.where(along_rows((mask != 0.0) | (inverse > 0.0), _PIECE), z, 0.0)
+                    z = jnp.where(along_rows((mask != 0.0) | (inverse > 0.0), PIECE), z, 0.0)
                 zs.append(z.astype(dtype))
             return zs
 
         def product(step: jax.Array, zs: list[jax.Array], j: int) -> list[jax.Array]:
-            ws = [w_smem.at[j, pl.ds(i * _PIECE, _PIECE)] for i in range(pieces)]
+            ws = [w_smem.at[j, pl.ds(i * PIECE, PIECE)] for i in range(pieces)]
 
             def multiply(sums: Ref) -> jax.Array:
                 for z, w in zip(zs, ws, strict=True):
@@ -162,10 +163,10 @@ def project(
                     [jnp.dot(z, w[...], preferred_element_type=jnp.float32) for z, w in zip(zs, ws, strict=True)]
                 )
             else:
-                y = pl.run_scoped(multiply, plgpu.ACC((_ROWS, 2 * _COLUMNS), jnp.float32))
+                y = pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
             if has_bias:
-                y += vector(step, 2 * c + j * 2 * _COLUMNS, 2 * _COLUMNS)
-            return [y[:, :_COLUMNS], y[:, _COLUMNS:]]
+                y += vector(step, 2 * c + j * 2 * COLUMNS, 2 * COLUMNS)
+            return [y[:, :COLUMNS], y[:, COLUMNS:]]
 
         def store(y: jax.Array, target: Ref, *, transposed: bool) -> None:
             slot = out_smem.at[warpgroup]
@@ -193,12 +194,12 @@ def project(
                 if j < side_products:
                     y = projection * (jnp.tanh(g) + 1.0)
                     if mask is not None:
-                        y *= along_rows(mask, _COLUMNS)
-                    store(y, sides_ref.at[item, pl.ds(j * _COLUMNS, _COLUMNS), rows], transposed=True)
+                        y *= along_rows(mask, COLUMNS)
+                    store(y, sides_ref.at[item, pl.ds(j * COLUMNS, COLUMNS), rows], transposed=True)
                 else:
-                    start = (j - side_products) * 2 * _COLUMNS
+                    start = (j - side_products) * 2 * COLUMNS
                     for i, y in enumerate((projection, g)):
-                        channels = pl.ds(start + i * _COLUMNS, _COLUMNS)
+                        channels = pl.ds(start + i * COLUMNS, COLUMNS)
                         at = (item, rows, channels) if gate_after else (item, channels, rows)
                         store(0.5 * jnp.tanh(y) + 0.5, gate_ref.at[at], transposed=not gate_after)
                 if j == 0:
@@ -240,9 +241,9 @@ def project(
         num_threads=_WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=[
-            tiled((num_products, c, 2 * _COLUMNS), dtype, _PIECE * dtype.itemsize),
-            tiled((_WARPGROUPS, ring, _ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
-            tiled((_WARPGROUPS, _COLUMNS, _ROWS), dtype),
+            tiled((num_products, c, 2 * COLUMNS), dtype, PIECE * dtype.itemsize),
+            tiled((_WARPGROUPS, ring, ROWS, PIECE), x.dtype, PIECE * x.dtype.itemsize),
+            tiled((_WARPGROUPS, COLUMNS, ROWS), dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS * ring),
             plgpu.Barrier(),
         ],

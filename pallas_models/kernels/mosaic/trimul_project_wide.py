@@ -17,12 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
 from pallas_models.kernels.mosaic.trimul_project import (
-    _COLUMNS,
-    _PIECE,
-    _REGISTERS,
-    _ROWS,
-    _arranged,
-    _num_products,
+    COLUMNS,
+    PIECE,
+    REGISTERS,
+    ROWS,
+    arranged,
+    products_of,
 )
 from pallas_models.kernels.triton._common import local_gpu
 
@@ -39,12 +39,12 @@ def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.A
     h = w.shape[2]
     if w.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes weights in float16 and bfloat16, not {w.dtype}"
-    if size % _ROWS:
-        return f"takes positions in multiples of {_ROWS}, not {size}"
-    if c % _STEP or c > _WIDEST or h % (_COLUMNS // 2):
+    if size % ROWS:
+        return f"takes positions in multiples of {ROWS}, not {size}"
+    if c % _STEP or c > _WIDEST or h % (COLUMNS // 2):
         return (
             f"takes up to {_WIDEST} channels in multiples of {_STEP} and hidden channels in multiples of "
-            f"{_COLUMNS // 2}, not {c} and {h}"
+            f"{COLUMNS // 2}, not {c} and {h}"
         )
     if jax.__version_info__ < (0, 11):
         return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
@@ -73,23 +73,23 @@ def project(
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
-    num_products, side_products = _num_products(h, w_gate.shape[1]), 2 * h // _COLUMNS
-    gates = 2 * _COLUMNS * (num_products - side_products)
-    pieces, w_steps = c // _PIECE, c // _STEP
-    ring = min(_X_BYTES // (_ROWS * _PIECE * x.dtype.itemsize), pieces)
+    num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
+    gates = 2 * COLUMNS * (num_products - side_products)
+    pieces, w_steps = c // PIECE, c // _STEP
+    ring = min(_X_BYTES // (ROWS * PIECE * x.dtype.itemsize), pieces)
     # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
     # weights and of the biases.
-    weights = _arranged(w, w_gate).astype(jnp.float32)
+    weights = arranged(w, w_gate).astype(jnp.float32)
     biases = jnp.sum(norm_bias[:, None, None] * weights, axis=0)
     if bias is not None or b_gate is not None:
         b_sides = jnp.zeros((4, h)) if bias is None else bias
         b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
-        biases += _arranged(b_sides, b_gates)
+        biases += arranged(b_sides, b_gates)
     weights = (norm_scale[:, None, None] * weights).astype(dtype)
     operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=biases)
     if mask is not None:
         operands["mask"] = mask
-    row_blocks = pl.cdiv(size, _CONSUMERS * _ROWS)
+    row_blocks = pl.cdiv(size, _CONSUMERS * ROWS)
     programs = min(2 if interpret else local_gpu().num_cores, batch * row_blocks)
 
     def trimul_project(*refs: Ref) -> None:
@@ -120,10 +120,10 @@ def project(
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
             i = block + step * programs
-            start = (jax.lax.rem(i, row_blocks) * _CONSUMERS + warpgroup) * _ROWS
+            start = (jax.lax.rem(i, row_blocks) * _CONSUMERS + warpgroup) * ROWS
             # At the end both warpgroups may have the same rows.
-            start = pl.multiple_of(jnp.minimum(start, size - _ROWS), _ROWS)
-            return jax.lax.div(i, row_blocks), pl.Slice(start, _ROWS)
+            start = pl.multiple_of(jnp.minimum(start, size - ROWS), ROWS)
+            return jax.lax.div(i, row_blocks), pl.Slice(start, ROWS)
 
         def copy(which: Sequence[int], step: jax.Array) -> None:
             """Starts copies of these pieces to their slots; those past the end of a step are of the next one."""
@@ -132,7 +132,7 @@ def project(
                 item, rows = rows_of(step + ahead)
                 slot = jax.lax.rem(step * pieces + i, ring)
                 plgpu.copy_gmem_to_smem(
-                    inputs["x"].at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
+                    inputs["x"].at[item, rows, pl.ds(piece * PIECE, PIECE)],
                     x_smem.at[warpgroup, slot],
                     x_full.at[warpgroup * ring + slot],
                 )
@@ -140,10 +140,10 @@ def project(
         def read(step: jax.Array, i: int) -> jax.Array:
             slot = jax.lax.rem(step * pieces + i, ring)
             plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
-            return load(x_smem.at[warpgroup, slot], _REGISTERS, interpret=interpret).astype(jnp.float32)
+            return load(x_smem.at[warpgroup, slot], REGISTERS, interpret=interpret).astype(jnp.float32)
 
         def along_rows(v: jax.Array, columns: int) -> jax.Array:
-            return jax.lax.broadcast_in_dim(v, (_ROWS, columns), [0])
+            return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
 
         def mean(parts: list[jax.Array]) -> jax.Array:
             return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
@@ -158,9 +158,9 @@ def project(
                 copy([i + ring for i in now if i + ring < pieces], step)
                 following = [i + ring for i in now if i + ring >= pieces]
                 pl.when(step + 1 < steps)(functools.partial(copy, following, step))
-            center = along_rows(mean(xs), _PIECE)
+            center = along_rows(mean(xs), PIECE)
             ds = [x - center for x in xs]
-            inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds]) + epsilon), _PIECE)
+            inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds]) + epsilon), PIECE)
             return [(d * inverse).astype(dtype) for d in ds]
 
         def product(zs: list[jax.Array], first: jax.Array) -> jax.Array:
@@ -168,14 +168,13 @@ def project(
                 return jax.lax.rem(first + k, _STAGES)
 
             def parts(k: int) -> list[tuple[jax.Array, Ref]]:
-                per_step = _STEP // _PIECE
+                per_step = _STEP // PIECE
                 return [
-                    (zs[k * per_step + i], w_smem.at[slot_of(k), pl.ds(i * _PIECE, _PIECE)])
-                    for i in range(per_step)
+                    (zs[k * per_step + i], w_smem.at[slot_of(k), pl.ds(i * PIECE, PIECE)]) for i in range(per_step)
                 ]
 
             if interpret:  # it has no products of what is in registers
-                y = jnp.zeros((_ROWS, 2 * _COLUMNS), jnp.float32)
+                y = jnp.zeros((ROWS, 2 * COLUMNS), jnp.float32)
                 for k in range(w_steps):
                     plgpu.barrier_wait(w_full.at[slot_of(k)])
                     for z, part in parts(k):
@@ -190,13 +189,13 @@ def project(
                     for z, part in parts(k):
                         plgpu.wgmma(sums, z, part)
                     if k:
-                        plgpu.wgmma_wait(_STEP // _PIECE)  # the tensor cores always have the next step before them
+                        plgpu.wgmma_wait(_STEP // PIECE)  # the tensor cores always have the next step before them
                         plgpu.barrier_arrive(w_consumed.at[slot_of(k - 1)])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(w_consumed.at[slot_of(w_steps - 1)])
                 return sums[...]
 
-            return pl.run_scoped(multiply, plgpu.ACC((_ROWS, 2 * _COLUMNS), jnp.float32))
+            return pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
 
         def store(y: jax.Array, target: Ref, *, transposed: bool) -> None:
             slot = out_smem.at[warpgroup]
@@ -217,30 +216,30 @@ def project(
                 item, rows = rows_of(step)
                 factor = None
                 if mask is not None:
-                    factor = load(inputs["mask"].at[item, rows], _REGISTERS.reduce(1), interpret=interpret)
+                    factor = load(inputs["mask"].at[item, rows], REGISTERS.reduce(1), interpret=interpret)
                     factor = factor.astype(jnp.float32)
                 zs = normalised(step)
 
                 @pl.loop(0, num_products)
                 def _(j: jax.Array) -> None:
                     y = product(zs, (step * num_products + j) * w_steps)
-                    shift = load(inputs["b"].at[j], _REGISTERS.reduce(0), interpret=interpret)
+                    shift = load(inputs["b"].at[j], REGISTERS.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                    halves = y[:, :_COLUMNS], y[:, _COLUMNS:]
+                    halves = y[:, :COLUMNS], y[:, COLUMNS:]
 
                     @pl.when(j < side_products)
                     def _() -> None:
                         side = halves[0] * (jnp.tanh(halves[1]) + 1.0)
                         if factor is not None:  # 0 times what is not finite would be NaN
-                            f = along_rows(factor, _COLUMNS)
+                            f = along_rows(factor, COLUMNS)
                             side = jnp.where(f == 0.0, 0.0, f * side)
-                        channels = pl.ds(j * _COLUMNS, _COLUMNS)
+                        channels = pl.ds(j * COLUMNS, COLUMNS)
                         store(side, sides_ref.at[item, channels, rows], transposed=True)
 
                     @pl.when(j >= side_products)
                     def _() -> None:
                         for i, half in enumerate(halves):
-                            channels = pl.ds(((j - side_products) * 2 + i) * _COLUMNS, _COLUMNS)
+                            channels = pl.ds(((j - side_products) * 2 + i) * COLUMNS, COLUMNS)
                             at = (item, rows, channels) if gate_after else (item, channels, rows)
                             store(0.5 * jnp.tanh(half) + 0.5, gate_ref.at[at], transposed=not gate_after)
 
@@ -267,9 +266,9 @@ def project(
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            tiled((_CONSUMERS, ring, _ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
-            tiled((_STAGES, _STEP, 2 * _COLUMNS), dtype, _PIECE * dtype.itemsize),
-            tiled((_CONSUMERS, _COLUMNS, _ROWS), dtype),
+            tiled((_CONSUMERS, ring, ROWS, PIECE), x.dtype, PIECE * x.dtype.itemsize),
+            tiled((_STAGES, _STEP, 2 * COLUMNS), dtype, PIECE * dtype.itemsize),
+            tiled((_CONSUMERS, COLUMNS, ROWS), dtype),
             plgpu.Barrier(num_barriers=_CONSUMERS * ring),
             plgpu.Barrier(num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
