@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.kernels.mosaic import trimul_product, trimul_project_wide
+from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
 from parity.common import (
     MOSAIC,
@@ -111,7 +111,9 @@ def test_product_refuses(n, dtype, config, message):
     assert trimul_product.unsupported(jax.ShapeDtypeStruct((1, 2, 64, 64), "bfloat16")) is None
 
 
-# Projections of more than 128 channels
+# Projections: all weights in shared memory, or in turns, where they do not fit
+
+both_projects = pytest.mark.parametrize("module", [trimul_project, trimul_project_wide], ids=["narrow", "wide"])
 
 
 def projections(x, mask, scale, shift, w, bias, w_gate, b_gate, gate_after):
@@ -147,32 +149,36 @@ def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True
     )
 
 
-def project(*operands, gate_after=False, interpret=INTERPRET):
+def project(module, *operands, gate_after=False, interpret=INTERPRET):
     options = dict(gate_after=gate_after, epsilon=1e-5, interpret=interpret)
-    return jax.jit(functools.partial(trimul_project_wide.project, **options))(*operands)
+    return jax.jit(functools.partial(module.project, **options))(*operands)
 
 
+SIZES = {
+    trimul_project: by_device(
+        cpu=[(2, 192, 64, 32, 64), (1, 64, 128, 64, 128), (1, 128, 96, 32, 96)],
+        gpu=[(2, 4096, 64, 32, 64), (1, 147456, 128, 128, 128), (1, 65536, 96, 64, 96)],
+    ),
+    trimul_project_wide: by_device(
+        cpu=[(2, 128, 192, 32, 64), (1, 384, 64, 64, 128), (1, 128, 128, 64, 32)],
+        gpu=[(2, 4096, 192, 32, 64), (1, 147456, 384, 128, 384), (1, 65536, 256, 128, 128)],
+    ),
+}
+
+
+@both_projects
 @pytest.mark.parametrize(
-    "sizes, options, gate_after",
+    "case, options, gate_after",
     [
-        (sizes, options, gate_after)
-        for sizes, (options, gate_after) in zip(
-            by_device(
-                cpu=[(2, 128, 192, 32, 64), (1, 384, 64, 64, 128), (1, 128, 128, 64, 32)],
-                gpu=[(2, 4096, 192, 32, 64), (1, 147456, 384, 128, 384), (1, 65536, 256, 128, 128)],
-            ),
-            [
-                (dict(dtype="float16"), False),
-                (dict(dtype="bfloat16", x_dtype="bfloat16", biased=False), True),
-                (dict(dtype="float16", masked=False), False),
-            ],
-            strict=True,
-        )
+        (0, dict(dtype="float16"), False),
+        (1, dict(dtype="bfloat16", x_dtype="bfloat16", biased=False), True),
+        (2, dict(dtype="float16", masked=False), False),
     ],
 )
-def test_wide_project(sizes, options, gate_after):
+def test_project(module, case, options, gate_after):
+    sizes = SIZES[module][case]
     operands = project_operands(*sizes, **options)
-    sides, gate = project(*operands, gate_after=gate_after)
+    sides, gate = project(module, *operands, gate_after=gate_after)
     expected_sides, expected_gate = projections(*operands, gate_after)
     dtype = options["dtype"]
     assert sides.dtype == gate.dtype == dtype
@@ -185,47 +191,56 @@ def test_wide_project(sizes, options, gate_after):
 @needs_jax_011
 def test_wide_project_of_a_ragged_size():
     operands = project_operands(2, 192, 64, 32, 64, dtype="float16")
-    for out, expected in zip(project(*operands), projections(*operands, False), strict=True):
+    for out, expected in zip(project(trimul_project_wide, *operands), projections(*operands, False), strict=True):
         assert_close(out[:, : expected.shape[1]], expected, 2 * TOLERANCE["float16"])
 
 
-def test_wide_project_of_what_is_masked():
+@both_projects
+def test_project_of_what_is_masked(module):
     x, mask, *weights = project_operands(1, 128, 64, 32, 64, dtype="float16")
     infinite = jnp.where(mask[..., None] == 0.0, jnp.inf, x)
-    assert_equal(project(infinite, mask, *weights)[0], project(x, mask, *weights)[0])
+    assert_equal(project(module, infinite, mask, *weights)[0], project(module, x, mask, *weights)[0])
 
 
+@both_projects
 @pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11")
-def test_wide_project_has_no_races(monkeypatch, capfd):
+def test_project_has_no_races(module, monkeypatch, capfd):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(trimul_project_wide, "interpreter_params", lambda: params)
-    project(*project_operands(1, 512, 128, 32, 64, dtype="float16"))
+    monkeypatch.setattr(module, "interpreter_params", lambda: params)
+    project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
     assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gate_after", [False, True])
-def test_wide_project_lowers(gate_after, x_dtype):
-    operands = jax.eval_shape(lambda: project_operands(2, 4096, 384, 96, 384, dtype="float16", x_dtype=x_dtype))
-    assert trimul_project_wide.unsupported(operands[0], operands[4], operands[6]) is None
-    f = functools.partial(project, gate_after=gate_after, interpret=False)
+@pytest.mark.parametrize("module, c", [(trimul_project, 128), (trimul_project_wide, 384)], ids=["narrow", "wide"])
+def test_project_lowers(module, c, gate_after, x_dtype):
+    operands = jax.eval_shape(lambda: project_operands(2, 4096, c, 96, c, dtype="float16", x_dtype=x_dtype))
+    assert module.unsupported(operands[0], operands[4], operands[6]) is None
+    f = functools.partial(project, module, gate_after=gate_after, interpret=False)
     assert lowered_calls(f, *operands) == 1
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 is refused first")
 @pytest.mark.parametrize(
-    "m, c, h, dtype, message",
+    "module, m, c, h, dtype, message",
     [
-        (128, 256, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
-        (96, 256, 64, "float16", "takes positions in multiples of 64, not 96"),
-        (128, 448, 64, "float16", "takes up to 384 channels in multiples of 64"),
-        (128, 160, 64, "float16", "not 160 and 64"),
-        (128, 256, 48, "float16", "hidden channels in multiples of 32, not 256 and 48"),
+        (trimul_project, 128, 128, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
+        (trimul_project, 96, 128, 64, "float16", "takes positions in multiples of 64, not 96"),
+        (trimul_project, 128, 160, 64, "float16", "takes 64, 96 or 128 channels"),
+        (trimul_project, 128, 128, 48, "float16", "hidden channels in multiples of 32, not 128 and 48"),
+        (trimul_project, 128, 128, 256, "float16", "does not fit 294912 bytes of weights into shared memory"),
+        (trimul_project_wide, 128, 256, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
+        (trimul_project_wide, 96, 256, 64, "float16", "takes positions in multiples of 64, not 96"),
+        (trimul_project_wide, 128, 448, 64, "float16", "takes up to 384 channels in multiples of 64"),
+        (trimul_project_wide, 128, 160, 64, "float16", "not 160 and 64"),
+        (trimul_project_wide, 128, 256, 48, "float16", "hidden channels in multiples of 32, not 256 and 48"),
     ],
 )
-def test_wide_project_refuses(m, c, h, dtype, message):
+def test_project_refuses(module, m, c, h, dtype, message):
     shapes = (1, m, c), (c, 4, h), (c, 128)
     arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    assert message in trimul_project_wide.unsupported(*arrays)
+    assert message in module.unsupported(*arrays)
