@@ -24,7 +24,7 @@ def triangle_update(x: jax.Array, *arrays: Any, interpret: bool, **options: Any)
     b, n, _, c = x.shape
     rows = jax.ShapeDtypeStruct((b, n * n, c), x.dtype)
     project = None  # that of Triton
-    for module in (trimul_project_wide, trimul_project):
+    for module in (trimul_project_wide, trimul_project):  # the second where both can
         if module.unsupported(rows, w_in, w_gate) is None:
             project = functools.partial(module.project, interpret=interpret)
     product = functools.partial(trimul_product.product, config=None, interpret=interpret)
