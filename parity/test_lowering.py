@@ -3,6 +3,10 @@
 What only the GPU's own compiler finds, such as too much shared memory, is left to the runs on CUDA.
 """
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -102,3 +106,10 @@ def test_minilm_is_nothing_but_kernels_of_ours(device, dtype, batch, seq):
     assert 7 <= kernel_calls(text) <= most
     for operation in ("dot_general", "convolution", "reduce", "exponential", "gather"):
         assert f"stablehlo.{operation}" not in text
+
+
+def test_mosaic_gpu_is_not_imported_before_it_is_wanted():
+    program = "import sys, pallas_models; assert 'jax.experimental.pallas.mosaic_gpu' not in sys.modules"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr

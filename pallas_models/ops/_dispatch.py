@@ -43,8 +43,8 @@ def run(
     Args:
       implementation: `"triton"` and `"mosaic"` run a kernel compiled, `"interpret"` and `"mosaic_interpret"` run
         the bodies of the same kernels in Pallas's interpreters, `"xla"` runs the reference. `None` is decided per
-        lowering: a kernel on CUDA devices from Ampere on, that of Mosaic GPU where this process has Hopper GPUs
-        and it serves the call and is preferred, else that of Triton; the reference on every other platform.
+        lowering: a kernel on CUDA devices from Ampere on, that of Mosaic GPU where they are of Hopper and it
+        serves the call and is preferred, else that of Triton; the reference on every other platform.
       kernel: the Triton one, called as `kernel(*args, interpret=bool)`.
       reference: called as `reference(*args)`; also defines the gradient of the kernels.
       mosaic: the kernel for Hopper GPUs, called as `kernel` is, or why it does not serve this call.

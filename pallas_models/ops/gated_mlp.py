@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
+from pallas_models.kernels.mosaic.matmul import prefer
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, run
@@ -92,7 +93,7 @@ def gated_matmul(
         bias,
         mosaic=mosaic.unsupported(rows, w_gate_up, out_dtype=out_dtype, config=config)
         or functools.partial(mosaic.gated_matmul, config=tiles, **common),
-        prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(rows, w_gate_up),
+        prefer_mosaic=isinstance(config, mosaic.Config) or prefer(rows.shape[0]),
     )
     return out.reshape(*x.shape[:-1], n)
 

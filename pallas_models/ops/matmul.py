@@ -95,7 +95,7 @@ def matmul(
             bias,
             residual,
             mosaic=reason or functools.partial(mosaic.matmul, config=tiles, **common),
-            prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(x, w, bias, residual, **common),
+            prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(x.shape[-2]),
         )
 
     return _over_batch(one, x, w, bias, residual).reshape(shape)

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.triton._common import _GELU_POLYNOMIAL, _GELU_TANH, _MINUS_LOG2_E
+from pallas_models.kernels.mosaic import _plgpu as plgpu
+from pallas_models.kernels.triton._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E
 
 Ref = Any  # inside a kernel: a reference to an array in device or shared memory, for which JAX has no public type
 
@@ -78,18 +78,18 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
     match activation:
         case "gelu":  # relu(x) - a erfc(a / sqrt(2)) / 2 with a = |x|
             a = jnp.minimum(jnp.abs(x), 16.0)
-            p = a * _GELU_POLYNOMIAL[0] + _GELU_POLYNOMIAL[1]
-            for coefficient in _GELU_POLYNOMIAL[2:]:
+            p = a * GELU_POLYNOMIAL[0] + GELU_POLYNOMIAL[1]
+            for coefficient in GELU_POLYNOMIAL[2:]:
                 p = p * a + coefficient
             return jnp.maximum(x, 0.0) - a * jnp.exp2(p)
         case "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-            return x * _sigmoid(x * (_GELU_TANH + (0.044715 * _GELU_TANH) * (x * x)))
+            return x * _sigmoid(x * (GELU_TANH + (0.044715 * GELU_TANH) * (x * x)))
         case "relu":
             return jnp.maximum(x, 0.0)
         case "sigmoid":
-            return _sigmoid(x * _MINUS_LOG2_E)
+            return _sigmoid(x * MINUS_LOG2_E)
         case "silu":
-            return x * _sigmoid(x * _MINUS_LOG2_E)
+            return x * _sigmoid(x * MINUS_LOG2_E)
         case _:
             return x
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic import _plgpu as plgpu
 from pallas_models.kernels.mosaic._common import ROW_BYTES, Ref, interpreter_params, tiled
 from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.kernels.triton.matmul import tile_order

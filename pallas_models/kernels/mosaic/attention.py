@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_models.kernels.mosaic import _plgpu as plgpu
 from pallas_models.kernels.mosaic._common import Ref, interpreter_params, tiled
 from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.kernels.triton.attention import LOWEST

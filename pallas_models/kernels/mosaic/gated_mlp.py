@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic import _plgpu as plgpu
 from pallas_models.kernels.mosaic._common import Ref, activate, row, untiled
 from pallas_models.kernels.mosaic._gemm import (
     Block,
@@ -38,11 +38,6 @@ def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, con
         or untiled("gate and up", (k, n), x.dtype)
         or untiled("the result", (x.shape[0], n), out_dtype)
     )
-
-
-def prefer(x: jax.Array, w_gate_up: jax.Array) -> bool:
-    """Whether it is the faster kernel for a call that it serves."""
-    return x.shape[0] >= 128
 
 
 def shared_memory(config: Config, out_dtype: DTypeLike) -> int:

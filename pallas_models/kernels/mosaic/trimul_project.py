@@ -11,8 +11,9 @@ import operator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic import _plgpu as plgpu
 from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
 from pallas_models.kernels.triton._common import local_gpu
 
@@ -20,7 +21,6 @@ _WARPGROUPS = 2
 ROWS = 64  # positions of a warpgroup
 COLUMNS = 64  # of projections, and as many of their gates, in one product
 PIECE = 32  # channels of x in one copy
-REGISTERS = plgpu.Layout.WGMMA
 _SHARED_MEMORY = 226 * 1024  # bytes of a block, less what barriers take
 
 
@@ -58,6 +58,45 @@ def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     return 0.5 * jnp.concatenate(blocks, axis=-2)
 
 
+def arranged_biases(bias: jax.Array | None, b_gate: jax.Array | None, h: int, gates: int) -> jax.Array | None:
+    """`arranged` of bias (4, h) and b_gate (gates,), zeros for the one that is None; None if both are."""
+    if bias is None and b_gate is None:
+        return None
+    return arranged(
+        jnp.zeros((4, h)) if bias is None else bias,
+        jnp.zeros(gates) if b_gate is None else b_gate,
+    )
+
+
+def out_types(
+    batch: int, size: int, h: int, gates: int, dtype: DTypeLike, *, gate_after: bool
+) -> list[jax.ShapeDtypeStruct]:
+    """What `project` returns: left and right, and the gate."""
+    return [
+        jax.ShapeDtypeStruct((batch, 2 * h, size), dtype),
+        jax.ShapeDtypeStruct((batch, size, gates) if gate_after else (batch, gates, size), dtype),
+    ]
+
+
+def along_rows(v: jax.Array, columns: int) -> jax.Array:
+    """A value for each of `ROWS` positions as that many equal columns."""
+    return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
+
+
+def store(y: jax.Array, slot: Ref, target: Ref, *, transposed: bool, interpret: bool) -> None:
+    """Stores y, or its transpose, by way of a slot in shared memory, which the one before has to leave first."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    y = y.astype(slot.dtype)
+    if not transposed:
+        slot[...] = y
+    elif interpret:  # JAX 0.10's interpreter has no transposed references
+        slot[...] = y.T
+    else:
+        slot.T[...] = y
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(slot, target)
+
+
 def project(
     x: jax.Array,
     mask: jax.Array | None,
@@ -84,21 +123,26 @@ def project(
     gates = 2 * COLUMNS * (num_products - side_products)
     weights = jnp.moveaxis(arranged(w, w_gate), -2, 0)
     vectors = jnp.concatenate([norm_scale, norm_bias])
-    if has_bias := bias is not None or b_gate is not None:
-        b_sides = jnp.zeros((4, h)) if bias is None else bias
-        b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
-        vectors = jnp.concatenate([vectors, arranged(b_sides, b_gates).reshape(-1)])
+    biases = arranged_biases(bias, b_gate, h, w_gate.shape[1])
+    if biases is not None:
+        vectors = jnp.concatenate([vectors, biases.reshape(-1)])
+    # Two copies, read by turns: what stayed the same the compiler would keep in registers that it lacks.
+    operands = dict(x=x, mask=mask, vectors=jnp.stack([vectors, vectors]), w=weights)
+    operands = {name: operand for name, operand in operands.items() if operand is not None}
     row_blocks = size // ROWS
     tiles = batch * row_blocks
     programs = min(2 if interpret else local_gpu().num_cores, pl.cdiv(tiles, _WARPGROUPS))
     stride = programs * _WARPGROUPS
     ring = pieces - 1  # one more piece waits in registers
+    registers = plgpu.Layout.WGMMA
 
-    def trimul_project(x_ref: Ref, mask_ref: Ref | None, vectors_ref: Ref, w_ref: Ref, *refs: Ref) -> None:
-        sides_ref, gate_ref, w_smem, x_smem, out_smem, x_barriers, w_barrier = refs
+    def trimul_project(*refs: Ref) -> None:
+        inputs = dict(zip(operands, refs[: len(operands)], strict=True))
+        sides_ref, gate_ref, w_smem, x_smem, out_smem, x_barriers, w_barrier = refs[len(operands) :]
         warpgroup = jax.lax.axis_index("warpgroup")
         first = jax.lax.axis_index("block") * _WARPGROUPS + warpgroup
         steps = jax.lax.div(tiles - first + stride - 1, stride)
+        put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
             tile = jnp.minimum(first + step * stride, tiles - 1)  # what is copied ahead at the end is not used
@@ -110,34 +154,33 @@ def project(
             item, rows = rows_of(jax.lax.div(piece, pieces))
             channels = pl.ds(jax.lax.rem(piece, pieces) * PIECE, PIECE)
             plgpu.copy_gmem_to_smem(
-                x_ref.at[item, rows, channels], x_smem.at[warpgroup, slot], x_barriers.at[warpgroup * ring + slot]
+                inputs["x"].at[item, rows, channels],
+                x_smem.at[warpgroup, slot],
+                x_barriers.at[warpgroup * ring + slot],
             )
 
         def read(piece: jax.Array) -> jax.Array:
             slot = jax.lax.rem(piece, ring)
             plgpu.barrier_wait(x_barriers.at[warpgroup * ring + slot])
-            return load(x_smem.at[warpgroup, slot], REGISTERS, interpret=interpret).astype(jnp.float32)
+            return load(x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
 
         def total(parts: list[jax.Array]) -> jax.Array:
             return functools.reduce(operator.add, parts)
 
-        def along_rows(v: jax.Array, columns: int) -> jax.Array:
-            return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
-
         def vector(step: jax.Array, start: int, columns: int) -> jax.Array:
-            # From two copies by turns: what stayed the same the compiler would keep in registers that it lacks.
-            ref = vectors_ref.at[jax.lax.rem(step, 2), pl.ds(start, columns)]
+            ref = inputs["vectors"].at[jax.lax.rem(step, 2), pl.ds(start, columns)]
             return jax.lax.broadcast_in_dim(
-                load(ref, REGISTERS.reduce(0), interpret=interpret), (ROWS, columns), [1]
+                load(ref, registers.reduce(0), interpret=interpret), (ROWS, columns), [1]
             )
 
         def fetch_mask(step: jax.Array) -> jax.Array | None:
-            if mask_ref is None:
+            if mask is None:
                 return None
             item, rows = rows_of(step)
-            return load(mask_ref.at[item, rows], REGISTERS.reduce(1), interpret=interpret).astype(jnp.float32)
+            factor = load(inputs["mask"].at[item, rows], registers.reduce(1), interpret=interpret)
+            return factor.astype(jnp.float32)
 
-        def normalised(step: jax.Array, xs: list[jax.Array], mask: jax.Array | None) -> list[jax.Array]:
+        def normalised(step: jax.Array, xs: list[jax.Array], factor: jax.Array | None) -> list[jax.Array]:
             mean = total([jnp.sum(x, axis=1) for x in xs]) * (1.0 / c)
             ds = [x - along_rows(mean, PIECE) for x in xs]
             inverse = jax.lax.rsqrt(total([jnp.sum(d * d, axis=1) for d in ds]) * (1.0 / c) + epsilon)
@@ -145,8 +188,8 @@ def project(
             for i, d in enumerate(ds):
                 scale, shift = (vector(step, j * c + i * PIECE, PIECE) for j in range(2))
                 z = d * along_rows(inverse, PIECE) * scale + shift
-                if mask is not None:  # 0 times what is not finite would be NaN
-                    z = jnp.where(along_rows((mask != 0.0) | (inverse > 0.0), PIECE), z, 0.0)
+                if factor is not None:  # 0 times what is not finite would be NaN
+                    z = jnp.where(along_rows((factor != 0.0) | (inverse > 0.0), PIECE), z, 0.0)
                 zs.append(z.astype(dtype))
             return zs
 
@@ -164,53 +207,42 @@ def project(
                 )
             else:
                 y = pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
-            if has_bias:
+            if biases is not None:
                 y += vector(step, 2 * c + j * 2 * COLUMNS, 2 * COLUMNS)
             return [y[:, :COLUMNS], y[:, COLUMNS:]]
 
-        def store(y: jax.Array, target: Ref, *, transposed: bool) -> None:
-            slot = out_smem.at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if transposed and interpret:  # JAX 0.10's interpreter has no transposed references
-                y = y.T
-            elif transposed:
-                slot = slot.T
-            slot[...] = y.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target)
-
         def tile(step: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-            held, mask = carry
+            held, factor = carry
             piece = step * pieces
             item, rows = rows_of(step)
             xs = [held, *(read(piece + i) for i in range(1, pieces))]
             plgpu.commit_smem()  # all have read
             for i in range(ring):
                 copy(piece + pieces + i)
-            following_mask = fetch_mask(step + 1)
-            zs = normalised(step, xs, mask)
+            following_factor = fetch_mask(step + 1)
+            zs = normalised(step, xs, factor)
             for j in range(num_products):
                 projection, g = product(step, zs, j)
                 if j < side_products:
                     y = projection * (jnp.tanh(g) + 1.0)
-                    if mask is not None:
-                        y *= along_rows(mask, COLUMNS)
-                    store(y, sides_ref.at[item, pl.ds(j * COLUMNS, COLUMNS), rows], transposed=True)
+                    if factor is not None:
+                        y *= along_rows(factor, COLUMNS)
+                    put(y, target=sides_ref.at[item, pl.ds(j * COLUMNS, COLUMNS), rows], transposed=True)
                 else:
                     start = (j - side_products) * 2 * COLUMNS
                     for i, y in enumerate((projection, g)):
                         channels = pl.ds(start + i * COLUMNS, COLUMNS)
                         at = (item, rows, channels) if gate_after else (item, channels, rows)
-                        store(0.5 * jnp.tanh(y) + 0.5, gate_ref.at[at], transposed=not gate_after)
+                        put(0.5 * jnp.tanh(y) + 0.5, target=gate_ref.at[at], transposed=not gate_after)
                 if j == 0:
                     held = read(piece + pieces)
                 if j == 1:  # after a store, before which all have read
                     copy(piece + pieces + ring)
-            return held, following_mask
+            return held, following_factor
 
         @pl.when((warpgroup == 0) & (steps > 0))
         def _() -> None:
-            plgpu.copy_gmem_to_smem(w_ref, w_smem, w_barrier)
+            plgpu.copy_gmem_to_smem(inputs["w"], w_smem, w_barrier)
 
         @pl.when(steps > 0)
         def _() -> None:
@@ -225,17 +257,9 @@ def project(
                 plgpu.barrier_wait(x_barriers.at[warpgroup * ring + jax.lax.rem(steps * pieces + i, ring)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def without_mask(x_ref: Ref, *refs: Ref) -> None:
-        trimul_project(x_ref, None, *refs)
-
-    without_mask.__name__ = "trimul_project"
-    operands = [x, mask, jnp.stack([vectors, vectors]), weights]
     sides, gate = plgpu.kernel(
-        without_mask if mask is None else trimul_project,
-        out_type=[
-            jax.ShapeDtypeStruct((batch, 2 * h, size), dtype),
-            jax.ShapeDtypeStruct((batch, size, gates) if gate_after else (batch, gates, size), dtype),
-        ],
+        trimul_project,
+        out_type=out_types(batch, size, h, gates, dtype, gate_after=gate_after),
         grid=(programs,),
         grid_names=("block",),
         num_threads=_WARPGROUPS,
@@ -252,5 +276,5 @@ def project(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         interpret=interpreter_params() if interpret else None,
-    )(*(operand for operand in operands if operand is not None))
+    )(*operands.values())
     return sides, gate

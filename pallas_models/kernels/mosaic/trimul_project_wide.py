@@ -13,16 +13,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_models.kernels.mosaic import _plgpu as plgpu
 from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
 from pallas_models.kernels.mosaic.trimul_project import (
     COLUMNS,
     PIECE,
-    REGISTERS,
     ROWS,
+    along_rows,
     arranged,
+    arranged_biases,
+    out_types,
     products_of,
+    store,
 )
 from pallas_models.kernels.triton._common import local_gpu
 
@@ -80,15 +83,15 @@ def project(
     # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
     # weights and of the biases.
     weights = arranged(w, w_gate).astype(jnp.float32)
-    biases = jnp.sum(norm_bias[:, None, None] * weights, axis=0)
-    if bias is not None or b_gate is not None:
-        b_sides = jnp.zeros((4, h)) if bias is None else bias
-        b_gates = jnp.zeros(w_gate.shape[1]) if b_gate is None else b_gate
-        biases += arranged(b_sides, b_gates)
+    b = jnp.sum(norm_bias[:, None, None] * weights, axis=0)
+    biases = arranged_biases(bias, b_gate, h, w_gate.shape[1])
+    if biases is not None:
+        b += biases
     weights = (norm_scale[:, None, None] * weights).astype(dtype)
-    operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=biases)
+    operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=b)
     if mask is not None:
         operands["mask"] = mask
+    registers = plgpu.Layout.WGMMA
     row_blocks = pl.cdiv(size, _CONSUMERS * ROWS)
     programs = min(2 if interpret else local_gpu().num_cores, batch * row_blocks)
 
@@ -98,6 +101,7 @@ def project(
         warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
         steps = jax.lax.div(batch * row_blocks - block + programs - 1, programs)
         w_total = steps * num_products * w_steps
+        put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
 
         def produce() -> None:
             @pl.loop(0, steps * num_products)
@@ -140,10 +144,7 @@ def project(
         def read(step: jax.Array, i: int) -> jax.Array:
             slot = jax.lax.rem(step * pieces + i, ring)
             plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
-            return load(x_smem.at[warpgroup, slot], REGISTERS, interpret=interpret).astype(jnp.float32)
-
-        def along_rows(v: jax.Array, columns: int) -> jax.Array:
-            return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
+            return load(x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
 
         def mean(parts: list[jax.Array]) -> jax.Array:
             return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
@@ -197,17 +198,6 @@ def project(
 
             return pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
 
-        def store(y: jax.Array, target: Ref, *, transposed: bool) -> None:
-            slot = out_smem.at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if transposed and interpret:  # JAX 0.10's interpreter has no transposed references
-                y = y.T
-            elif transposed:
-                slot = slot.T
-            slot[...] = y.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target)
-
         def consume() -> None:
             copy(range(ring), jnp.int32(0))
 
@@ -216,14 +206,14 @@ def project(
                 item, rows = rows_of(step)
                 factor = None
                 if mask is not None:
-                    factor = load(inputs["mask"].at[item, rows], REGISTERS.reduce(1), interpret=interpret)
+                    factor = load(inputs["mask"].at[item, rows], registers.reduce(1), interpret=interpret)
                     factor = factor.astype(jnp.float32)
                 zs = normalised(step)
 
                 @pl.loop(0, num_products)
                 def _(j: jax.Array) -> None:
                     y = product(zs, (step * num_products + j) * w_steps)
-                    shift = load(inputs["b"].at[j], REGISTERS.reduce(0), interpret=interpret)
+                    shift = load(inputs["b"].at[j], registers.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
                     halves = y[:, :COLUMNS], y[:, COLUMNS:]
 
@@ -234,14 +224,14 @@ def project(
                             f = along_rows(factor, COLUMNS)
                             side = jnp.where(f == 0.0, 0.0, f * side)
                         channels = pl.ds(j * COLUMNS, COLUMNS)
-                        store(side, sides_ref.at[item, channels, rows], transposed=True)
+                        put(side, target=sides_ref.at[item, channels, rows], transposed=True)
 
                     @pl.when(j >= side_products)
                     def _() -> None:
                         for i, half in enumerate(halves):
                             channels = pl.ds(((j - side_products) * 2 + i) * COLUMNS, COLUMNS)
                             at = (item, rows, channels) if gate_after else (item, channels, rows)
-                            store(0.5 * jnp.tanh(half) + 0.5, gate_ref.at[at], transposed=not gate_after)
+                            put(0.5 * jnp.tanh(half) + 0.5, target=gate_ref.at[at], transposed=not gate_after)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -257,10 +247,7 @@ def project(
 
     sides, gate = plgpu.kernel(
         trimul_project,
-        out_type=[
-            jax.ShapeDtypeStruct((batch, 2 * h, size), dtype),
-            jax.ShapeDtypeStruct((batch, size, gates) if gate_after else (batch, gates, size), dtype),
-        ],
+        out_type=out_types(batch, size, h, gates, dtype, gate_after=gate_after),
         grid=(programs,),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,

@@ -112,7 +112,7 @@ def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 # log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of
 # gelu: below 5e-7 everywhere, in float32. Another power gives 1e-7 and costs a product 4% of its time.
-_GELU_POLYNOMIAL = (
+GELU_POLYNOMIAL = (
     -4.73294012e-04,
     7.08446105e-03,
     -5.18271679e-02,
@@ -129,14 +129,14 @@ def _relu(x: jax.Array) -> jax.Array:
 def _gelu(x: jax.Array, interpret: bool) -> jax.Array:
     # Triton has no erf. gelu(x) = relu(x) - a erfc(a / sqrt(2)) / 2 with a = |x|.
     a = jnp.minimum(jnp.abs(x), 16.0)
-    p = jnp.full_like(a, _GELU_POLYNOMIAL[0])
-    for coefficient in _GELU_POLYNOMIAL[1:]:
+    p = jnp.full_like(a, GELU_POLYNOMIAL[0])
+    for coefficient in GELU_POLYNOMIAL[1:]:
         p = p * a + coefficient
     return _relu(x) - a * exp2(p, interpret=interpret)
 
 
-_MINUS_LOG2_E = -math.log2(math.e)
-_GELU_TANH = math.sqrt(8.0 / math.pi) * _MINUS_LOG2_E
+MINUS_LOG2_E = -math.log2(math.e)
+GELU_TANH = math.sqrt(8.0 / math.pi) * MINUS_LOG2_E
 
 
 def _one_and_exp(x: jax.Array, interpret: bool) -> jax.Array:
@@ -149,12 +149,12 @@ def activate(activation: str | None, x: jax.Array, *, interpret: bool) -> jax.Ar
         case "gelu":
             return _gelu(x, interpret)
         case "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-            return x / _one_and_exp(x * (_GELU_TANH + (0.044715 * _GELU_TANH) * (x * x)), interpret)
+            return x / _one_and_exp(x * (GELU_TANH + (0.044715 * GELU_TANH) * (x * x)), interpret)
         case "relu":
             return _relu(x)
         case "sigmoid":
-            return 1.0 / _one_and_exp(x * _MINUS_LOG2_E, interpret)
+            return 1.0 / _one_and_exp(x * MINUS_LOG2_E, interpret)
         case "silu":
-            return x / _one_and_exp(x * _MINUS_LOG2_E, interpret)
+            return x / _one_and_exp(x * MINUS_LOG2_E, interpret)
         case _:
             return x
