@@ -6,18 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic._common import Ref, untiled
+from pallas_models.kernels.mosaic._common import Ref
 from pallas_models.kernels.mosaic._gemm import Block, Config, Refs, Tile, blocks, gemm, staging, store
 
 
-def unsupported(sides: jax.Array | jax.ShapeDtypeStruct, *, config: Any = None) -> str | None:
+def unsupported(n: int, dtype: DTypeLike, *, config: Any = None) -> str | None:
     """Why `product` does not serve a call; None if it does."""
-    if sides.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {sides.dtype}"
+    if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {jnp.dtype(dtype)}"
     if config is not None and not isinstance(config, Config):
         return f"takes a {Config.__module__}.Config, not {type(config)}"
-    return untiled("sides", sides.shape, sides.dtype)
+    if n % 64:
+        return f"takes N in multiples of 64, not {n}"
+    return None
 
 
 def heuristic(n: int) -> Config:
@@ -38,12 +41,15 @@ def product(
     config: Config | None,
     interpret: bool,
 ) -> jax.Array:
-    """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
+    """`factor` times the sums over k for left and right in sides (B, N, 2 H', N), H' >= channels.
+
+    Matrices of all channels lie row by row beside one another, so that who writes or reads all channels of a few
+    positions has them near one another.
 
     Returns:
-      (B, channels, N, N) in the dtype of `sides`.
+      (B, N, channels, N) in the dtype of `sides`.
     """
-    b, padded, n, _ = sides.shape
+    b, n, padded, _ = sides.shape
     config = config or heuristic(n)
     parts = blocks(config, config.block_n, sides.dtype)
     largest = float(jnp.finfo(sides.dtype).max)
@@ -54,18 +60,20 @@ def product(
 
     def part(refs: Refs, tile: Tile, side: int, positions: pl.Slice, ks: pl.Slice) -> Ref:
         item, channel = matrix(tile)
-        return refs.sides.at[item, side + channel, *((ks, positions) if incoming else (positions, ks))]
+        rows, columns = (ks, positions) if incoming else (positions, ks)
+        return refs.sides.at[item, rows, side + channel, columns]
 
     def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
         def value(block: Block, _: Ref) -> jax.Array:
             y = (block.of(sums[0]) * factor).astype(sides.dtype)  # clipped by pairs, at half the cost
             return jnp.clip(y, -largest, largest)  # a norm of infinity would be NaN
 
-        store(refs.slots.at[warpgroup], refs.y.at[matrix(tile)], tile, parts, value, wait=True)
+        item, channel = matrix(tile)
+        store(refs.slots.at[warpgroup], refs.y.at[item, :, channel], tile, parts, value, wait=True)
 
     (y,) = gemm(
         dict(sides=sides),
-        dict(y=jax.ShapeDtypeStruct((b, channels, n, n), sides.dtype)),
+        dict(y=jax.ShapeDtypeStruct((b, n, channels, n), sides.dtype)),
         config=config,
         batch=b * channels,
         m=n,

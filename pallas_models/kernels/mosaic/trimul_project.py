@@ -1,8 +1,8 @@
 """Projections of the triangle multiplicative update with their gates, for Hopper GPUs and up to 128 channels.
 
-Blocks stay on their multiprocessor with all of the weights in shared memory. Each of their warpgroups takes 64
-positions at a time, normalises them in registers, where the tensor cores take them from, and writes projections
-channel by channel, which is how the product over third positions reads them.
+Blocks stay on their multiprocessor with all of the weights in shared memory. One warpgroup of each normalises 64
+positions at a time while the next are copied; the others share their products, gate them and write them channel by
+channel, which is how the product over third positions reads them.
 """
 
 import functools
@@ -14,14 +14,13 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
+from pallas_models.kernels.mosaic._common import ROW_BYTES, Ref, interpreter_params, load, tiled
 from pallas_models.kernels.triton._common import local_gpu
 
-_WARPGROUPS = 2
-ROWS = 64  # positions of a warpgroup
+ROWS = 64  # positions that are normalised and multiplied at a time
 COLUMNS = 64  # of projections, and as many of their gates, in one product
-PIECE = 32  # channels of x in one copy
-_SHARED_MEMORY = 226 * 1024  # bytes of a block, less what barriers take
+_MULTIPLIERS = 3  # warpgroups that multiply
+_SHARED_MEMORY = 230 * 1024  # bytes of a block, less what barriers take
 
 
 def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
@@ -36,11 +35,16 @@ def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.A
         return f"takes positions in multiples of {ROWS}, not {size}"
     if c not in (64, 96, 128) or h % (COLUMNS // 2):
         return f"takes 64, 96 or 128 channels and hidden channels in multiples of {COLUMNS // 2}, not {c} and {h}"
-    weights = products_of(h, gates) * c * 2 * COLUMNS * w.dtype.itemsize
-    others = _WARPGROUPS * ROWS * ((c - PIECE) * x.dtype.itemsize + COLUMNS * w.dtype.itemsize)
-    if weights + others > _SHARED_MEMORY:
-        return f"does not fit {weights} bytes of weights into shared memory"
+    if not _staged(c, products_of(h, gates), x.dtype):
+        return f"does not fit weights of {c} channels for {2 * h} projections and {gates} gates into shared memory"
     return None
+
+
+def _staged(c: int, num_products: int, dtype: DTypeLike) -> int:
+    """Columns of a product that fit into shared memory on their way out, x being of `dtype`; 0 if none."""
+    others = num_products * c * 2 * COLUMNS * 2 + ROWS * c * (2 + jnp.dtype(dtype).itemsize) + 2 * c * 4
+    room = (_SHARED_MEMORY - others) // (_MULTIPLIERS * ROWS * 2)
+    return next((columns for columns in (COLUMNS, COLUMNS // 2) if columns <= room), 0)
 
 
 def products_of(h: int, gates: int) -> int:
@@ -68,14 +72,9 @@ def arranged_biases(bias: jax.Array | None, b_gate: jax.Array | None, h: int, ga
     )
 
 
-def out_types(
-    batch: int, size: int, h: int, gates: int, dtype: DTypeLike, *, gate_after: bool
-) -> list[jax.ShapeDtypeStruct]:
+def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
     """What `project` returns: left and right, and the gate."""
-    return [
-        jax.ShapeDtypeStruct((batch, 2 * h, size), dtype),
-        jax.ShapeDtypeStruct((batch, size, gates) if gate_after else (batch, gates, size), dtype),
-    ]
+    return [jax.ShapeDtypeStruct((batch, rows, size), dtype) for rows in (2 * h, gates)]
 
 
 def along_rows(v: jax.Array, columns: int) -> jax.Array:
@@ -83,18 +82,23 @@ def along_rows(v: jax.Array, columns: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
 
 
-def store(y: jax.Array, slot: Ref, target: Ref, *, transposed: bool, interpret: bool) -> None:
-    """Stores y, or its transpose, by way of a slot in shared memory, which the one before has to leave first."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def mean(parts: list[jax.Array], c: int) -> jax.Array:
+    """Mean over the c columns that `parts` have side by side."""
+    return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
+
+
+def store(y: jax.Array, slot: Ref, target: Ref, *, interpret: bool) -> None:
+    """Stores the transpose of y, as many columns at a time as a slot of shared memory holds rows."""
     y = y.astype(slot.dtype)
-    if not transposed:
-        slot[...] = y
-    elif interpret:  # JAX 0.10's interpreter has no transposed references
-        slot[...] = y.T
-    else:
-        slot.T[...] = y
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(slot, target)
+    for start in range(0, y.shape[1], slot.shape[0]):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has to leave first
+        part = y[:, start : start + slot.shape[0]]
+        if interpret:  # JAX 0.10's interpreter has no transposed references
+            slot[...] = part.T
+        else:
+            slot.T[...] = part
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(start, slot.shape[0])])
 
 
 def project(
@@ -107,173 +111,195 @@ def project(
     w_gate: jax.Array,
     b_gate: jax.Array | None,
     *,
-    gate_after: bool,
     epsilon: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     Returns:
-      (B, 2 H, M), left and right, masked; and the gate, (B, G', M) or, where `gate_after`, (B, M, G'), G' >= G.
-      Both in the dtype of w.
+      (B, 2 H, M), left and right, masked; and the gate, (B, G', M), G' >= G. Both in the dtype of w.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
-    num_products, side_products, pieces = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS, c // PIECE
+    num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
     gates = 2 * COLUMNS * (num_products - side_products)
-    weights = jnp.moveaxis(arranged(w, w_gate), -2, 0)
-    vectors = jnp.concatenate([norm_scale, norm_bias])
-    biases = arranged_biases(bias, b_gate, h, w_gate.shape[1])
-    if biases is not None:
-        vectors = jnp.concatenate([vectors, biases.reshape(-1)])
-    # Two copies, read by turns: what stayed the same the compiler would keep in registers that it lacks.
-    operands = dict(x=x, mask=mask, vectors=jnp.stack([vectors, vectors]), w=weights)
+    operands = dict(
+        x=x,
+        mask=mask,
+        norm=jnp.stack([norm_scale, norm_bias]),
+        w=jnp.moveaxis(arranged(w, w_gate), -2, 0),
+        b=arranged_biases(bias, b_gate, h, w_gate.shape[1]),
+    )
     operands = {name: operand for name, operand in operands.items() if operand is not None}
-    row_blocks = size // ROWS
-    tiles = batch * row_blocks
-    programs = min(2 if interpret else local_gpu().num_cores, pl.cdiv(tiles, _WARPGROUPS))
-    stride = programs * _WARPGROUPS
-    ring = pieces - 1  # one more piece waits in registers
+    tiles_per_item = size // ROWS
+    tiles = batch * tiles_per_item
+    programs = min(2 if interpret else local_gpu().num_cores, tiles)
     registers = plgpu.Layout.WGMMA
+    piece = 64 if c % 64 == 0 else 32  # channels of a row of a tile of shared memory
+    pieces = [pl.Slice(i, piece) for i in range(0, c, piece)]
 
     def trimul_project(*refs: Ref) -> None:
         inputs = dict(zip(operands, refs[: len(operands)], strict=True))
-        sides_ref, gate_ref, w_smem, x_smem, out_smem, x_barriers, w_barrier = refs[len(operands) :]
-        warpgroup = jax.lax.axis_index("warpgroup")
-        first = jax.lax.axis_index("block") * _WARPGROUPS + warpgroup
-        steps = jax.lax.div(tiles - first + stride - 1, stride)
-        put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
+        sides_ref, gate_ref, x_smem, z_smem, factor_smem, norm_smem, w_smem, out_smem = refs[len(operands) :][:8]
+        x_full, z_full, z_free, weights_full = refs[len(operands) + 8 :]
+        warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
+        steps = jax.lax.div(tiles - block + programs - 1, programs)
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
-            tile = jnp.minimum(first + step * stride, tiles - 1)  # what is copied ahead at the end is not used
-            start = pl.multiple_of(jax.lax.rem(tile, row_blocks) * ROWS, ROWS)
-            return jax.lax.div(tile, row_blocks), pl.Slice(start, ROWS)
+            tile = jnp.minimum(block + step * programs, tiles - 1)  # what is copied ahead at the end is not used
+            start = pl.multiple_of(jax.lax.rem(tile, tiles_per_item) * ROWS, ROWS)
+            return jax.lax.div(tile, tiles_per_item), pl.Slice(start, ROWS)
 
-        def copy(piece: jax.Array) -> None:
-            slot = jax.lax.rem(piece, ring)
-            item, rows = rows_of(jax.lax.div(piece, pieces))
-            channels = pl.ds(jax.lax.rem(piece, pieces) * PIECE, PIECE)
-            plgpu.copy_gmem_to_smem(
-                inputs["x"].at[item, rows, channels],
-                x_smem.at[warpgroup, slot],
-                x_barriers.at[warpgroup * ring + slot],
-            )
+        def copy(step: jax.Array) -> None:
+            item, rows = rows_of(step)
+            for i, channels in enumerate(pieces):
+                plgpu.copy_gmem_to_smem(inputs["x"].at[item, rows, channels], x_smem.at[i], x_full)
 
-        def read(piece: jax.Array) -> jax.Array:
-            slot = jax.lax.rem(piece, ring)
-            plgpu.barrier_wait(x_barriers.at[warpgroup * ring + slot])
-            return load(x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
-
-        def total(parts: list[jax.Array]) -> jax.Array:
-            return functools.reduce(operator.add, parts)
-
-        def vector(step: jax.Array, start: int, columns: int) -> jax.Array:
-            ref = inputs["vectors"].at[jax.lax.rem(step, 2), pl.ds(start, columns)]
-            return jax.lax.broadcast_in_dim(
-                load(ref, registers.reduce(0), interpret=interpret), (ROWS, columns), [1]
-            )
+        def read() -> list[jax.Array]:
+            plgpu.barrier_wait(x_full)
+            return [load(x_smem.at[i], registers, interpret=interpret) for i in range(len(pieces))]
 
         def fetch_mask(step: jax.Array) -> jax.Array | None:
             if mask is None:
                 return None
             item, rows = rows_of(step)
-            factor = load(inputs["mask"].at[item, rows], registers.reduce(1), interpret=interpret)
-            return factor.astype(jnp.float32)
+            return load(inputs["mask"].at[item, rows], registers.reduce(1), interpret=interpret)
 
-        def normalised(step: jax.Array, xs: list[jax.Array], factor: jax.Array | None) -> list[jax.Array]:
-            mean = total([jnp.sum(x, axis=1) for x in xs]) * (1.0 / c)
-            ds = [x - along_rows(mean, PIECE) for x in xs]
-            inverse = jax.lax.rsqrt(total([jnp.sum(d * d, axis=1) for d in ds]) * (1.0 / c) + epsilon)
-            zs = []
-            for i, d in enumerate(ds):
-                scale, shift = (vector(step, j * c + i * PIECE, PIECE) for j in range(2))
-                z = d * along_rows(inverse, PIECE) * scale + shift
-                if factor is not None:  # 0 times what is not finite would be NaN
-                    z = jnp.where(along_rows((factor != 0.0) | (inverse > 0.0), PIECE), z, 0.0)
-                zs.append(z.astype(dtype))
-            return zs
+        def vector(i: int, channels: pl.Slice) -> jax.Array:
+            v = load(norm_smem.at[i, channels], registers.reduce(0), interpret=interpret)
+            return jax.lax.broadcast_in_dim(v, (ROWS, piece), [1])
 
-        def product(step: jax.Array, zs: list[jax.Array], j: int) -> list[jax.Array]:
-            ws = [w_smem.at[j, pl.ds(i * PIECE, PIECE)] for i in range(pieces)]
+        def normalised(xs: list[jax.Array], factor: jax.Array | None) -> list[jax.Array]:
+            xs = [x.astype(jnp.float32) for x in xs]
+            center = along_rows(mean(xs, c), piece)
+            ds = [x - center for x in xs]
+            inverse = jax.lax.rsqrt(mean([d * d for d in ds], c) + epsilon)
+            if factor is not None:  # 0 times what is not finite would be NaN
+                kept = (factor != 0.0) | (inverse > 0.0)
+                inverse = jnp.where(kept, inverse, 0.0)
+                ds = [jnp.where(along_rows(kept, piece), d, 0.0) for d in ds]
+            inverse = along_rows(inverse, piece)
+            return [
+                (d * inverse * vector(0, channels) + vector(1, channels)).astype(dtype)
+                for d, channels in zip(ds, pieces, strict=True)
+            ]
 
-            def multiply(sums: Ref) -> jax.Array:
-                for z, w in zip(zs, ws, strict=True):
-                    plgpu.wgmma(sums, z, w)
-                return sums[...]
-
-            if interpret:  # it has no products of what is in registers
-                y = total(
-                    [jnp.dot(z, w[...], preferred_element_type=jnp.float32) for z, w in zip(zs, ws, strict=True)]
-                )
-            else:
-                y = pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
-            if biases is not None:
-                y += vector(step, 2 * c + j * 2 * COLUMNS, 2 * COLUMNS)
-            return [y[:, :COLUMNS], y[:, COLUMNS:]]
-
-        def tile(step: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-            held, factor = carry
-            piece = step * pieces
-            item, rows = rows_of(step)
-            xs = [held, *(read(piece + i) for i in range(1, pieces))]
+        def normalise(
+            step: jax.Array, carry: tuple[list[jax.Array], jax.Array | None]
+        ) -> tuple[list[jax.Array], jax.Array | None]:
+            xs, factor = carry
+            following = fetch_mask(step + 1)
+            if factor is not None:
+                factor = factor.astype(jnp.float32)
+            zs = normalised(xs, factor)
+            xs = read()
             plgpu.commit_smem()  # all have read
-            for i in range(ring):
-                copy(piece + pieces + i)
-            following_factor = fetch_mask(step + 1)
-            zs = normalised(step, xs, factor)
-            for j in range(num_products):
-                projection, g = product(step, zs, j)
-                if j < side_products:
-                    y = projection * (jnp.tanh(g) + 1.0)
-                    if factor is not None:
-                        y *= along_rows(factor, COLUMNS)
-                    put(y, target=sides_ref.at[item, pl.ds(j * COLUMNS, COLUMNS), rows], transposed=True)
-                else:
-                    start = (j - side_products) * 2 * COLUMNS
-                    for i, y in enumerate((projection, g)):
-                        channels = pl.ds(start + i * COLUMNS, COLUMNS)
-                        at = (item, rows, channels) if gate_after else (item, channels, rows)
-                        put(0.5 * jnp.tanh(y) + 0.5, target=gate_ref.at[at], transposed=not gate_after)
-                if j == 0:
-                    held = read(piece + pieces)
-                if j == 1:  # after a store, before which all have read
-                    copy(piece + pieces + ring)
-            return held, following_factor
+            copy(step + 2)
 
-        @pl.when((warpgroup == 0) & (steps > 0))
-        def _() -> None:
-            plgpu.copy_gmem_to_smem(inputs["w"], w_smem, w_barrier)
+            @pl.when(step > 0)
+            def _() -> None:
+                plgpu.barrier_wait(z_free)
 
-        @pl.when(steps > 0)
-        def _() -> None:
-            for i in range(ring):
-                copy(jnp.int32(i))
-            held = read(jnp.int32(0))
+            for channels, z in zip(pieces, zs, strict=True):
+                z_smem[:, channels] = z
+            if factor is not None:
+                factor_smem[...] = factor
             plgpu.commit_smem()
-            copy(jnp.int32(ring))
-            plgpu.barrier_wait(w_barrier)
-            jax.lax.fori_loop(0, steps, tile, (held, fetch_mask(jnp.int32(0))))
-            for i in range(1, pieces):  # no copy may arrive after the end
-                plgpu.barrier_wait(x_barriers.at[warpgroup * ring + jax.lax.rem(steps * pieces + i, ring)])
+            plgpu.barrier_arrive(z_full)
+            return xs, following
+
+        def multiply(step: jax.Array) -> None:
+            item, rows = rows_of(step)
+            # Products go round; where a step ends with one of them, the next one goes on.
+            first = jax.lax.rem(warpgroup + step * (-num_products % _MULTIPLIERS), _MULTIPLIERS)
+            count = jax.lax.div(num_products - first + _MULTIPLIERS - 1, _MULTIPLIERS)
+            put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
+            plgpu.barrier_wait(z_full)
+            factor = None
+            if mask is not None:
+                factor = load(factor_smem, registers.reduce(1), interpret=interpret)
+
+            @pl.loop(0, count)
+            def _(i: jax.Array) -> None:
+                j = first + i * _MULTIPLIERS
+
+                def product(sums: Ref) -> jax.Array:
+                    plgpu.wgmma(sums, z_smem, w_smem.at[j])
+                    plgpu.wgmma_wait(0)
+                    return sums[...]
+
+                y = pl.run_scoped(product, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
+
+                @pl.when(i == count - 1)
+                def _() -> None:
+                    plgpu.barrier_arrive(z_free)
+
+                if "b" in operands:
+                    shift = load(inputs["b"].at[j], registers.reduce(0), interpret=interpret)
+                    y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
+                halves = y[:, :COLUMNS], y[:, COLUMNS:]
+
+                @pl.when(j < side_products)
+                def _() -> None:
+                    side = halves[0] * (jnp.tanh(halves[1]) + 1.0)
+                    if factor is not None:
+                        side *= along_rows(factor, COLUMNS)
+                    put(side, target=sides_ref.at[item, pl.ds(j * COLUMNS, COLUMNS), rows])
+
+                @pl.when(j >= side_products)
+                def _() -> None:
+                    for half, value in enumerate(halves):
+                        channels = pl.ds(((j - side_products) * 2 + half) * COLUMNS, COLUMNS)
+                        put(0.5 * jnp.tanh(value) + 0.5, target=gate_ref.at[item, channels, rows])
+
+            @pl.when(count == 0)
+            def _() -> None:
+                plgpu.barrier_arrive(z_free)
+
+        @pl.when(warpgroup == _MULTIPLIERS)
+        def _() -> None:
+            plgpu.set_max_registers(200, action="increase")
+            plgpu.copy_gmem_to_smem(inputs["norm"], norm_smem, weights_full)
+            plgpu.copy_gmem_to_smem(inputs["w"], w_smem, weights_full)
+            copy(jnp.int32(0))
+            xs = read()
+            plgpu.commit_smem()  # all have read
+            copy(jnp.int32(1))
+            plgpu.barrier_wait(weights_full)
+            jax.lax.fori_loop(0, steps, normalise, (xs, fetch_mask(jnp.int32(0))))
+            plgpu.barrier_wait(x_full)  # no copy may arrive after the end, and no round be left
+            plgpu.barrier_wait(z_free)
+
+        @pl.when(warpgroup < _MULTIPLIERS)
+        def _() -> None:
+            plgpu.set_max_registers(104, action="decrease")
+            plgpu.barrier_wait(weights_full)
+            pl.loop(0, steps)(multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     sides, gate = plgpu.kernel(
         trimul_project,
-        out_type=out_types(batch, size, h, gates, dtype, gate_after=gate_after),
+        out_type=out_types(batch, size, h, gates, dtype),
         grid=(programs,),
         grid_names=("block",),
-        num_threads=_WARPGROUPS,
+        num_threads=_MULTIPLIERS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            tiled((num_products, c, 2 * COLUMNS), dtype, PIECE * dtype.itemsize),
-            tiled((_WARPGROUPS, ring, ROWS, PIECE), x.dtype, PIECE * x.dtype.itemsize),
-            tiled((_WARPGROUPS, COLUMNS, ROWS), dtype),
-            plgpu.Barrier(num_barriers=_WARPGROUPS * ring),
+            tiled((len(pieces), ROWS, piece), x.dtype, min(ROW_BYTES, piece * x.dtype.itemsize)),
+            tiled((ROWS, c), dtype, piece * dtype.itemsize),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.SMEM((2, c), jnp.float32),
+            tiled((num_products, c, 2 * COLUMNS), dtype, piece * dtype.itemsize),
+            tiled((_MULTIPLIERS, _staged(c, num_products, x.dtype), ROWS), dtype),
+            plgpu.Barrier(num_arrivals=len(pieces)),
             plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=_MULTIPLIERS),
+            plgpu.Barrier(num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
         ),
         interpret=interpreter_params() if interpret else None,
     )(*operands.values())

@@ -1,13 +1,12 @@
 """Projections of the triangle multiplicative update with their gates, for Hopper GPUs and more than 128 channels.
 
-As in `trimul_project`, warpgroups take 64 positions at a time and normalise them in registers, from where the
-tensor cores take them. The weights do not fit into shared memory: one more warpgroup of each block copies them
-piece by piece to a ring, past the two that multiply. These may be apart by as much as the ring holds, so that one
-multiplies while the other one gates, stores or normalises.
+The weights do not fit into shared memory. Two warpgroups of each block take 64 positions at a time and normalise
+them in registers, from where the tensor cores take them; one more copies the weights piece by piece to a ring,
+past the two. These may be apart by as much as the ring holds, so that one multiplies while the other one gates,
+stores or normalises.
 """
 
 import functools
-import operator
 from collections.abc import Sequence
 
 import jax
@@ -18,11 +17,11 @@ from pallas_models.kernels.mosaic import _plgpu as plgpu
 from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
 from pallas_models.kernels.mosaic.trimul_project import (
     COLUMNS,
-    PIECE,
     ROWS,
     along_rows,
     arranged,
     arranged_biases,
+    mean,
     out_types,
     products_of,
     store,
@@ -30,6 +29,7 @@ from pallas_models.kernels.mosaic.trimul_project import (
 from pallas_models.kernels.triton._common import local_gpu
 
 _CONSUMERS = 2  # warpgroups that multiply
+_PIECE = 32  # channels of x in one copy
 _STEP = 64  # channels of the weights in a slot of the ring
 _STAGES = 8  # slots of the ring: by which the warpgroups may be apart, and a power of two, which divides best
 _X_BYTES = 40 * 1024  # of x that a warpgroup has copied ahead
@@ -64,22 +64,20 @@ def project(
     w_gate: jax.Array,
     b_gate: jax.Array | None,
     *,
-    gate_after: bool,
     epsilon: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     Returns:
-      (B, 2 H, M), left and right, masked; and the gate, (B, G', M) or, where `gate_after`, (B, M, G'), G' >= G.
-      Both in the dtype of w.
+      (B, 2 H, M), left and right, masked; and the gate, (B, G', M), G' >= G. Both in the dtype of w.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
     num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
     gates = 2 * COLUMNS * (num_products - side_products)
-    pieces, w_steps = c // PIECE, c // _STEP
-    ring = min(_X_BYTES // (ROWS * PIECE * x.dtype.itemsize), pieces)
+    pieces, w_steps = c // _PIECE, c // _STEP
+    ring = min(_X_BYTES // (ROWS * _PIECE * x.dtype.itemsize), pieces)
     # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
     # weights and of the biases.
     weights = arranged(w, w_gate).astype(jnp.float32)
@@ -92,14 +90,15 @@ def project(
     if mask is not None:
         operands["mask"] = mask
     registers = plgpu.Layout.WGMMA
-    row_blocks = pl.cdiv(size, _CONSUMERS * ROWS)
-    programs = min(2 if interpret else local_gpu().num_cores, batch * row_blocks)
+    tiles_per_item = size // ROWS
+    rounds = pl.cdiv(batch * tiles_per_item, _CONSUMERS)  # in which each warpgroup takes a tile
+    programs = min(2 if interpret else local_gpu().num_cores, rounds)
 
     def trimul_project(*refs: Ref) -> None:
         inputs = dict(zip(operands, refs[: len(operands)], strict=True))
         sides_ref, gate_ref, x_smem, w_smem, out_smem, x_full, w_full, w_consumed = refs[len(operands) :]
         warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
-        steps = jax.lax.div(batch * row_blocks - block + programs - 1, programs)
+        steps = jax.lax.div(rounds - block + programs - 1, programs)
         w_total = steps * num_products * w_steps
         put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
 
@@ -123,11 +122,10 @@ def project(
                 plgpu.barrier_wait(w_consumed.at[jax.lax.rem(step, _STAGES)])
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
-            i = block + step * programs
-            start = (jax.lax.rem(i, row_blocks) * _CONSUMERS + warpgroup) * ROWS
-            # At the end both warpgroups may have the same rows.
-            start = pl.multiple_of(jnp.minimum(start, size - ROWS), ROWS)
-            return jax.lax.div(i, row_blocks), pl.Slice(start, ROWS)
+            tile = (block + step * programs) * _CONSUMERS + warpgroup
+            tile = jnp.minimum(tile, batch * tiles_per_item - 1)  # at the end both warpgroups may have the same
+            start = pl.multiple_of(jax.lax.rem(tile, tiles_per_item) * ROWS, ROWS)
+            return jax.lax.div(tile, tiles_per_item), pl.Slice(start, ROWS)
 
         def copy(which: Sequence[int], step: jax.Array) -> None:
             """Starts copies of these pieces to their slots; those past the end of a step are of the next one."""
@@ -136,7 +134,7 @@ def project(
                 item, rows = rows_of(step + ahead)
                 slot = jax.lax.rem(step * pieces + i, ring)
                 plgpu.copy_gmem_to_smem(
-                    inputs["x"].at[item, rows, pl.ds(piece * PIECE, PIECE)],
+                    inputs["x"].at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
                     x_smem.at[warpgroup, slot],
                     x_full.at[warpgroup * ring + slot],
                 )
@@ -145,9 +143,6 @@ def project(
             slot = jax.lax.rem(step * pieces + i, ring)
             plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
             return load(x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
-
-        def mean(parts: list[jax.Array]) -> jax.Array:
-            return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
 
         def normalised(step: jax.Array) -> list[jax.Array]:
             xs = []
@@ -159,9 +154,9 @@ def project(
                 copy([i + ring for i in now if i + ring < pieces], step)
                 following = [i + ring for i in now if i + ring >= pieces]
                 pl.when(step + 1 < steps)(functools.partial(copy, following, step))
-            center = along_rows(mean(xs), PIECE)
+            center = along_rows(mean(xs, c), _PIECE)
             ds = [x - center for x in xs]
-            inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds]) + epsilon), PIECE)
+            inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds], c) + epsilon), _PIECE)
             return [(d * inverse).astype(dtype) for d in ds]
 
         def product(zs: list[jax.Array], first: jax.Array) -> jax.Array:
@@ -169,10 +164,8 @@ def project(
                 return jax.lax.rem(first + k, _STAGES)
 
             def parts(k: int) -> list[tuple[jax.Array, Ref]]:
-                per_step = _STEP // PIECE
-                return [
-                    (zs[k * per_step + i], w_smem.at[slot_of(k), pl.ds(i * PIECE, PIECE)]) for i in range(per_step)
-                ]
+                ws = [w_smem.at[slot_of(k), pl.ds(i, _PIECE)] for i in range(0, _STEP, _PIECE)]
+                return list(zip(zs[k * len(ws) : (k + 1) * len(ws)], ws, strict=True))
 
             if interpret:  # it has no products of what is in registers
                 y = jnp.zeros((ROWS, 2 * COLUMNS), jnp.float32)
@@ -190,7 +183,7 @@ def project(
                     for z, part in parts(k):
                         plgpu.wgmma(sums, z, part)
                     if k:
-                        plgpu.wgmma_wait(_STEP // PIECE)  # the tensor cores always have the next step before them
+                        plgpu.wgmma_wait(_STEP // _PIECE)  # the tensor cores always have the next step before them
                         plgpu.barrier_arrive(w_consumed.at[slot_of(k - 1)])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(w_consumed.at[slot_of(w_steps - 1)])
@@ -224,14 +217,13 @@ def project(
                             f = along_rows(factor, COLUMNS)
                             side = jnp.where(f == 0.0, 0.0, f * side)
                         channels = pl.ds(j * COLUMNS, COLUMNS)
-                        put(side, target=sides_ref.at[item, channels, rows], transposed=True)
+                        put(side, target=sides_ref.at[item, channels, rows])
 
                     @pl.when(j >= side_products)
                     def _() -> None:
                         for i, half in enumerate(halves):
                             channels = pl.ds(((j - side_products) * 2 + i) * COLUMNS, COLUMNS)
-                            at = (item, rows, channels) if gate_after else (item, channels, rows)
-                            put(0.5 * jnp.tanh(half) + 0.5, target=gate_ref.at[at], transposed=not gate_after)
+                            put(0.5 * jnp.tanh(half) + 0.5, target=gate_ref.at[item, channels, rows])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -247,14 +239,14 @@ def project(
 
     sides, gate = plgpu.kernel(
         trimul_project,
-        out_type=out_types(batch, size, h, gates, dtype, gate_after=gate_after),
+        out_type=out_types(batch, size, h, gates, dtype),
         grid=(programs,),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            tiled((_CONSUMERS, ring, ROWS, PIECE), x.dtype, PIECE * x.dtype.itemsize),
-            tiled((_STAGES, _STEP, 2 * COLUMNS), dtype, PIECE * dtype.itemsize),
+            tiled((_CONSUMERS, ring, ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
+            tiled((_STAGES, _STEP, 2 * COLUMNS), dtype, _PIECE * dtype.itemsize),
             tiled((_CONSUMERS, COLUMNS, ROWS), dtype),
             plgpu.Barrier(num_barriers=_CONSUMERS * ring),
             plgpu.Barrier(num_barriers=_STAGES),

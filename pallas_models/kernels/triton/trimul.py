@@ -48,14 +48,17 @@ def triangle_update(
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
     interpret: bool,
+    by_rows: bool = False,
     project: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
     product: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """The update of x (B, N, N, C); matrices of `compute_dtype`, vectors float32. See `pallas_models.ops`.
 
-    Another backend's `project` and `product`, where given, take the place of those here.
+    Another backend's `project` and `product`, where given, take the place of those here. `by_rows` says that its
+    product takes and gives the channels of a row (B, N, channels, N), where the one here has (B, channels, N, N).
     """
     b, n, _, c = x.shape
+    lead, size = (b * n, n) if by_rows else (b, n * n)
     configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
     project = project or functools.partial(
         trimul_project.project, precision=precision, config=configs.project, interpret=interpret
@@ -64,28 +67,27 @@ def triangle_update(
         trimul_product.product, precision=precision, config=configs.product, interpret=interpret
     )
     sides, gate = project(
-        x.reshape(b, n * n, c),
-        None if mask is None else mask.reshape(b, n * n),
+        x.reshape(lead, size, c),
+        None if mask is None else mask.reshape(lead, size),
         norm_scale,
         norm_bias,
         w_in,
         b_in,
         w_gate,
         b_gate,
-        gate_after=gate_after,
         epsilon=epsilon,
     )
     # y grows as the square root of N: scaled by a power of two near it, it stays within float16. What scales y
     # leaves its layer norm as it was once epsilon is scaled too.
     factor = 1.0 if jnp.dtype(compute_dtype) == jnp.float32 else 2.0 ** -round(math.log2(n) / 2)
     y = product(
-        sides.reshape(b, -1, n, n),
+        sides.reshape((b, n, -1, n) if by_rows else (b, -1, n, n)),
         channels=w_in.shape[2],
         incoming=direction == "incoming",
         factor=factor,
     )
     out = trimul_output.output(
-        y.reshape(b, -1, n * n),
+        y.reshape(lead, -1, size),
         gate,
         out_norm_scale,
         out_norm_bias,

@@ -80,7 +80,7 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
 
 def _output_kernel(
     y_ref: Ref,  # (B, H, M)
-    gate_ref: Ref,  # (B, G, M), or (B, M, G) where `gate_after`
+    gate_ref: Ref,  # (B, G, M)
     scale_ref: Ref,  # (H,)
     shift_ref: Ref,  # (H,)
     w_ref: Ref,  # (H, C)
@@ -133,7 +133,8 @@ def _output_kernel(
             if b_ref is not None:
                 out += load(b_ref.at[columns], column_mask)[None, :]
             if gate_after:
-                out *= load(gate_ref.at[batch, rows, columns], mask).astype(jnp.float32)
+                gate = load(gate_ref.at[batch, columns, rows], tile_mask(column_mask, row_mask))
+                out *= gate.T.astype(jnp.float32)
             store(o_ref.at[batch, rows, columns], out, mask)
 
         if held:
@@ -166,7 +167,7 @@ def output(
     config: Config | Chooser | None,
     interpret: bool,
 ) -> jax.Array:
-    """The output (B, M, C) for y (B, H, M), the gate (B, G', M) or (B, M, G') and w (H, C)."""
+    """The output (B, M, C) for y (B, H, M), the gate (B, G', M) and w (H, C)."""
     b, h, size = y.shape
     c = w.shape[1]
     config = choose(

@@ -133,11 +133,10 @@ def _project_kernel(
     w_ref: Ref,  # (C, 4 H + G), halves of the weights: projections and their gates interleaved, the out gate
     b_ref: Ref | None,  # (4 H + G,), halves of the biases
     sides_ref: Ref,  # (B, 2 H, M): left, then right
-    gate_ref: Ref,  # (B, G, M), or (B, M, G) where `gate_after`
+    gate_ref: Ref,  # (B, G, M)
     *,
     config: Config,
     narrow: bool,
-    gate_after: bool,
     epsilon: float,
     precision: jax.lax.Precision,
     interpret: bool,
@@ -184,11 +183,7 @@ def _project_kernel(
         first = (j - side_blocks) * block_n
         for part, y in enumerate(pairs(j)):  # in halves: a store takes shared memory of its size
             channels = span(first + part * (block_n // 2), block_n // 2)
-            y = gated(0.5, y).astype(gate_ref.dtype)
-            if gate_after:
-                store(gate_ref.at[batch, rows, channels], y.T, tile_mask(row_mask, None))
-            else:
-                store(gate_ref.at[batch, channels, rows], y, tile_mask(None, row_mask))
+            store(gate_ref.at[batch, channels, rows], gated(0.5, y), tile_mask(None, row_mask))
         return carry
 
     if not narrow:
@@ -216,7 +211,6 @@ def project(
     w_gate: jax.Array,
     b_gate: jax.Array | None,
     *,
-    gate_after: bool,
     epsilon: float,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
@@ -226,14 +220,14 @@ def project(
 
     Returns:
       (B, 2 H', M), left in the first H channels and right in those from H' >= H, masked; and the gate,
-      (B, G', M) or, where `gate_after`, (B, M, G'), G' >= G. Both in the dtype of w.
+      (B, G', M), G' >= G. Both in the dtype of w.
     """
     b, size, c = x.shape
     config = choose(
         config,
         Problem(
             op="trimul_project",
-            shape={"m": b * size, "c": c, "h": w.shape[2], "g": w_gate.shape[1], "gate_after": int(gate_after)},
+            shape={"m": b * size, "c": c, "h": w.shape[2], "g": w_gate.shape[1]},
             bucketed=("m",),
             dtype=w.dtype,
             config=Config,
@@ -269,7 +263,6 @@ def project(
         _project_kernel,
         config=config,
         narrow=narrow,
-        gate_after=gate_after,
         epsilon=epsilon,
         precision=precision,
         interpret=interpret,
@@ -279,7 +272,7 @@ def project(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((b, 2 * channels, size), w.dtype),
-            jax.ShapeDtypeStruct((b, size, gates) if gate_after else (b, gates, size), w.dtype),
+            jax.ShapeDtypeStruct((b, gates, size), w.dtype),
         ),
         grid=(b * pl.cdiv(size, config.block_m) * column_blocks,),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
