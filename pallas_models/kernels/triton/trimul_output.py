@@ -56,17 +56,23 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
     )
 
 
-def heuristic(h: int, c: int, dtype: DTypeLike) -> Config:
-    """Chooses blocks for h hidden channels and c of the output; measured on an H200."""
+def heuristic(m: int, h: int, c: int, dtype: DTypeLike, *, gate_after: bool, out_dtype: DTypeLike) -> Config:
+    """Chooses blocks for m positions, h hidden channels and c of the output; measured on an H200."""
     if jnp.dtype(dtype).itemsize == 4:
         return _config(32, 32, 4, 4, 1)
-    return _config(64 if h <= 128 else 32, 64 if c <= 128 else 128, 2, 4, 3)
+    wide_out = jnp.dtype(out_dtype).itemsize == 4
+    if h <= 128 and c <= 128 and wide_out and m >= 4096 * local_gpu().num_cores:
+        return _config(128, 64, 2, 4, 2) if gate_after else _config(128, 64, 1, 4, 3)
+    block_m = 64 if h <= 128 else 32
+    if gate_after and c > 128:  # the gate takes the registers and the shared memory of what is loaded ahead
+        return _config(block_m, 64 if wide_out else 128, 2, 4, 1)
+    return _config(block_m, 64 if c <= 128 and not gate_after else 128, 2, 4, 3)
 
 
 def configs(dtype: DTypeLike) -> Iterator[Config]:
     """The blocks worth measuring."""
-    sizes = ((16, 32), (32, 64)) if jnp.dtype(dtype).itemsize == 4 else ((32, 64), (32, 64, 128))
-    for block_m, block_n, programs, num_stages in itertools.product(*sizes, (1, 2, 3, 4), (2, 3, 4)):
+    sizes = ((16, 32), (32, 64)) if jnp.dtype(dtype).itemsize == 4 else ((32, 64, 128), (32, 64, 128))
+    for block_m, block_n, programs, num_stages in itertools.product(*sizes, (1, 2, 3, 4), (1, 2, 3)):
         yield _config(block_m, block_n, programs, 4, num_stages)
 
 
@@ -178,7 +184,9 @@ def output(
             bucketed=("m",),
             dtype=w.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, h, c, w.dtype),
+            heuristic=functools.partial(
+                heuristic, b * size, h, c, w.dtype, gate_after=gate_after, out_dtype=out_dtype
+            ),
             candidates=functools.partial(configs, w.dtype),
             shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=w.dtype),
         ),
