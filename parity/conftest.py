@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
+# The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
+os.environ.setdefault("PJRT_NPROC", "32")
 
 from collections.abc import Iterator
 from types import ModuleType
