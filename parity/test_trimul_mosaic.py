@@ -153,7 +153,7 @@ def project(module, *operands, interpret=INTERPRET):
 
 SIZES = {
     trimul_project: by_device(
-        cpu=[(2, 192, 64, 32, 64), (1, 64, 128, 64, 128), (1, 128, 96, 32, 96)],
+        cpu=[(2, 192, 64, 32, 64), (1, 64, 128, 128, 128), (1, 128, 96, 32, 96)],
         gpu=[(2, 4096, 64, 32, 64), (1, 147456, 128, 128, 128), (1, 65536, 96, 64, 96)],
     ),
     trimul_project_wide: by_device(
