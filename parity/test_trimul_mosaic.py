@@ -223,6 +223,20 @@ def test_project_lowers(module, c, h, x_dtype):
     assert lowered_calls(f, *operands) == 1
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("c", [64, 96, 128])
+def test_narrow_project_takes_what_fits(c, x_dtype):
+    def lowers(h):
+        operands = jax.eval_shape(lambda: project_operands(2, 128, c, h, 64, dtype="float16", x_dtype=x_dtype))
+        if trimul_project.unsupported(operands[0], operands[4], operands[6]):
+            return False
+        return lowered_calls(functools.partial(project, trimul_project, interpret=False), *operands) == 1
+
+    fitting = [lowers(h) for h in range(32, 480, 32)]
+    assert fitting[0] and not fitting[-1] and fitting == sorted(fitting, reverse=True)
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 is refused first")
 @pytest.mark.parametrize(
     "module, m, c, h, dtype, message",
