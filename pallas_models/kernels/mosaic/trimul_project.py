@@ -7,6 +7,7 @@ channel, which is how the product over third positions reads them.
 
 import functools
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,52 @@ def store(y: jax.Array, slot: Ref, target: Ref, *, interpret: bool) -> None:
         plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(start, slot.shape[0])])
 
 
+def positions(tile: jax.Array, batch: int, size: int) -> tuple[jax.Array, pl.Slice]:
+    """Which item of the batch, and which `ROWS` of its `size` positions a tile has; past the end, the last has."""
+    per_item = size // ROWS
+    tile = jnp.minimum(tile, batch * per_item - 1)
+    start = pl.multiple_of(jax.lax.rem(tile, per_item) * ROWS, ROWS)
+    return jax.lax.div(tile, per_item), pl.Slice(start, ROWS)
+
+
+def gate_and_store(
+    y: jax.Array,
+    j: jax.Array,
+    sides_ref: Ref,
+    gate_ref: Ref,
+    at: tuple[jax.Array, pl.Slice],
+    *,
+    masked: Callable[[jax.Array], jax.Array],
+    slot: Ref,
+    interpret: bool,
+) -> None:
+    """Gates product j of some positions and stores it.
+
+    Args:
+      y: (ROWS, 2 * COLUMNS) in float32, halves: projections and then their gates, or columns of the out gate.
+      sides_ref: (B, 2 H, M), which the first products have.
+      gate_ref: (B, G, M), which the others have.
+      at: item and positions.
+      masked: what to make of gated projections, (ROWS, COLUMNS).
+      slot: shared memory of this warpgroup, as `store` takes it.
+    """
+    item, rows = at
+    side_products = sides_ref.shape[1] // COLUMNS
+    halves = y[:, :COLUMNS], y[:, COLUMNS:]
+
+    @pl.when(j < side_products)
+    def _() -> None:
+        side = masked(halves[0] * (jnp.tanh(halves[1]) + 1.0))
+        channels = pl.ds(j * COLUMNS, COLUMNS)
+        store(side, slot, sides_ref.at[item, channels, rows], interpret=interpret)
+
+    @pl.when(j >= side_products)
+    def _() -> None:
+        for i, half in enumerate(halves):
+            channels = pl.ds(((j - side_products) * 2 + i) * COLUMNS, COLUMNS)
+            store(0.5 * jnp.tanh(half) + 0.5, slot, gate_ref.at[item, channels, rows], interpret=interpret)
+
+
 def project(
     x: jax.Array,
     mask: jax.Array | None,
@@ -131,8 +178,7 @@ def project(
         b=arranged_biases(bias, b_gate, h, w_gate.shape[1]),
     )
     operands = {name: operand for name, operand in operands.items() if operand is not None}
-    tiles_per_item = size // ROWS
-    tiles = batch * tiles_per_item
+    tiles = batch * (size // ROWS)
     programs = min(2 if interpret else local_gpu().num_cores, tiles)
     registers = plgpu.Layout.WGMMA
     piece = 64 if c % 64 == 0 else 32  # channels of a row of a tile of shared memory
@@ -146,9 +192,7 @@ def project(
         steps = jax.lax.div(tiles - block + programs - 1, programs)
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
-            tile = jnp.minimum(block + step * programs, tiles - 1)  # what is copied ahead at the end is not used
-            start = pl.multiple_of(jax.lax.rem(tile, tiles_per_item) * ROWS, ROWS)
-            return jax.lax.div(tile, tiles_per_item), pl.Slice(start, ROWS)
+            return positions(block + step * programs, batch, size)
 
         def copy(step: jax.Array) -> None:
             item, rows = rows_of(step)
@@ -209,15 +253,17 @@ def project(
             return xs, following
 
         def multiply(step: jax.Array) -> None:
-            item, rows = rows_of(step)
+            at, slot = rows_of(step), out_smem.at[warpgroup]
             # Products go round; where a step ends with one of them, the next one goes on.
             first = jax.lax.rem(warpgroup + step * (-num_products % _MULTIPLIERS), _MULTIPLIERS)
             count = jax.lax.div(num_products - first + _MULTIPLIERS - 1, _MULTIPLIERS)
-            put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
             plgpu.barrier_wait(z_full)
             factor = None
             if mask is not None:
                 factor = load(factor_smem, registers.reduce(1), interpret=interpret)
+
+            def masked(side: jax.Array) -> jax.Array:
+                return side if factor is None else side * along_rows(factor, COLUMNS)
 
             @pl.loop(0, count)
             def _(i: jax.Array) -> None:
@@ -237,20 +283,7 @@ def project(
                 if "b" in operands:
                     shift = load(inputs["b"].at[j], registers.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                halves = y[:, :COLUMNS], y[:, COLUMNS:]
-
-                @pl.when(j < side_products)
-                def _() -> None:
-                    side = halves[0] * (jnp.tanh(halves[1]) + 1.0)
-                    if factor is not None:
-                        side *= along_rows(factor, COLUMNS)
-                    put(side, target=sides_ref.at[item, pl.ds(j * COLUMNS, COLUMNS), rows])
-
-                @pl.when(j >= side_products)
-                def _() -> None:
-                    for half, value in enumerate(halves):
-                        channels = pl.ds(((j - side_products) * 2 + half) * COLUMNS, COLUMNS)
-                        put(0.5 * jnp.tanh(value) + 0.5, target=gate_ref.at[item, channels, rows])
+                gate_and_store(y, j, sides_ref, gate_ref, at, masked=masked, slot=slot, interpret=interpret)
 
             @pl.when(count == 0)
             def _() -> None:

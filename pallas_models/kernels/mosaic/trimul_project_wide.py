@@ -21,10 +21,11 @@ from pallas_models.kernels.mosaic.trimul_project import (
     along_rows,
     arranged,
     arranged_biases,
+    gate_and_store,
     mean,
     out_types,
+    positions,
     products_of,
-    store,
 )
 from pallas_models.kernels.triton._common import local_gpu
 
@@ -90,8 +91,7 @@ def project(
     if mask is not None:
         operands["mask"] = mask
     registers = plgpu.Layout.WGMMA
-    tiles_per_item = size // ROWS
-    rounds = pl.cdiv(batch * tiles_per_item, _CONSUMERS)  # in which each warpgroup takes a tile
+    rounds = pl.cdiv(batch * (size // ROWS), _CONSUMERS)  # in which each warpgroup takes a tile
     programs = min(2 if interpret else local_gpu().num_cores, rounds)
 
     def trimul_project(*refs: Ref) -> None:
@@ -100,7 +100,6 @@ def project(
         warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
         steps = jax.lax.div(rounds - block + programs - 1, programs)
         w_total = steps * num_products * w_steps
-        put = functools.partial(store, slot=out_smem.at[warpgroup], interpret=interpret)
 
         def produce() -> None:
             @pl.loop(0, steps * num_products)
@@ -123,9 +122,7 @@ def project(
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
             tile = (block + step * programs) * _CONSUMERS + warpgroup
-            tile = jnp.minimum(tile, batch * tiles_per_item - 1)  # at the end both warpgroups may have the same
-            start = pl.multiple_of(jax.lax.rem(tile, tiles_per_item) * ROWS, ROWS)
-            return jax.lax.div(tile, tiles_per_item), pl.Slice(start, ROWS)
+            return positions(tile, batch, size)  # at the end both warpgroups may have the same
 
         def copy(which: Sequence[int], step: jax.Array) -> None:
             """Starts copies of these pieces to their slots; those past the end of a step are of the next one."""
@@ -196,11 +193,18 @@ def project(
 
             @pl.loop(0, steps)
             def _(step: jax.Array) -> None:
-                item, rows = rows_of(step)
+                at, slot = rows_of(step), out_smem.at[warpgroup]
                 factor = None
                 if mask is not None:
-                    factor = load(inputs["mask"].at[item, rows], registers.reduce(1), interpret=interpret)
+                    factor = load(inputs["mask"].at[at], registers.reduce(1), interpret=interpret)
                     factor = factor.astype(jnp.float32)
+
+                def masked(side: jax.Array) -> jax.Array:
+                    if factor is None:
+                        return side
+                    f = along_rows(factor, COLUMNS)
+                    return jnp.where(f == 0.0, 0.0, f * side)  # 0 times what is not finite would be NaN
+
                 zs = normalised(step)
 
                 @pl.loop(0, num_products)
@@ -208,22 +212,7 @@ def project(
                     y = product(zs, (step * num_products + j) * w_steps)
                     shift = load(inputs["b"].at[j], registers.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                    halves = y[:, :COLUMNS], y[:, COLUMNS:]
-
-                    @pl.when(j < side_products)
-                    def _() -> None:
-                        side = halves[0] * (jnp.tanh(halves[1]) + 1.0)
-                        if factor is not None:  # 0 times what is not finite would be NaN
-                            f = along_rows(factor, COLUMNS)
-                            side = jnp.where(f == 0.0, 0.0, f * side)
-                        channels = pl.ds(j * COLUMNS, COLUMNS)
-                        put(side, target=sides_ref.at[item, channels, rows])
-
-                    @pl.when(j >= side_products)
-                    def _() -> None:
-                        for i, half in enumerate(halves):
-                            channels = pl.ds(((j - side_products) * 2 + i) * COLUMNS, COLUMNS)
-                            put(0.5 * jnp.tanh(half) + 0.5, target=gate_ref.at[item, channels, rows])
+                    gate_and_store(y, j, sides_ref, gate_ref, at, masked=masked, slot=slot, interpret=interpret)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
