@@ -459,9 +459,8 @@ def test_params_that_do_not_fit_are_listed():
 
 def most_elements(line: str) -> int:
     """How many elements the largest tensor in a line of StableHLO has."""
-    return max(
-        (math.prod(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([\dx]+)", line)), default=0
-    )
+    shapes = re.findall(r"tensor<((?:\d+x)+)", line)
+    return max((math.prod(map(int, shape.split("x")[:-1])) for shape in shapes), default=0)
 
 
 @pytest.mark.parametrize(

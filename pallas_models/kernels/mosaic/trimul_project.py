@@ -26,18 +26,24 @@ _SHARED_MEMORY = 223 * 1024  # bytes of a block, less what barriers, sums over r
 
 def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
     """Why `project` does not serve a call; None if it does."""
-    _, size, c = x.shape
-    h, gates = w.shape[2], w_gate.shape[1]
-    if jax.__version_info__ < (0, 11):
-        return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
-    if w.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes weights in float16 and bfloat16, not {w.dtype}"
-    if size % ROWS:
-        return f"takes positions in multiples of {ROWS}, not {size}"
+    c, h, gates = x.shape[2], w.shape[2], w_gate.shape[1]
+    if reason := unsupported_by_both(x, w):
+        return reason
     if c not in (64, 96, 128) or h % (COLUMNS // 2):
         return f"takes 64, 96 or 128 channels and hidden channels in multiples of {COLUMNS // 2}, not {c} and {h}"
     if not _staged(c, products_of(h, gates), x.dtype):
         return f"does not fit weights of {c} channels for {2 * h} projections and {gates} gates into shared memory"
+    return None
+
+
+def unsupported_by_both(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array) -> str | None:
+    """Why neither this kernel nor `trimul_project_wide` serves a call; None if one of them may."""
+    if jax.__version_info__ < (0, 11):
+        return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
+    if w.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes weights in float16 and bfloat16, not {w.dtype}"
+    if x.shape[1] % ROWS:
+        return f"takes positions in multiples of {ROWS}, not {x.shape[1]}"
     return None
 
 

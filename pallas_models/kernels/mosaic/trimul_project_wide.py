@@ -26,6 +26,7 @@ from pallas_models.kernels.mosaic.trimul_project import (
     out_types,
     positions,
     products_of,
+    unsupported_by_both,
 )
 from pallas_models.kernels.triton._common import local_gpu
 
@@ -39,19 +40,14 @@ _WIDEST = 384  # channels of x that fit into registers
 
 def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
     """Why `project` does not serve a call; None if it does."""
-    _, size, c = x.shape
-    h = w.shape[2]
-    if w.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes weights in float16 and bfloat16, not {w.dtype}"
-    if size % ROWS:
-        return f"takes positions in multiples of {ROWS}, not {size}"
+    c, h = x.shape[2], w.shape[2]
+    if reason := unsupported_by_both(x, w):
+        return reason
     if c % _STEP or c > _WIDEST or h % (COLUMNS // 2):
         return (
             f"takes up to {_WIDEST} channels in multiples of {_STEP} and hidden channels in multiples of "
             f"{COLUMNS // 2}, not {c} and {h}"
         )
-    if jax.__version_info__ < (0, 11):
-        return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
     return None
 
 
