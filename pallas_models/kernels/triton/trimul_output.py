@@ -66,7 +66,7 @@ def heuristic(m: int, h: int, c: int, dtype: DTypeLike, *, gate_after: bool, out
     block_m = 64 if h <= 128 else 32
     if gate_after and c > 128:  # the gate takes the registers and the shared memory of what is loaded ahead
         return _config(block_m, 64 if wide_out else 128, 2, 4, 1)
-    return _config(block_m, 64 if c <= 128 and not gate_after else 128, 2, 4, 3)
+    return _config(block_m, 64 if c <= (64 if gate_after else 128) else 128, 2, 4, 3)
 
 
 def configs(dtype: DTypeLike) -> Iterator[Config]:
