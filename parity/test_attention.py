@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.mosaic import attention as mosaic
-from pallas_models.kernels.triton._common import Gpu
+from pallas_models.target import Target
 from pallas_models.kernels.triton.attention import Config
 from parity.common import (
     KERNEL,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
-from pallas_models.kernels.triton import _common, gated_mlp
+from pallas_models.kernels.triton import gated_mlp
 from pallas_models.kernels.triton.matmul import Config
 from parity.common import (
     KERNEL,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_models import ops
 from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic import matmul as mosaic
-from pallas_models.kernels.triton import _common, matmul
+from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
 from parity.common import (
     KERNEL,

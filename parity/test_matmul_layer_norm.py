@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
-from pallas_models.kernels.triton import _common, matmul
+from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
 from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, normal
 

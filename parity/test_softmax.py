@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
-from pallas_models.kernels.triton import _common, softmax
+from pallas_models.kernels.triton import softmax
 from pallas_models.kernels.triton.softmax import ALGORITHMS, Config
 from parity.common import (
     KERNEL,

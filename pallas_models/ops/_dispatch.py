@@ -1,97 +1,262 @@
 """Which implementation of an op runs, and how it is differentiated: decided here for every op."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
+
+from pallas_models import target as targets
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Table
+from pallas_models.tuning.table import installed
 
 Result = TypeVar("Result")  # an array, or a tuple of them
-Implementation = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in names of devices
-_MAX_SIZE = 2**31 - 1  # Triton's offsets are signed 32-bit integers
+Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
+Implementation = Name | Sequence[Name]
+IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
+# What a name stands for: the backend, and whether its interpreter runs the kernel.
+_BACKENDS = {
+    "mosaic": ("mosaic", False),
+    "triton": ("triton", False),
+    "interpret": ("triton", True),
+    "mosaic_interpret": ("mosaic", True),
+}
+_MAX_SIZE = 2**31 - 1  # offsets in kernels are signed 32-bit integers
 
 
-@functools.cache
-def _local_cuda_capabilities() -> tuple[float, ...]:
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # no CUDA backend here: what is lowered for CUDA will run elsewhere
+def _never(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kernel:
+    """What a backend has for an op.
+
+    Attributes:
+      backend: `"mosaic"` or `"triton"`.
+      call: the kernel, called as `call(*arrays, config=, target=, interpret=, **static)`.
+      config: the class of its configs; None if it takes none by hand.
+      refuses: `refuses(*arrays, **static)` is why it does not serve a call; None where it does.
+      preferred: `preferred(*arrays, **static)` is whether it is the faster one for a call that it serves.
+      backward: `backward(arrays, out, cotangent, **static)` gives the cotangents of the arrays; where None, the
+        gradient is that of the op's reference.
+      sharding: how it is partitioned, in place of the op's rule.
+    """
+
+    backend: Literal["mosaic", "triton"]
+    call: Callable[..., Any]
+    config: type | None
+    refuses: Callable[..., str | None] = _never
+    preferred: Callable[..., bool] = _always
+    backward: Callable[..., Any] | None = None
+    sharding: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Op:
+    """What there is to know of an op to run it.
+
+    Attributes:
+      name: of the public function.
+      reference: the same in plain XLA, called as `reference(*arrays, **static)`.
+      kernels: in the order in which they are preferred.
+      derivative: what is differentiated in place of the reference, called as it is.
+      sharding: in einsum notation, which axes can be split over devices.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    kernels: tuple[Kernel, ...]
+    derivative: Callable[..., Any] | None = None
+    sharding: str | None = None
+
+
+def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:
+    """The names that are given, in order of preference; none for None.
+
+    Raises:
+      ValueError: a name is unknown, or a sequence is empty.
+    """
+    if implementation is None:
         return ()
-    return tuple(float(d.compute_capability) for d in devices)
-
-
-def _for_hopper() -> bool:
-    """Whether what is traced here will run on Hopper GPUs: those of this process, unless another one is named."""
-    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
-        return any(name in device.device_kind for name in _HOPPER)
-    capabilities = _local_cuda_capabilities()
-    return bool(capabilities) and all(9.0 <= capability < 10.0 for capability in capabilities)
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names or not set(names) <= set(IMPLEMENTATIONS):
+        raise ValueError(f"{implementation=} is unknown; expected None or some of {IMPLEMENTATIONS}")
+    return names
 
 
 def run(
-    implementation: Implementation | None,
-    kernel: Callable[..., Result],
-    reference: Callable[..., Result],
-    *args: Any,
-    mosaic: Callable[..., Result] | str = "has no kernel for this op",
-    prefer_mosaic: bool = True,
-) -> Result:
-    """Runs an op's kernel or its reference on `args` (arrays, or None for an absent operand).
+    op: Op,
+    *arrays: Any,
+    config: Any = None,
+    implementation: Implementation | None = None,
+    **static: Any,
+) -> Any:
+    """Runs a kernel of an op or its reference on `arrays` (pytrees; None for an absent operand).
+
+    Calls that are alike share one trace, and in a program one lowering.
 
     Args:
+      config: a config of one of the kernels, a table to ask first, or None.
       implementation: `"triton"` and `"mosaic"` run a kernel compiled, `"interpret"` and `"mosaic_interpret"` run
-        the bodies of the same kernels in Pallas's interpreters, `"xla"` runs the reference. `None` is decided per
-        lowering: a kernel on CUDA devices from Ampere on, that of Mosaic GPU where they are of Hopper and it
-        serves the call and is preferred, else that of Triton; the reference on every other platform.
-      kernel: the Triton one, called as `kernel(*args, interpret=bool)`.
-      reference: called as `reference(*args)`; also defines the gradient of the kernels.
-      mosaic: the kernel for Hopper GPUs, called as `kernel` is, or why it does not serve this call.
-      prefer_mosaic: whether it is the faster one here.
+        the bodies of the same kernels in Pallas's interpreters, `"xla"` runs the reference; of a sequence the
+        first that serves the call. None is decided per lowering: on CUDA devices from Ampere on the first kernel
+        that serves the call and is preferred, on every other platform the reference.
+      **static: what else the reference and the kernels take, hashable.
 
     Raises:
       ValueError: `implementation` is not one of the above.
-      NotImplementedError: a kernel is asked for by name, and there is none for this call, or an array has 2**31
-        elements or more.
+      TypeError: `config` is of none of the kernels.
+      NotImplementedError: nothing that `implementation` names serves the call: there is no such kernel, or an
+        array is larger than it can index.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}")
-    if implementation == "xla":
-        return reference(*args)
-    sizes = [leaf.size for leaf in jax.tree.leaves((args, jax.eval_shape(reference, *args)))]
-    if min(sizes) == 0:  # there is no grid for a kernel over nothing
-        return reference(*args)
+    names = check_implementation(implementation)
+    target = targets.current()
+    return _run(
+        arrays,
+        op=op,
+        static=tuple(static.items()),
+        config=config,
+        names=names,
+        target=target,
+        tables=installed(target.name),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("op", "static", "config", "names", "target", "tables"))
+def _run(
+    arrays: tuple[Any, ...],
+    *,
+    op: Op,
+    static: tuple[tuple[str, Any], ...],
+    config: Any,
+    names: tuple[Name, ...],
+    target: Target,
+    tables: tuple[Table, ...],
+) -> Any:
+    del tables  # a change of them asks for another trace
+    options = dict(static)
+    with _plain_settings(arrays), jax.named_scope(op.name):
+        reference = functools.partial(op.reference, **options)
+        forward = _choose(op, arrays, options, config, names, target, reference)
+        if forward is reference and op.derivative is None:
+            return reference(*arrays)
+        derivative = reference if op.derivative is None else functools.partial(op.derivative, **options)
+        return _differentiable(forward, derivative)(*arrays)
+
+
+@contextlib.contextmanager
+def _plain_settings(arrays: Any) -> Iterator[None]:
+    """JAX's own settings, whatever the user's: ops say what they promote, and kernels count in 32 bits."""
+    wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(arrays))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        if wide:
+            yield
+        else:
+            with jax.enable_x64(False):
+                yield
+
+
+def _choose(
+    op: Op,
+    arrays: tuple[Any, ...],
+    static: dict[str, Any],
+    config: Any,
+    names: tuple[Name, ...],
+    target: Target,
+    reference: Callable[..., Any],
+) -> Callable[..., Any]:
+    """What computes the result: the reference, a kernel, or the choice of them by platform."""
+    by_hand = config is not None and not isinstance(config, Chooser)
+    takers = [k for k in op.kernels if not by_hand or (k.config is not None and isinstance(config, k.config))]
+    if not takers:
+        expected = " or ".join(f"{k.config.__module__}.{k.config.__qualname__}" for k in op.kernels if k.config)
+        raise TypeError(f"config is a {type(config).__name__}; expected {expected}, a tuning.Table or None")
+    obstacle = _obstacle(arrays, jax.eval_shape(reference, *arrays))
+    if obstacle == "":
+        return reference
+
+    def call(kernel: Kernel, interpret: bool) -> Callable[..., Any]:
+        return functools.partial(kernel.call, config=config, target=target, interpret=interpret, **static)
+
+    if not names:
+        for kernel in takers:
+            runs = target.is_hopper if kernel.backend == "mosaic" else target.capability >= (8, 0)
+            if obstacle or not runs or kernel.refuses(*arrays, **static):
+                continue
+            if by_hand or kernel.preferred(*arrays, **static):
+                compiled = call(kernel, False)
+                return lambda *arrays: jax.lax.platform_dependent(*arrays, cuda=compiled, default=reference)
+        return reference
+    reasons = []
+    for name in names:
+        if name == "xla":
+            return reference
+        backend, interpret = _BACKENDS[name]
+        found = next((k for k in op.kernels if k.backend == backend), None)
+        if found is None:
+            reason: str | None = f"has no kernel for {op.name}"
+        elif found not in takers:
+            takes = "no config" if found.config is None else f"a Config of {found.config.__module__}"
+            reason = f"takes {takes}, not {type(config).__module__}.{type(config).__name__}"
+        elif backend == "mosaic" and not interpret and target.name and not target.is_hopper:
+            reason = f"needs a Hopper GPU, not {target.name}"
+        else:
+            reason = obstacle or found.refuses(*arrays, **static)
+            if reason is None:
+                return call(found, interpret)
+        reasons.append(f"implementation={name!r} {reason}")
+    raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, or None")
+
+
+def _obstacle(*trees: Any) -> str | None:
+    """What no kernel serves among the arrays; the empty string for axes of size 0, over which there is no grid."""
+    leaves = jax.tree.leaves(trees)
+    if any(not isinstance(size, int) for leaf in leaves for size in leaf.shape):
+        return "takes no symbolic sizes"
+    if any(leaf.dtype.itemsize == 8 for leaf in leaves):
+        return "takes no 64-bit operands"
+    sizes = [leaf.size for leaf in leaves]
+    if min(sizes) == 0:
+        return ""
     if max(sizes) > _MAX_SIZE:
-        if implementation is None:
-            return reference(*args)
-        raise NotImplementedError(
-            f"an array of {max(sizes)} elements is too large for the kernels, which index up to {_MAX_SIZE}; "
-            "use smaller batches or implementation='xla'"
-        )
-    if implementation in ("mosaic", "mosaic_interpret"):
-        if isinstance(mosaic, str):
-            raise NotImplementedError(f"{implementation=} {mosaic}; use 'triton' or None")
-        kernel = mosaic
-    elif implementation is None and prefer_mosaic and not isinstance(mosaic, str) and _for_hopper():
-        kernel = mosaic
-    compiled = functools.partial(kernel, interpret=False)
+        return f"indexes up to {_MAX_SIZE} elements, not {max(sizes)}: use smaller batches or 'xla'"
+    return None
 
-    @jax.custom_vjp
-    def op(*args: Any) -> Result:
-        if implementation in ("triton", "mosaic"):
-            return compiled(*args)
-        if implementation is not None:
-            return kernel(*args, interpret=True)
-        if any(capability < 8.0 for capability in _local_cuda_capabilities()):
-            return reference(*args)
-        return jax.lax.platform_dependent(*args, cuda=compiled, default=reference)
 
-    def forward(*args: Any) -> tuple[Result, tuple[Any, ...]]:
-        return op(*args), args
+def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with the derivative of another function, in forward and reverse mode and of any order.
 
-    def backward(args: tuple[Any, ...], cotangent: Result) -> tuple[Any, ...]:
-        return jax.vjp(reference, *args)[1](cotangent)
+    The gradient keeps the operands alone: what else it needs of the forward pass is computed again.
+    """
 
-    op.defvjp(forward, backward)
-    return op(*args)
+    @jax.custom_jvp
+    def function(*arrays: Any) -> Any:
+        return forward(*arrays)
+
+    @function.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(primals)
+        smooth = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+        moving = [t for t, s in zip(jax.tree.leaves(tangents), smooth, strict=True) if s]
+
+        def tangent(leaves: list[jax.Array], moving: list[jax.Array]) -> Any:
+            def at(floats: list[jax.Array]) -> Any:
+                given = iter(floats)
+                mixed = [next(given) if s else leaf for leaf, s in zip(leaves, smooth, strict=True)]
+                return derivative(*jax.tree.unflatten(tree, mixed))
+
+            floats = [leaf for leaf, s in zip(leaves, smooth, strict=True) if s]
+            return jax.jvp(at, (floats,), (moving,))[1]
+
+        return function(*primals), jax.checkpoint(tangent)(leaves, moving)
+
+    return function

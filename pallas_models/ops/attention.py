@@ -8,10 +8,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_models.kernels._common import LOWEST
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -302,17 +303,8 @@ def _attend(
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
-    tiles: Any = config  # of either kernel, which say so where they are not theirs
     arrays = (parts, mask, bias, segment_ids, kv_segment_ids)
-    reason = mosaic.unsupported(*arrays, head_dim=head_dim, sm_scale=sm_scale, config=config)
-    return run(
-        implementation,
-        functools.partial(triton.attention, config=tiles, **static),
-        functools.partial(reference, **static),
-        *arrays,
-        mosaic=reason or functools.partial(mosaic.attention, config=tiles, **static),
-        prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(seq, kv_seq),
-    )
+    return run(_OP, *arrays, config=config, implementation=implementation, **static)
 
 
 def reference(
@@ -354,7 +346,7 @@ def reference(
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
-    lowest = triton.LOWEST * math.log(2)  # the kernel's scores are to the base 2
+    lowest = LOWEST * math.log(2)  # the kernel's scores are to the base 2
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=lowest))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -365,3 +357,19 @@ def reference(
     if not return_lse:
         return out
     return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
+
+
+_OP = Op(
+    name="attention",
+    reference=reference,
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic.attention,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+            preferred=mosaic.prefer,
+        ),
+        Kernel(backend="triton", call=triton.attention, config=triton.Config),
+    ),
+)

@@ -1,13 +1,12 @@
 """Token embeddings of BERT: three look-ups, their sum, and the layer norm after it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.tuning import Chooser
 
 
 def embed_tokens(
@@ -20,7 +19,7 @@ def embed_tokens(
     *,
     token_type_ids: jax.Array | None = None,
     epsilon: float = 1e-12,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `layer_norm(word[ids] + position[0..S-1] + token_type[token_type_ids])`.
@@ -36,7 +35,7 @@ def embed_tokens(
       bias: (D,), bias of the layer norm.
       token_type_ids: (B, S), integers in [0, T); all 0 when None.
       epsilon: added to the variance of the layer norm.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
@@ -67,9 +66,7 @@ def embed_tokens(
         _checks.check_shape("token_type_ids", token_type_ids, ids.shape, "the shape of ids")
         _checks.check_ids("token_type_ids", token_type_ids, token_type.shape[0], "token types")
     return run(
-        implementation,
-        functools.partial(triton.embed_tokens, epsilon=epsilon, config=config),
-        functools.partial(reference, epsilon=epsilon),
+        _OP,
         ids,
         token_type_ids,
         word,
@@ -77,6 +74,9 @@ def embed_tokens(
         token_type,
         scale,
         bias,
+        config=config,
+        implementation=implementation,
+        epsilon=epsilon,
     )
 
 
@@ -96,3 +96,10 @@ def reference(
     total = jnp.take(word, ids, axis=0, mode="clip").astype(jnp.float32)
     total += position[: ids.shape[1]].astype(jnp.float32) + types.astype(jnp.float32)
     return norm.reference(total, scale, bias, None, epsilon=epsilon).astype(word.dtype)
+
+
+_OP = Op(
+    name="embed_tokens",
+    reference=reference,
+    kernels=(Kernel(backend="triton", call=triton.embed_tokens, config=triton.Config),),
+)

@@ -1,6 +1,5 @@
 """Gated matrix product, and the gated MLP that a down projection makes of it (SwiGLU and its kin)."""
 
-import functools
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul import prefer
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.ops import _checks, activations
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
 from pallas_models.tuning import Chooser
@@ -80,20 +79,17 @@ def gated_matmul(
         _checks.check_float("bias", bias)
         _checks.check_shape("bias", bias, (2, n), "(2, N)")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    common: dict[str, Any] = dict(activation=activation, out_dtype=out_dtype)
-    static = common | dict(precision=_checks.as_precision(precision))
-    tiles: Any = config  # of either kernel, which say so where they are not theirs
     rows = x.reshape(math.prod(x.shape[:-1]), k)
     out = run(
-        implementation,
-        functools.partial(triton.gated_matmul, config=tiles, **static),
-        functools.partial(reference, **static),
+        _OP,
         rows,
         w_gate_up,
         bias,
-        mosaic=mosaic.unsupported(rows, w_gate_up, out_dtype=out_dtype, config=config)
-        or functools.partial(mosaic.gated_matmul, config=tiles, **common),
-        prefer_mosaic=isinstance(config, mosaic.Config) or prefer(rows.shape[0]),
+        config=config,
+        implementation=implementation,
+        activation=activation,
+        precision=_checks.as_precision(precision),
+        out_dtype=out_dtype,
     )
     return out.reshape(*x.shape[:-1], n)
 
@@ -112,6 +108,22 @@ def reference(
     if bias is not None:
         y += bias.astype(jnp.float32)
     return (activations.apply(activation, y[:, 0]) * y[:, 1]).astype(out_dtype)
+
+
+_OP = Op(
+    name="gated_matmul",
+    reference=reference,
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic.gated_matmul,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+            preferred=prefer,
+        ),
+        Kernel(backend="triton", call=triton.gated_matmul, config=triton.Config),
+    ),
+)
 
 
 def gated_mlp(

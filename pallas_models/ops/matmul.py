@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.ops import _checks, activations
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.ops.activations import Activation
 from pallas_models.tuning import Chooser
 
@@ -73,9 +73,14 @@ def matmul(
     if algorithm is not None and algorithm not in triton.ALGORITHMS:
         raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    common: dict[str, Any] = dict(transpose_w=transpose_w, activation=activation, out_dtype=out_dtype)
-    static = common | dict(acc_dtype=jnp.dtype(acc_dtype), precision=_checks.as_precision(precision))
-    tiles: Any = config  # of either kernel, which say so where they are not theirs
+    static: dict[str, Any] = dict(
+        transpose_w=transpose_w,
+        activation=activation,
+        acc_dtype=jnp.dtype(acc_dtype),
+        precision=_checks.as_precision(precision),
+        out_dtype=out_dtype,
+        algorithm=algorithm,
+    )
     if math.prod(w.shape[:-2]) == 1:  # it is shared by the rows of all the batch
         rows = math.prod(shape[:-1])
         x, w = x.reshape(rows, x.shape[-1]), w.reshape(w.shape[-2:])
@@ -83,20 +88,8 @@ def matmul(
     batch = math.prod(shape[:-2]) if w.ndim > 2 else 1
 
     def one(x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-        reason = mosaic.unsupported(
-            x, w, bias, residual, acc_dtype=acc_dtype, algorithm=algorithm, config=config, batch=batch, **common
-        )
-        return run(
-            implementation if batch else "xla",
-            functools.partial(triton.matmul, algorithm=algorithm, config=tiles, batch=batch, **static),
-            functools.partial(reference, **static),
-            x,
-            w,
-            bias,
-            residual,
-            mosaic=reason or functools.partial(mosaic.matmul, config=tiles, **common),
-            prefer_mosaic=isinstance(config, mosaic.Config) or mosaic.prefer(x.shape[-2]),
-        )
+        names = implementation if batch else "xla"
+        return run(_OP, x, w, bias, residual, config=config, implementation=names, batch=batch, **static)
 
     return _over_batch(one, x, w, bias, residual).reshape(shape)
 
@@ -127,6 +120,7 @@ def reference(
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    **_: Any,
 ) -> jax.Array:
     """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
     w = w.T if transpose_w else w
@@ -137,6 +131,22 @@ def reference(
     if residual is not None:
         y += residual.astype(jnp.float32)
     return y.astype(out_dtype)
+
+
+_OP = Op(
+    name="matmul",
+    reference=reference,
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic.matmul,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+            preferred=mosaic.prefer,
+        ),
+        Kernel(backend="triton", call=triton.matmul, config=triton.Config),
+    ),
+)
 
 
 def check(

@@ -1,14 +1,11 @@
 """Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import reference as matmul_reference
 from pallas_models.tuning import Chooser
@@ -56,20 +53,18 @@ def matmul_layer_norm(
     for name, vector in (("scale", scale), ("offset", offset)):
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, (w.shape[1],), "(N,)")
-    static: dict[str, Any] = dict(
-        epsilon=epsilon,
-        precision=_checks.as_precision(precision),
-    )
     out = run(
-        implementation,
-        functools.partial(triton.matmul_layer_norm, config=config, **static),
-        functools.partial(reference, **static),
+        _OP,
         x.reshape(-1, x.shape[-1]),
         w,
         scale,
         offset,
         bias,
         None if residual is None else residual.reshape(-1, w.shape[1]),
+        config=config,
+        implementation=implementation,
+        epsilon=epsilon,
+        precision=_checks.as_precision(precision),
     )
     return out.reshape(*x.shape[:-1], w.shape[1])
 
@@ -97,3 +92,10 @@ def reference(
         out_dtype=jnp.float32,
     )
     return norm.reference(y, scale, offset, None, epsilon=epsilon).astype(x.dtype)
+
+
+_OP = Op(
+    name="matmul_layer_norm",
+    reference=reference,
+    kernels=(Kernel(backend="triton", call=triton.matmul_layer_norm, config=triton.Config),),
+)

@@ -1,6 +1,5 @@
 """Layer and RMS normalisation, with the residual addition that precedes them."""
 
-import functools
 from typing import Any, Literal, overload
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -160,37 +159,20 @@ def _norm(
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, x.shape, "the shape of x")
     rows, both = (-1, x.shape[-1]), return_residual and residual is not None
-    static: dict[str, Any] = dict(subtract_mean=subtract_mean, epsilon=epsilon)
     out = run(
-        implementation,
-        functools.partial(triton.norm, return_residual=both, config=config, **static),
-        functools.partial(_reference_and_residual if both else reference, **static),
+        _OP,
         x.reshape(rows),
         scale,
         bias,
         None if residual is None else residual.reshape(rows),
+        config=config,
+        implementation=implementation,
+        subtract_mean=subtract_mean,
+        return_residual=both,
+        epsilon=epsilon,
     )
     out = jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
     return (out, x) if return_residual and not both else out  # without a residual, y is x
-
-
-def _reference_and_residual(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    subtract_mean: bool,
-    epsilon: float,
-) -> tuple[jax.Array, jax.Array]:
-    y = x.astype(jnp.float32)
-    if residual is not None:
-        y += residual.astype(jnp.float32)
-    d = y - jnp.mean(y, axis=-1, keepdims=True) if subtract_mean else y
-    out = d * jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon) * scale.astype(jnp.float32)
-    if bias is not None:
-        out += bias.astype(jnp.float32)
-    return out.astype(x.dtype), y.astype(x.dtype)
 
 
 def reference(
@@ -200,8 +182,23 @@ def reference(
     residual: jax.Array | None,
     *,
     subtract_mean: bool = True,
+    return_residual: bool = False,
     epsilon: float,
-) -> jax.Array:
+) -> Any:
     """The same in plain XLA, over the last axis of x."""
-    out, _ = _reference_and_residual(x, scale, bias, residual, subtract_mean=subtract_mean, epsilon=epsilon)
-    return out
+    y = x.astype(jnp.float32)
+    if residual is not None:
+        y += residual.astype(jnp.float32)
+    d = y - jnp.mean(y, axis=-1, keepdims=True) if subtract_mean else y
+    out = d * jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon) * scale.astype(jnp.float32)
+    if bias is not None:
+        out += bias.astype(jnp.float32)
+    out = out.astype(x.dtype)
+    return (out, y.astype(x.dtype)) if return_residual else out
+
+
+_OP = Op(
+    name="norm",
+    reference=reference,
+    kernels=(Kernel(backend="triton", call=triton.norm, config=triton.Config),),
+)

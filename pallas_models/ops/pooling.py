@@ -1,14 +1,12 @@
 """Sentence embeddings from token embeddings: masked mean and L2 normalisation."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.tuning import Chooser
 
 
 def mean_pool(
@@ -17,7 +15,7 @@ def mean_pool(
     *,
     normalize: bool = True,
     epsilon: float = 1e-12,
-    config: triton.Config | None = None,
+    config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `m = sum_s x[:, s] * mask[:, s] / sum_s mask[:, s]`, then `m / max(|m|, epsilon)`.
@@ -30,7 +28,7 @@ def mean_pool(
       mask: (B, S), bool or integer, 1 for a token and 0 for padding.
       normalize: whether to scale every row to unit L2 norm.
       epsilon: lower bound of the norm that is divided by.
-      config: block sizes of the Triton kernel; chosen from the shape when None.
+      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
 
     Returns:
@@ -43,13 +41,14 @@ def mean_pool(
     _checks.check_float("x", x)
     _checks.check_rank("x", x, 3, "(B, S, D)")
     _checks.check_mask("mask", mask, x.shape[:2], "(B, S)")
-    static: dict[str, Any] = dict(normalize=normalize, epsilon=epsilon)
     return run(
-        implementation,
-        functools.partial(triton.mean_pool, config=config, **static),
-        functools.partial(reference, **static),
+        _OP,
         x,
         mask.astype(jnp.int32),
+        config=config,
+        implementation=implementation,
+        normalize=normalize,
+        epsilon=epsilon,
     )
 
 
@@ -63,3 +62,10 @@ def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float)
     # max(|m|, epsilon), written so that the gradient at m = 0 is finite
     square = jnp.sum(jnp.square(mean), axis=-1, keepdims=True)
     return mean * jax.lax.rsqrt(jnp.maximum(square, epsilon**2))
+
+
+_OP = Op(
+    name="mean_pool",
+    reference=reference,
+    kernels=(Kernel(backend="triton", call=triton.mean_pool, config=triton.Config),),
+)

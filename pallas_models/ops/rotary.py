@@ -1,15 +1,12 @@
 """Rotary positions in a fused QKV buffer, with the RMS norm of queries and keys that precedes them."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -104,15 +101,17 @@ def rotary(
         if scale is not None:
             _checks.check_float(name, scale)
             _checks.check_shape(name, scale, (head_dim,), "(head_dim,)")
-    static: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, epsilon=epsilon)
     return run(
-        implementation,
-        functools.partial(triton.rotary, config=config, **static),
-        functools.partial(reference, **static),
+        _OP,
         qkv,
         *(table if table.ndim == 3 else table[None] for table in (cos, sin)),
         q_scale,
         k_scale,
+        config=config,
+        implementation=implementation,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        epsilon=epsilon,
     )
 
 
@@ -146,3 +145,10 @@ def reference(
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
     return jnp.concatenate([rotate(q, q_scale), rotate(k, k_scale), v], axis=2).reshape(qkv.shape)
+
+
+_OP = Op(
+    name="rotary",
+    reference=reference,
+    kernels=(Kernel(backend="triton", call=triton.rotary, config=triton.Config),),
+)

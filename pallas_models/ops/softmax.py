@@ -1,6 +1,5 @@
 """Softmax over any axis, with mask and scale."""
 
-import functools
 import math
 import operator
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax import Algorithm
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -70,11 +69,14 @@ def softmax(
         return x
     scale = 1.0 if scale is None else float(scale)
     out = run(
-        implementation,
-        functools.partial(triton.softmax, scale=scale, repeat=repeat, algorithm=algorithm, config=config),
-        functools.partial(reference, scale=scale, repeat=repeat),
+        _OP,
         rows.reshape(-1, n),
         where,
+        config=config,
+        implementation=implementation,
+        scale=scale,
+        repeat=repeat,
+        algorithm=algorithm,
     )
     return jnp.moveaxis(out.reshape(*batch, n), -1, axis)
 
@@ -97,7 +99,9 @@ def _mask_rows(where: jax.Array, shape: tuple[int, ...], axis: int) -> tuple[jax
     return jnp.broadcast_to(where, (*batch[first:last], n)).reshape(-1, n), repeat
 
 
-def reference(x: jax.Array, where: jax.Array | None, *, scale: float, repeat: int) -> jax.Array:
+def reference(
+    x: jax.Array, where: jax.Array | None, *, scale: float, repeat: int, algorithm: Algorithm | None = None
+) -> jax.Array:
     """The same in plain XLA, over the rows of x (M, N), with row i masked by row `i // repeat % W` of where."""
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
@@ -111,3 +115,10 @@ def reference(x: jax.Array, where: jax.Array | None, *, scale: float, repeat: in
     e = jnp.where(kept, jnp.exp(jnp.where(kept, y - peak, 0.0)), 0.0)
     e /= jnp.where(left, jnp.sum(e, axis=-1, keepdims=True), 1.0)
     return jnp.where(kept, e, 0.0).reshape(x.shape).astype(x.dtype)  # not the NaN of a row of -inf
+
+
+_OP = Op(
+    name="softmax",
+    reference=reference,
+    kernels=(Kernel(backend="triton", call=triton.softmax, config=triton.Config),),
+)

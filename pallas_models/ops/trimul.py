@@ -1,5 +1,6 @@
 """Triangle multiplicative update: each pair (i, j) of a sequence learns from every third position k."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -9,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic import trimul as mosaic
-from pallas_models.kernels.triton import trimul as triton
+from pallas_models.kernels.mosaic import trimul_product as mosaic_product
+from pallas_models.kernels.mosaic import trimul_project as mosaic_project
+from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
+from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, norm
-from pallas_models.ops._dispatch import Implementation, run
+from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
 Direction = Literal["outgoing", "incoming"]
@@ -29,6 +33,15 @@ _WEIGHTS = (
     "w_out",
     "b_out",
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The configs of the three Triton kernels, or what chooses them; None for the tables and the heuristic."""
+
+    project: trimul_project.Config | Chooser | None = None
+    product: trimul_product.Config | Chooser | None = None
+    output: trimul_output.Config | Chooser | None = None
 
 
 def triangle_update(
@@ -51,7 +64,7 @@ def triangle_update(
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    config: triton.Config | Chooser | None = None,
+    config: Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes AlphaFold's triangle multiplicative update of a pair representation.
@@ -109,33 +122,19 @@ def triangle_update(
     weights = (norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out)
     _check(x, mask, weights, direction, gate_after, compute_dtype)
     batch = math.prod(x.shape[:-3])
-    static: dict[str, Any] = dict(
+    out = run(
+        _OP,
+        x.reshape(batch, *x.shape[-3:]),
+        None if mask is None else mask.reshape(batch, *mask.shape[-2:]),
+        *weights,
+        config=config,
+        implementation=implementation,
         direction=direction,
         gate_after=gate_after,
         epsilon=epsilon,
         compute_dtype=jnp.dtype(compute_dtype),
         precision=_checks.as_precision(precision),
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
-    )
-
-    def kernel(*arrays: Any, interpret: bool) -> jax.Array:
-        operands = _converted(*arrays, compute_dtype=compute_dtype)
-        return triton.triangle_update(*operands, config=config, interpret=interpret, **static)
-
-    def hopper_kernel(*arrays: Any, interpret: bool) -> jax.Array:
-        return mosaic.triangle_update(
-            *_converted(*arrays, compute_dtype=compute_dtype), interpret=interpret, **static
-        )
-
-    batched = x.reshape(batch, *x.shape[-3:])
-    out = run(
-        implementation,
-        kernel,
-        _differentiable_reference(**static),
-        batched,
-        None if mask is None else mask.reshape(batch, *mask.shape[-2:]),
-        *weights,
-        mosaic=mosaic.unsupported(batched, compute_dtype=compute_dtype, config=config) or hopper_kernel,
     )
     return out.reshape(x.shape)
 
@@ -188,37 +187,125 @@ def reference(
     return out.astype(out_dtype)
 
 
-def _differentiable_reference(**static: Any) -> Callable[..., jax.Array]:
-    """The reference with a gradient in true float32: cotangents are not bounded as what they belong to is."""
-    if static["compute_dtype"] == jnp.float32:
-        return functools.partial(reference, **static)
-    wide = functools.partial(
-        reference, **static | dict(compute_dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+def _derivative(*arrays: Any, **static: Any) -> jax.Array:
+    """The reference in true float32, for gradients: cotangents are not bounded as what they belong to is."""
+    if static["compute_dtype"] != jnp.float32:
+        static |= dict(compute_dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    return reference(*arrays, **static)
+
+
+def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
+    """The update in three Triton kernels."""
+    configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
+    return _update(
+        *arrays,
+        project=functools.partial(trimul_project.project, precision=precision, config=configs.project),
+        product=functools.partial(trimul_product.product, precision=precision, config=configs.product),
+        output=functools.partial(trimul_output.output, precision=precision, config=configs.output),
+        by_rows=False,
+        **options,
     )
 
-    @jax.custom_vjp
-    def function(*arrays: Any) -> jax.Array:
-        return reference(*arrays, **static)
 
-    def forward(*arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-        return function(*arrays), arrays
+def _mosaic(x: jax.Array, *arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
+    """The update with projections and product for Hopper GPUs, where they serve; Triton's kernels do the rest."""
+    b, n, _, c = x.shape
+    w_in, w_gate, dtype = arrays[3], arrays[7], options["compute_dtype"]
+    rows, *weights = (
+        jax.ShapeDtypeStruct(shape, kind)
+        for shape, kind in (((b * n, n, c), x.dtype), (w_in.shape, dtype), (w_gate.shape, dtype))
+    )
+    project: Callable[..., Any] = functools.partial(trimul_project.project, precision=precision, config=config)
+    for module in (mosaic_project_wide, mosaic_project):  # the second where both serve
+        if module.unsupported(rows, *weights) is None:
+            project = module.project
+    return _update(
+        x,
+        *arrays,
+        project=project,
+        product=functools.partial(mosaic_product.product, config=config),
+        output=functools.partial(trimul_output.output, precision=precision, config=config),
+        by_rows=True,
+        **options,
+    )
 
-    def backward(arrays: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-        return jax.vjp(wide, *arrays)[1](cotangent)
 
-    function.defvjp(forward, backward)
-    return function
+def _unsupported_by_mosaic(x: jax.Array, *_: Any, compute_dtype: DTypeLike, **__: Any) -> str | None:
+    return mosaic_product.unsupported(x.shape[1], compute_dtype)
 
 
-def _converted(
-    x: jax.Array, mask: jax.Array | None, *weights: jax.Array | None, compute_dtype: DTypeLike
-) -> tuple[Any, ...]:
-    """The operands as the kernels take them: matrices of the compute dtype, vectors float32, a float mask."""
-    if mask is not None and not jnp.issubdtype(mask.dtype, jnp.floating):
-        mask = mask.astype(compute_dtype)
+_OP = Op(
+    name="triangle_update",
+    reference=reference,
+    kernels=(
+        Kernel(backend="mosaic", call=_mosaic, config=None, refuses=_unsupported_by_mosaic),
+        Kernel(backend="triton", call=_triton, config=Config),
+    ),
+    derivative=_derivative,
+)
+
+
+def _update(
+    x: jax.Array,
+    mask: jax.Array | None,
+    *weights: Any,
+    project: Callable[..., tuple[jax.Array, jax.Array]],
+    product: Callable[..., jax.Array],
+    output: Callable[..., jax.Array],
+    by_rows: bool,
+    direction: Direction,
+    gate_after: bool,
+    epsilon: float,
+    compute_dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """The update of x (B, N, N, C) in three kernels, with tensors of the compute dtype between them.
+
+    Args:
+      project: normalises x and writes left, right and the gate, each once.
+      product: sums over third positions.
+      output: normalises the sums, gates and projects them.
+      by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
+        (B, channels, N, N).
+    """
+    b, n, _, c = x.shape
+    lead, size = (b * n, n) if by_rows else (b, n * n)
+    if mask is not None:
+        if not jnp.issubdtype(mask.dtype, jnp.floating):
+            mask = mask.astype(compute_dtype)
+        mask = mask.reshape(lead, size)
     dtypes = (compute_dtype if name.startswith("w_") else jnp.float32 for name in _WEIGHTS)
-    converted = (None if w is None else w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True))
-    return (x, mask, *converted)
+    converted: Any = (None if w is None else w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True))
+    norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out = converted
+    runs: dict[str, Any] = dict(target=target, interpret=interpret)
+    sides, gate = project(
+        x.reshape(lead, size, c), mask, norm_scale, norm_bias, w_in, b_in, w_gate, b_gate, epsilon=epsilon, **runs
+    )
+    # y grows as the square root of N: scaled by a power of two near it, it stays within float16. What scales y
+    # leaves its layer norm as it was once epsilon is scaled too.
+    factor = 1.0 if jnp.dtype(compute_dtype) == jnp.float32 else 2.0 ** -round(math.log2(n) / 2)
+    y = product(
+        sides.reshape((b, n, -1, n) if by_rows else (b, -1, n, n)),
+        channels=w_in.shape[2],
+        incoming=direction == "incoming",
+        factor=factor,
+        **runs,
+    )
+    out = output(
+        y.reshape(lead, -1, size),
+        gate,
+        out_norm_scale,
+        out_norm_bias,
+        w_out,
+        b_out,
+        gate_after=gate_after,
+        epsilon=epsilon * factor**2,
+        out_dtype=out_dtype,
+        **runs,
+    )
+    return out.reshape(b, n, n, c)
 
 
 def _check(

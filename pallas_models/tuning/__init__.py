@@ -20,7 +20,7 @@ whose other sizes are the same.
 from pallas_models.tuning.autotuner import Result, Trial, autotune
 from pallas_models.tuning.choice import choose, lookup
 from pallas_models.tuning.problem import HEURISTIC, Chooser, Problem
-from pallas_models.tuning.table import Entry, Table, TableError, cache_path, shipped_path, target_gpu
+from pallas_models.tuning.table import Entry, Table, TableError, cache_path, shipped_path
 
 __all__ = [
     "HEURISTIC",
@@ -36,5 +36,4 @@ __all__ = [
     "choose",
     "lookup",
     "shipped_path",
-    "target_gpu",
 ]

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models.kernels.triton._common import local_gpu
+from pallas_models import target as targets
 from pallas_models.tuning.problem import Chooser, Config, Problem
-from pallas_models.tuning.table import Entry, Table, cache_path, target_gpu
+from pallas_models.tuning.table import Entry, Table, cache_path
 
 # How far an output may be from XLA's, relative to its norm; eight times that for a single element.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -97,9 +97,10 @@ class Result:
         """The line of a table."""
         import pallas_models  # which imports this
 
-        op, dtype, shape = self.problem.key
+        op, backend, dtype, shape = self.problem.key
         return Entry(
             op=op,
+            backend=backend,
             dtype=dtype,
             shape=dict(shape),
             bucketed=self.problem.bucketed,
@@ -175,7 +176,7 @@ def autotune(
         float16, 1e-2 in bfloat16.
       seconds: after this time no further config is begun; no limit when None.
       progress: whether to show a bar; on a terminal when None.
-      **options: what else the op takes. `implementation` is `"triton"` if not given.
+      **options: what else the op takes. `implementation` is that which runs by default if not given.
 
     Raises:
       TypeError: `fn` is no op.
@@ -184,18 +185,18 @@ def autotune(
       RuntimeError: this process has no CUDA device, or its times cannot be had.
     """
     started = time.monotonic()
-    gpu = target_gpu()
-    if gpu is None:
+    target = targets.current()
+    if not target.name:
         raise RuntimeError("autotune times kernels on a CUDA device; JAX finds none in this process")
     call = _Call(fn, args, options)
     problem = call.problem(op)
     heuristic = Trial(config=problem.heuristic())
     wanted = dict.fromkeys(problem.candidates() if candidates is None else candidates)
-    size, limit = problem.shared_memory or (lambda config: 0), local_gpu().shared_memory
+    size, limit = problem.shared_memory or (lambda config: 0), target.shared_memory
     fitting = [config for config in wanted if size(config) <= limit]
     trials = [heuristic, *(Trial(config=config) for config in fitting if config != heuristic.config)]
     if tolerance is None:
-        tolerance = TOLERANCE[problem.key[1]]
+        tolerance = TOLERANCE[jnp.dtype(problem.dtype).name]
 
     with _bar(str(problem), 2 * len(trials), progress) as advance:
         reference, programs = _compile_all(call, problem, trials, started, seconds, advance)
@@ -215,7 +216,7 @@ def autotune(
             trial.samples_us = [us for part in samples for us in part]
     return Result(
         problem=problem,
-        gpu=gpu,
+        gpu=target.name,
         heuristic=heuristic,
         trials=tuple(trials),
         pruned=len(wanted) - len(fitting),
@@ -251,7 +252,7 @@ class _Call:
         missing = {"config", "implementation"} - set(inspect.signature(fn).parameters)
         if missing:
             raise TypeError(f"fn takes no {' and no '.join(sorted(missing))}; expected one of pallas_models.ops")
-        self.fn, self.implementation = fn, options.pop("implementation", "triton")
+        self.fn, self.implementation = fn, options.pop("implementation", None)
         self.arrays = args, {name: value for name, value in options.items() if isinstance(value, jax.Array)}
         self.static = {name: value for name, value in options.items() if not isinstance(value, jax.Array)}
 

@@ -6,17 +6,19 @@ from typing import TypeVar
 
 from jax.typing import DTypeLike
 
+from pallas_models import target as targets
+from pallas_models.target import Target
 from pallas_models.tuning.problem import Chooser, Problem
-from pallas_models.tuning.table import Entry, TableError, installed, target_gpu
+from pallas_models.tuning.table import Entry, TableError, installed
 
 Config = TypeVar("Config")
 
 
-def choose(config: Config | Chooser | None, problem: Problem[Config]) -> Config:
+def choose(config: Config | Chooser | None, problem: Problem[Config], target: Target) -> Config:
     """The config to build a kernel with.
 
     In this order: `config` itself, or what it chooses if it is a table; the user's table in the cache folder; the
-    table that ships with the package; the heuristic. The tables are those of the GPU that is compiled for.
+    table that ships with the package; the heuristic. The tables are those of the target.
 
     Raises:
       TypeError: `config` is something else.
@@ -31,7 +33,7 @@ def choose(config: Config | Chooser | None, problem: Problem[Config]) -> Config:
             expected = f"{problem.config.__module__}.{problem.config.__qualname__}"
             raise TypeError(f"config is a {type(config).__name__}; expected {expected}, a tuning.Table or None")
         return config
-    for table in installed(target_gpu()):
+    for table in installed(target.name):
         try:
             chosen = table.choose(problem)
         except TableError as error:  # from another version: no reason for an op to fail
@@ -42,14 +44,17 @@ def choose(config: Config | Chooser | None, problem: Problem[Config]) -> Config:
     return problem.heuristic()
 
 
-def lookup(op: str, shape: Mapping[str, int], dtype: DTypeLike, *, gpu: str | None = None) -> Entry | None:
+def lookup(
+    op: str, shape: Mapping[str, int], dtype: DTypeLike, *, backend: str = "triton", gpu: str | None = None
+) -> Entry | None:
     """The entry that a kernel gets its config from where none is given by hand; None where there is none.
 
     Args:
       op: the kernel's name, e.g. `"matmul"`.
       shape: its sizes by name, e.g. `{"m": 8192, "n": 1152, "k": 384}`.
       dtype: of its operands.
+      backend: whose kernel it is, `"mosaic"` or `"triton"`.
       gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`; None for the one that is compiled for.
     """
-    found = (table.find(op, shape, dtype) for table in installed(gpu or target_gpu()))
+    found = (table.find(op, shape, dtype, backend=backend) for table in installed(gpu or targets.current().name))
     return next((entry for entry in found if entry is not None), None)

@@ -16,6 +16,7 @@ class Problem(Generic[Config]):
     """A kernel, the shape it is to be built for, and the configs that it could have.
 
     Attributes:
+      backend: whose kernel it is, `"mosaic"` or `"triton"`.
       op: the kernel's name.
       shape: every size that the best config depends on, by name; 1 for what is there and need not be.
       bucketed: the names of those sizes in whose neighbourhood a config stays good, such as the number of rows.
@@ -26,6 +27,7 @@ class Problem(Generic[Config]):
       shared_memory: the bytes of shared memory that a config takes in a program; None where that is few.
     """
 
+    backend: str
     op: str
     shape: Mapping[str, int]
     bucketed: tuple[str, ...]
@@ -36,13 +38,13 @@ class Problem(Generic[Config]):
     shared_memory: Callable[[Config], int] | None = None
 
     @property
-    def key(self) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    def key(self) -> tuple[str, str, str, tuple[tuple[str, int], ...]]:
         """What tells one problem from another."""
-        return self.op, jnp.dtype(self.dtype).name, tuple(self.shape.items())
+        return self.op, self.backend, jnp.dtype(self.dtype).name, tuple(self.shape.items())
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.shape.items())
-        return f"{self.op} ({sizes}) in {jnp.dtype(self.dtype).name}"
+        return f"{self.backend} {self.op} ({sizes}) in {jnp.dtype(self.dtype).name}"
 
 
 class Chooser(abc.ABC):

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -32,7 +31,7 @@ class Entry:
     """What measuring the configs of one kernel for one shape gave.
 
     Attributes:
-      op, dtype, shape: the kernel, its operands' dtype, and its sizes by name.
+      op, backend, dtype, shape: the kernel, whose it is, its operands' dtype, and its sizes by name.
       bucketed: the names of sizes of which only the nearest power of two counts; the others are to match.
       config: the fields of the fastest config; None where the heuristic's is.
       us: its device time, in microseconds.
@@ -52,20 +51,21 @@ class Entry:
     heuristic_us: float
     date: str
     versions: str
+    backend: str = "triton"  # which older tables do not say
 
     @property
-    def key(self) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    def key(self) -> tuple[str, str, str, tuple[tuple[str, int], ...]]:
         """What tells one entry of a table from another; that of the problem it solves."""
-        return self.op, self.dtype, tuple(self.shape.items())
+        return self.op, self.backend, self.dtype, tuple(self.shape.items())
 
     @property
     def speedup(self) -> float:
         """Time of the heuristic's config over that of the fastest."""
         return self.heuristic_us / self.us
 
-    def distance(self, op: str, shape: Mapping[str, int], dtype: str) -> float:
+    def distance(self, op: str, shape: Mapping[str, int], dtype: str, backend: str) -> float:
         """How far another shape is, in powers of two: 0 for this one, infinite outside of its bucket."""
-        if (self.op, self.dtype, self.shape.keys()) != (op, dtype, shape.keys()):
+        if (self.op, self.backend, self.dtype, self.shape.keys()) != (op, backend, dtype, shape.keys()):
             return math.inf
         total = 0.0
         for name, size in self.shape.items():
@@ -90,7 +90,7 @@ class Table(Chooser):
 
     Attributes:
       gpu: the GPU's name, as JAX has it.
-      entries: one per kernel, dtype and shape.
+      entries: one per kernel, backend, dtype and shape.
       path: the file that it was read from.
     """
 
@@ -98,11 +98,13 @@ class Table(Chooser):
     entries: tuple[Entry, ...] = ()
     path: Path | None = None
 
-    def find(self, op: str, shape: Mapping[str, int], dtype: DTypeLike) -> Entry | None:
+    def find(
+        self, op: str, shape: Mapping[str, int], dtype: DTypeLike, *, backend: str = "triton"
+    ) -> Entry | None:
         """The entry for a shape: its own if there is one, else the nearest whose bucket it is in, else None."""
         name = jnp.dtype(dtype).name
-        found = min(self.entries, key=lambda entry: entry.distance(op, shape, name), default=None)
-        return found if found and found.distance(op, shape, name) < math.inf else None
+        found = min(self.entries, key=lambda entry: entry.distance(op, shape, name, backend), default=None)
+        return found if found and found.distance(op, shape, name, backend) < math.inf else None
 
     def choose(self, problem: Problem[Config]) -> Config | None:
         """The config of a problem, the heuristic's where that was measured to be best; None without an entry.
@@ -110,7 +112,7 @@ class Table(Chooser):
         Raises:
           TableError: the entry does not fit the kernel, as can happen to one from another version.
         """
-        entry = self.find(problem.op, problem.shape, problem.dtype)
+        entry = self.find(problem.op, problem.shape, problem.dtype, backend=problem.backend)
         if entry is None:
             return None
         if entry.config is None:
@@ -170,8 +172,10 @@ def _entry(row: Any) -> Entry:
     if not isinstance(row, dict):
         raise TypeError(f"expected an object, got {row!r:.60}")
     entry = Entry(**row)
-    if not all(isinstance(text, str) for text in (entry.op, entry.dtype, entry.date, entry.versions)):
-        raise TypeError("op, dtype, date and versions must be strings")
+    if not all(
+        isinstance(text, str) for text in (entry.op, entry.backend, entry.dtype, entry.date, entry.versions)
+    ):
+        raise TypeError("op, backend, dtype, date and versions must be strings")
     if not isinstance(entry.shape, dict) or not all(type(size) is int for size in entry.shape.values()):
         raise TypeError(f"shape must hold integers, got {entry.shape!r:.60}")
     if not isinstance(entry.bucketed, list) or not set(entry.bucketed) <= set(entry.shape):
@@ -181,25 +185,6 @@ def _entry(row: Any) -> Entry:
     if not all(isinstance(us, int | float) and 0 < us < math.inf for us in (entry.us, entry.heuristic_us)):
         raise ValueError("us and heuristic_us must be positive numbers")
     return dataclasses.replace(entry, bucketed=tuple(entry.bucketed))
-
-
-def target_gpu() -> str | None:
-    """The name of the GPU that is compiled for: that of the abstract device in force, else this process's first.
-
-    None where neither is a GPU: no table applies.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.device_kind if device.platform == "gpu" else None
-    return _local_gpu_name()
-
-
-@functools.cache
-def _local_gpu_name() -> str | None:
-    try:
-        return str(jax.local_devices(backend="cuda")[0].device_kind)
-    except RuntimeError:  # no CUDA backend here
-        return None
 
 
 def file_name(gpu: str) -> str:
@@ -221,14 +206,14 @@ def cache_path(gpu: str) -> Path:
     return Path(root) / "pallas_models" / "tuning" / file_name(gpu)
 
 
-def installed(gpu: str | None) -> list[Table]:
-    """The tables of a GPU that need no naming: the user's, then the shipped one.
+def installed(gpu: str) -> tuple[Table, ...]:
+    """The tables of a GPU that need no naming: the user's, then the shipped one; none where its name is empty.
 
     Each is read once in a process. One that cannot be used is left out, with a warning.
     """
-    if gpu is None:
-        return []
-    return [table for path in (cache_path(gpu), shipped_path(gpu)) if (table := _read(path, gpu))]
+    if not gpu:
+        return ()
+    return tuple(table for path in (cache_path(gpu), shipped_path(gpu)) if (table := _read(path, gpu)))
 
 
 @functools.cache

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.triton._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E
+from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref
 
-Ref = Any  # inside a kernel: a reference to an array in device or shared memory, for which JAX has no public type
+plgpu = Backend("jax.experimental.pallas.mosaic_gpu")
 
 ROW_BYTES = 128  # of a row of a tile of shared memory
 

@@ -5,8 +5,9 @@ It does not stop at the end of a tile, so the tensor cores find the operands of 
 """
 
 import dataclasses
+import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import ROW_BYTES, Ref, interpreter_params, tiled
-from pallas_models.kernels.triton._common import local_gpu
-from pallas_models.kernels.triton.matmul import tile_order
+from pallas_models.kernels._common import Ref, tile_order
+from pallas_models.kernels.mosaic._common import ROW_BYTES, interpreter_params, plgpu, tiled
+from pallas_models.target import Target
 
 _REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer, and of so many consumers
 _ROWS = 64  # that a warpgroup multiplies at a time
@@ -176,6 +176,7 @@ def gemm(
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
     name: str,
+    target: Target,
     interpret: bool,
 ) -> list[jax.Array]:
     """Runs `epilogue` on every tile of `batch` products (m, k) @ (k, n), summed in float32.
@@ -213,7 +214,7 @@ def gemm(
         pl.run_scoped(run, collective_axes="warpgroup", **scratch_types)
 
     kernel.__name__ = name
-    blocks = 2 if interpret else local_gpu().num_cores
+    blocks = 2 if interpret else target.num_cores
     return plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
@@ -280,19 +281,58 @@ class Measured:
         )
 
 
-def fastest(choices: Sequence[Measured], m: int, n: int, k: int, shared_memory: Callable[[Config], int]) -> Config:
+def fastest(
+    choices: Sequence[Measured],
+    m: int,
+    n: int,
+    k: int,
+    shared_memory: Callable[[Config], int],
+    target: Target,
+) -> Config:
     """The tiles for (m, k) @ (k, n), with as many slots in the ring as fit."""
-    gpu = local_gpu()
     fitting: list[tuple[float, Config]] = []
     for choice in choices:
         tiles = pl.cdiv(m, choice.block_m) * pl.cdiv(n, choice.block_n)
         for num_stages in range(512 // choice.block_k, 1, -1):
             config = choice.config(num_stages)
-            if shared_memory(config) <= gpu.shared_memory:
-                us = pl.cdiv(tiles, gpu.num_cores) * (choice.tile_us + k * choice.k_us)
+            if shared_memory(config) <= target.shared_memory:
+                us = pl.cdiv(tiles, target.num_cores) * (choice.tile_us + k * choice.k_us)
                 fitting.append((us, config))
                 break
     return min(fitting, key=lambda entry: entry[0])[1]
+
+
+def candidates(
+    m: int, n: int, shared_memory: Callable[[Config], int], target: Target, *, parts: int = 1
+) -> Iterator[Config]:
+    """The tiles worth measuring for an output (m, n), n of `parts` operands together."""
+    for block_m, block_n, num_consumers, ping_pong, block_k in itertools.product(
+        (64, 128, 192, 256), (64, 128, 192, 256), (2, 3), (False, True), (64, 128)
+    ):
+        if block_m >= 2 * max(m, 64) or block_n >= 2 * max(n, 64) or block_n % (64 * parts):
+            continue
+        for num_stages in range(512 // block_k, 1, -1):
+            try:
+                config = Config(
+                    block_m=block_m,
+                    block_n=block_n,
+                    block_k=block_k,
+                    num_stages=num_stages,
+                    ping_pong=ping_pong,
+                    num_consumers=num_consumers,
+                )
+            except ValueError:  # tiles that so many warpgroups cannot share
+                break
+            if shared_memory(config) <= target.shared_memory:
+                yield config
+                if num_tiles(config, m, n) >= 8 * target.num_cores:
+                    yield dataclasses.replace(config, group_m=16)
+                break
+
+
+def num_tiles(config: Config, m: int, n: int) -> int:
+    """The number of tiles of an output (m, n), n columns of all operands together."""
+    return pl.cdiv(m, config.block_m) * pl.cdiv(n, config.block_n)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ Neither stops at the end of a tile: the first softmax of the next one is taken m
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import Ref, interpreter_params, tiled
-from pallas_models.kernels.triton._common import local_gpu
-from pallas_models.kernels.triton.attention import LOWEST
+from pallas_models.kernels._common import LOWEST, Ref
+from pallas_models.kernels.mosaic._common import interpreter_params, plgpu, tiled
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
 
 ROWS = 64  # queries of a warpgroup: the rows of one instruction of the tensor cores
 _CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
@@ -52,11 +54,9 @@ def unsupported(
     *,
     head_dim: int,
     sm_scale: float,
-    config: object,
+    **_: Any,
 ) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
-    if config is not None and not isinstance(config, Config):
-        return f"takes a Config of {__name__}, not {config!r}"
     if parts[0].dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {parts[0].dtype}"
     if head_dim not in (64, 128):
@@ -69,18 +69,31 @@ def unsupported(
     return None
 
 
-def prefer(seq: int, kv_seq: int) -> bool:
+def prefer(parts: tuple[jax.Array, ...], *_: jax.Array | None, **__: Any) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
+    seq, kv_seq = parts[0].shape[1], parts[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
-def heuristic(seq: int, heads: int, head_dim: int, *, causal: bool, num_cores: int) -> Config:
+def heuristic(seq: int, heads: int, head_dim: int, target: Target, *, causal: bool) -> Config:
     """Chooses blocks for `heads` of all the batch, as measured on an H200."""
-    if heads * pl.cdiv(seq, 2 * ROWS) < num_cores:
+    if heads * pl.cdiv(seq, 2 * ROWS) < target.num_cores:
         return Config(block_q=ROWS, block_kv=128, num_stages=2)
     if head_dim == 64 and not causal and seq >= 2048:
         return Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
     return Config(block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 else 2)
+
+
+def candidates(seq: int) -> Iterator[Config]:
+    """The blocks worth measuring."""
+    for consumers, block_kv, num_stages in itertools.product((1, 2, 3), (64, 128), (2, 3, 4)):
+        if (consumers - 1) * ROWS < seq:
+            yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
+
+
+def shared_memory(config: Config, head_dim: int) -> int:
+    """Bytes of shared memory that a CTA takes: queries and results, keys and values of all stages, barriers."""
+    return 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv) + 2048
 
 
 def _reach(
@@ -409,15 +422,37 @@ def attention(
     sm_scale: float,
     return_lse: bool,
     precision: jax.lax.Precision,
-    config: Config | None,
+    config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention as the Triton kernel of this name computes it, for the calls that are not `unsupported`."""
     del mask, bias, segment_ids, kv_segment_ids, precision  # see `unsupported`
     fused = len(parts) == 1
     (batch, seq, _), kv_seq, dtype = parts[0].shape, parts[-1].shape[1], parts[0].dtype
-    num_cores = local_gpu().num_cores
-    config = config or heuristic(seq, batch * num_heads, head_dim, causal=causal, num_cores=num_cores)
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="attention",
+            shape={
+                "batch": batch,
+                "q": seq,
+                "kv": kv_seq,
+                "heads": num_heads,
+                "kv_heads": num_kv_heads,
+                "head_dim": head_dim,
+                "causal": int(causal),
+            },
+            bucketed=("batch", "q", "kv"),
+            dtype=dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, seq, batch * num_heads, head_dim, target, causal=causal),
+            candidates=functools.partial(candidates, seq),
+            shared_memory=functools.partial(shared_memory, head_dim=head_dim),
+        ),
+        target,
+    )
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
 
@@ -430,7 +465,7 @@ def attention(
     q, k, v = padded * 3 if fused else padded
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
     num_tiles = heads * q_blocks
-    num_programs = min(num_tiles, num_cores)
+    num_programs = min(num_tiles, target.num_cores)
     starts = block_q * np.arange(q_blocks)[::-1]
     walk: dict[str, Any] = dict(config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
     first, _, _, end = _reach(np, starts, **walk)

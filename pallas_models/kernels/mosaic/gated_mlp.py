@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import Ref, activate, row, untiled
+from pallas_models.kernels.mosaic._common import activate, plgpu, row, untiled
 from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
@@ -18,20 +18,29 @@ from pallas_models.kernels.mosaic._gemm import (
     Refs,
     Tile,
     blocks,
+    candidates,
     fastest,
     gemm,
     staging,
     store,
 )
 from pallas_models.kernels.mosaic.matmul import num_slots
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
 
 
-def unsupported(x: jax.Array, w_gate_up: jax.Array, *, out_dtype: DTypeLike, config: Any) -> str | None:
+def unsupported(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: str | None,
+    precision: jax.lax.Precision,
+    out_dtype: DTypeLike,
+) -> str | None:
     """Why `gated_matmul` does not serve a call; None if it does."""
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
-    if config is not None and not isinstance(config, Config):
-        return f"takes a Config of {Config.__module__}, not {type(config).__module__}.{type(config).__name__}"
     k, _, n = w_gate_up.shape
     return (
         untiled("x", x.shape, x.dtype)
@@ -54,9 +63,9 @@ _TILES = (
 )
 
 
-def heuristic(m: int, n: int, k: int, *, out_dtype: DTypeLike) -> Config:
+def heuristic(m: int, n: int, k: int, target: Target, *, out_dtype: DTypeLike) -> Config:
     """Chooses tiles for x (m, k) and w (k, 2, n): `block_n` columns are those of gate and up together."""
-    return fastest(_TILES, m, 2 * n, k, functools.partial(shared_memory, out_dtype=out_dtype))
+    return fastest(_TILES, m, 2 * n, k, functools.partial(shared_memory, out_dtype=out_dtype), target)
 
 
 def gated_matmul(
@@ -65,13 +74,31 @@ def gated_matmul(
     bias: jax.Array | None,
     *,
     activation: str | None,
+    precision: jax.lax.Precision,
     out_dtype: DTypeLike,
-    config: Config | None,
+    config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
     (m, k), n = x.shape, w_gate_up.shape[2]
-    config = config or heuristic(m, n, k, out_dtype=out_dtype)
+    del precision  # of float32, see `unsupported`
+    size = functools.partial(shared_memory, out_dtype=out_dtype)
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="gated_matmul",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, target, out_dtype=out_dtype),
+            candidates=functools.partial(candidates, m, 2 * n, size, target, parts=2),
+            shared_memory=size,
+        ),
+        target,
+    )
     columns = config.block_n // 2
     parts = blocks(config, columns, out_dtype)
     slots = num_slots(config, columns, out_dtype, residual=False)
@@ -116,6 +143,7 @@ def gated_matmul(
         epilogue=epilogue,
         scratch_types=scratch_types,
         name="gated_matmul",
+        target=target,
         interpret=interpret,
     )
     return out

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import Ref, activate, row, untiled
+from pallas_models.kernels.mosaic._common import activate, plgpu, row, untiled
 from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
@@ -18,11 +18,14 @@ from pallas_models.kernels.mosaic._gemm import (
     Refs,
     Tile,
     blocks,
+    candidates,
     fastest,
     gemm,
     staging,
     store,
 )
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 def unsupported(
@@ -35,8 +38,8 @@ def unsupported(
     activation: str | None,
     acc_dtype: DTypeLike,
     out_dtype: DTypeLike,
+    precision: jax.lax.Precision,
     algorithm: str | None,
-    config: Any,
     batch: int,
 ) -> str | None:
     """Why `matmul` does not serve a call; None if it does."""
@@ -48,8 +51,6 @@ def unsupported(
         return f"takes a residual of the dtype of the result, {out_dtype}, not {residual.dtype}"
     if algorithm is not None:
         return f"has none of the algorithms of the Triton kernel, such as {algorithm!r}"
-    if config is not None and not isinstance(config, Config):
-        return f"takes a Config of {Config.__module__}, not {type(config).__module__}.{type(config).__name__}"
     if batch > 1:
         return "takes no batch of weights"
     n = w.shape[0 if transpose_w else 1]
@@ -60,9 +61,9 @@ def unsupported(
     )
 
 
-def prefer(m: int) -> bool:
-    """Whether it is the faster kernel for a call of `m` rows that it serves; so for gated products."""
-    return m >= 128
+def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+    """Whether it is the faster kernel for a call that it serves; so for gated products."""
+    return x.shape[0] >= 128
 
 
 # Fitted to 34 products of 128 to 32768 rows and K of 384 to 12288 in bfloat16 on an H200; the tiles that the fit
@@ -100,12 +101,20 @@ def shared_memory(config: Config, out_dtype: DTypeLike, *, residual: bool = Fals
 
 
 def heuristic(
-    m: int, n: int, k: int, *, out_dtype: DTypeLike, residual: bool = False, activation: bool = False
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    *,
+    out_dtype: DTypeLike,
+    residual: bool = False,
+    activation: bool = False,
 ) -> Config:
     """Chooses tiles for x (m, k) and w (k, n)."""
     # An activation takes as long as a short sum: it wants to be computed beside one.
     tiles = _TILES_AND_RESIDUAL if residual else [t for t in _TILES if t.ping_pong or not activation]
-    return fastest(tiles, m, n, k, functools.partial(shared_memory, out_dtype=out_dtype, residual=residual))
+    size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual)
+    return fastest(tiles, m, n, k, size, target)
 
 
 def matmul(
@@ -116,14 +125,48 @@ def matmul(
     *,
     transpose_w: bool,
     activation: str | None,
+    acc_dtype: DTypeLike,
+    precision: jax.lax.Precision,
     out_dtype: DTypeLike,
-    config: Config | None,
+    algorithm: str | None,
+    batch: int,
+    config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`."""
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    config = config or heuristic(
-        m, n, k, out_dtype=out_dtype, residual=residual is not None, activation=activation is not None
+    del acc_dtype, precision, algorithm, batch  # see `unsupported`
+    size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual is not None)
+    variant = {
+        "transpose_w": transpose_w,
+        "residual": residual is not None,
+        "activation": activation is not None,
+        "wide_out": jnp.dtype(out_dtype).itemsize == 4,
+    }
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="matmul",
+            shape={"m": m, "n": n, "k": k} | {name: 1 for name, present in variant.items() if present},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(
+                heuristic,
+                m,
+                n,
+                k,
+                target,
+                out_dtype=out_dtype,
+                residual=residual is not None,
+                activation=activation is not None,
+            ),
+            candidates=functools.partial(candidates, m, n, size, target),
+            shared_memory=size,
+        ),
+        target,
     )
     parts = blocks(config, config.block_n, out_dtype)
     slots = num_slots(config, config.block_n, out_dtype, residual=residual is not None)
@@ -171,6 +214,7 @@ def matmul(
         epilogue=epilogue,
         scratch_types=scratch_types,
         name="matmul",
+        target=target,
         interpret=interpret,
     )
     return out

@@ -1,23 +1,24 @@
 """Product over third positions of the triangle multiplicative update, for Hopper GPUs: a product per channel."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic._common import Ref
-from pallas_models.kernels.mosaic._gemm import Block, Config, Refs, Tile, blocks, gemm, staging, store
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic._gemm import Block, Config, Refs, Tile, blocks, candidates, gemm, staging, store
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
 
 
-def unsupported(n: int, dtype: DTypeLike, *, config: Any = None) -> str | None:
+def unsupported(n: int, dtype: DTypeLike) -> str | None:
     """Why `product` does not serve a call; None if it does."""
     if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {jnp.dtype(dtype)}"
-    if config is not None and not isinstance(config, Config):
-        return f"takes a {Config.__module__}.Config, not {type(config)}"
     if n % 64:
         return f"takes N in multiples of 64, not {n}"
     return None
@@ -32,13 +33,23 @@ def heuristic(n: int) -> Config:
     return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
 
 
+def shared_memory(config: Config) -> int:
+    """Bytes of shared memory that a CTA takes."""
+    return _gemm.shared_memory(config, _num_slots(config))
+
+
+def _num_slots(config: Config) -> int:
+    return min(len(blocks(config, config.block_n, jnp.float16)), 2)
+
+
 def product(
     sides: jax.Array,
     *,
     channels: int,
     incoming: bool,
     factor: float,
-    config: Config | None,
+    config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """`factor` times the sums over k for left and right in sides (B, N, 2 H', N), H' >= channels.
@@ -50,7 +61,21 @@ def product(
       (B, N, channels, N) in the dtype of `sides`.
     """
     b, n, padded, _ = sides.shape
-    config = config or heuristic(n)
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="trimul_product",
+            shape={"b": b * channels, "n": n, "incoming": int(incoming)},
+            bucketed=("b", "n"),
+            dtype=sides.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, n),
+            candidates=functools.partial(candidates, n, n, shared_memory, target),
+            shared_memory=shared_memory,
+        ),
+        target,
+    )
     parts = blocks(config, config.block_n, sides.dtype)
     largest = float(jnp.finfo(sides.dtype).max)
 
@@ -85,8 +110,9 @@ def product(
         transpose_a=incoming,
         transpose_b=not incoming,
         epilogue=epilogue,
-        scratch_types=dict(slots=staging(sides.dtype, min(len(parts), 2))),
+        scratch_types=dict(slots=staging(sides.dtype, _num_slots(config), config.num_consumers)),
         name="trimul_product",
+        target=target,
         interpret=interpret,
     )
     return y

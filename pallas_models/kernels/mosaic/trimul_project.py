@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import ROW_BYTES, Ref, interpreter_params, load, tiled
-from pallas_models.kernels.triton._common import local_gpu
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import ROW_BYTES, interpreter_params, load, plgpu, tiled
+from pallas_models.target import Target
 
 ROWS = 64  # positions that are normalised and multiplied at a time
 COLUMNS = 64  # of projections, and as many of their gates, in one product
@@ -165,6 +165,7 @@ def project(
     b_gate: jax.Array | None,
     *,
     epsilon: float,
+    target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
@@ -185,7 +186,7 @@ def project(
     )
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     tiles = batch * (size // ROWS)
-    programs = min(2 if interpret else local_gpu().num_cores, tiles)
+    programs = min(2 if interpret else target.num_cores, tiles)
     registers = plgpu.Layout.WGMMA
     piece = 64 if c % 64 == 0 else 32  # channels of a row of a tile of shared memory
     pieces = [pl.Slice(i, piece) for i in range(0, c, piece)]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels.mosaic import _plgpu as plgpu
-from pallas_models.kernels.mosaic._common import Ref, interpreter_params, load, tiled
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import interpreter_params, load, plgpu, tiled
 from pallas_models.kernels.mosaic.trimul_project import (
     COLUMNS,
     ROWS,
@@ -28,7 +28,7 @@ from pallas_models.kernels.mosaic.trimul_project import (
     products_of,
     unsupported_by_both,
 )
-from pallas_models.kernels.triton._common import local_gpu
+from pallas_models.target import Target
 
 _CONSUMERS = 2  # warpgroups that multiply
 _PIECE = 32  # channels of x in one copy
@@ -62,6 +62,7 @@ def project(
     b_gate: jax.Array | None,
     *,
     epsilon: float,
+    target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
@@ -88,7 +89,7 @@ def project(
         operands["mask"] = mask
     registers = plgpu.Layout.WGMMA
     rounds = pl.cdiv(batch * (size // ROWS), _CONSUMERS)  # in which each warpgroup takes a tile
-    programs = min(2 if interpret else local_gpu().num_cores, rounds)
+    programs = min(2 if interpret else target.num_cores, rounds)
 
     def trimul_project(*refs: Ref) -> None:
         inputs = dict(zip(operands, refs[: len(operands)], strict=True))

@@ -1,37 +1,12 @@
 """What the kernels share: tile arithmetic, masked access, activations in registers."""
 
-import dataclasses
-import functools
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-Ref = Any  # inside a kernel: a reference to an array in device memory, for which JAX has no public type
+from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
-    """What heuristics ask of a GPU: streaming multiprocessors, and bytes of shared memory a program may use."""
-
-    num_cores: int
-    shared_memory: int
-
-
-_SHARED_MEMORY_KIB = {"8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "12.0": 99, "12.1": 99}  # else 227
-
-
-@functools.cache
-def local_gpu() -> Gpu:
-    """The CUDA device of this process; an H200 where there is none and code is compiled for elsewhere."""
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return Gpu(num_cores=132, shared_memory=227 * 1024)
-    return Gpu(device.core_count, 1024 * _SHARED_MEMORY_KIB.get(str(device.compute_capability), 227))
+plgpu = Backend("jax.experimental.pallas.triton")
 
 
 def check_powers_of_two(config: object, *names: str) -> None:
@@ -110,18 +85,6 @@ def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
     return y
 
 
-# log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of
-# gelu: below 5e-7 everywhere, in float32. Another power gives 1e-7 and costs a product 4% of its time.
-GELU_POLYNOMIAL = (
-    -4.73294012e-04,
-    7.08446105e-03,
-    -5.18271679e-02,
-    -4.59992647e-01,
-    -1.15078777,
-    -1.00003763,
-)
-
-
 def _relu(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0.0, 0.0, x)  # a NaN stays one, which Triton's maximum would drop
 
@@ -133,10 +96,6 @@ def _gelu(x: jax.Array, interpret: bool) -> jax.Array:
     for coefficient in GELU_POLYNOMIAL[1:]:
         p = p * a + coefficient
     return _relu(x) - a * exp2(p, interpret=interpret)
-
-
-MINUS_LOG2_E = -math.log2(math.e)
-GELU_TANH = math.sqrt(8.0 / math.pi) * MINUS_LOG2_E
 
 
 def _one_and_exp(x: jax.Array, interpret: bool) -> jax.Array:

@@ -11,22 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import LOWEST, Ref
 from pallas_models.kernels.triton._common import (
-    Gpu,
-    Ref,
     block_size,
     check_powers_of_two,
     exp2,
     in_bounds,
     load,
-    local_gpu,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -59,14 +58,22 @@ def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
 
 
 def heuristic(
-    batch: int, seq: int, kv_seq: int, num_heads: int, head_dim: int, *, causal: bool, dtype: DTypeLike, gpu: Gpu
+    batch: int,
+    seq: int,
+    kv_seq: int,
+    num_heads: int,
+    head_dim: int,
+    target: Target,
+    *,
+    causal: bool,
+    dtype: DTypeLike,
 ) -> Config:
     """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
 
     Otherwise 128 queries a program where that leaves two for every core, which two then share.
     """
     itemsize, block_d = jnp.dtype(dtype).itemsize, pl.next_power_of_2(head_dim)
-    few = batch * num_heads * seq < 64 * gpu.num_cores
+    few = batch * num_heads * seq < 64 * target.num_cores
     if itemsize == 4:
         # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.
         return Config(
@@ -81,7 +88,7 @@ def heuristic(
 
     if kv_seq <= 128 and block_d <= 64:
         block_q = block_size(seq, 16, 32 if few and block_d <= 32 else 64)
-        many = programs(block_q) >= 8 * gpu.num_cores
+        many = programs(block_q) >= 8 * target.num_cores
         block_kv = block_size(kv_seq, 16, 128 if few or many else 64)
         counts = (3, 2, 1) if block_kv == 128 else (2, 1)
         return Config(
@@ -91,19 +98,19 @@ def heuristic(
             num_stages=2 if many else 3,
             heads=next(n for n in counts if num_heads % n == 0) if many else 1,
         )
-    tall = programs(128) >= 2 * gpu.num_cores and (block_d > 64 or not causal or seq >= 2048)
+    tall = programs(128) >= 2 * target.num_cores and (block_d > 64 or not causal or seq >= 2048)
     block_q = block_size(seq, 16, 128 if tall or block_d > 128 else 64)
     config = Config(
         block_q=block_q,
-        block_kv=128 if block_d <= 64 and not tall and programs(64) < 3 * gpu.num_cores else 64,
+        block_kv=128 if block_d <= 64 and not tall and programs(64) < 3 * target.num_cores else 64,
         num_warps=block_size(block_q // 16, 1, 8 if block_d > 128 else 4),
         num_stages=3,
         tensor_sums=64 <= block_d <= 128,
     )
     size = functools.partial(shared_memory, head_dim=head_dim, itemsize=itemsize)
-    if 2 * size(config) > gpu.shared_memory:
+    if 2 * size(config) > target.shared_memory:
         config = dataclasses.replace(config, num_stages=2)
-    while size(config) > gpu.shared_memory:
+    while size(config) > target.shared_memory:
         config = dataclasses.replace(config, block_kv=config.block_kv // 2)
     return config
 
@@ -135,9 +142,6 @@ def configs(seq: int, kv_seq: int, num_heads: int, head_dim: int) -> Iterator[Co
             tensor_sums=tensor_sums,
         )
 
-
-# What a row's maximum starts from: finite, so that a score of -inf less the maximum is no NaN.
-LOWEST = -1e30
 
 _APART = 4  # from so many blocks of keys on, those that need no mask have a loop of their own
 _REACH = 16  # from so many blocks of keys on, the masks are searched for blocks that they rule out
@@ -365,6 +369,7 @@ def attention(
     return_lse: bool,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of q, k, v (B, S, heads * head_dim), or of one buffer that holds them; see `pallas_models.ops`."""
@@ -375,6 +380,7 @@ def attention(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="attention",
             shape={
                 "batch": batch,
@@ -389,11 +395,12 @@ def attention(
             dtype=q.dtype,
             config=Config,
             heuristic=functools.partial(
-                heuristic, batch, seq, kv_seq, num_heads, head_dim, causal=causal, dtype=q.dtype, gpu=local_gpu()
+                heuristic, batch, seq, kv_seq, num_heads, head_dim, target, causal=causal, dtype=q.dtype
             ),
             candidates=functools.partial(configs, seq, kv_seq, num_heads, head_dim),
             shared_memory=functools.partial(shared_memory, head_dim=head_dim, itemsize=q.dtype.itemsize),
         ),
+        target,
     )
     if num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide {num_heads=}")

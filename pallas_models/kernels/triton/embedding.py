@@ -2,22 +2,26 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
-    Ref,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,13 @@ def heuristic(m: int, n: int) -> Config:
     block_n = pl.next_power_of_2(n)
     block_m = block_size(min(1024 // block_n, pl.cdiv(m, 528)), 1, 16)
     return Config(block_m=block_m, num_warps=block_size(block_m * block_n // 1024, 1, 16))
+
+
+def configs(m: int, n: int) -> Iterator[Config]:
+    """The blocks worth measuring: 4 to 32 elements a thread."""
+    for block_m, num_warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        if block_m < 2 * m and 4 <= block_m * pl.next_power_of_2(n) // (32 * num_warps) <= 32:
+            yield Config(block_m=block_m, num_warps=num_warps)
 
 
 def _embed_tokens_kernel(
@@ -92,13 +103,27 @@ def embed_tokens(
     bias: jax.Array,
     *,
     epsilon: float,
-    config: Config | None,
+    config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """Embeds ids (B, S) to (B, S, N); see `pallas_models.ops.embed_tokens`."""
     batch, seq = ids.shape
     m, n = batch * seq, word.shape[1]
-    config = config or heuristic(m, n)
+    config = choose(
+        config,
+        Problem(
+            backend="triton",
+            op="embed_tokens",
+            shape={"m": m, "n": n},
+            bucketed=("m",),
+            dtype=word.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n),
+            candidates=functools.partial(configs, m, n),
+        ),
+        target,
+    )
     out = pl.pallas_call(
         functools.partial(_embed_tokens_kernel, config=config, seq=seq, epsilon=epsilon),
         out_shape=jax.ShapeDtypeStruct((m, n), word.dtype),

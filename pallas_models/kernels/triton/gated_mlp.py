@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton._common import Gpu, Ref, activate, load, local_gpu, tile_mask
+from pallas_models.kernels.triton._common import activate, load, plgpu, tile_mask
 from pallas_models.kernels.triton.matmul import (
     Config,
     Load,
@@ -21,6 +21,7 @@ from pallas_models.kernels.triton.matmul import (
     num_tiles,
     program_tile,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -29,9 +30,9 @@ def _halved(config: Config) -> Config:
     return dataclasses.replace(config, block_n=config.block_n // 2)
 
 
-def heuristic(m: int, n: int, k: int, dtype: DTypeLike, gpu: Gpu) -> Config:
+def heuristic(m: int, n: int, k: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses tiles for x (m, k) and w (k, 2, n)."""
-    return _halved(matmul.heuristic(m, 2 * n, k, dtype, gpu, splits=(1,)))
+    return _halved(matmul.heuristic(m, 2 * n, k, dtype, target, splits=(1,)))
 
 
 def _load_gate_up(w_ref: Ref, tile: Tile, n: int) -> Load:
@@ -91,6 +92,7 @@ def gated_matmul(
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
@@ -98,15 +100,17 @@ def gated_matmul(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="gated_matmul",
             shape={"m": m, "n": n, "k": k},
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu()),
-            candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
+            heuristic=functools.partial(heuristic, m, n, k, x.dtype, target),
+            candidates=functools.partial(configs, m, n, k, target.num_cores),
             shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
         ),
+        target,
     )
     if config.splits > 1:
         raise ValueError(f"splits={config.splits}: a gated product does not split its contraction")

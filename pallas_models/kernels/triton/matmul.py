@@ -10,22 +10,21 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref, tile_order
 from pallas_models.kernels.triton._common import (
-    Gpu,
-    Ref,
     activate,
     check_powers_of_two,
     in_bounds,
     load,
-    local_gpu,
+    plgpu,
     power_of_two_blocks,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 Algorithm = Literal["naive", "tiled", "pipelined", "split_k"]
@@ -118,7 +117,7 @@ def heuristic(
     n: int,
     k: int,
     dtype: DTypeLike,
-    gpu: Gpu,
+    target: Target,
     *,
     batch: int = 1,
     splits: tuple[int, ...] = SPLITS,
@@ -139,13 +138,13 @@ def heuristic(
         config = measured.config
         programs = batch * num_tiles(config, m, n) * split
         depth = steps_per_part(k, config, split) * config.block_k
-        tiles = programs / gpu.num_cores  # of a core
+        tiles = programs / target.num_cores  # of a core
         whole = measured.resident == 1 or tiles <= measured.resident
         us = (math.ceil(tiles) if whole else tiles + 0.3) * (measured.tile_us + depth * measured.k_us)
         # Reading w takes cores enough, and in each of them bytes enough under way.
         ahead = shared_memory(config, itemsize) * (1 - 1 / config.num_stages)
         under_way = ahead * min(math.ceil(tiles), measured.resident)
-        reading = min(programs, gpu.num_cores) * min(_CORE_BANDWIDTH, under_way / _LATENCY_US)
+        reading = min(programs, target.num_cores) * min(_CORE_BANDWIDTH, under_way / _LATENCY_US)
         us = max(us, w_bytes / reading)
         if split > 1 or summed:
             us += split * (_PART_US + _PART_OUTPUT_US * batch * m * n)
@@ -155,25 +154,12 @@ def heuristic(
         (measured, split)
         for measured in (_FLOAT32 if itemsize == 4 else _HALF_AND_RESIDUAL if residual else _HALF)
         for split in splits
-        if shared_memory(measured.config, itemsize) <= gpu.shared_memory
-        and (split == splits[0] or batch * num_tiles(measured.config, m, n) < 2 * gpu.num_cores)
+        if shared_memory(measured.config, itemsize) <= target.shared_memory
+        and (split == splits[0] or batch * num_tiles(measured.config, m, n) < 2 * target.num_cores)
     ]
     chosen, split = min(choices, key=time_us)
     stages = min(chosen.config.num_stages, max(steps_per_part(k, chosen.config, split), 2))
     return dataclasses.replace(chosen.config, splits=split, num_stages=stages)
-
-
-def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tuple[jax.Array, jax.Array]:
-    """Row and column block of program `pid`: column by column within groups of `group_m` row blocks."""
-    div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
-    if tiles_m <= group_m:
-        return rem(pid, tiles_m), div(pid, tiles_m)
-    group, within = div(pid, group_m * tiles_n), rem(pid, group_m * tiles_n)
-    i, j = rem(within, group_m), div(within, group_m)
-    if height := tiles_m % group_m:  # of the last group: dividing by constants is much cheaper than by a height
-        is_last = group == tiles_m // group_m
-        i, j = jnp.where(is_last, rem(within, height), i), jnp.where(is_last, div(within, height), j)
-    return group * group_m + i, j
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -395,19 +381,19 @@ def _choose_config(
     residual: bool,
     algorithm: Algorithm | None,
     config: Config | Chooser | None,
+    target: Target,
 ) -> Config:
     """The config of an algorithm, None being the fastest.
 
     Raises:
       ValueError: `config` is not one of that algorithm.
     """
-    gpu = local_gpu()
     variant = {"batch": batch} if batch > 1 else {}
     if transpose_w:
         variant["transpose_w"] = 1
     if residual:
         variant["residual"] = 1
-    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, gpu, batch=batch, residual=residual)
+    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, target, batch=batch, residual=residual)
     defaults: dict[Algorithm | None, Callable[[], Config]] = {
         None: chosen_by_shape,
         "naive": lambda: _NAIVE,
@@ -418,15 +404,17 @@ def _choose_config(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op=f"matmul_{algorithm}" if algorithm else "matmul",
             shape={"m": m, "n": n, "k": k} | variant,
             bucketed=("m",),
             dtype=dtype,
             config=Config,
             heuristic=defaults[algorithm],
-            candidates=tuple if algorithm else functools.partial(configs, m, n, k, gpu.num_cores),
+            candidates=tuple if algorithm else functools.partial(configs, m, n, k, target.num_cores),
             shared_memory=functools.partial(shared_memory, itemsize=jnp.dtype(dtype).itemsize),
         ),
+        target,
     )
     if algorithm == "naive" and config.block_m != 1:
         raise ValueError(f"algorithm='naive' takes strips of one row, not block_m={config.block_m}")
@@ -474,6 +462,7 @@ def matmul(
     out_dtype: DTypeLike,
     algorithm: Algorithm | None,
     config: Config | Chooser | None,
+    target: Target,
     batch: int,
     interpret: bool,
 ) -> jax.Array:
@@ -486,7 +475,7 @@ def matmul(
       ValueError: `config` does not fit the algorithm.
     """
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    config = _choose_config(m, n, k, x.dtype, batch, transpose_w, residual is not None, algorithm, config)
+    config = _choose_config(m, n, k, x.dtype, batch, transpose_w, residual is not None, algorithm, config, target)
     finish: dict[str, Any] = dict(activation=activation, interpret=interpret)
     options: dict[str, Any] = dict(transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision)
     operands: tuple[jax.Array | None, ...] = (x, w)

@@ -7,36 +7,37 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton import norm
-from pallas_models.kernels.triton._common import Gpu, Ref, local_gpu
+from pallas_models.kernels.triton._common import plgpu
 from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts, shared_memory
 from pallas_models.kernels.triton.matmul import configs as product_configs
 from pallas_models.kernels.triton.matmul import heuristic as product_heuristic
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
-def heuristic(m: int, n: int, k: int, dtype: DTypeLike, gpu: Gpu) -> Config:
+def heuristic(m: int, n: int, k: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses tiles for m rows of n columns: as wide as a row, or those of a product where two kernels are faster.
 
     Few rows leave cores idle, and wide ones fit no registers.
     """
-    two_kernels = product_heuristic(m, n, k, dtype, gpu, summed=True)
+    two_kernels = product_heuristic(m, n, k, dtype, target, summed=True)
     if n > 512 or jnp.dtype(dtype).itemsize == 4:
         return two_kernels
     # Time in units of one round of 64-row programs over all cores, measured on an H200 at n = 384.
     time = {
-        None: 1.13 * m / (64 * gpu.num_cores),
-        64: float(pl.cdiv(m, 64 * gpu.num_cores)),
-        128: 1.9 * pl.cdiv(m, 128 * gpu.num_cores),
+        None: 1.13 * m / (64 * target.num_cores),
+        64: float(pl.cdiv(m, 64 * target.num_cores)),
+        128: 1.9 * pl.cdiv(m, 128 * target.num_cores),
     }
     block_m = min(time, key=lambda rows: time[rows])
     if block_m is None:
         return two_kernels
     block_n, block_k = whole_rows(n), 32
-    stages = gpu.shared_memory // ((block_m + block_n) * block_k * jnp.dtype(dtype).itemsize)
+    stages = target.shared_memory // ((block_m + block_n) * block_k * jnp.dtype(dtype).itemsize)
     return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8, num_stages=min(stages, 4))
 
 
@@ -106,6 +107,7 @@ def matmul_layer_norm(
     epsilon: float,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """layer_norm(x @ w + bias + residual) for x (M, K); see `pallas_models.ops.matmul_layer_norm`."""
@@ -113,15 +115,17 @@ def matmul_layer_norm(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="matmul_layer_norm",
             shape={"m": m, "n": n, "k": k},
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, x.dtype, local_gpu()),
-            candidates=functools.partial(configs, m, n, k, local_gpu().num_cores),
+            heuristic=functools.partial(heuristic, m, n, k, x.dtype, target),
+            candidates=functools.partial(configs, m, n, k, target.num_cores),
             shared_memory=functools.partial(shared_memory, itemsize=x.dtype.itemsize),
         ),
+        target,
     )
     if config.block_n < n or config.splits > 1:
         # Tiles of the product, maybe of parts of K in parallel, whose sum the layer norm takes.
@@ -135,6 +139,7 @@ def matmul_layer_norm(
             epsilon=epsilon,
             out_dtype=x.dtype,
             config=None,
+            target=target,
             interpret=interpret,
         )
     kernel = functools.partial(_matmul_layer_norm_kernel, config=config, epsilon=epsilon, precision=precision)

@@ -8,19 +8,20 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
-    Ref,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -153,6 +154,7 @@ def norm(
     return_residual: bool,
     epsilon: float,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`."""
@@ -167,6 +169,7 @@ def norm(
         epsilon=epsilon,
         out_dtype=x.dtype,
         config=config,
+        target=target,
         interpret=interpret,
     )
     return out if total is None else (out, total)
@@ -182,6 +185,7 @@ def sum_layer_norm(
     epsilon: float,
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """Layer norm over the rows of `sum_p x[p] + x_bias + residual`, for x (P, M, N)."""
@@ -196,6 +200,7 @@ def sum_layer_norm(
         epsilon=epsilon,
         out_dtype=out_dtype,
         config=config,
+        target=target,
         interpret=interpret,
     )
     return out
@@ -213,6 +218,7 @@ def _call(
     epsilon: float,
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The norm and, unless `sum_dtype` is None, what was normalised."""
@@ -226,6 +232,7 @@ def _call(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op=name,
             shape={"m": m, "n": n} | variant,
             bucketed=("m",),
@@ -234,6 +241,7 @@ def _call(
             heuristic=functools.partial(heuristic, m, n, parts),
             candidates=functools.partial(configs, m, n),
         ),
+        target,
     )
     total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
     return pl.pallas_call(

@@ -2,22 +2,26 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
-    Ref,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,13 @@ def heuristic(seq: int, width: int) -> Config:
     block_n = pl.next_power_of_2(width)
     block_s = block_size(seq, 1, max(65536 // block_n, 1))
     return Config(block_s=block_s, num_warps=block_size(block_s * block_n // 8192, 2, 8))
+
+
+def configs(seq: int, width: int) -> Iterator[Config]:
+    """The blocks worth measuring: 8 to 256 elements a thread."""
+    for block_s, num_warps in itertools.product((1, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16)):
+        if block_s < 2 * seq and 8 <= block_s * pl.next_power_of_2(width) // (32 * num_warps) <= 256:
+            yield Config(block_s=block_s, num_warps=num_warps)
 
 
 def _mean_pool_kernel(
@@ -74,12 +85,26 @@ def mean_pool(
     *,
     normalize: bool,
     epsilon: float,
-    config: Config | None,
+    config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """Masked mean of x (B, S, N) over S; see `pallas_models.ops.mean_pool`."""
     batch, seq, n = x.shape
-    config = config or heuristic(seq, n)
+    config = choose(
+        config,
+        Problem(
+            backend="triton",
+            op="mean_pool",
+            shape={"batch": batch, "seq": seq, "n": n},
+            bucketed=("batch", "seq"),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, seq, n),
+            candidates=functools.partial(configs, seq, n),
+        ),
+        target,
+    )
     return pl.pallas_call(
         functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon),
         out_shape=jax.ShapeDtypeStruct((batch, n), jnp.float32),

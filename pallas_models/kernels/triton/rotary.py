@@ -8,18 +8,19 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
-    Ref,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -105,6 +106,7 @@ def rotary(
     num_kv_heads: int,
     epsilon: float,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """Norm and rotation of the queries and keys in qkv (B, S, W); see `pallas_models.ops.rotary`."""
@@ -113,6 +115,7 @@ def rotary(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="rotary",
             shape={"batch": batch, "seq": seq, "heads": rotated, "head_dim": head_dim},
             bucketed=("batch", "seq"),
@@ -121,6 +124,7 @@ def rotary(
             heuristic=functools.partial(heuristic, seq, rotated, head_dim),
             candidates=functools.partial(configs, seq, rotated, head_dim),
         ),
+        target,
     )
     by_head = qkv.reshape(batch, seq, -1, head_dim)
     out = pl.pallas_call(

@@ -10,21 +10,20 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
-    Gpu,
-    Ref,
     block_size,
     check_powers_of_two,
     exp2,
     in_bounds,
     load,
-    local_gpu,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 Algorithm = Literal["naive", "online", "fused"]
@@ -59,7 +58,7 @@ def fastest(n: int) -> Algorithm:
     return "fused" if n <= _LONGEST_FUSED else "online"
 
 
-def heuristic(m: int, n: int, algorithm: Algorithm, gpu: Gpu) -> Config:
+def heuristic(m: int, n: int, algorithm: Algorithm, target: Target) -> Config:
     """Chooses blocks for rows (m, n): about 32 elements a thread where a row is held, else 8.
 
     Rows too few to fill the GPU are split between programs, a block of columns or more for each.
@@ -74,14 +73,14 @@ def heuristic(m: int, n: int, algorithm: Algorithm, gpu: Gpu) -> Config:
                 f"{_LONGEST_FUSED}; use 'online'"
             )
         block_n = block_size(n, 16, _LONGEST_FUSED)
-        block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
+        block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * target.num_cores)), 1, 64)
         return Config(block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 1024, 1, 32))
     block_n = block_size(n, 16, 8192)
-    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * gpu.num_cores)), 1, 64)
+    block_m = block_size(min(2048 // block_n, pl.cdiv(m, 4 * target.num_cores)), 1, 64)
     num_warps = block_size(block_m * block_n // 256, 1, 32)
     splits = 1
-    if algorithm == "online" and m < 2 * gpu.num_cores:
-        splits = min(pl.cdiv(n, block_n), pl.cdiv(2 * gpu.num_cores, m))
+    if algorithm == "online" and m < 2 * target.num_cores:
+        splits = min(pl.cdiv(n, block_n), pl.cdiv(2 * target.num_cores, m))
         splits = 1 << splits.bit_length() - 1  # long rows are mostly powers of two: equal parts
     return Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=splits)
 
@@ -273,6 +272,7 @@ def softmax(
     repeat: int,
     algorithm: Algorithm | None,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """Softmax over the rows of x (M, N); see `pallas_models.ops.softmax`.
@@ -284,14 +284,16 @@ def softmax(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op=f"softmax_{algorithm}",
             shape={"m": m, "n": n} | ({} if where is None else {"masked": 1}),
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, algorithm, local_gpu()),
+            heuristic=functools.partial(heuristic, m, n, algorithm, target),
             candidates=functools.partial(configs, m, n, algorithm),
         ),
+        target,
     )
     if algorithm == "fused" and config.block_n < n:
         raise ValueError(f"algorithm='fused' needs block_n of at least {n}, the length of a row; got {config}")

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
-    Ref,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
-    local_gpu,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _HELD_BYTES = 96 * 1024  # of weights that stay in shared memory from one block of positions to the next
@@ -56,12 +56,14 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
     )
 
 
-def heuristic(m: int, h: int, c: int, dtype: DTypeLike, *, gate_after: bool, out_dtype: DTypeLike) -> Config:
+def heuristic(
+    m: int, h: int, c: int, dtype: DTypeLike, target: Target, *, gate_after: bool, out_dtype: DTypeLike
+) -> Config:
     """Chooses blocks for m positions, h hidden channels and c of the output; measured on an H200."""
     if jnp.dtype(dtype).itemsize == 4:
         return _config(32, 32, 4, 4, 1)
     wide_out = jnp.dtype(out_dtype).itemsize == 4
-    if h <= 128 and c <= 128 and wide_out and m >= 4096 * local_gpu().num_cores:
+    if h <= 128 and c <= 128 and wide_out and m >= 4096 * target.num_cores:
         return _config(128, 64, 2, 4, 2) if gate_after else _config(128, 64, 1, 4, 3)
     block_m = 64 if h <= 128 else 32
     if gate_after and c > 128:  # the gate takes the registers and the shared memory of what is loaded ahead
@@ -171,6 +173,7 @@ def output(
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """The output (B, M, C) for y (B, H, M), the gate (B, G', M) and w (H, C)."""
@@ -179,19 +182,21 @@ def output(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="trimul_output",
             shape={"m": b * size, "h": h, "c": c, "gate_after": int(gate_after)},
             bucketed=("m",),
             dtype=w.dtype,
             config=Config,
             heuristic=functools.partial(
-                heuristic, b * size, h, c, w.dtype, gate_after=gate_after, out_dtype=out_dtype
+                heuristic, b * size, h, c, w.dtype, target, gate_after=gate_after, out_dtype=out_dtype
             ),
             candidates=functools.partial(configs, w.dtype),
             shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=w.dtype),
         ),
+        target,
     )
-    programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * local_gpu().num_cores)
+    programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * target.num_cores)
     kernel = functools.partial(
         _output_kernel,
         config=config,

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref, tile_order
 from pallas_models.kernels.triton._common import (
-    Ref,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
+    plgpu,
     span,
     store,
     tile_mask,
 )
-from pallas_models.kernels.triton.matmul import tile_order
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -113,6 +113,7 @@ def product(
     factor: float,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> jax.Array:
     """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
@@ -124,6 +125,7 @@ def product(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="trimul_product",
             shape={"b": b * channels, "n": n, "incoming": int(incoming)},
             bucketed=("b", "n"),
@@ -133,6 +135,7 @@ def product(
             candidates=functools.partial(configs, sides.dtype),
             shared_memory=functools.partial(shared_memory, dtype=sides.dtype),
         ),
+        target,
     )
     kernel = functools.partial(
         _product_kernel, config=config, incoming=incoming, factor=factor, precision=precision

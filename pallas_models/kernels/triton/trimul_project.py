@@ -13,22 +13,22 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton._common import (
-    Ref,
     activate,
     block_size,
     check_powers_of_two,
     in_bounds,
     load,
-    local_gpu,
+    plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _WIDEST = 128  # channels of x that are normalised here
@@ -58,11 +58,11 @@ def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages
     return Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
-def heuristic(m: int, c: int, dtype: DTypeLike) -> Config:
+def heuristic(m: int, c: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses tiles for m positions of c channels, products being of `dtype`; measured on an H200."""
     if jnp.dtype(dtype).itemsize == 4:
         return _config(32, 32, 32, 4, 2)
-    few = m < 256 * local_gpu().num_cores
+    few = m < 256 * target.num_cores
     if _is_narrow(c):
         return _config(64, 64, 64, 4, 2) if few else _config(128, 64, 64, 8, 2)
     return _config(128, 64, 64, 4, 3) if few else _config(128, 128, 64, 4, 2)
@@ -214,6 +214,7 @@ def project(
     epsilon: float,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
+    target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
@@ -226,15 +227,17 @@ def project(
     config = choose(
         config,
         Problem(
+            backend="triton",
             op="trimul_project",
             shape={"m": b * size, "c": c, "h": w.shape[2], "g": w_gate.shape[1]},
             bucketed=("m",),
             dtype=w.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, b * size, c, w.dtype),
+            heuristic=functools.partial(heuristic, b * size, c, w.dtype, target),
             candidates=functools.partial(configs, c, w.dtype),
             shared_memory=functools.partial(shared_memory, c=c, dtype=w.dtype),
         ),
+        target,
     )
     narrow = _is_narrow(c)
     if not narrow:
@@ -247,6 +250,7 @@ def project(
             epsilon=epsilon,
             out_dtype=w.dtype,
             config=norm.Config(block_m=2, block_n=block_size(c, 16, 8192), num_warps=block_size(c // 512, 1, 8)),
+            target=target,
             interpret=interpret,
         )
         x = z.reshape(b, size, c)

@@ -1,0 +1,107 @@
+"""Which GPU a program is for: decided here for dispatch, tables, heuristics and grids."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+
+_KIB = 1024
+_LARGE, _SMALL = 227 * _KIB, 99 * _KIB
+# Bytes of shared memory that a CTA may use, by compute capability; those of datacenters have more.
+_SHARED_MEMORY = {
+    (8, 0): 163 * _KIB,
+    (8, 6): _SMALL,
+    (8, 7): 163 * _KIB,
+    (8, 9): _SMALL,
+    (9, 0): _LARGE,
+    (10, 0): _LARGE,
+    (10, 3): _LARGE,
+    (11, 0): _LARGE,
+    (12, 0): _SMALL,
+    (12, 1): _SMALL,
+}
+# Compute capabilities by the names that drivers give; the first that matches counts.
+_CAPABILITIES = (
+    (r"RTX PRO|RTX 50\d\d|Blackwell Server", (12, 0)),
+    (r"GB10\b", (12, 1)),
+    (r"\bG?B300", (10, 3)),
+    (r"\bG?B[12]00", (10, 0)),
+    (r"Thor", (11, 0)),
+    (r"\b(G?H[12]00|GH200|H800|H20)\b", (9, 0)),
+    (r"\bL(2|4|20|40)S?\b|RTX 40\d\d|\bAda\b", (8, 9)),
+    (r"Orin", (8, 7)),
+    (r"\bA(2|10|16|40)G?\b|RTX A\d|RTX 30\d\d", (8, 6)),
+    (r"\bA(30|100|800)", (8, 0)),
+    (r"\bT4\b|RTX 20\d\d|TITAN RTX", (7, 5)),
+    (r"\bV100", (7, 0)),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The GPU that is compiled for.
+
+    Attributes:
+      name: as JAX has it in `device_kind`, e.g. `"NVIDIA H200"`; empty where it is not known.
+      capability: CUDA's compute capability, major and minor.
+      num_cores: number of streaming multiprocessors.
+      shared_memory: bytes of shared memory that a CTA may use.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    num_cores: int
+    shared_memory: int
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether kernels written for Hopper's tensor cores and bulk copies run."""
+        return self.capability[0] == 9
+
+
+# What every GPU from Ampere on runs: for programs that are lowered without knowing where they will run.
+ANY = Target(name="", capability=(8, 0), num_cores=108, shared_memory=_SMALL)
+
+
+def current() -> Target:
+    """The GPU of what is traced now: that of the abstract mesh in force, else of this process; else any GPU.
+
+    Of several kinds of local GPUs it is the least capable one.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return _named(device.device_kind, device.num_cores)
+    return _local()
+
+
+@functools.cache
+def _named(name: str, num_cores: int | None) -> Target:
+    capability = next((c for pattern, c in _CAPABILITIES if re.search(pattern, name)), ANY.capability)
+    known = any(re.search(pattern, name) for pattern, _ in _CAPABILITIES)
+    return Target(
+        name=name,
+        capability=capability,
+        num_cores=num_cores or ANY.num_cores,
+        shared_memory=_SHARED_MEMORY.get(capability, _SMALL) if known else _SMALL,
+    )
+
+
+@functools.cache
+def _local() -> Target:
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no CUDA backend here: what is lowered for CUDA will run elsewhere
+        return ANY
+    targets = []
+    for device in devices:
+        major, minor = (int(part) for part in str(device.compute_capability).split("."))
+        targets.append(
+            Target(
+                name=device.device_kind,
+                capability=(major, minor),
+                num_cores=device.core_count,
+                shared_memory=_SHARED_MEMORY.get((major, minor), _SMALL),
+            )
+        )
+    return min(targets, key=lambda target: (target.capability, target.shared_memory, target.num_cores))
