@@ -255,7 +255,8 @@ def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any])
                 return derivative(*jax.tree.unflatten(tree, mixed))
 
             floats = [leaf for leaf, s in zip(leaves, smooth, strict=True) if s]
-            return jax.jvp(at, (floats,), (moving,))[1]
+            with _plain_settings(leaves):
+                return jax.jvp(at, (floats,), (moving,))[1]
 
         return function(*primals), jax.checkpoint(tangent)(leaves, moving)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_models.kernels._common import LOWEST
 from pallas_models.kernels.mosaic import attention as mosaic
@@ -246,6 +247,15 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
 
 
+def _as_int32(*ids: jax.Array) -> list[jax.Array]:
+    """Ids that are the same where those given are; those of 64 bits are numbered anew, in their order."""
+    if all(x.dtype.itemsize <= 4 for x in ids):
+        return [x.astype(jnp.int32) for x in ids]
+    xp = np if all(isinstance(x, np.ndarray) for x in ids) else jnp  # jnp may have 32 bits only
+    known = xp.sort(xp.concatenate([x.ravel() for x in ids]))
+    return [jnp.asarray(xp.searchsorted(known, x), jnp.int32) for x in ids]
+
+
 def _attend(
     parts: tuple[jax.Array, ...],
     *,
@@ -291,7 +301,7 @@ def _attend(
         for name, ids, length in (("segment_ids", segment_ids, seq), ("kv_segment_ids", kv_segment_ids, kv_seq)):
             _checks.check_integer(name, ids)
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
-        segment_ids, kv_segment_ids = segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
+        segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
     sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
