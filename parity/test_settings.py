@@ -149,7 +149,10 @@ def test_forward_mode(call: Call):
         weights = normal(rng, *out.shape)
         gradients = jax.vjp(function, *floats)[1](weights)
         along = sum(np.vdot(float64(g), float64(t)) for g, t in zip(gradients, tangents, strict=True))
-        size = sum(np.linalg.norm(float64(g)) * np.linalg.norm(float64(t)) for g, t in zip(gradients, tangents, strict=True))
+        size = sum(
+            np.linalg.norm(float64(g)) * np.linalg.norm(float64(t))
+            for g, t in zip(gradients, tangents, strict=True)
+        )
         assert abs(along - np.vdot(float64(weights), float64(tangent))) <= 1e-5 * size
 
 
