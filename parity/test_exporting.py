@@ -69,14 +69,15 @@ def test_it_runs_without_this_library(tmp_path):
     np.savez(tmp_path / "arrays.npz", *map(np.asarray, arrays))
     np.save(tmp_path / "expected.npy", function(*arrays, implementation="xla"))
     module = Path(sys.modules["pallas_models.exporting"].__file__)
+    files = [str(tmp_path / name) for name in ("arrays.npz", "expected.npy")]
     program = f"""
 import importlib.util, sys, jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 spec = importlib.util.spec_from_file_location("exporting", {str(module)!r})
 exporting = sys.modules["exporting"] = importlib.util.module_from_spec(spec); spec.loader.exec_module(exporting)
-out = exporting.deserialize(open({str(path)!r}, "rb").read()).call(*np.load({str(tmp_path / "arrays.npz")!r}).values())
+out = exporting.deserialize(open({str(path)!r}, "rb").read()).call(*np.load({files[0]!r}).values())
 assert "pallas_models" not in sys.modules
-np.testing.assert_allclose(out, np.load({str(tmp_path / "expected.npy")!r}), rtol=1e-4, atol=1e-6)
+np.testing.assert_allclose(out, np.load({files[1]!r}), rtol=1e-4, atol=1e-6)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

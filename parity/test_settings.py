@@ -173,3 +173,67 @@ def test_second_order(implementation):
     direction = normal(rng, 5)
     assert_close(linear(direction), jax.grad(loss("xla"))(x) @ direction, 1e-5)
     assert_close(out, loss("xla")(x), 1e-6)
+
+
+Z = jnp.zeros
+EMPTY = {
+    "softmax": (lambda **o: ops.softmax(Z((3, 0)), **o), (3, 0)),
+    "softmax-where": (lambda **o: ops.softmax(Z((3, 0)), where=jnp.ones((3, 0), bool), **o), (3, 0)),
+    "layer_norm": (lambda **o: ops.layer_norm(Z((3, 0)), Z(0), Z(0), **o), (3, 0)),
+    "rms_norm": (lambda **o: ops.rms_norm(Z((3, 0)), Z(0), **o), (3, 0)),
+    "matmul": (lambda **o: ops.matmul(Z((3, 0)), Z((0, 4)), bias=jnp.ones(4), **o), (3, 4)),
+    "matmul_layer_norm-n": (lambda **o: ops.matmul_layer_norm(Z((3, 4)), Z((4, 0)), Z(0), Z(0), **o), (3, 0)),
+    "matmul_layer_norm-k": (lambda **o: ops.matmul_layer_norm(Z((3, 0)), Z((0, 4)), Z(4), Z(4), **o), (3, 4)),
+    "gated_matmul": (lambda **o: ops.gated_matmul(Z((3, 0)), Z((0, 2, 4)), **o), (3, 4)),
+    "attention-no-keys": (
+        lambda **o: ops.attention(Z((2, 3, 2, 16)), Z((2, 0, 2, 16)), Z((2, 0, 2, 16)), **o),
+        (2, 3, 2, 16),
+    ),
+    "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
+    "embed_tokens": (
+        lambda **o: ops.embed_tokens(Z((2, 0), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4), **o),
+        (2, 0, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+@pytest.mark.parametrize("name", EMPTY)
+def test_axes_of_size_0(name, implementation):
+    function, shape = EMPTY[name]
+    out = jax.jit(lambda: function(implementation=implementation))()
+    assert out.shape == shape
+    assert np.all(float64(out) == (1.0 if name == "matmul" else 0.0))
+
+
+def test_an_empty_vocabulary_has_nothing_to_look_up():
+    with pytest.raises(ValueError, match=r"word has shape \(0, 4\); expected at least one row"):
+        ops.embed_tokens(Z((2, 3), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4))
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+def test_traced_scales(implementation):
+    rng = np.random.default_rng(64)
+    x, qkv = normal(rng, 3, 8), normal(rng, 2, 5, 6 * 16)
+
+    def softmax(scale):
+        return ops.softmax(x, scale=scale, implementation=implementation)
+
+    def attend(scale):
+        return ops.attention_qkv(qkv, num_heads=2, sm_scale=scale, implementation=implementation)
+
+    for function in (softmax, attend):
+        out, slope = jax.jit(jax.value_and_grad(lambda s, f=function: jnp.sum(f(s) ** 2)))(0.3)
+        assert_close(out, jnp.sum(function(0.3) ** 2), 2e-6)
+        step = 1e-2
+        expected = (jnp.sum(function(0.3 + step) ** 2) - jnp.sum(function(0.3 - step) ** 2)) / (2 * step)
+        assert_close(slope, expected, 1e-2)
+
+
+def test_a_traced_epsilon():
+    rng = np.random.default_rng(65)
+    x, scale = normal(rng, 3, 8), normal(rng, 8)
+    out = jax.jit(lambda epsilon: ops.rms_norm(x, scale, epsilon=epsilon))(0.1)
+    assert_close(out, ops.rms_norm(x, scale, epsilon=0.1), 2e-6)
+    with pytest.raises(NotImplementedError, match="takes epsilon as a number, not as an array"):
+        jax.jit(lambda epsilon: ops.rms_norm(x, scale, epsilon=epsilon, implementation=KERNEL))(0.1)

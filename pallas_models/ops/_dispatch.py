@@ -151,9 +151,8 @@ def _run(
     with _plain_settings(arrays), jax.named_scope(op.name):
         if traced:  # kernels have their scalars built in
             if names and "xla" not in names:
-                raise NotImplementedError(
-                    f"implementation={names} takes {', '.join(traced)} as numbers, not as arrays; use 'xla' or None"
-                )
+                scalars = ", ".join(traced)
+                raise NotImplementedError(f"implementation={names} takes {scalars} as a number, not as an array")
             return op.reference(*arrays, **options, **traced)
         reference = functools.partial(op.reference, **options)
         forward = _choose(op, arrays, options, config, names, target, reference)
