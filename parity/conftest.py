@@ -1,10 +1,14 @@
 """Where the suite runs: compiled kernels at real shapes on CUDA, interpreted ones at small shapes elsewhere."""
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
 os.environ.setdefault("PJRT_NPROC", "32")
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the first flag
+    quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -14,6 +18,10 @@ import jax
 import pytest
 
 from parity.common import KERNEL, ON_GPU, ON_HOPPER, TOLERANCE
+
+# Interpreted programs run once, on little data: compiling them well takes five times as long as quickly.
+if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)
 
 # The same examples in every run; shapes compile anew, so few of them, and no deadline.
 hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)

@@ -25,6 +25,7 @@ from parity.common import (
     assert_equal,
     assert_gradients_close,
     by_device,
+    compiled,
     cuda_device,
     float64,
     normal,
@@ -52,7 +53,7 @@ SHAPES = by_device(  # batch, seq, heads, head_dim
         (2, 1, 1, 16),
     ],
 )
-kernel = functools.partial(ops.attention_qkv, implementation=KERNEL)
+kernel = functools.partial(compiled.attention_qkv, implementation=KERNEL)
 SMALL = Config(block_q=16, block_kv=16, num_warps=1, num_stages=1)
 
 
@@ -81,7 +82,9 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape, maske
 
 def test_scale_of_scores_and_boolean_mask(reference, implementation):
     qkv, mask = qkv_of((2, 19, 2, 32)), random_mask(np.random.default_rng(2), 2, 19)
-    out = ops.attention_qkv(qkv, num_heads=2, mask=mask.astype(bool), sm_scale=0.4, implementation=implementation)
+    out = compiled.attention_qkv(
+        qkv, num_heads=2, mask=mask.astype(bool), sm_scale=0.4, implementation=implementation
+    )
     expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask, sm_scale=0.4)
     assert_close(out, expected, 2e-6)
 
@@ -151,7 +154,7 @@ def test_any_length(reference, seq, head_dim, seed):
 @pytest.mark.parametrize("garbage", [7.0, 1e4, -1e30])
 def test_a_masked_key_has_exactly_no_weight(implementation, garbage):
     qkv, mask = qkv_of((2, 37, 2, 32), seed=4), random_mask(np.random.default_rng(4), 2, 37)
-    f = functools.partial(ops.attention_qkv, num_heads=2, mask=mask, implementation=implementation)
+    f = functools.partial(compiled.attention_qkv, num_heads=2, mask=mask, implementation=implementation)
     padding = (mask == 0)[:, :, None]
     keys_and_values = jnp.arange(qkv.shape[-1]) >= qkv.shape[-1] // 3
     assert_equal(f(jnp.where(padding & keys_and_values, garbage, qkv)), f(qkv))
@@ -185,7 +188,7 @@ def test_permutations_of_batch_and_of_tokens():
 def test_scores_of_thousands(reference, implementation, dtype, scale):
     # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e9.
     qkv, mask = qkv_of((2, 37, 2, 32), dtype, seed=11, scale=scale), random_mask(np.random.default_rng(11), 2, 37)
-    out = ops.attention_qkv(qkv, num_heads=2, mask=mask, implementation=implementation)
+    out = compiled.attention_qkv(qkv, num_heads=2, mask=mask, implementation=implementation)
     expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask)
     # The scores' own float32 rounding, 1e4 * 2^-24, is what moves the weights here.
     assert_close(out, expected, {"float32": 1e-3, "float16": 1e-3, "bfloat16": 6e-3}[dtype])
@@ -257,7 +260,7 @@ def operands(
     return (q, k, v), bias, options
 
 
-general = functools.partial(ops.attention, config=SMALL, implementation=KERNEL)
+general = functools.partial(compiled.attention, config=SMALL, implementation=KERNEL)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -332,7 +335,7 @@ def test_a_packed_batch_is_its_sentences_one_by_one(reference, causal):
     ends = np.cumsum([0, *lengths])
     total = int(ends[-1]) + 4  # padding at the end
     (q, k, v), _, _ = operands((total, total, 2, 1, 16, {}))
-    ids = ops.segment_ids_from_cu_seqlens(jnp.asarray(ends), total)
+    ids = compiled.segment_ids_from_cu_seqlens(jnp.asarray(ends), total)
     np.testing.assert_array_equal(ids, np.repeat(np.arange(7), [*lengths, 4]))
     out, lse = general(q, k, v, segment_ids=jnp.stack([ids, ids]), causal=causal, return_lse=True)
     for start, end in itertools.pairwise(ends):
@@ -470,7 +473,7 @@ def test_gradients_of_the_log_sum_exp(reference):
 
 def test_no_keys_and_no_queries(implementation):
     q, k = normal(np.random.default_rng(26), 2, 3, 1, 16), jnp.zeros((2, 0, 1, 16))
-    f = functools.partial(ops.attention, return_lse=True, implementation=implementation)
+    f = functools.partial(compiled.attention, return_lse=True, implementation=implementation)
     out, lse = f(q, k, k)
     assert out.shape == q.shape
     assert np.all(float64(out) == 0.0)
@@ -549,7 +552,7 @@ def test_hopper_kernel_with_blocks_of_its_choice(
     rng = np.random.default_rng(27)
     shapes = ((batch, length, n, head_dim) for length, n in ((seq, heads), (kv_seq, kv_heads), (kv_seq, kv_heads)))
     arrays = [normal(rng, *shape, dtype=dtype) for shape in shapes]
-    out = ops.attention(*arrays, implementation=MOSAIC, **options)
+    out = compiled.attention(*arrays, implementation=MOSAIC, **options)
     assert_close(out, reference.compute(reference.attention, *arrays, **options), TOLERANCE[dtype])
 
 
@@ -558,8 +561,8 @@ def test_hopper_kernel_reads_the_fused_buffer_in_place(seq):
     qkv = normal(np.random.default_rng(28), 1, seq, (2 + 2 * 1) * 64, dtype="bfloat16")
     parts = jnp.split(qkv.reshape(1, seq, 4, 64), [2, 3], axis=2)
     options = dict(causal=True, config=hopper(), implementation=MOSAIC)
-    out = ops.attention_qkv(qkv, num_heads=2, num_kv_heads=1, **options)
-    assert_equal(out.reshape(1, seq, 2, 64), ops.attention(*parts, **options))
+    out = compiled.attention_qkv(qkv, num_heads=2, num_kv_heads=1, **options)
+    assert_equal(out.reshape(1, seq, 2, 64), compiled.attention(*parts, **options))
 
 
 @pytest.mark.skipif(
@@ -579,7 +582,7 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
     arrays, _, _ = operands((64, 64, 1, 1, 64, {}), "bfloat16")
 
     def loss(arrays, implementation, config=None):
-        one = functools.partial(ops.attention, config=config, implementation=implementation)
+        one = functools.partial(compiled.attention, config=config, implementation=implementation)
         return jnp.sum(jax.vmap(one)(*(x[:, None] for x in arrays)).astype("float32") ** 2)
 
     out, gradients = jax.value_and_grad(loss)(arrays, MOSAIC, hopper())

@@ -24,6 +24,7 @@ from parity.common import (
     assert_close,
     assert_gradients_close,
     by_device,
+    compiled,
     cuda_device,
     float64,
     normal,
@@ -57,7 +58,7 @@ CONFIGS = [
     Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
     Config(block_m=16, block_n=32, block_k=32, num_warps=2, num_stages=2, splits=3),
 ]
-kernel = functools.partial(ops.matmul, implementation=KERNEL)
+kernel = functools.partial(compiled.matmul, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -100,7 +101,7 @@ def test_full_epilogue(reference, implementation, dtype, tolerance, shape):
 def test_every_part_of_the_epilogue_alone(reference, implementation, activation, has_bias, has_residual):
     x, w, bias, residual = operands((19, 40, 37), seed=1)
     bias, residual = bias if has_bias else None, residual if has_residual else None
-    out = ops.matmul(x, w, bias=bias, residual=residual, activation=activation, implementation=implementation)
+    out = compiled.matmul(x, w, bias=bias, residual=residual, activation=activation, implementation=implementation)
     assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation=activation), 1e-6)
 
 
@@ -109,7 +110,7 @@ def test_leading_dimensions(reference, implementation, batch):
     rng = np.random.default_rng(2)
     x, residual = normal(rng, *batch, 24), normal(rng, *batch, 18)
     _, w, bias, _ = operands((1, 24, 18))
-    out = ops.matmul(x, w, bias=bias, residual=residual, activation="silu", implementation=implementation)
+    out = compiled.matmul(x, w, bias=bias, residual=residual, activation="silu", implementation=implementation)
     assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="silu"), 1e-6)
 
 
@@ -127,7 +128,7 @@ def test_activations_are_exact_and_survive_extremes(reference, implementation, a
     x = jnp.asarray(x, jnp.float32)[:, None]
     w = jnp.asarray([[1.0, -1.0, 0.5, -2.0]])
     with np.errstate(invalid="ignore"):
-        out = float64(ops.matmul(x, w, activation=activation, implementation=implementation))
+        out = float64(compiled.matmul(x, w, activation=activation, implementation=implementation))
         expected = reference.compute(reference.matmul, x, w, activation=activation)
     finite = np.broadcast_to(np.isfinite(x), out.shape)
     assert np.all(np.isfinite(out[finite]))
@@ -150,7 +151,7 @@ def test_every_tile_config(shape, config):
     x, w, bias, residual = operands(shape, seed=3)
     options = dict(bias=bias, residual=residual, activation="gelu")
     out = kernel(x, w, config=config, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 2e-6)
+    assert_close(out, compiled.matmul(x, w, implementation="xla", **options), 2e-6)
 
 
 @pytest.mark.parametrize("value", [0, -16, 40])
@@ -186,7 +187,7 @@ def test_precision_of_float32(reference, precision):
 )
 def test_out_dtype(reference, implementation, dtype, out_dtype):
     x, w, bias, residual = operands((21, 64, 30), dtype, seed=6)
-    out = ops.matmul(x, w, bias=bias, residual=residual, out_dtype=out_dtype, implementation=implementation)
+    out = compiled.matmul(x, w, bias=bias, residual=residual, out_dtype=out_dtype, implementation=implementation)
     assert out.dtype == out_dtype
     # A float32 result of half operands shows that nothing is rounded on the way.
     expected = reference.compute(reference.matmul, x, w, bias, residual)
@@ -196,7 +197,7 @@ def test_out_dtype(reference, implementation, dtype, out_dtype):
 def test_operands_of_mixed_dtype(reference, implementation):
     x, w, _, _ = operands((21, 64, 30), "float16", seed=7)
     _, _, bias, residual = operands((21, 64, 30), "float32", seed=8)
-    out = ops.matmul(
+    out = compiled.matmul(
         x, w, bias=bias, residual=residual.astype("bfloat16"), out_dtype="float32", implementation=implementation
     )
     expected = reference.compute(reference.matmul, x, w, bias, residual.astype("bfloat16"))
@@ -207,7 +208,7 @@ def test_overflow_of_float16_is_infinite_not_nan(reference, implementation):
     rng = np.random.default_rng(9)
     x = jnp.asarray(rng.uniform(5e3, 1e4, (18, 40)), "float16")
     w = jnp.asarray(rng.uniform(0.5, 1, (40, 20)) * rng.choice([-1, 1], 20), "float16")
-    out = float64(ops.matmul(x, w, implementation=implementation))
+    out = float64(compiled.matmul(x, w, implementation=implementation))
     np.testing.assert_array_equal(out, np.sign(reference.compute(reference.matmul, x, w)) * np.inf)
 
 
@@ -216,7 +217,7 @@ def test_any_shape(m, k, n, seed):
     x, w, bias, residual = operands((m, k, n), seed=seed)
     options = dict(bias=bias, residual=residual, activation="gelu_tanh")
     out = kernel(x, w, config=CONFIGS[0], **options)  # the smallest tiles: most shapes need several
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 2e-6)
+    assert_close(out, compiled.matmul(x, w, implementation="xla", **options), 2e-6)
 
 
 @pytest.mark.parametrize("activation", [None, *sorted(ops.ACTIVATIONS)])
@@ -253,7 +254,7 @@ def test_every_algorithm(reference, dtype, tolerance, shape, algorithm, transpos
 def test_every_algorithm_takes_any_shape(algorithm, m, k, n, transpose_w):
     x, w, bias, _ = operands((m, k, n), seed=m)
     out = kernel(x, w.T if transpose_w else w, bias=bias, transpose_w=transpose_w, algorithm=algorithm)
-    assert_close(out, ops.matmul(x, w, bias=bias, implementation="xla"), 2e-6)
+    assert_close(out, compiled.matmul(x, w, bias=bias, implementation="xla"), 2e-6)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8])
@@ -331,8 +332,8 @@ def test_batches(reference, implementation, x_batch, w_batch):
     x, w, bias, residual = batched_operands(x_batch, w_batch)
     options = dict(bias=bias, residual=residual, activation="gelu", implementation=implementation)
     expected = reference.compute(functools.partial(batched_in_torch, reference), x, w, bias, residual)
-    assert_close(ops.matmul(x, w, **options), expected, 1e-6)
-    assert_close(ops.matmul(x, jnp.swapaxes(w, -1, -2), transpose_w=True, **options), expected, 1e-6)
+    assert_close(compiled.matmul(x, w, **options), expected, 1e-6)
+    assert_close(compiled.matmul(x, jnp.swapaxes(w, -1, -2), transpose_w=True, **options), expected, 1e-6)
 
 
 @pytest.mark.parametrize("sizes", by_device(cpu=[(17, 24, 19)], gpu=[(512, 512, 512), (77, 385, 151)]), ids=str)
@@ -489,8 +490,8 @@ def test_hopper_kernel(shape, config, activation, transpose_w):
     x, w, bias, residual = operands(shape, "bfloat16", seed=19)
     options = dict(transpose_w=transpose_w, bias=bias.astype("float32"), residual=residual, activation=activation)
     w = w.T if transpose_w else w
-    expected = ops.matmul(x, w, out_dtype="float32", implementation="xla", **options)
-    out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
+    expected = compiled.matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    out = compiled.matmul(x, w, config=config, implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"
     assert_close(out, expected, TOLERANCE["bfloat16"])
 
@@ -501,7 +502,9 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
     # K of one element that counts: what reaches the activation is exact.
     x = jnp.zeros((128, 64), dtype).at[:, 0].set(jnp.linspace(-12, 12, 128).astype(dtype))
     w = jnp.zeros((64, 64), dtype).at[0].set(jnp.asarray([1.0, -1.0, 0.25, 64.0] * 16, dtype))
-    out = ops.matmul(x, w, activation=activation, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC)
+    out = compiled.matmul(
+        x, w, activation=activation, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC
+    )
     assert_close(out, reference.compute(reference.matmul, x, w, activation=activation), TOLERANCE[dtype])
 
 
@@ -526,8 +529,8 @@ def test_hopper_kernel_rounds_once(has_bias, has_residual):
     x, w, bias, residual = operands((128, 128, 64), "float16", seed=20)
     bias, residual = bias if has_bias else None, residual.astype("float32") if has_residual else None
     options = dict(bias=bias, residual=residual, out_dtype="float32")
-    out = ops.matmul(x, w, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 1e-6)
+    out = compiled.matmul(x, w, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC, **options)
+    assert_close(out, compiled.matmul(x, w, implementation="xla", **options), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -549,8 +552,8 @@ def test_hopper_kernel_rounds_once(has_bias, has_residual):
 def test_hopper_kernel_with_tiles_of_its_choice(shape, has_residual):
     x, w, bias, residual = operands(shape, "bfloat16", seed=21)
     options = dict(bias=bias, residual=residual if has_residual else None, activation="gelu")
-    expected = ops.matmul(x, w, out_dtype="float32", implementation="xla", **options)
-    assert_close(ops.matmul(x, w, implementation=MOSAIC, **options), expected, TOLERANCE["bfloat16"])
+    expected = compiled.matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    assert_close(compiled.matmul(x, w, implementation=MOSAIC, **options), expected, TOLERANCE["bfloat16"])
 
 
 def test_hopper_kernel_under_vmap_and_its_gradients():
@@ -559,7 +562,7 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
 
     def loss(x, w, bias, implementation, config=None):
         one = functools.partial(
-            ops.matmul, w=w, bias=bias, out_dtype="float32", implementation=implementation, config=config
+            compiled.matmul, w=w, bias=bias, out_dtype="float32", implementation=implementation, config=config
         )
         return jnp.sum(jax.vmap(one)(x) ** 2)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pallas_models import ops
 from pallas_models.kernels.triton import _common, matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
-from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, normal
+from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, compiled, normal
 
 SHAPES = by_device(
     cpu=[
@@ -37,7 +37,7 @@ def fused(width: int, block_m: int = 16, block_k: int = 32) -> Config:
     return Config(block_m=block_m, block_n=-(-width // 16) * 16, block_k=block_k, num_warps=4, num_stages=2)
 
 
-kernel = functools.partial(ops.matmul_layer_norm, implementation=KERNEL)
+kernel = functools.partial(compiled.matmul_layer_norm, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -106,7 +106,9 @@ def test_leading_dimensions(reference, implementation, batch):
     rng = np.random.default_rng(3)
     _, w, scale, offset, bias, _ = operands((1, 24, 18))
     x, residual = normal(rng, *batch, 24), normal(rng, *batch, 18)
-    out = ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, implementation=implementation)
+    out = compiled.matmul_layer_norm(
+        x, w, scale, offset, bias=bias, residual=residual, implementation=implementation
+    )
     expected = reference.compute(reference.matmul_layer_norm, x, w, scale, offset, bias, residual)
     assert_close(out, expected, 2e-6)
 
@@ -116,7 +118,7 @@ def test_leading_dimensions(reference, implementation, batch):
 def test_every_tile_config(width, block_m, block_k):
     x, w, scale, offset, bias, residual = operands((37, 50, width), seed=4)
     out = kernel(x, w, scale, offset, bias=bias, residual=residual, config=fused(width, block_m, block_k))
-    expected = ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, implementation="xla")
+    expected = compiled.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, implementation="xla")
     assert_close(out, expected, 2e-6)
 
 
@@ -126,7 +128,7 @@ def test_any_shape(m, k, n, seed):
     # A large epsilon keeps two nearly equal columns from amplifying rounding.
     options = dict(bias=bias, residual=residual, epsilon=0.1)
     out = kernel(x, w, scale, offset, config=fused(n, block_k=16), **options)
-    assert_close(out, ops.matmul_layer_norm(x, w, scale, offset, implementation="xla", **options), 3e-6)
+    assert_close(out, compiled.matmul_layer_norm(x, w, scale, offset, implementation="xla", **options), 3e-6)
 
 
 def test_precision_of_float32(reference):

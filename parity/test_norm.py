@@ -17,6 +17,7 @@ from parity.common import (
     assert_equal,
     assert_gradients_close,
     by_device,
+    compiled,
     float64,
     normal,
 )
@@ -36,10 +37,10 @@ SHAPES = by_device(
         (5, 20000),
     ],
 )
-kernel = functools.partial(ops.layer_norm, implementation=KERNEL)
+kernel = functools.partial(compiled.layer_norm, implementation=KERNEL)
 
 
-rms_kernel = functools.partial(ops.rms_norm, implementation=KERNEL)
+rms_kernel = functools.partial(compiled.rms_norm, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -68,14 +69,14 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape):
 
 def test_without_residual_and_with_epsilon(reference, implementation):
     x, scale, bias, _ = operands((6, 50), seed=1)
-    out = ops.layer_norm(x, scale, bias, epsilon=0.5, implementation=implementation)
+    out = compiled.layer_norm(x, scale, bias, epsilon=0.5, implementation=implementation)
     assert_close(out, reference.compute(reference.layer_norm, x, scale, bias, epsilon=0.5), 1e-6)
 
 
 def test_operands_of_mixed_dtype(reference, implementation):
     x, _, _, _ = operands((6, 50), "float16", seed=2)
     _, scale, bias, residual = operands((6, 50), seed=2)
-    out = ops.layer_norm(x, scale, bias, residual=residual, implementation=implementation)
+    out = compiled.layer_norm(x, scale, bias, residual=residual, implementation=implementation)
     assert out.dtype == "float16"
     expected = reference.compute(reference.layer_norm, x, scale, bias, residual)
     assert_close(out, expected, TOLERANCE["float16"])
@@ -94,13 +95,13 @@ def test_hard_inputs(reference, implementation, dtype, shift, scale, tolerance):
     rng = np.random.default_rng(3)
     x = normal(rng, 5, 384, dtype=dtype, shift=shift, scale=scale)
     _, weight, bias, _ = operands((1, 384), dtype)
-    out = ops.layer_norm(x, weight, bias, epsilon=1e-12, implementation=implementation)
+    out = compiled.layer_norm(x, weight, bias, epsilon=1e-12, implementation=implementation)
     assert_close(out, reference.compute(reference.layer_norm, x, weight, bias, epsilon=1e-12), tolerance)
 
 
 def test_a_single_column_gives_the_bias(implementation):
     x, scale, bias, _ = operands((4, 1), seed=4)
-    out = ops.layer_norm(x, scale, bias, implementation=implementation)
+    out = compiled.layer_norm(x, scale, bias, implementation=implementation)
     assert_close(out, np.broadcast_to(float64(bias), (4, 1)), 1e-6)
 
 
@@ -110,7 +111,7 @@ def test_every_tile_config(shape, block_m, block_n):
     x, scale, bias, residual = operands(shape, seed=5)
     config = Config(block_m=block_m, block_n=block_n, num_warps=2)
     out = kernel(x, scale, bias, residual=residual, config=config)
-    assert_close(out, ops.layer_norm(x, scale, bias, residual=residual, implementation="xla"), 1e-6)
+    assert_close(out, compiled.layer_norm(x, scale, bias, residual=residual, implementation="xla"), 1e-6)
 
 
 @pytest.mark.parametrize("value", [0, -2, 48])
@@ -127,7 +128,7 @@ def test_any_shape(m, n, block_n, seed):
     # A large epsilon keeps two nearly equal columns from amplifying rounding.
     options = dict(residual=residual, epsilon=0.1)
     out = kernel(x, scale, bias, config=config, **options)
-    assert_close(out, ops.layer_norm(x, scale, bias, implementation="xla", **options), 2e-6)
+    assert_close(out, compiled.layer_norm(x, scale, bias, implementation="xla", **options), 2e-6)
 
 
 def test_rows_have_no_mean_and_unit_variance_and_ignore_shift_and_scale():
@@ -166,9 +167,9 @@ def test_rms_norm_against_torch(reference, implementation, dtype, tolerance, sha
 def test_rms_norm_without_residual_and_with_epsilon(reference, implementation):
     x, scale, _, _ = operands((6, 50), seed=1)
     for epsilon in (0.0, 0.5):
-        out = ops.rms_norm(x, scale, epsilon=epsilon, implementation=implementation)
+        out = compiled.rms_norm(x, scale, epsilon=epsilon, implementation=implementation)
         assert_close(out, reference.compute(reference.rms_norm, x, scale, epsilon=epsilon), 1e-6)
-    zeros = ops.rms_norm(0 * x, scale, implementation=implementation)
+    zeros = compiled.rms_norm(0 * x, scale, implementation=implementation)
     assert np.all(float64(zeros) == 0.0)
 
 
@@ -176,7 +177,7 @@ def test_rms_norm_without_residual_and_with_epsilon(reference, implementation):
 def test_rms_norm_of_hard_inputs(reference, implementation, dtype, scale):
     x = normal(np.random.default_rng(3), 5, 384, dtype=dtype, scale=scale)
     _, weight, _, _ = operands((1, 384), dtype)
-    out = ops.rms_norm(x, weight, epsilon=1e-12, implementation=implementation)
+    out = compiled.rms_norm(x, weight, epsilon=1e-12, implementation=implementation)
     assert_close(out, reference.compute(reference.rms_norm, x, weight, epsilon=1e-12), TOLERANCE[dtype])
 
 
@@ -187,7 +188,7 @@ def test_every_tile_config_of_rms_norm(shape, block_m, block_n):
     config = Config(block_m=block_m, block_n=block_n, num_warps=2)
     options = dict(residual=residual, return_residual=True)
     out, total = rms_kernel(x, scale, config=config, **options)
-    expected, expected_total = ops.rms_norm(x, scale, implementation="xla", **options)
+    expected, expected_total = compiled.rms_norm(x, scale, implementation="xla", **options)
     assert_close(out, expected, 1e-6)
     assert_equal(total, expected_total)
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.triton.rotary import Config
-from parity.common import KERNEL, assert_close, assert_equal, assert_gradients_close, by_device, float64, normal
+from parity.common import (
+    KERNEL,
+    assert_close,
+    assert_equal,
+    assert_gradients_close,
+    by_device,
+    compiled,
+    float64,
+    normal,
+)
 
 # batch, length, heads, key heads, width of a head
 SHAPES = by_device(
@@ -28,7 +37,7 @@ SHAPES = by_device(
         (2, 300, 7, 1, 48),
     ],
 )
-kernel = functools.partial(ops.rotary, implementation=KERNEL)
+kernel = functools.partial(compiled.rotary, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -100,7 +109,7 @@ def test_any_shape_and_blocks(batch, seq, heads, kv_heads, half, blocks, norm):
         options |= dict(q_scale=q_scale, k_scale=k_scale)
     config = Config(block_s=blocks[0], block_h=blocks[1], num_warps=1)
     out = kernel(qkv, *table, config=config, **options)
-    assert_close(out, ops.rotary(qkv, *table, implementation="xla", **options), 1e-6)
+    assert_close(out, compiled.rotary(qkv, *table, implementation="xla", **options), 1e-6)
 
 
 SHAPE = (2, 11, 3, 2, 32)
