@@ -368,6 +368,15 @@ def test_blocks_without_a_valid_pair_are_not_read(rows, unseen, options):
     assert_equal(poisoned, out)
 
 
+# Eight blocks of 16 keys. A window of 16 n + 2 ends a block before where one of a key less does: its first key is
+# the last of a block. One of 16 n + 15 has its last key, seen from the end of a block, in the next.
+@pytest.mark.parametrize("window", [2, 18, 31])
+def test_windows_that_end_at_the_edge_of_a_block(reference, window):
+    arrays, _, _ = operands((128, 128, 1, 1, 16, {}))
+    options = dict(causal=True, window=window)
+    assert_close(general(*arrays, **options), reference.compute(reference.attention, *arrays, **options), 2e-6)
+
+
 def test_a_window_as_long_as_the_keys_changes_nothing():
     (q, k, v), _, _ = operands((70, 70, 2, 2, 16, {}))
     assert_close(general(q, k, v, causal=True, window=70), general(q, k, v, causal=True), 5e-7)
@@ -499,6 +508,15 @@ HOPPER_CASES = {
     "window": ((300, 300, 1, 1, 64, {"causal": True, "window": 70}), {"num_cores": 2}),
     "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), {"block_q": 128}),
     "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
+    # As with the windows above, of blocks of 64.
+    "window that begins with the last key of a block": (
+        (256, 256, 1, 1, 64, {"causal": True, "window": 66}),
+        {"num_cores": 2},
+    ),
+    "window that ends with the first key of a block": (
+        (256, 256, 1, 1, 64, {"causal": True, "window": 127}),
+        {"num_cores": 2},
+    ),
 }
 
 

@@ -26,6 +26,7 @@ from parity.common import (
     assert_equal,
     by_device,
     cuda_device,
+    float64,
     normal,
 )
 
@@ -299,6 +300,16 @@ def test_range(implementation):
     for scale in (1e-4, 1e-2, 1.0, 8.0):
         params["projections"]["kernel"] = kernel * scale
         assert_close(f(params, x), exact(params, x), 3e-3)
+
+
+@pytest.mark.parametrize("scale", [200.0, 1000.0])
+def test_sums_beyond_half_precision_stay_finite(implementation, scale):
+    # Left and right grow with the scale of the norm, their products with its square.
+    params, x = random_params(trimul.TriMulConfig(channels=16, hidden=16)), pairs(1, 16, 16, 16)
+    params["norm"]["scale"] *= scale
+    out = float64(update(direction="outgoing", implementation=implementation)(params, x))
+    assert np.all(np.isfinite(out))
+    assert np.all(np.any(out != 0.0, axis=-1))
 
 
 # Gradients
