@@ -335,7 +335,7 @@ def test_a_packed_batch_is_its_sentences_one_by_one(reference, causal):
     ends = np.cumsum([0, *lengths])
     total = int(ends[-1]) + 4  # padding at the end
     (q, k, v), _, _ = operands((total, total, 2, 1, 16, {}))
-    ids = compiled.segment_ids_from_cu_seqlens(jnp.asarray(ends), total)
+    ids = ops.segment_ids_from_cu_seqlens(jnp.asarray(ends), total)
     np.testing.assert_array_equal(ids, np.repeat(np.arange(7), [*lengths, 4]))
     out, lse = general(q, k, v, segment_ids=jnp.stack([ids, ids]), causal=causal, return_lse=True)
     for start, end in itertools.pairwise(ends):

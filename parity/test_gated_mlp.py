@@ -30,7 +30,7 @@ from parity.common import (
     kernel_calls,
     normal,
 )
-from parity.test_lowering import DEVICES, lowered_for_cuda
+from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
 
 SHAPES = by_device(  # M, K, N
     cpu=[
@@ -200,7 +200,7 @@ def test_gradients_of_mlp(reference):
 
 def test_mlp_runs_as_two_kernels():
     arrays = mlp_operands("bfloat16")
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         text = lowered_for_cuda(lambda x, g, d, r: ops.gated_mlp(x, g, d, residual=r), *arrays)
     assert kernel_calls(text) == 2
 
@@ -221,7 +221,7 @@ def test_stacked_weights(reference):
     assert_equal(on_host, stacked)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@every_device
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_lowering(device, dtype):
     shapes = [(256, 128), (128, 2, 512), (2, 512)]
@@ -272,7 +272,7 @@ def test_hopper_kernel_with_tiles_of_its_choice(shape):
 
 def test_hopper_kernel_lowers():
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(256, 128), (128, 2, 512), (2, 512)]]
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         text = lowered_for_cuda(lambda x, w, b: ops.gated_matmul(x, w, bias=b, implementation="mosaic"), *arrays)
     assert text.count(f"@{MOSAIC_CALL}") == 1
     assert "stablehlo.transpose" not in text and "stablehlo.dot" not in text

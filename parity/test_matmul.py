@@ -30,7 +30,7 @@ from parity.common import (
     normal,
     relative_error,
 )
-from parity.test_lowering import DEVICES, HOPPER, lowered_for_cuda
+from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
 
 SHAPES = by_device(
     cpu=[
@@ -276,7 +276,7 @@ def test_float16_accumulation_of_parts(reference, algorithm):
 
 def test_transposed_weights_are_not_copied():
     x, w, _, _ = operands((128, 64, 256), "bfloat16")
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         for name, call in (("triton", TRITON_CALL), ("mosaic", MOSAIC_CALL)):
             f = functools.partial(ops.matmul, transpose_w=True, implementation=name)
             text = lowered_for_cuda(f, x, w.T)
@@ -360,7 +360,7 @@ def test_gradients_of_batches(reference, x_batch, w_batch):
 
 def test_batches_are_one_kernel_and_broadcast_without_copies():
     x, w, _, _ = batched_operands((2, 1), (3,), "bfloat16", (64, 64, 64))
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         text = lowered_for_cuda(lambda x, w: ops.matmul(x, w), x, w)
     assert text.count(f"@{TRITON_CALL}") == 1
     assert "stablehlo.broadcast_in_dim" not in text and "stablehlo.transpose" not in text
@@ -413,7 +413,7 @@ def test_heuristic_splits_long_contractions_of_few_outputs():
     assert (large.block_m, large.block_n, large.splits) == (128, 256, 1)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@every_device
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_lowers_to_triton(device, algorithm):
     x, w, bias, residual = (jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in operands((256, 512, 130)))

@@ -54,6 +54,7 @@ def random_params(config: trimul.TriMulConfig, seed: int = 0) -> trimul.Params:
     return jax.tree.map(lambda p: normal(rng, *p.shape, scale=p.shape[0] ** -0.5 if p.ndim == 2 else 1.0), shapes)
 
 
+@functools.cache
 def update(**options):
     """`trimul` with these options, compiled."""
     return jax.jit(functools.partial(trimul.trimul, **options))
