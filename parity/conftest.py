@@ -17,7 +17,8 @@ import hypothesis
 import jax
 import pytest
 
-from parity.common import KERNEL, ON_GPU, ON_HOPPER, TOLERANCE
+from parity.common import KERNEL, ON_GPU, ON_HOPPER
+from parity.tolerances import OP
 
 # Interpreted programs run once, on little data: compiling them well takes five times as long as quickly.
 if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
@@ -45,7 +46,7 @@ def implementation(request: pytest.FixtureRequest) -> str | None:
     return request.param
 
 
-@pytest.fixture(params=list(TOLERANCE))
+@pytest.fixture(params=list(OP))
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -53,7 +54,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def tolerance(dtype: str) -> float:
     """Relative error that one op may have in `dtype`."""
-    return TOLERANCE[dtype]
+    return OP[dtype]
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ from parity.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
-    TOLERANCE,
     assert_close,
     assert_equal,
     assert_gradients_close,
@@ -32,6 +31,7 @@ from parity.common import (
     random_mask,
 )
 from parity.test_lowering import HOPPER, lowered_for_cuda
+from parity.tolerances import DEEP, GRADIENT, LONG, OP, SAME, SHORT
 
 SHAPES = by_device(  # batch, seq, heads, head_dim
     cpu=[
@@ -86,7 +86,7 @@ def test_scale_of_scores_and_boolean_mask(reference, implementation):
         qkv, num_heads=2, mask=mask.astype(bool), sm_scale=0.4, implementation=implementation
     )
     expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask, sm_scale=0.4)
-    assert_close(out, expected, 2e-6)
+    assert_close(out, expected, LONG)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_tile_config(reference, seq, block_q, block_kv, options):
     qkv, mask = qkv_of((2, seq, 4, 32), seed=3), random_mask(np.random.default_rng(3), 2, seq)
     config = Config(block_q=block_q, block_kv=block_kv, num_warps=2, num_stages=2, **options)
     out = kernel(qkv, num_heads=4, mask=mask, config=config)
-    assert_close(out, reference.compute(reference.attention_qkv, qkv, num_heads=4, mask=mask), 2e-6)
+    assert_close(out, reference.compute(reference.attention_qkv, qkv, num_heads=4, mask=mask), LONG)
 
 
 @pytest.mark.parametrize("value", [0, -16, 48])
@@ -141,14 +141,14 @@ def test_any_mask(reference, mask, seed):
         if not np.any(mask[row]):
             assert np.all(float64(out[row]) == 0.0)  # zero, and not NaN
         else:
-            assert_close(out[row], expected[row], 2e-6)
+            assert_close(out[row], expected[row], LONG)
 
 
 @hypothesis.given(st.integers(1, 70), st.sampled_from([16, 32, 48]), st.integers(0, 9))
 def test_any_length(reference, seq, head_dim, seed):
     qkv, mask = qkv_of((2, seq, 1, head_dim), seed=seed), random_mask(np.random.default_rng(seed), 2, seq)
     out = kernel(qkv, num_heads=1, mask=mask, config=SMALL)
-    assert_close(out, reference.compute(reference.attention_qkv, qkv, num_heads=1, mask=mask), 2e-6)
+    assert_close(out, reference.compute(reference.attention_qkv, qkv, num_heads=1, mask=mask), LONG)
 
 
 @pytest.mark.parametrize("garbage", [7.0, 1e4, -1e30])
@@ -165,7 +165,7 @@ def test_equal_values_come_out_as_they_are():
     qkv, mask = qkv_of((2, 37, 2, 32), seed=5), random_mask(np.random.default_rng(5), 2, 37)
     value = normal(np.random.default_rng(6), 64)
     out = small_kernel()(qkv.at[..., 128:].set(value), mask)
-    assert_close(out, np.broadcast_to(float64(value), out.shape), 5e-7)
+    assert_close(out, np.broadcast_to(float64(value), out.shape), SAME)
 
 
 def test_a_shift_of_all_keys_changes_nothing():
@@ -181,7 +181,7 @@ def test_permutations_of_batch_and_of_tokens():
     out = small_kernel()(qkv, mask)
     assert_equal(small_kernel()(qkv[::-1], mask[::-1]), out[::-1])
     order = np.random.default_rng(10).permutation(37)
-    assert_close(small_kernel()(qkv[:, order], mask[:, order]), out[:, order], 2e-6)
+    assert_close(small_kernel()(qkv[:, order], mask[:, order]), out[:, order], LONG)
 
 
 @pytest.mark.parametrize("dtype, scale", [("float32", 60.0), ("float16", 60.0), ("bfloat16", 1e4)])
@@ -211,7 +211,7 @@ def test_gradients(reference):
     def f(qkv):
         return kernel(qkv, num_heads=2, mask=mask)
 
-    assert_gradients_close(f, [qkv], cotangent, expected, 3e-6)
+    assert_gradients_close(f, [qkv], cotangent, expected, GRADIENT)
     gradient = float64(jax.vjp(f, qkv)[1](cotangent)[0])
     assert np.all(gradient[1] == 0.0)
     assert np.all(gradient[:, :, 32:][np.asarray(mask) == 0] == 0.0)  # keys and values of padding
@@ -274,12 +274,12 @@ def test_every_option_against_torch(reference, implementation, name):
         )
 
     out, lse = f(*arrays, bias=bias)
-    assert_close(out, reference.compute(reference.attention, *arrays, bias, **options), 2e-6)
+    assert_close(out, reference.compute(reference.attention, *arrays, bias, **options), LONG)
     expected = reference.compute(reference.attention_lse, *arrays[:2], bias, **options)
     empty = np.isneginf(expected)
     assert lse.dtype == jnp.float32
     assert np.all(np.isneginf(float64(lse)[empty]))
-    assert_close(float64(lse)[~empty], expected[~empty], 1e-6)
+    assert_close(float64(lse)[~empty], expected[~empty], SHORT)
 
 
 @pytest.mark.parametrize("name", ["grouped heads", "all"])
@@ -342,9 +342,9 @@ def test_a_packed_batch_is_its_sentences_one_by_one(reference, causal):
         if start < end:
             q_part, k_part, v_part = (x[:, start:end] for x in (q, k, v))
             expected = reference.compute(reference.attention, q_part, k_part, v_part, causal=causal)
-            assert_close(out[:, start:end], expected, 2e-6)
+            assert_close(out[:, start:end], expected, LONG)
             expected = reference.compute(reference.attention_lse, q_part, k_part, causal=causal)
-            assert_close(lse[..., start:end], expected, 1e-6)
+            assert_close(lse[..., start:end], expected, SHORT)
 
 
 # What of the keys no query of the first 16, or of the last, may see.
@@ -374,12 +374,12 @@ def test_blocks_without_a_valid_pair_are_not_read(rows, unseen, options):
 def test_windows_that_end_at_the_edge_of_a_block(reference, window):
     arrays, _, _ = operands((128, 128, 1, 1, 16, {}))
     options = dict(causal=True, window=window)
-    assert_close(general(*arrays, **options), reference.compute(reference.attention, *arrays, **options), 2e-6)
+    assert_close(general(*arrays, **options), reference.compute(reference.attention, *arrays, **options), LONG)
 
 
 def test_a_window_as_long_as_the_keys_changes_nothing():
     (q, k, v), _, _ = operands((70, 70, 2, 2, 16, {}))
-    assert_close(general(q, k, v, causal=True, window=70), general(q, k, v, causal=True), 5e-7)
+    assert_close(general(q, k, v, causal=True, window=70), general(q, k, v, causal=True), SAME)
 
 
 def test_halves_of_the_keys_merge_by_their_sums():
@@ -387,7 +387,7 @@ def test_halves_of_the_keys_merge_by_their_sums():
     whole, lse = general(q, k, v, return_lse=True)
     parts = [general(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 33), slice(33, 70))]
     weights = [jnp.exp(part - lse).transpose(0, 2, 1)[..., None] for _, part in parts]
-    assert_close(sum(w * out for w, (out, _) in zip(weights, parts, strict=True)), whole, 2e-6)
+    assert_close(sum(w * out for w, (out, _) in zip(weights, parts, strict=True)), whole, LONG)
 
 
 def test_a_bias_of_minus_infinity_masks(reference, implementation):
@@ -400,9 +400,9 @@ def test_a_bias_of_minus_infinity_masks(reference, implementation):
     for least in (-jnp.inf, float(jnp.finfo(jnp.float32).min), -1e30):
         bias = np.where(mask != 0, 0.0, least)[:, None, None]
         out, lse = f(jnp.asarray(np.broadcast_to(bias, (2, 1, 21, 70)), jnp.float32))
-        assert_close(out, expected, 1e-6)
+        assert_close(out, expected, SHORT)
         assert np.all(float64(out[1]) == 0.0)
-        assert_close(lse[0], expected_lse[0], 1e-6)
+        assert_close(lse[0], expected_lse[0], SHORT)
         assert np.all(np.isneginf(lse[1]))
 
 
@@ -441,7 +441,7 @@ def test_any_segments_and_masks(ends, kv_ends, holes, is_sorted, seed):
     empty = np.all(float64(expected) == 0.0, axis=-1)
     assert np.all(float64(out)[empty] == 0.0)
     if not np.all(empty):
-        assert_close(float64(out)[~empty], float64(expected)[~empty], 2e-6)
+        assert_close(float64(out)[~empty], float64(expected)[~empty], LONG)
 
 
 @hypothesis.given(
@@ -451,7 +451,7 @@ def test_any_lengths_and_windows(reference, seq, kv_seq, window, block_kv, seed)
     arrays, _, _ = operands((seq, kv_seq, 1, 1, 16, {}), seed=seed)
     options = dict(causal=True, window=window)
     out = general(*arrays, config=dataclasses.replace(SMALL, block_kv=block_kv), **options)
-    assert_close(out, reference.compute(reference.attention, *arrays, **options), 2e-6)
+    assert_close(out, reference.compute(reference.attention, *arrays, **options), LONG)
 
 
 @pytest.mark.parametrize("name", ["grouped heads", "all"])
@@ -465,7 +465,7 @@ def test_gradients_of_the_general_form(reference, name):
     def f(q, k, v, bias=None):
         return general(q, k, v, bias=bias, **options)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 def test_gradients_of_the_log_sum_exp(reference):
@@ -477,7 +477,7 @@ def test_gradients_of_the_log_sum_exp(reference):
     def f(q, k):
         return general(q, k, v, return_lse=True, **options)[1]
 
-    assert_gradients_close(f, (q, k), cotangent, expected, 3e-6)
+    assert_gradients_close(f, (q, k), cotangent, expected, GRADIENT)
 
 
 def test_no_keys_and_no_queries(implementation):
@@ -543,11 +543,11 @@ def test_hopper_kernel(reference, monkeypatch, name):
     expected = reference.compute(reference.attention_lse, *arrays[:2], **options)
     empty = np.isneginf(expected)
     assert np.all(np.isneginf(float64(lse)[empty]))
-    assert_close(float64(lse)[~empty], expected[~empty], 1e-5)
+    assert_close(float64(lse)[~empty], expected[~empty], DEEP)
     empty = empty.transpose(0, 2, 1)
     assert np.all(float64(out)[empty] == 0.0)
     expected = reference.compute(reference.attention, *arrays, **options)
-    assert_close(float64(out)[~empty], expected[~empty], TOLERANCE["bfloat16"])
+    assert_close(float64(out)[~empty], expected[~empty], OP["bfloat16"])
 
 
 @pytest.mark.parametrize(
@@ -571,7 +571,7 @@ def test_hopper_kernel_with_blocks_of_its_choice(
     shapes = ((batch, length, n, head_dim) for length, n in ((seq, heads), (kv_seq, kv_heads), (kv_seq, kv_heads)))
     arrays = [normal(rng, *shape, dtype=dtype) for shape in shapes]
     out = compiled.attention(*arrays, implementation=MOSAIC, **options)
-    assert_close(out, reference.compute(reference.attention, *arrays, **options), TOLERANCE[dtype])
+    assert_close(out, reference.compute(reference.attention, *arrays, **options), OP[dtype])
 
 
 @pytest.mark.parametrize("seq", [64, pytest.param(70, marks=edges)])
@@ -605,9 +605,9 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
 
     out, gradients = jax.value_and_grad(loss)(arrays, MOSAIC, hopper())
     expected, wanted = jax.value_and_grad(loss)(arrays, "xla")
-    assert_close(out, expected, TOLERANCE["bfloat16"])
+    assert_close(out, expected, OP["bfloat16"])
     for gradient, one in zip(gradients, wanted, strict=True):
-        assert_close(gradient, one, 2 * TOLERANCE["bfloat16"])
+        assert_close(gradient, one, 2 * OP["bfloat16"])
 
 
 @pytest.mark.parametrize(

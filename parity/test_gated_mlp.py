@@ -18,7 +18,6 @@ from parity.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
-    TOLERANCE,
     TRITON_CALL,
     assert_close,
     assert_equal,
@@ -31,6 +30,7 @@ from parity.common import (
     normal,
 )
 from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
+from parity.tolerances import GRADIENT, LONG, OP, SHORT, TF32
 
 SHAPES = by_device(  # M, K, N
     cpu=[
@@ -76,7 +76,7 @@ def test_every_activation_with_and_without_bias(reference, implementation, activ
     for b in (None, bias):
         out = compiled.gated_matmul(x, w, activation=activation, bias=b, implementation=implementation)
         expected = reference.compute(reference.gated_matmul, x, w, b, activation=activation)
-        assert_close(out, expected, 2e-6)
+        assert_close(out, expected, LONG)
 
 
 def test_gate_and_up_are_not_mixed_up():
@@ -84,7 +84,7 @@ def test_gate_and_up_are_not_mixed_up():
     x, w, _ = operands((17, 20, 33), seed=2)
     assert_equal(kernel(x, w.at[:, 1].set(0.0)), jnp.zeros((17, 33)))
     half = kernel(x, w.at[:, 0].set(0.0), activation="sigmoid")
-    assert_close(half, float64(x) @ float64(w)[:, 1] / 2, 1e-6)
+    assert_close(half, float64(x) @ float64(w)[:, 1] / 2, SHORT)
 
 
 @pytest.mark.parametrize("block_m, block_n, block_k", [(16, 16, 16), (32, 48, 32), (64, 128, 64), (16, 256, 16)])
@@ -93,7 +93,7 @@ def test_every_tile_config(shape, block_m, block_n, block_k):
     x, w, bias = operands(shape, seed=3)
     config = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, group_m=2)
     out = kernel(x, w, bias=bias, config=config)
-    assert_close(out, compiled.gated_matmul(x, w, bias=bias, implementation="xla"), 2e-6)
+    assert_close(out, compiled.gated_matmul(x, w, bias=bias, implementation="xla"), LONG)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)], ids=str)
@@ -102,7 +102,7 @@ def test_leading_dimensions(reference, implementation, batch):
     _, w, bias = operands((1, 24, 18), seed=4)
     out = compiled.gated_matmul(x, w, bias=bias, implementation=implementation)
     assert out.shape == (*batch, 18)
-    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), 1e-6)
+    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), SHORT)
 
 
 def test_nothing_is_rounded_on_the_way(reference, implementation):
@@ -110,14 +110,14 @@ def test_nothing_is_rounded_on_the_way(reference, implementation):
     bias = normal(np.random.default_rng(6), 2, 30)  # float32 beside bfloat16
     out = compiled.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation=implementation)
     assert out.dtype == jnp.float32
-    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), 1e-6)
+    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), SHORT)
 
 
 @pytest.mark.parametrize("precision", [None, "highest", "default"])
 def test_precision_of_float32(reference, precision):
     x, w, bias = operands((33, 200, 50), seed=7)
     out = kernel(x, w, bias=bias, precision=precision)
-    tolerance = 1e-3 if precision == "default" else 2e-6  # no TF32 unless asked for
+    tolerance = TF32 if precision == "default" else LONG  # no TF32 unless asked for
     assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), tolerance)
 
 
@@ -151,7 +151,7 @@ def test_any_shape(m, k, n, seed):
     config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=2, group_m=2)
     out = kernel(x, w, bias=bias, activation="gelu_tanh", config=config)
     expected = compiled.gated_matmul(x, w, bias=bias, activation="gelu_tanh", implementation="xla")
-    assert_close(out, expected, 2e-6)
+    assert_close(out, expected, LONG)
 
 
 @pytest.mark.parametrize("activation", [None, *sorted(ops.ACTIVATIONS)])
@@ -164,7 +164,7 @@ def test_gradients(reference, activation):
     def f(x, w, bias):
         return kernel(x, w, bias=bias, activation=activation)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 def mlp_operands(dtype: str = "float32", batch: tuple[int, ...] = (2, 9)) -> tuple[jax.Array, ...]:
@@ -195,7 +195,7 @@ def test_gradients_of_mlp(reference):
     def f(x, w_gate_up, w_down, residual):
         return compiled.gated_mlp(x, w_gate_up, w_down, residual=residual, implementation=KERNEL)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 def test_mlp_runs_as_two_kernels():
@@ -215,7 +215,7 @@ def test_stacked_weights(reference):
         gate,
         up,
     )
-    assert_close(kernel(x, stacked), expected, 1e-6)
+    assert_close(kernel(x, stacked), expected, SHORT)
     on_host = ops.stack_gate_up(np.asarray(gate), np.asarray(up))
     assert isinstance(on_host, np.ndarray) and isinstance(stacked, jax.Array)
     assert_equal(on_host, stacked)
@@ -260,14 +260,14 @@ def test_hopper_kernel(shape, config, has_bias):
         x, w, config=mosaic.Config(num_stages=2, **config), implementation=MOSAIC, **options
     )
     assert out.dtype == "bfloat16"
-    assert_close(out, expected, TOLERANCE["bfloat16"])
+    assert_close(out, expected, OP["bfloat16"])
 
 
 @pytest.mark.parametrize("shape", by_device(cpu=[], gpu=[(2048, 4096, 3072), (8192, 1024, 3072), (8, 64, 64)]))
 def test_hopper_kernel_with_tiles_of_its_choice(shape):
     x, w, bias = operands(shape, "bfloat16", seed=16)
     expected = compiled.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation="xla")
-    assert_close(compiled.gated_matmul(x, w, bias=bias, implementation=MOSAIC), expected, TOLERANCE["bfloat16"])
+    assert_close(compiled.gated_matmul(x, w, bias=bias, implementation=MOSAIC), expected, OP["bfloat16"])
 
 
 def test_hopper_kernel_lowers():

@@ -13,7 +13,8 @@ import pytest
 
 from pallas_models import minilm, ops
 from parity.calls import CALLS, Call
-from parity.common import TOLERANCE, cuda_device, kernel_calls
+from parity.common import cuda_device, kernel_calls
+from parity.tolerances import OP
 
 # A kernel depends on the device by its config alone, and the configs of others can be looked at without lowering:
 # what is lowered is for the GPU that has kernels of its own, and for one of little shared memory, 99 KiB a CTA.
@@ -29,7 +30,7 @@ def lowered_for_cuda(function, *arrays) -> str:
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 @pytest.mark.parametrize(
     "device, dtype, size",
-    [(HOPPER, dtype, size) for dtype in TOLERANCE for size in (1, 16)] + [(ADA, "float16", 16)],
+    [(HOPPER, dtype, size) for dtype in OP for size in (1, 16)] + [(ADA, "float16", 16)],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
 def test_every_op_lowers_to_kernels(device, call: Call, dtype, size):

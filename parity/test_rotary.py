@@ -21,6 +21,7 @@ from parity.common import (
     float64,
     normal,
 )
+from parity.tolerances import DEEP, GRADIENT, SHORT
 
 # batch, length, heads, key heads, width of a head
 SHAPES = by_device(
@@ -109,7 +110,7 @@ def test_any_shape_and_blocks(batch, seq, heads, kv_heads, half, blocks, norm):
         options |= dict(q_scale=q_scale, k_scale=k_scale)
     config = Config(block_s=blocks[0], block_h=blocks[1], num_warps=1)
     out = kernel(qkv, *table, config=config, **options)
-    assert_close(out, compiled.rotary(qkv, *table, implementation="xla", **options), 1e-6)
+    assert_close(out, compiled.rotary(qkv, *table, implementation="xla", **options), SHORT)
 
 
 SHAPE = (2, 11, 3, 2, 32)
@@ -131,7 +132,7 @@ def test_scores_depend_on_the_distance_of_positions_only():
         table = ops.rotary_table(start + jnp.arange(11), 32)
         q, k, _ = heads_of(kernel(qkv, *table, **SIZES, q_scale=q_scale, k_scale=k_scale), SHAPE)
         scores.append(np.einsum("bqd,bkd->bqk", q[:, :, 0], k[:, :, 0]))
-    assert_close(scores[0], scores[1], 1e-5)
+    assert_close(scores[0], scores[1], DEEP)
 
 
 def test_heads_are_normalised_and_then_scaled():
@@ -150,7 +151,7 @@ def test_the_input_is_not_changed():
     out = f(qkv, *table)
     assert_equal(qkv, before)
     both = jax.jit(lambda x: (f(x, *table), x + 1))(qkv)
-    assert_close(both[0], out, 1e-6)
+    assert_close(both[0], out, SHORT)
     assert_equal(both[1], before + 1)
 
 
@@ -164,7 +165,7 @@ def test_gradients(reference):
     def f(qkv, cos, sin, q_scale, k_scale):
         return kernel(qkv, cos, sin, q_scale=q_scale, k_scale=k_scale, **SIZES)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 @pytest.mark.parametrize("field", ["block_s", "block_h", "num_warps"])

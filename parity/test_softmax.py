@@ -14,7 +14,6 @@ from pallas_models.kernels.triton import _common, softmax
 from pallas_models.kernels.triton.softmax import ALGORITHMS, Config
 from parity.common import (
     KERNEL,
-    TOLERANCE,
     TRITON_CALL,
     assert_close,
     assert_equal,
@@ -25,6 +24,7 @@ from parity.common import (
     float64,
     normal,
 )
+from parity.tolerances import GRADIENT, LONG, OP, SHORT
 
 SHAPES = by_device(
     cpu=[
@@ -97,21 +97,21 @@ def test_a_million_columns(reference, shape, algorithm):
     np.testing.assert_allclose(float64(out), expected, rtol=2e-3, atol=1.3e-7)
     np.testing.assert_allclose(float64(out).sum(-1), expected.astype(np.float64).sum(-1), rtol=1e-3)
     exact = jitted(algorithm=algorithm, implementation=KERNEL)(x.astype("float32"))
-    assert_close(exact, reference.compute(reference.softmax, x), TOLERANCE["float32"])
+    assert_close(exact, reference.compute(reference.softmax, x), OP["float32"])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
 def test_every_axis(reference, implementation, axis):
     x, where = draw(4, 5, 6), holes(4, 5, 6)
     out = compiled.softmax(x, axis=axis, where=where, implementation=implementation)
-    assert_close(out, reference.compute(reference.softmax, x, axis, where=where), 1e-6)
+    assert_close(out, reference.compute(reference.softmax, x, axis, where=where), SHORT)
 
 
 def test_one_and_many_axes(implementation):
     x = draw(2, 3, 2, 2, 21)
     out = compiled.softmax(x, implementation=implementation)
-    assert_close(compiled.softmax(x[1, 2, 0, 1], implementation=implementation), out[1, 2, 0, 1], 1e-6)
-    assert_close(jnp.sum(out, -1), np.ones(x.shape[:-1]), 1e-6)
+    assert_close(compiled.softmax(x[1, 2, 0, 1], implementation=implementation), out[1, 2, 0, 1], SHORT)
+    assert_close(jnp.sum(out, -1), np.ones(x.shape[:-1]), SHORT)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -120,8 +120,8 @@ def test_scale(reference, algorithm, scale):
     x, where = draw(5, 33), holes(5, 33)
     for kept in (None, where):
         expected = reference.compute(reference.softmax, x, where=kept, scale=scale)
-        assert_close(kernel(x, where=kept, scale=scale, algorithm=algorithm), expected, 1e-6)
-        assert_close(compiled.softmax(x, where=kept, scale=scale, implementation="xla"), expected, 1e-6)
+        assert_close(kernel(x, where=kept, scale=scale, algorithm=algorithm), expected, SHORT)
+        assert_close(compiled.softmax(x, where=kept, scale=scale, implementation="xla"), expected, SHORT)
 
 
 MASK_SHAPES = [
@@ -149,7 +149,7 @@ def test_masks_are_broadcast(reference, shape, algorithm):
         compiled.softmax(x, where=where, implementation="xla"),
     ):
         if np.any(expected):  # a mask of one entry keeps nothing
-            assert_close(out, expected, 1e-6)
+            assert_close(out, expected, SHORT)
         assert np.all(float64(out)[expected == 0.0] == 0.0)
 
 
@@ -213,7 +213,7 @@ def test_every_tile_config(reference, shape, block_m, block_n, splits):
         if (algorithm == "fused" and block_n < shape[1]) or (algorithm != "online" and splits > 1):
             continue
         out = kernel(x, where=where, algorithm=algorithm, config=config)
-        assert_close(out, reference.compute(reference.softmax, x, where=where), 1e-6)
+        assert_close(out, reference.compute(reference.softmax, x, where=where), SHORT)
 
 
 @hypothesis.given(
@@ -227,12 +227,12 @@ def test_any_values(reference, shape, form, magnitude, seed):
     algorithm, splits = form
     config = Config(block_m=4, block_n=512 if algorithm == "fused" else 32, num_warps=1, splits=splits)
     out = kernel(x, algorithm=algorithm, config=config)
-    assert_close(out, reference.compute(reference.softmax, x), 2e-6)
+    assert_close(out, reference.compute(reference.softmax, x), LONG)
     masked = float64(kernel(x, where=where, algorithm=algorithm, config=config))
     assert np.all(masked[np.asarray(where) == 0] == 0.0)
     np.testing.assert_allclose(masked.sum(-1), np.any(where, axis=-1), atol=2e-6)
     if np.any(where):
-        assert_close(masked, reference.compute(reference.softmax, x, where=where), 2e-6)
+        assert_close(masked, reference.compute(reference.softmax, x, where=where), LONG)
 
 
 @pytest.mark.parametrize("value", [0, -2, 48])
@@ -268,7 +268,7 @@ def test_heuristic(m, n):
         assert config.block_m * config.block_n <= 1024 * max(config.num_warps, 4)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dtype", list(OP))
 @pytest.mark.parametrize("algorithm, splits", [("naive", 1), ("online", 1), ("online", 3), ("fused", 1)])
 @pytest.mark.parametrize("shape", [(7, 1000), (64, 1024)], ids=["odd", "even"])
 def test_every_algorithm_lowers_to_triton(shape, algorithm, splits, dtype):
@@ -298,7 +298,7 @@ def test_gradients(reference, options, masked):
     def f(x):
         return compiled.softmax(x, where=where, scale=0.5, **options)
 
-    assert_gradients_close(f, [x], cotangent, expected, 3e-6)
+    assert_gradients_close(f, [x], cotangent, expected, GRADIENT)
 
 
 def test_nothing_to_sum():

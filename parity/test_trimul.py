@@ -29,6 +29,7 @@ from parity.common import (
     float64,
     normal,
 )
+from parity.tolerances import CHAIN, DEEP, SHORT
 
 X, MASK = normal(np.random.default_rng(9), 1, 5, 5, 10), np.ones((1, 5, 5), bool)
 both_directions = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
@@ -138,7 +139,7 @@ def test_float32_end_to_end(torch_trimul, implementation, direction, family, bia
         module, params = module_and_params(torch_trimul, family, c, h, direction, bias)
         x, mask = pairs(2, n, n, c), pair_mask("random", 2, n, n)
         f = update(direction=direction, compute_dtype="float32", implementation=implementation)
-        assert_close(f(params, x, mask), in_torch(module, x, mask, "float64"), 1e-5)
+        assert_close(f(params, x, mask), in_torch(module, x, mask, "float64"), DEEP)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_tile_configs(direction, c, project, product, output):
     )
     f = functools.partial(triangle_update, direction=direction, compute_dtype="float32")
     out = jax.jit(functools.partial(f, config=config, implementation=KERNEL))(params, x)
-    assert_close(out, jax.jit(functools.partial(f, implementation="xla"))(params, x), 5e-6)
+    assert_close(out, jax.jit(functools.partial(f, implementation="xla"))(params, x), CHAIN)
 
 
 @hypothesis.settings(max_examples=3)
@@ -228,7 +229,7 @@ def test_any_size(batch, n, c, h, gate_after, outgoing):
     # A large epsilon keeps two nearly equal channels from amplifying rounding.
     options = dict(epsilon=0.1, direction="outgoing" if outgoing else "incoming", compute_dtype=jnp.float32)
     out = update(implementation=KERNEL, **options)(params, x, mask)
-    assert_close(out, update(implementation="xla", **options)(params, x, mask), 5e-6)
+    assert_close(out, update(implementation="xla", **options)(params, x, mask), CHAIN)
 
 
 def test_leading_axes(implementation):
@@ -245,7 +246,7 @@ def test_epsilon(torch_trimul, implementation):
     module.norm_in.eps = module.norm_out.eps = 0.5
     x = pairs(1, 7, 7, 12)
     f = update(direction="outgoing", epsilon=0.5, compute_dtype="float32", implementation=implementation)
-    assert_close(f(params, x), in_torch(module, x, dtype="float64"), 1e-5)
+    assert_close(f(params, x), in_torch(module, x, dtype="float64"), DEEP)
 
 
 # Masks
@@ -350,7 +351,7 @@ def test_gradients(torch_trimul, implementation, family, bias, direction):
     gradients = jax.vjp(f, params, x, mask)[1](cotangent)
     expected = torch_gradients(module, direction, x, mask, cotangent)
     for out, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        assert_close(out, wanted, 1e-5)
+        assert_close(out, wanted, DEEP)
 
 
 def test_cotangents_beyond_half_precision(implementation):
@@ -362,7 +363,7 @@ def test_cotangents_beyond_half_precision(implementation):
         for out, wanted in zip(
             jax.tree.leaves(pullback(cotangent * scale)), jax.tree.leaves(expected), strict=True
         ):
-            assert_close(out / scale, wanted, 1e-6)
+            assert_close(out / scale, wanted, SHORT)
 
 
 # Module and parameters
