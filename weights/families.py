@@ -1,6 +1,7 @@
 """The families of models: one record for each, which loading, storing, the command line and `Encoder` read."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -122,7 +123,8 @@ def of(config: Any) -> Family:
     raise TypeError(f"config is a {type(config).__name__}; expected one of {kinds}")
 
 
-def shapes(config: Any) -> dict[str, Shape]:
+@functools.cache
+def shapes(config: Any) -> Mapping[str, Shape]:
     """Returns the shape of every parameter of the model of `config`, by dotted name."""
     params = jax.eval_shape(lambda: of(config).init(jax.random.key(0), config))
     return {name: leaf.shape for name, leaf in tree.flatten(params).items()}
