@@ -393,7 +393,8 @@ source, path = sys.argv[1:]
 weights.save(weights.load_minilm(source), path, config=weights.load_minilm_config(source))
 params, config = weights.load(path), weights.load_config(path)
 ids = jax.numpy.ones((1, 4), int)
-assert abs(float(jax.numpy.sum(minilm.embed(params, ids, ids, config=config) ** 2)) - 1) < 1e-5
+embedding = jax.jit(minilm.embed, static_argnames="config")(params, ids, ids, config=config)
+assert abs(float(jax.numpy.sum(embedding**2)) - 1) < 1e-5
 assert "tokenizers" not in sys.modules  # only the text encoder needs it
 """
     command = [sys.executable, "-c", program, str(folder), str(tmp_path / "own.safetensors")]
@@ -401,12 +402,12 @@ assert "tokenizers" not in sys.modules  # only the text encoder needs it
     assert done.returncode == 0, done.stderr
 
 
-def test_models_import_neither_this_package_nor_what_only_text_needs():
+def test_models_do_not_import_what_only_loading_and_text_need():
     program = """
 import sys
 import pallas_models.minilm, pallas_models.__main__
 from pallas_models.minilm import Encoder
-unwanted = {"weights", "tokenizers", "rich", "safetensors", "huggingface_hub"} & sys.modules.keys()
+unwanted = {"weights", "tokenizers", "safetensors", "huggingface_hub"} & sys.modules.keys()
 sys.exit(f"imported: {unwanted}" if unwanted else 0)
 """
     command = [sys.executable, "-c", program]
@@ -480,7 +481,7 @@ def test_real_weights_load_by_default():
         name: leaf.shape for name, leaf in tree.flatten(params).items()
     }
     ids = jnp.array([[101, 7592, 2088, 102]])  # [CLS] hello world [SEP]
-    embedding = minilm.embed(params, ids, jnp.ones_like(ids))
+    embedding = jax.jit(minilm.embed)(params, ids, jnp.ones_like(ids))
     assert embedding.shape == (1, 384)
 
 

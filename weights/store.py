@@ -48,16 +48,12 @@ def save(
       CheckpointError: `params` do not fit `config`; lists every parameter at fault.
       TypeError: `dtype` is none of the above, or `config` is of no model.
     """
-    path = _file(dst)
+    path, family = _file(dst), families.of(config)
     tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
     checkpoint.check_tensors("params", tensors, families.shapes(config))
     if dtype is not None:
         tensors = tree.astype(tensors, checkpoint.float_dtype(dtype))
-    metadata = {
-        "format": _FORMAT,
-        "model": families.of(config).name,
-        "config": json.dumps(dataclasses.asdict(config)),
-    }
+    metadata = {"format": _FORMAT, "model": family.name, "config": json.dumps(dataclasses.asdict(config))}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     # As bytes: safetensors' own save_file makes a file that nobody but its owner may read.
