@@ -25,8 +25,6 @@ from jax.experimental import serialize_executable
 from pallas_models import tuning
 
 _PACKAGE = Path(__file__).parent
-# What is compiled faster than this is not worth a file.
-_LEAST_SECONDS = 0.1
 
 
 def default_folder() -> Path:
@@ -62,7 +60,7 @@ def enable(folder: Path | None) -> None:
     if folder is None or jax_has_one():
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs add up
 
 
 def jax_has_one() -> bool:
