@@ -1,6 +1,7 @@
 """Compiled code kept between processes: found again, never in the way, and no setting of JAX changed."""
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +24,19 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return checkpoints.write(tmp_path / "checkpoint")
+    return write(tmp_path)
+
+
+def write(folder: Path) -> Path:
+    """Writes a model that compiles fast."""
+    config = dataclasses.replace(checkpoints.CONFIG, num_layers=1, hidden_size=32, num_heads=2)
+    return checkpoints.write(
+        folder / "checkpoint", checkpoints.bert_tensors(config), checkpoints.bert_config(config)
+    )
+
+
+def an_encoder(folder: Path, cache: Path | bool | None = None, **options: Any) -> Encoder:
+    return Encoder.from_pretrained(folder, compilation_cache=cache, **{"implementation": "xla"} | options)
 
 
 @pytest.fixture
@@ -72,23 +86,29 @@ print(json.dumps({"lowered": lowered, "embeddings": embeddings.tolist()}))
     assert cache.stat().st_mode & 0o077 == 0
 
 
-def test_what_a_program_depends_on(folder, cache, fresh, monkeypatch):
-    def encode(**options):
-        monkeypatch.setattr(programs, "_COMPILED", {})
-        fresh.clear()
-        Encoder.from_pretrained(folder, compilation_cache=cache, **options).encode("a man")
-        return len(fresh)
+def test_what_a_program_depends_on(folder, cache, monkeypatch):
+    shape, normalize = (1, 16), True
 
-    assert [encode(), encode()] == [1, 0]
-    assert [encode(dtype="bfloat16"), encode(dtype="bfloat16")] == [1, 0]
-    assert [encode(implementation="xla"), encode(implementation="xla")] == [1, 0]
-    with jax.default_matmul_precision("highest"):
-        assert [encode(), encode()] == [1, 0]
-    for name, value in (("_circumstances", ("other code",)), ("_describe", ("another GPU",))):
+    def name(**options):
+        own = an_encoder(folder, cache, **options)._programs
+        return own._kept.name(*own._key, shape, normalize)
+
+    names = [name(), name(dtype="bfloat16"), name(implementation=None)]
+    assert name() == names[0] and name(dtype="bfloat16") == names[1]
+    shape = (8, 16)
+    names.append(name())
+    normalize = False
+    names.append(name())
+    for context in (jax.default_matmul_precision("highest"), jax.enable_x64(True)):
+        with context:
+            names.append(name())
+    for part, value in (("_circumstances", ("other code",)), ("_describe", ("another GPU",))):
         with monkeypatch.context() as patch:
-            patch.setattr(compilation_cache, name, lambda *_, value=value: value)
-            assert encode() == 1
-    assert encode() == 0 and len(list(cache.iterdir())) == 6
+            patch.setattr(compilation_cache, part, lambda *_, value=value: value)
+            names.append(name())
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("1e-05", "1e-06"))
+    names.append(name())
+    assert len(set(names)) == len(names) == 10
 
 
 def test_circumstances_are_of_the_code_and_the_tables(tmp_path, monkeypatch):
@@ -112,6 +132,23 @@ def test_circumstances_are_of_the_code_and_the_tables(tmp_path, monkeypatch):
     compilation_cache._circumstances.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> tuple[Path, str, bytes, np.ndarray]:
+    """A model, the name and the content of the file of its program, and what that computes."""
+    folder, cache = write(tmp_path_factory.mktemp("kept")), tmp_path_factory.mktemp("cache")
+    embedding = an_encoder(folder, cache).encode("a man")
+    (path,) = cache.iterdir()
+    return folder, path.name, path.read_bytes(), embedding
+
+
+def test_an_intact_file_is_used(kept, cache, fresh):
+    folder, name, content, expected = kept
+    cache.mkdir(parents=True)
+    (cache / name).write_bytes(content)
+    np.testing.assert_array_equal(an_encoder(folder, cache).encode("a man"), expected)
+    assert fresh == []
+
+
 def other_program() -> bytes:
     payload = pickle.dumps((b"no executable", None, None))
     return hashlib.sha256(payload).digest() + payload
@@ -127,30 +164,26 @@ def other_program() -> bytes:
     ],
     ids=["empty", "cut", "flipped", "other"],
 )
-def test_a_broken_file_is_passed_over_and_replaced(folder, cache, fresh, monkeypatch, change, message):
-    expected = Encoder.from_pretrained(folder, compilation_cache=cache).encode("a man")
-    (path,) = cache.iterdir()
-    content = path.read_bytes()
+def test_a_broken_file_is_passed_over_and_replaced(kept, cache, fresh, change, message):
+    folder, name, content, expected = kept
+    cache.mkdir(parents=True)
+    path = cache / name
     path.write_bytes(change(content))
-    monkeypatch.setattr(programs, "_COMPILED", {})
     with pytest.warns(UserWarning, match=message) as warned:
-        found = Encoder.from_pretrained(folder, compilation_cache=cache).encode("a man")
+        found = an_encoder(folder, cache).encode("a man")
     np.testing.assert_array_equal(found, expected)
     assert len(warned) == 1 and str(path) in str(warned[0].message)
-    monkeypatch.setattr(programs, "_COMPILED", {})
-    fresh.clear()
-    np.testing.assert_array_equal(
-        Encoder.from_pretrained(folder, compilation_cache=cache).encode("a man"), expected
-    )
-    assert not fresh and list(cache.iterdir()) == [path]
+    assert fresh == [name] and list(cache.iterdir()) == [path]
+    digest, payload = path.read_bytes()[:32], path.read_bytes()[32:]
+    assert hashlib.sha256(payload).digest() == digest
 
 
 def test_a_folder_that_cannot_be_written(folder, tmp_path, fresh):
     (tmp_path / "file").touch()
-    encoder = Encoder.from_pretrained(folder, compilation_cache=tmp_path / "file" / "cache")
+    encoder = an_encoder(folder, tmp_path / "file" / "cache")
     with pytest.warns(UserWarning, match="compilation cache passed over") as warned:
-        assert encoder.encode(["a man"] * 3).shape == (3, 64)
-        assert encoder.encode("a man").shape == (64,)
+        assert encoder.encode(["a man"] * 3).shape == (3, 32)
+        assert encoder.encode("a man").shape == (32,)
     assert len(warned) == 1 and len(fresh) == 2
 
 
@@ -160,18 +193,18 @@ def test_a_full_disk(folder, cache, fresh, monkeypatch):
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.warns(UserWarning, match="no space left"):
-        Encoder.from_pretrained(folder, compilation_cache=cache).encode("a man")
+        an_encoder(folder, cache).encode("a man")
     assert list(cache.iterdir()) == []
 
 
 def test_nothing_is_kept_unless_asked_for_or_beside_jax_own_cache(folder, cache, fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    Encoder.from_pretrained(folder).encode("a man")
+    an_encoder(folder).encode("a man")
     assert fresh == [None] and not (tmp_path / "pallas_models").exists()
-    Encoder.from_pretrained(folder, compilation_cache=True).encode("a man")
+    an_encoder(folder, True).encode("a man")
     assert len(list((tmp_path / "pallas_models" / "compilation").iterdir())) == 1
     monkeypatch.setattr(compilation_cache, "jax_has_one", lambda: True)
-    Encoder.from_pretrained(folder, compilation_cache=cache).encode("a man")
+    an_encoder(folder, cache).encode("a man")
     assert fresh[-1] is None and not cache.exists()
 
 
@@ -193,15 +226,16 @@ def test_a_program_turns_on_the_cache_of_jax(cache):
     program = """
 import json, pathlib, sys, jax
 from pallas_models import compilation_cache
-hits = []
-jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("/cache_hits") else None)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 compilation_cache.enable(None)
 off = compilation_cache.jax_has_one()
 compilation_cache.enable(pathlib.Path(sys.argv[1]))
 compilation_cache.enable(pathlib.Path(sys.argv[1], "not used"))
 on = compilation_cache.jax_has_one()
 jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
-print(json.dumps({"off": off, "on": on, "hits": len(hits), "folder": jax.config.jax_compilation_cache_dir}))
+hits = sum(name.endswith("/cache_hits") for name in events)
+print(json.dumps({"off": off, "on": on, "hits": hits, "folder": jax.config.jax_compilation_cache_dir}))
 """
     first, second = (run(program, cache) for _ in range(2))
     assert first == {"off": False, "on": True, "hits": 0, "folder": str(cache)}

@@ -53,7 +53,7 @@ def one_by_one(encoder: Encoder, sentences: list[str]) -> np.ndarray:
 
 
 def test_each_sentence_is_embedded_as_if_alone_and_in_order(encoder):
-    sentences = random_sentences(8)
+    sentences = random_sentences(6)
     expected = one_by_one(encoder, sentences)
     for batch_size in (1, 3, 64):
         embeddings = encoder.encode(sentences, batch_size=batch_size)
@@ -243,20 +243,20 @@ def test_many_sentences_are_tokenized_some_at_a_time(encoder, monkeypatch):
 
 
 def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):
-    encoder = Encoder.from_pretrained(folder)
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
     sentences = random_sentences(40)
     assert encoder.warm_up(sentences, batch_size=8) == 2
     assert compiled == [(8, 20), (8, 16)]
     assert encoder.warm_up(sentences, batch_size=8) == 0
     encoder.encode(sentences, batch_size=8)
-    Encoder.from_pretrained(folder).encode(sentences, batch_size=8)
+    Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
     assert len(compiled) == 2
     encoder.encode(sentences[:8], batch_size=8, normalize_embeddings=False)
     assert len(compiled) > 2
 
 
 def test_warm_up_of_lengths(folder, compiled):
-    encoder = Encoder.from_pretrained(folder)
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
     assert encoder.warm_up(lengths=[3, 16, 500], batch_size=4) == 4
     assert sorted(compiled) == [(1, 16), (1, 20), (4, 16), (4, 20)]
     assert encoder.warm_up(batch_size=4) == 0
@@ -288,13 +288,13 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     monkeypatch.setattr(programs.Programs, "_compile", compiles)
     monkeypatch.setattr(programs.Programs, "__call__", runs)
     sentences = ["a man is playing"] * 8 + [" ".join(WORDS * 2)] * 8
-    embeddings = Encoder.from_pretrained(folder).encode(sentences, batch_size=8)
+    embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
     assert compiled == [(8, 20), (8, 16)]
     assert np.all(np.isfinite(embeddings))
 
 
 def test_a_failure_to_compile_is_not_kept(folder, compiled, monkeypatch):
-    encoder = Encoder.from_pretrained(folder)
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
     with monkeypatch.context() as patch:
         patch.setattr(programs.Programs, "_compile", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -303,7 +303,7 @@ def test_a_failure_to_compile_is_not_kept(folder, compiled, monkeypatch):
 
 
 def test_precision_in_force_counts(folder, compiled):
-    encoder = Encoder.from_pretrained(folder)
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
     for precision in (None, "highest", None):
         with jax.default_matmul_precision(precision):
             encoder.encode("a man")
