@@ -302,6 +302,13 @@ def test_a_failure_to_compile_is_not_kept(folder, compiled, monkeypatch):
     assert encoder.encode("a man").shape == (64,)
 
 
+def test_without_jit(encoder):
+    sentences = random_sentences(2)
+    expected = encoder.encode(sentences)
+    with jax.disable_jit():
+        np.testing.assert_allclose(encoder.encode(sentences), expected, atol=1e-6)
+
+
 def test_precision_in_force_counts(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
     for precision in (None, "highest", None):

@@ -63,6 +63,8 @@ class Programs:
 
     def __call__(self, tokens: np.ndarray, normalize: bool) -> jax.Array:
         """Starts the computation of one batch; returns before the device is done."""
+        if jax_setting("jax_disable_jit"):
+            return self._run(self._leaves, tokens, normalize)
         key = _key(tokens.shape, normalize)
         if key not in self._compiled:
             self.prepare([tokens.shape], normalize)
@@ -80,7 +82,7 @@ class Programs:
         is that of `shapes`, so that the first batch can run while the programs of others are compiled.
         """
         missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._compiled]
-        if not missing:
+        if not missing or jax_setting("jax_disable_jit"):
             return []
         pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
         try:
