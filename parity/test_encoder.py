@@ -443,11 +443,15 @@ def batch_of(encoder: Encoder, sentences: list[str]) -> tuple[np.ndarray, np.nda
     return np.maximum(tokens, 0), (tokens >= 0).astype(np.int32)
 
 
+@pytest.fixture(scope="module")
+def real_encoder() -> Encoder:
+    return Encoder.from_pretrained()
+
+
 @checkpoints.needs_real_weights
-def test_real_tokens():
-    encoder = Encoder.from_pretrained()
-    assert encoder.max_length == 256
-    ids, mask = batch_of(encoder, ["Hello, World!", "unaffable"])
+def test_real_tokens(real_encoder):
+    assert real_encoder.max_length == 256
+    ids, mask = batch_of(real_encoder, ["Hello, World!", "unaffable"])
     assert ids.shape == (2, 16)
     assert ids[0, :6].tolist() == [101, 7592, 1010, 2088, 999, 102]
     assert ids[1, :6].tolist() == [101, 14477, 20961, 3468, 102, 0]  # una ##ffa ##ble
@@ -458,9 +462,9 @@ REAL_SENTENCES = [*EXAMPLES, "", "Ünïcödé 文字 🙂", "a " * 300]
 
 
 @pytest.fixture(scope="module")
-def real_embeddings(reference) -> np.ndarray:
+def real_embeddings(reference, real_encoder) -> np.ndarray:
     """Of `REAL_SENTENCES`, by torch in float32."""
-    ids, mask = batch_of(Encoder.from_pretrained(), REAL_SENTENCES)
+    ids, mask = batch_of(real_encoder, REAL_SENTENCES)
     tensors = checkpoint.read_tensors(weights.resolve())
     del tensors["embeddings.position_ids"]
     model = reference.Encoder(tensors, num_heads=12)
@@ -476,8 +480,8 @@ def test_real_weights_against_torch(real_embeddings, dtype, least):
 
 
 @checkpoints.needs_real_weights
-def test_real_embeddings_know_meaning():
-    similarity = np.triu(np.inner(*[Encoder.from_pretrained().encode(EXAMPLES)] * 2), 1)
+def test_real_embeddings_know_meaning(real_encoder):
+    similarity = np.triu(np.inner(*[real_encoder.encode(EXAMPLES)] * 2), 1)
     first, second = np.unravel_index(np.argsort(similarity, axis=None)[-2:], similarity.shape)
     assert set(zip(first.tolist(), second.tolist(), strict=True)) == {(0, 1), (2, 3)}
 
