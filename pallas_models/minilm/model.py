@@ -6,7 +6,6 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084).
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,6 @@ from jax.typing import DTypeLike
 from pallas_models import ops
 from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, draw
 from pallas_models.ops import Implementation, _checks
-
-if TYPE_CHECKING:
-    from pallas_models.encoder import Encoder as Encoder
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Encoder":  # on first use, as it needs the tokenizers library and the rest here does not
-        from pallas_models.encoder import Encoder
-
-        return Encoder
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
