@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from bench import __main__ as cli
-from bench import environment, harness, minilm_models, report, results, sts, tables, timing
-from bench import minilm as benchmark
-from bench.results import Accuracy, Case, Entry, Kernel, Result, ResultError
-from bench.timing import Budget, Candidate, DeviceTimerError, Timing
+from bench.cases import minilm as benchmark
+from bench.cases import minilm_models, sts
+from bench.measuring import environment, harness, results, timing
+from bench.measuring.results import Accuracy, Case, Entry, Kernel, Result, ResultError
+from bench.measuring.timing import Budget, Candidate, DeviceTimerError, Timing
+from bench.reporting import report, tables
 from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig
 from parity.common import KERNEL

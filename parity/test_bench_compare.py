@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as cli
-from bench import compare, results
-from bench.results import Case, Entry, Result
-from bench.timing import Timing
+from bench.measuring import results
+from bench.measuring.results import Case, Entry, Result
+from bench.measuring.timing import Timing
+from bench.reporting import compare
 from parity.test_bench import entry, make_result
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import gpt2, qwen3
+from bench.cases import gpt2, qwen3
 from pallas_models.gpt2 import GPT2Config
 from pallas_models.qwen3 import Qwen3Config
 from parity.common import KERNEL, assert_close

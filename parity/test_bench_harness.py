@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bench import __main__ as cli
-from bench import contenders, environment, harness, results, timing
-from bench.harness import Benchmark, Contender, Problem
+from bench.measuring import contenders, environment, harness, results, timing
+from bench.measuring.harness import Benchmark, Contender, Problem
 from parity.common import ON_GPU, cuda_device, kernel_calls
 from parity.test_bench import FAST
 

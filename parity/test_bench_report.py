@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import __main__ as cli
-from bench import report, results
-from bench.results import Accuracy, Case, Kernel, Result
+from bench.measuring import results
+from bench.measuring.results import Accuracy, Case, Kernel, Result
+from bench.reporting import report
 from parity.test_bench import entry, make_result
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import environment, trimul
-from bench.harness import shape_text
-from bench.results import Case, Entry, Kernel, Result
-from bench.timing import Timing
+from bench.cases import trimul
+from bench.measuring import environment
+from bench.measuring.harness import shape_text
+from bench.measuring.results import Case, Entry, Kernel, Result
+from bench.measuring.timing import Timing
 
 CEILINGS = {"matmul_bf16_tflop_per_s": 790.0, "copy_tb_per_s": 4.28}
 

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from bench import __main__ as cli
-from bench import environment, tune
-from bench.harness import DTYPES
+from bench.measuring import environment, tune
+from bench.measuring.harness import DTYPES
 from pallas_models import tuning
 from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.tuning import Table, autotuner

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import roofline
-from bench.results import Case, Entry, Family, Result
-from bench.timing import Timing
+from bench.measuring import roofline
+from bench.measuring.results import Case, Entry, Family, Result
+from bench.measuring.timing import Timing
 
 FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch", "peer")  # those of which the best counts
 BASELINES: tuple[Family, ...] = FAMILIES[1:]

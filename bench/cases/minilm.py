@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import environment, minilm_models, tables
-from bench.harness import COSINE, Benchmark, Contender, Problem, Shape, itemsize
-from bench.minilm_models import Checkpoint
-from bench.results import Result
+from bench.cases import minilm_models
+from bench.cases.minilm_models import Checkpoint
+from bench.measuring import environment
+from bench.measuring.harness import COSINE, Benchmark, Contender, Problem, Shape, itemsize
+from bench.measuring.results import Result
+from bench.reporting import tables
 from pallas_models import minilm
 
 HELP = "MiniLM forward pass: ours, XLA and torch side by side"

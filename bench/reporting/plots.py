@@ -5,10 +5,11 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from bench import roofline, tables
-from bench.drawing import COLORS, INK, PARTS, Plot, axes_of, bars, legend, plain_ticks, style
-from bench.results import Case, Entry, Family, Result, slug
-from bench.tables import NAMES
+from bench.measuring import roofline
+from bench.measuring.results import Case, Entry, Family, Result, slug
+from bench.reporting import tables
+from bench.reporting.drawing import COLORS, INK, PARTS, Plot, axes_of, bars, legend, plain_ticks, style
+from bench.reporting.tables import NAMES
 
 
 def labels_of(cases: Sequence[Case]) -> list[str]:

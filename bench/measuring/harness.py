@@ -31,7 +31,7 @@ A benchmark of an operation is a module such as this one, listed in `bench.__mai
 
 What happens to it: the JAX programs of all cases are compiled ahead, in threads; torch is run eagerly, in CUDA
 graphs and compiled; every output is compared with the reference, and one that is wrong is reported, not timed;
-the others are timed in turns (`bench.timing`) on input sets that rotate, so many that they come from memory, not
+the others are timed in turns (`bench.measuring.timing`) on input sets that rotate, so many that they come from memory, not
 from the L2 cache, unless `Problem.sets` says otherwise. The result is saved after every case. The exit code is
 1 if a contender of ours failed or was wrong. More about the parts: `Contender`, `Problem`, `Benchmark`.
 """
@@ -46,8 +46,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import environment, results, tables, timing
-from bench.contenders import (
+from bench.measuring import environment, results, timing
+from bench.measuring.contenders import (
     COSINE,
     DTYPES,
     LIMITS,
@@ -61,7 +61,8 @@ from bench.contenders import (
     cosine_distance,
     normal,
 )
-from bench.results import Case, Result
+from bench.measuring.results import Case, Result
+from bench.reporting import tables
 
 __all__ = [
     "COSINE",

@@ -4,9 +4,9 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import plots, tables
-from bench.drawing import Plot
-from bench.results import Result, slug
+from bench.measuring.results import Result, slug
+from bench.reporting import plots, tables
+from bench.reporting.drawing import Plot
 
 NAME = "index.html"
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")

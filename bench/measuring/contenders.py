@@ -1,6 +1,6 @@
 """What is compared: a problem, those who solve it, and their way from a function to something that can be timed.
 
-`bench.harness` has the example and is what a benchmark imports.
+`bench.measuring.harness` has the example and is what a benchmark imports.
 """
 
 import concurrent.futures
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import results, timing
-from bench.results import Accuracy, Entry, Family
+from bench.measuring import results, timing
+from bench.measuring.results import Accuracy, Entry, Family
 
 DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 

@@ -6,7 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from bench import timing
+from bench.measuring import timing
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "transformers", "numpy")
 

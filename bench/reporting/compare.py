@@ -11,9 +11,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from bench import results, tables
-from bench.results import Case, Entry, Result
-from bench.timing import Timing
+from bench.measuring import results
+from bench.measuring.results import Case, Entry, Result
+from bench.measuring.timing import Timing
+from bench.reporting import tables
 
 HELP = "what got faster or slower between two result files"
 

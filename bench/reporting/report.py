@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from bench import results, tables
 from bench.__main__ import BENCHMARKS, module_of
-from bench.results import Result
+from bench.measuring import results
+from bench.measuring.results import Result
+from bench.reporting import tables
 
 HELP = "make a page with plots from the results, and rewrite the tables of README.md"
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 README_GPU = "nvidia-h200"
 FOLDER = "report"  # of the page, beside the results that it is made from
 
@@ -89,7 +90,7 @@ def write_page(found: list[Result], folder: Path) -> bool:
             "matplotlib is not installed, so no page was made: pip install 'pallas-models[bench]'", file=sys.stderr
         )
         return False
-    from bench import page
+    from bench.reporting import page
 
     try:
         print(f"wrote {page.write(found, [on_page(result) for result in found], folder / FOLDER)}")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.results import Family
+from bench.measuring.results import Family
 
 WIDTH = 4.0  # inches
 INK = "#212529"

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from bench import results
 from bench.__main__ import BENCHMARKS, module_of
-from bench.harness import parse_dtypes
+from bench.measuring import results
+from bench.measuring.harness import parse_dtypes
 
 HELP = "every benchmark, one after the other"
 
@@ -188,7 +188,7 @@ def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
         return outcome("left out", str(error))
     except Exception as error:  # a benchmark that cannot be imported must not stop the others
         return outcome("FAILED", f"{type(error).__name__}: {error}")
-    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = subprocess.Popen(line, env=environment)
     try:

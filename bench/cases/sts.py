@@ -21,11 +21,13 @@ import numpy as np
 import tokenizers
 
 import weights
-from bench import environment, minilm_models, results, tables
-from bench.contenders import absent
-from bench.harness import DTYPES, cosine_distance, parse_dtypes
-from bench.minilm_models import Checkpoint
-from bench.results import Accuracy, Case, Entry, Family
+from bench.cases import minilm_models
+from bench.cases.minilm_models import Checkpoint
+from bench.measuring import environment, results
+from bench.measuring.contenders import absent
+from bench.measuring.harness import DTYPES, cosine_distance, parse_dtypes
+from bench.measuring.results import Accuracy, Case, Entry, Family
+from bench.reporting import tables
 from pallas_models import minilm
 from pallas_models.encoder import Encoder
 

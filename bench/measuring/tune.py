@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import environment, tables
-from bench.harness import DTYPES, parse_dtypes
+from bench.measuring import environment
+from bench.measuring.harness import DTYPES, parse_dtypes
+from bench.reporting import tables
 from pallas_models import ops, tuning
 from pallas_models.tuning import Entry, Result, Table
 

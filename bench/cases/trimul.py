@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import weights
-from bench import environment, tables, timing, trimul_models
-from bench.contenders import NOT_FINITE
-from bench.harness import Benchmark, Contender, Measure, Problem, Shape, shape_text
-from bench.results import Case, Result
+from bench.cases import trimul_models
+from bench.measuring import environment, timing
+from bench.measuring.contenders import NOT_FINITE
+from bench.measuring.harness import Benchmark, Contender, Measure, Problem, Shape, shape_text
+from bench.measuring.results import Case, Result
+from bench.reporting import tables
 from pallas_models import trimul
 
 HELP = "triangle multiplicative update: ours, XLA, torch, cuEquivariance"

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from bench.results import Case
-from bench.timing import Timing
+from bench.measuring.results import Case
+from bench.measuring.timing import Timing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

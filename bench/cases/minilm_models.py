@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import weights
-from bench.contenders import DTYPES
+from bench.measuring.contenders import DTYPES
 from pallas_models import ops
 from pallas_models.minilm import MiniLMConfig
 from weights.checkpoint import read_tensors

@@ -1,7 +1,7 @@
 """Result files: one JSON file per GPU and benchmark, with a schema that is checked when it is read.
 
 A file stores what was measured and under which conditions; rates, ratios and means are derived from it where
-they are shown (`bench.tables`), so that a file cannot contradict itself.
+they are shown (`bench.reporting.tables`), so that a file cannot contradict itself.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.timing import Timing
+from bench.measuring.timing import Timing
 
 FORMAT = "pallas_models.bench"
 VERSION = 2  # 2 has more families, and peak_bytes
 READABLE = (1, 2)
-DEFAULT_FOLDER = Path(__file__).parent / "results"
+DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
 Family = Literal["ours", "ladder", "xla", "torch", "peer"]
 Status = Literal["ok", "wrong", "failed", "skipped"]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bench.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
