@@ -1,13 +1,14 @@
 """`python -m bench COMMAND`: a benchmark, or something made from their results.
 
 A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`; `-` in the command's name is
-`_` in the module's. A benchmark is a module of `bench.cases`: list it in BENCHMARKS, and `python -m bench all` runs
-it and `report` shows it. Any other command is listed in COMMANDS with its package. How to write a benchmark:
+`_` in the module's. A benchmark is a module of `bench.cases`: list it in BENCHMARKS, and `python -m bench all`
+runs it and `report` shows it. Any other command is listed in COMMANDS with its package. How to write a benchmark:
 `bench.measuring.harness`.
 
 A benchmark takes --output and saves its result after every case. If it has --dtype, --shapes, --quick,
---show-results or --data, `all` passes on what it was given. If its module has a function `table(result)`, that makes
-the benchmark's table on the generated pages.
+--show-results or --data, `all` passes on what it was given. If its module has a function `table(result)`, that
+makes the benchmark's tables on the generated pages; `headline(result)` gives its line in README.md where a ratio
+of device times does not say it.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from parity.common import KERNEL
 TINY = MiniLMConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=24
 )
-FAST = Budget(warmup_s=0.001, block_s=0.001, wall_samples=5, device_groups=2, device_calls=3, pause_s=0)
+FAST = Budget(warmup_s=0.001, queue_s=0.001, wall_samples=5, device_groups=2, device_calls=3, pause_s=0)
 
 
 @pytest.fixture
@@ -320,8 +320,8 @@ class TestTables:
         assert "Device time" not in tables.comparison(result)
         assert "torch-graph" in tables.entries(result)
 
-    def test_problems(self):
-        assert tables.problems(make_result()) == ["torch-graph failed: out of memory (all cases)"]
+    def test_failures(self):
+        assert tables.failures(make_result()) == ["torch-graph failed: out of memory (all cases)"]
 
     def test_replace_marked(self):
         text = "a\n<!-- bench:x -->\nold\n<!-- /bench:x -->\nb"
@@ -395,7 +395,7 @@ class TestMiniLM:
     def test_baselines_agree(self, checkpoint):
         import torch
 
-        ids, mask = benchmark.draw_inputs((5, 12), TINY.vocab_size, "ragged", seed=0)
+        ids, mask = benchmark.random_inputs((5, 12), TINY.vocab_size, "ragged", seed=0)
         assert mask.min() == 0
         expected = minilm_models.torch_model(checkpoint, "fp32", "cpu")(*map(torch.from_numpy, (ids, mask)))
         params, plain = minilm_models.plain_jax(checkpoint, "fp32")
@@ -405,7 +405,7 @@ class TestMiniLM:
 
     def test_steps(self, checkpoint, monkeypatch):
         """Every step has kernels that the one before has not, and they compute what plain XLA does."""
-        ids, mask = (jnp.asarray(x) for x in benchmark.draw_inputs((3, 12), TINY.vocab_size, "ragged", seed=0))
+        ids, mask = (jnp.asarray(x) for x in benchmark.random_inputs((3, 12), TINY.vocab_size, "ragged", seed=0))
         params = checkpoint.params("fp32")
         steps = [minilm_models.stepped(TINY, name) for name in minilm_models.STEPS]
         counts = [str(jax.make_jaxpr(step)(params, ids, mask)).count("pallas_call[") for step in steps]

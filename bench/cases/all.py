@@ -1,8 +1,8 @@
-"""Runs every benchmark, each in a process of its own, so that one that fails or hangs takes no other with it.
+"""Runs every benchmark, each in a process of its own, so that one that fails or hangs does not stop the others.
 
-There is a budget of time for all of them. A benchmark may use what those before it left over and half of what
-is meant for those after it; then it is interrupted, and what it had measured is kept, as a partial result. The
-options given here are handed to each benchmark that has them.
+All of them share a time budget. A benchmark may use what those before it left over and half of what is meant for
+those after it. Then it is interrupted; what it had measured is kept as a partial result. The options given here
+are passed to each benchmark that has them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from bench.measuring.harness import parse_dtypes
 HELP = "every benchmark, one after the other"
 
 BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
-WEIGHTS = {"minilm": 4.0, "sts": 2.0}  # of a benchmark's share of it, if not 1
+SHARES = {"minilm": 4.0, "sts": 2.0}  # of the budget; 1 for the others
 GRACE_S = 15.0  # between the request to stop and the end by force
 
 Status = Literal["ok", "FAILED", "left out"]
@@ -128,7 +128,7 @@ def budget_of(args: argparse.Namespace) -> float:
 
 def limit(names: Sequence[str], left: float) -> float:
     """Seconds that the first of the benchmarks still to run may take, of those that are left."""
-    shares = [WEIGHTS.get(name, 1.0) for name in names]
+    shares = [SHARES.get(name, 1.0) for name in names]
     return left * (1 - 0.5 * sum(shares[1:]) / sum(shares))
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -80,7 +80,7 @@ def tokamax(*, causal: bool) -> Callable[..., Any]:
     return lambda q, k, v: dot_product_attention(q, k, v, is_causal=causal)
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """Attention of q (batch, seq, heads, head_dim) over kv_heads heads of keys and values of the same length."""
     batch, seq, heads, kv_heads, head_dim = map(int, shape[:5])
     causal = "causal" in shape
@@ -91,12 +91,12 @@ def problem(dtype: str, shape: Shape) -> Problem:
     triton = functools.partial(ours, implementation="triton")
     fused = functools.partial(ops.attention_qkv, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
 
-    def join(*parts: jax.Array) -> tuple[jax.Array]:
-        return (jnp.concatenate([x.reshape(batch, seq, -1) for x in parts], axis=-1),)
+    def join(*qkv: jax.Array) -> tuple[jax.Array]:
+        return (jnp.concatenate([x.reshape(batch, seq, -1) for x in qkv], axis=-1),)
 
     sees = (seq + 1) / 2 if causal else seq  # keys, on average
     q_shape, kv_shape = (batch, seq, heads, head_dim), (batch, seq, kv_heads, head_dim)
-    return Problem(
+    return Workload(
         inputs=lambda seed: normal(seed, dtype, q_shape, kv_shape, kv_shape),
         reference=jax.jit(functools.partial(exact, causal=causal)),
         contenders=[
@@ -162,6 +162,6 @@ BENCHMARK = Benchmark(
     quick_shapes=((4, 2048, 16, 16, 64), (4, 2048, 16, 16, 128, "causal"), (64, 128, 12, 12, 32)),
     cpu_shapes=((1, 128, 2, 2, 32), (1, 128, 4, 2, 32, "causal")),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

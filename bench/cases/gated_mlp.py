@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -65,7 +65,7 @@ def stack(x: jax.Array, gate: jax.Array, up: jax.Array, *down: jax.Array) -> tup
     return x, ops.stack_gate_up(gate, up), *down
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """x (M, K), gate and up (K, N), and with the flag down a projection (N, K)."""
     m, k, n = map(int, shape[:3])
     down = "down" in shape
@@ -93,7 +93,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     if not down:
         untuned = functools.partial(triton, config=HEURISTIC)
         contenders.insert(2, Contender("heuristic", "ladder", untuned, prepare=stack, gpu=True))
-    return Problem(
+    return Workload(
         inputs=inputs,
         reference=jax.jit(in_float32),
         contenders=contenders,
@@ -111,6 +111,6 @@ BENCHMARK = Benchmark(
     quick_shapes=(SHAPES[2], (*SHAPES[2], "down")),
     cpu_shapes=((64, 32, 48), (64, 32, 48, "down")),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.kernels.triton.matmul import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
@@ -24,7 +24,7 @@ def in_torch() -> Callable[..., Any]:
     return torch.matmul
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """The product of (M, K) and (K, N)."""
     m, n, k = map(int, shape)
     exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -35,7 +35,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         for name in ALGORITHMS
         if shape in CUBES
     ]
-    return Problem(
+    return Workload(
         inputs=lambda seed: normal(seed, dtype, (m, k), (k, n)),
         reference=jax.jit(lambda x, w: exact(x.astype(jnp.float32), w.astype(jnp.float32))),
         contenders=[
@@ -69,6 +69,6 @@ BENCHMARK = Benchmark(
     quick_shapes=((1024, 1024, 1024), (8192, 1152, 384)),
     cpu_shapes=((128, 128, 128), (256, 192, 64)),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases import decoders
-from bench.measuring.harness import DTYPES, Benchmark, Contender, Problem, Shape, itemsize
+from bench.measuring.harness import DTYPES, Benchmark, Contender, Shape, Workload, itemsize
 from pallas_models import gpt2
 
 HELP = "GPT-2 block, causal: ours, XLA, torch"
@@ -16,21 +16,21 @@ HELP = "GPT-2 block, causal: ours, XLA, torch"
 CONFIG = gpt2.GPT2Config()
 
 
-def shapes() -> Any:
+def param_shapes() -> Any:
     """The parameters of a block, without their values."""
     return jax.eval_shape(lambda: gpt2.init_block(jax.random.key(0), CONFIG))
 
 
-TREE = jax.tree.structure(shapes())
+TREE = jax.tree.structure(param_shapes())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def draw(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
+def random_inputs(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
     """x, and the parameters of a block in the order of `TREE`, as large as real ones: each call has its own.
 
     In a model the weights of a block come from memory too, as those of the other blocks were used since.
     """
-    params = jax.tree.leaves(shapes())
+    params = jax.tree.leaves(param_shapes())
     x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(params))
     x = jax.random.normal(x_key, (batch, seq, CONFIG.hidden_size)).astype(DTYPES[dtype])
     leaves = TREE.unflatten([0.03 * jax.random.normal(k, p.shape) for k, p in zip(keys, params, strict=True)])
@@ -94,7 +94,7 @@ def of_one_dtype(x: Any, *leaves: Any) -> tuple[Any, ...]:
     return x, *(leaf.to(x.dtype) for leaf in leaves)
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """A block on x (batch, seq, 768)."""
     batch, seq = map(int, shape)
     rows, h, f = batch * seq, CONFIG.hidden_size, CONFIG.intermediate_size
@@ -110,8 +110,8 @@ def problem(dtype: str, shape: Shape) -> Problem:
         name = "xla-cudnn" if cudnn else "xla"
         return Contender(name, "xla", lambda: function, gpu=cudnn, skip=half if cudnn else "")
 
-    return Problem(
-        inputs=lambda seed: draw(seed, dtype, batch, seq),
+    return Workload(
+        inputs=lambda seed: random_inputs(seed, dtype, batch, seq),
         reference=reference,
         contenders=[
             Contender("pallas", "ours", ours, gpu=True),
@@ -144,7 +144,7 @@ BENCHMARK = Benchmark(
     shapes=((1, 128), (1, 1024), (8, 1024), (32, 1024)),
     cpu_shapes=((1, 16),),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
     compile_budget=40.0,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

@@ -12,7 +12,7 @@ import numpy as np
 from bench.cases import minilm_models
 from bench.cases.minilm_models import Checkpoint
 from bench.measuring import environment
-from bench.measuring.harness import COSINE, Benchmark, Contender, Problem, Shape, itemsize
+from bench.measuring.harness import COSINE, Benchmark, Contender, Shape, Workload, itemsize
 from bench.measuring.results import Result
 from bench.reporting import tables
 from pallas_models import minilm
@@ -28,7 +28,7 @@ STEP_SHAPES = ((1, 128), (64, 128))  # where every step is measured, of which th
 LIMITS = {"fp32": 1e-5, "fp16": 2e-5, "bf16": 3e-4}
 
 
-def draw_inputs(shape: tuple[int, int], vocab_size: int, masks: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def random_inputs(shape: tuple[int, int], vocab_size: int, masks: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws ids and mask, int32 (B, S); ragged lengths are uniform in [S / 4, S], one being S."""
     batch, seq = shape
     rng = np.random.default_rng(seed)
@@ -100,14 +100,14 @@ class Models:
         ]
         return [Contender("pallas", "ours", lambda: ours, params=(params,), gpu=True), *ladder, *found]
 
-    def problem(self, dtype: str, shape: Shape) -> Problem:
+    def workload(self, dtype: str, shape: Shape) -> Workload:
         """One forward pass."""
         batch, seq = map(int, shape)
         config = self.checkpoint.config
         if seq > config.max_positions:
             raise ValueError(f"{batch}x{seq}: longer than the model's {config.max_positions} positions")
-        return Problem(
-            inputs=lambda seed: draw_inputs((batch, seq), config.vocab_size, self.masks, seed),
+        return Workload(
+            inputs=lambda seed: random_inputs((batch, seq), config.vocab_size, self.masks, seed),
             reference=self.reference,
             contenders=self.contenders(dtype, steps=(batch, seq) in STEP_SHAPES),
             flop=minilm_models.flop(config, batch, seq),
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     models = Models(checkpoint, args.masks, gpu=environment.has_gpu())
     benchmark = dataclasses.replace(
         BENCHMARK,
-        problem=models.problem,
+        workload=models.workload,
         settings={"weights": checkpoint.origin, "masks": args.masks},
         shortened=args.masks != "full",
     )

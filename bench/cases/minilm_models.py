@@ -63,20 +63,20 @@ def random_tensors(config: MiniLMConfig, seed: int = 0) -> dict[str, np.ndarray]
     hidden, inner = config.hidden_size, config.intermediate_size
     tensors: dict[str, np.ndarray] = {}
 
-    def draw(name: str, *shape: int, mean: float = 0.0) -> None:
+    def add(name: str, *shape: int, mean: float = 0.0) -> None:
         tensors[name] = rng.normal(mean, 0.04, shape).astype(np.float32)
 
     def norm(name: str) -> None:
-        draw(f"{name}.weight", hidden, mean=1.0)
-        draw(f"{name}.bias", hidden)
+        add(f"{name}.weight", hidden, mean=1.0)
+        add(f"{name}.bias", hidden)
 
     def linear(name: str, d_in: int, d_out: int) -> None:
-        draw(f"{name}.weight", d_out, d_in)
-        draw(f"{name}.bias", d_out)
+        add(f"{name}.weight", d_out, d_in)
+        add(f"{name}.bias", d_out)
 
-    draw("embeddings.word_embeddings.weight", config.vocab_size, hidden)
-    draw("embeddings.position_embeddings.weight", config.max_positions, hidden)
-    draw("embeddings.token_type_embeddings.weight", config.num_token_types, hidden)
+    add("embeddings.word_embeddings.weight", config.vocab_size, hidden)
+    add("embeddings.position_embeddings.weight", config.max_positions, hidden)
+    add("embeddings.token_type_embeddings.weight", config.num_token_types, hidden)
     norm("embeddings.LayerNorm")
     for i in range(config.num_layers):
         layer = f"encoder.layer.{i}"

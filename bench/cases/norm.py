@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases.softmax import ROWS
-from bench.measuring.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -53,13 +53,13 @@ def tokamax(*, rms: bool) -> Callable[..., Any]:
     return lambda x, scale, bias=None: layer_norm(x, scale, bias, epsilon=EPSILON, subtract_mean=not rms)
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """The norm over the last axis of (rows, columns)."""
     rows, columns = map(int, shape[:2])
     rms = "rms" in shape
     vectors = 1 if rms else 2
     ours = functools.partial(ops.rms_norm if rms else ops.layer_norm, epsilon=EPSILON)
-    return Problem(
+    return Workload(
         inputs=lambda seed: normal(seed, dtype, (rows, columns), *[(columns,)] * vectors),
         reference=jax.jit(lambda *inputs: plain(*(x.astype(jnp.float32) for x in inputs))),
         contenders=[
@@ -83,6 +83,6 @@ BENCHMARK = Benchmark(
     quick_shapes=(ROWS[0], (*ROWS[0], "rms")),
     cpu_shapes=((64, 768), (64, 768, "rms")),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases import decoders
-from bench.measuring.harness import DTYPES, Benchmark, Contender, Problem, Shape, itemsize
+from bench.measuring.harness import DTYPES, Benchmark, Contender, Shape, Workload, itemsize
 from pallas_models import qwen3
 from pallas_models.ops import rotary_table
 
@@ -17,18 +17,18 @@ HELP = "Qwen3-8B decoder layer, prefill: ours, XLA, torch"
 CONFIG = qwen3.Qwen3Config()
 
 
-def shapes() -> Any:
+def param_shapes() -> Any:
     """The parameters of a layer, without their values."""
     return jax.eval_shape(lambda: qwen3.init_layer(jax.random.key(0), CONFIG))
 
 
-TREE = jax.tree.structure(shapes())
+TREE = jax.tree.structure(param_shapes())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def draw(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
+def random_inputs(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
     """x, and the parameters of a layer in the order of `TREE`, as large as real ones."""
-    params = jax.tree.leaves(shapes())
+    params = jax.tree.leaves(param_shapes())
     x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(params))
     x = jax.random.normal(x_key, (batch, seq, CONFIG.hidden_size), DTYPES[dtype])
     leaves = [
@@ -131,18 +131,18 @@ def for_torch(x: Any, *leaves: Any) -> tuple[Any, ...]:
     return cos, sin, x, *(leaf.to(x.dtype) for leaf in leaves)
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """A layer on x (batch, seq, 4096)."""
     batch, seq = map(int, shape)
-    rows, weights = batch * seq, sum(p.size for p in jax.tree.leaves(shapes()) if p.ndim > 1)
+    rows, parameters = batch * seq, sum(p.size for p in jax.tree.leaves(param_shapes()) if p.ndim > 1)
     half = "" if dtype != "fp32" else decoders.HALF_ONLY
     cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
     def ours() -> Callable[..., jax.Array]:
         return lambda x, *leaves: qwen3.layer(TREE.unflatten(leaves), x, config=CONFIG)
 
-    return Problem(
-        inputs=lambda seed: draw(seed, dtype, batch, seq),
+    return Workload(
+        inputs=lambda seed: random_inputs(seed, dtype, batch, seq),
         reference=reference,
         contenders=[
             Contender("pallas", "ours", ours, gpu=True),
@@ -167,10 +167,10 @@ def problem(dtype: str, shape: Shape) -> Problem:
             ),
         ],
         # Attention computes the scores of a triangle.
-        flop=2.0 * rows * weights + 2.0 * rows * seq * CONFIG.num_heads * CONFIG.head_dim,
-        bytes=float((2 * rows * CONFIG.hidden_size + weights) * itemsize(dtype)),
+        flop=2.0 * rows * parameters + 2.0 * rows * seq * CONFIG.num_heads * CONFIG.head_dim,
+        bytes=float((2 * rows * CONFIG.hidden_size + parameters) * itemsize(dtype)),
         limit=decoders.LIMITS[dtype],
-        sets=2,  # the weights alone are more than the L2 cache holds
+        sets=2,  # the parameters alone exceed the L2 cache
     )
 
 
@@ -181,7 +181,7 @@ BENCHMARK = Benchmark(
     quick_shapes=((1, 1024), (8, 2048)),
     cpu_shapes=((1, 16),),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
     compile_budget=40.0,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

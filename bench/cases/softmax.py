@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Problem, Shape, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.kernels.triton.softmax import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
@@ -29,7 +29,7 @@ def jax_pallas() -> Callable[..., Any]:
     return softmax
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """Softmax over the last axis of (rows, columns)."""
     rows, columns = map(int, shape)
     ours = ops.softmax
@@ -38,7 +38,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
         for name in ALGORITHMS
     ]
     too_long = "it holds a row in the registers of 4 warps" if columns > 32768 else ""
-    return Problem(
+    return Workload(
         inputs=lambda seed: normal(seed, dtype, (rows, columns)),
         reference=jax.jit(lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1)),
         contenders=[
@@ -61,6 +61,6 @@ BENCHMARK = Benchmark(
     shapes=ROWS,
     cpu_shapes=((64, 768), (32, 4096)),
     dtypes=("bf16",),
-    problem=problem,
+    workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

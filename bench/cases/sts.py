@@ -124,8 +124,8 @@ def spearman(embeddings: np.ndarray, index: dict[str, int], pairs: Sequence[Pair
     return 100 * float(stats.spearmanr(cosines, [score for *_, score in pairs]).statistic)
 
 
-def rate(run: Callable[[], Any], sentences: int, passes: int = PASSES) -> float:
-    """Sentences a second of `run`, which embeds all of them, after one pass to warm up."""
+def sentences_per_s(run: Callable[[], Any], sentences: int, passes: int = PASSES) -> float:
+    """The rate of `run`, which embeds all sentences; after one pass to warm up."""
     run()
     seconds = []
     for _ in range(passes):
@@ -144,7 +144,7 @@ def forward_rate(checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[i
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda pair: embed.lower(params, *pair).compile(), examples.values())
         programs = dict(zip(examples, compiled, strict=True))
-    return rate(
+    return sentences_per_s(
         lambda: jax.block_until_ready([programs[ids.shape](params, ids, mask) for ids, mask in inputs]),
         len(tokens),
     )
@@ -169,7 +169,7 @@ def torch_forward_rate(
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return rate(run, len(tokens))
+    return sentences_per_s(run, len(tokens))
 
 
 def sentence_transformers_rate(folder: Path, dtype: str, sentences: list[str], batch_size: int) -> float:
@@ -179,7 +179,7 @@ def sentence_transformers_rate(folder: Path, dtype: str, sentences: list[str], b
 
     target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     model = SentenceTransformer(str(folder), device="cuda" if torch.cuda.is_available() else "cpu").to(target)
-    return rate(
+    return sentences_per_s(
         lambda: model.encode(sentences, batch_size=batch_size, show_progress_bar=False), len(sentences), passes=3
     )
 
@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         )
         theirs: list[Entry] = []
         if throughput:
-            metrics["encode_sentences_per_s"] = rate(encode, len(sentences))
+            metrics["encode_sentences_per_s"] = sentences_per_s(encode, len(sentences))
             metrics["forward_sentences_per_s"] = forward_rate(checkpoint, dtype, tokens, args.batch_size)
             line = f"{dtype}: {metrics['encode_sentences_per_s']:.0f} sentences/s end to end,"
             line += f" {metrics['forward_sentences_per_s']:.0f} forward only"
@@ -276,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
         path = results.save(result, args.output)
     if args.show_results:
         print(f"\n{table(result)}\n\n{tables.conditions(result)}")
-    for line in tables.problems(result):
+    for line in tables.failures(result):
         print(line)
     print(f"results: {path}")
     return int(any(case.entries[0].status != "ok" for case in result.cases))

@@ -1,9 +1,10 @@
-"""The triangle multiplicative update at the shapes of GPU MODE's challenge: ours, XLA, torch, cuEquivariance.
+"""The triangle multiplicative update at the shapes of GPU MODE's TriMul competition: ours, XLA, torch and others.
 
-Weights and inputs are drawn as the challenge draws them: all normal, or x from Cauchy(0, 2) with +cauchy; a mask
-of ones, or of 0 and 1 with +masked. Every element must be within 2e-2 + 2e-2 |expected| of torch in float32.
-Beside the seven shapes: +after has the gate after the output projection, as AlphaFold, which is what
-cuEquivariance computes; +bf16 has x and the result in bfloat16; the others show how time and memory grow with N.
+Weights and inputs have the competition's distributions: normal, or Cauchy(0, 2) for x with +cauchy; a mask of
+ones, or of zeros and ones with +masked. Every element must be within 2e-2 + 2e-2 |expected| of torch in float32,
+as there. Three kinds of case are added to its seven shapes: +after gates after the output projection, as AlphaFold
+does and cuEquivariance computes; +bf16 has x and the result in bfloat16; the others show how time and memory grow
+with N.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import weights
 from bench.cases import trimul_models
 from bench.measuring import environment, timing
 from bench.measuring.contenders import NOT_FINITE
-from bench.measuring.harness import Benchmark, Contender, Measure, Problem, Shape, shape_text
+from bench.measuring.harness import Benchmark, Contender, Measure, Shape, Workload, shape_text
 from bench.measuring.results import Case, Result
 from bench.reporting import tables
 from pallas_models import trimul
@@ -53,7 +54,7 @@ def _worst(out: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def worst(out: jax.Array, expected: jax.Array) -> float:
-    """The largest error of an element, as a part of what the challenge allows."""
+    """The largest error of an element, over what the competition allows."""
     if out.shape != expected.shape:
         raise ValueError(f"the output has shape {out.shape}, the reference {expected.shape}")
     value = float(_worst(out, expected))
@@ -61,8 +62,8 @@ def worst(out: jax.Array, expected: jax.Array) -> float:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def draw_inputs(seed: Any, sizes: tuple[int, int, int], flags: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Draws x (B, N, N, C) and the mask (B, N, N), float32."""
+def random_inputs(seed: Any, sizes: tuple[int, int, int], flags: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Random x (B, N, N, C) and mask (B, N, N), float32."""
     batch, n, channels = sizes
     keys = jax.random.split(jax.random.key(seed))
     draw = jax.random.cauchy if "cauchy" in flags else jax.random.normal
@@ -72,27 +73,27 @@ def draw_inputs(seed: Any, sizes: tuple[int, int, int], flags: tuple[str, ...]) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A kernel of the design in three: what it computes, and moves with half-precision intermediates."""
+class Phase:
+    """One of the three kernels of the update: its flop, and its bytes with 16-bit intermediates."""
 
     flop: float
     bytes: float
 
 
-def stages(batch: int, n: int, channels: int, flags: Container[str]) -> dict[str, Stage]:
+def phases(batch: int, n: int, channels: int, flags: Container[str]) -> dict[str, Phase]:
     """The three kernels: norm, projections and gates; products over k; norm, gate and output projection."""
     pairs, gates = batch * n * n, channels if "after" in flags else HIDDEN
     x, side, gate = channels * itemsize(flags), 2 * HIDDEN, 2 * gates  # bytes of a pair
     return {
-        "project": Stage(
+        "project": Phase(
             flop=2.0 * pairs * channels * (4 * HIDDEN + gates), bytes=float(pairs * (x + 2 * side + gate))
         ),
-        "product": Stage(flop=2.0 * pairs * n * HIDDEN, bytes=float(pairs * 3 * side)),
-        "out": Stage(flop=2.0 * pairs * HIDDEN * channels, bytes=float(pairs * (side + gate + x))),
+        "product": Phase(flop=2.0 * pairs * n * HIDDEN, bytes=float(pairs * 3 * side)),
+        "out": Phase(flop=2.0 * pairs * HIDDEN * channels, bytes=float(pairs * (side + gate + x))),
     }
 
 
-def problem(dtype: str, shape: Shape) -> Problem:
+def workload(dtype: str, shape: Shape) -> Workload:
     """The update of (B, N, N, C)."""
     sizes, flags = tuple(map(int, shape[:3])), tuple(map(str, shape[3:]))
     if dtype != "fp32":
@@ -100,7 +101,7 @@ def problem(dtype: str, shape: Shape) -> Problem:
     batch, n, channels = sizes
     gate_after, masked = "after" in flags, "masked" in flags
     device = "cuda" if environment.has_gpu() else "cpu"
-    state = trimul_models.draw_state(channels, HIDDEN, gate_after=gate_after)
+    state = trimul_models.random_state(channels, HIDDEN, gate_after=gate_after)
     params = weights.load_trimul(state, direction="outgoing", dtype=jnp.float16)
     module = functools.partial(trimul_models.torch_module, state, gate_after=gate_after, device=device)
     exact = functools.cache(functools.partial(module, precision="highest"))
@@ -134,15 +135,15 @@ def problem(dtype: str, shape: Shape) -> Problem:
             for load in [functools.partial(trimul_models.cuequivariance, name)]
         ]
     else:
-        article = functools.partial(trimul_models.torch_article, state, masked=masked, device=device)
+        fused = functools.partial(trimul_models.torch_fused, state, masked=masked, device=device)
         ways = ("eager", "graph", "compile", "compile-graph") if shape in SEVEN else ("eager",)
-        contenders.append(Contender("article", "torch", article, ways=ways))
-    parts = stages(batch, n, channels, flags).values()
-    return Problem(
-        inputs=lambda seed: draw_inputs(seed, sizes, flags),
+        contenders.append(Contender("article", "torch", fused, ways=ways))  # the name in older results
+    kernels = phases(batch, n, channels, flags).values()
+    return Workload(
+        inputs=lambda seed: random_inputs(seed, sizes, flags),
         reference=reference,
         contenders=contenders,
-        flop=sum(part.flop for part in parts),
+        flop=sum(kernel.flop for kernel in kernels),
         products="fp16",
         bytes=float(batch * n * n * (2 * channels * itemsize(flags) + 4)),  # x, the result, the mask
         measure=Measure("error of an element / (0.02 + 0.02 |expected|)", worst),
@@ -150,9 +151,9 @@ def problem(dtype: str, shape: Shape) -> Problem:
     )
 
 
-def stages_of(case: Case) -> dict[str, Stage]:
-    """The three kernels of a case."""
-    return stages(*(case.shape[axis] for axis in BENCHMARK.axes), case.shape)
+def phases_of(case: Case) -> dict[str, Phase]:
+    """The three kernels of a case, by name."""
+    return phases(*(case.shape[axis] for axis in BENCHMARK.axes), case.shape)
 
 
 def floors(result: Result, case: Case) -> dict[str, float]:
@@ -160,18 +161,18 @@ def floors(result: Result, case: Case) -> dict[str, float]:
     matmul, copy = (result.ceilings.get(name) for name in ("matmul_bf16_tflop_per_s", "copy_tb_per_s"))
     if not matmul or not copy:
         return {}
-    found = stages_of(case).items()
-    return {name: max(stage.flop / matmul, stage.bytes / copy) / 1e6 for name, stage in found}
+    found = phases_of(case).items()
+    return {name: max(phase.flop / matmul, phase.bytes / copy) / 1e6 for name, phase in found}
 
 
 COLUMNS = {
     "pallas": "ours",
     "xla": "XLA",
     "torch-eager": "torch, TF32",
-    "article-eager": "article",
-    "article-graph": "article",
-    "article-compile": "article, compiled",
-    "article-compile-graph": "article, compiled",
+    "article-eager": "torch, fp16",
+    "article-graph": "torch, fp16",
+    "article-compile": "torch, fp16, compiled",
+    "article-compile-graph": "torch, fp16, compiled",
 }
 
 
@@ -217,7 +218,7 @@ def comparison(result: Result, cases: list[Case]) -> str:
 
 def growth(cases: list[Case]) -> str:
     """Time and peak memory as N grows, and what x, the result and three half-precision tensors of H take."""
-    names = ("ours", "XLA", "torch, TF32", "article")
+    names = ("ours", "XLA", "torch, TF32", "torch, fp16")
     lines = []
     for case in sorted(cases, key=lambda case: case.shape["n"]):
         n, (times, memory) = case.shape["n"], (milliseconds(case), gigabytes(case))
@@ -228,22 +229,22 @@ def growth(cases: list[Case]) -> str:
     return tables.markdown(header, lines) if lines else ""
 
 
-def launches(result: Result) -> str:
-    """The kernels of ours: the time of each stage, what it moves and computes, and its share of its floor."""
+def kernel_table(result: Result) -> str:
+    """The kernels of ours: the time of each phase, what it moves and computes, and its share of its floor."""
     lines = []
     for case in result.cases:
         kernels = next((entry.kernels for entry in case.entries if entry.family == "ours"), [])
         middle = next((i for i, kernel in enumerate(kernels) if "product" in kernel.name), None)
         if middle is None:
             continue
-        parts = (kernels[:middle], kernels[middle : middle + 1], kernels[middle + 1 :])
+        launches = (kernels[:middle], kernels[middle : middle + 1], kernels[middle + 1 :])
         least = floors(result, case)
-        for part, (name, stage) in zip(parts, stages_of(case).items(), strict=True):
-            us = sum(kernel.us for kernel in part)
-            figures = [f"{us:.0f}", f"{stage.bytes / 1e6:.0f}", f"{stage.bytes / us / 1e6:.2f}"]
+        for launched, (name, phase) in zip(launches, phases_of(case).items(), strict=True):
+            us = sum(kernel.us for kernel in launched)
+            figures = [f"{us:.0f}", f"{phase.bytes / 1e6:.0f}", f"{phase.bytes / us / 1e6:.2f}"]
             share = tables.format_share(least[name] / us if least else None)
-            lines.append([case.label, name, str(len(part)), *figures, f"{stage.flop / us / 1e6:.0f}", share])
-    header = ["case", "stage", "launches", "us", "MB", "TB/s", "TFLOP/s", "of its floor"]
+            lines.append([case.label, name, str(len(launched)), *figures, f"{phase.flop / us / 1e6:.0f}", share])
+    header = ["case", "phase", "launches", "us", "MB", "TB/s", "TFLOP/s", "of its floor"]
     return tables.markdown(header, lines) if lines else ""
 
 
@@ -251,17 +252,17 @@ def table(result: Result) -> str:
     """Every table of the benchmark: the seven shapes, the others, growth, and the kernels."""
     others = [case for case in result.cases if case.label not in SEVEN_LABELS]
     square = [case for case in result.cases if (case.shape["batch"], case.shape["channels"]) == (1, 128)]
-    parts = {
-        "The challenge's shapes": comparison(
+    sections = {
+        "The seven shapes of the competition": comparison(
             result, [case for case in result.cases if case.label in SEVEN_LABELS]
         ),
         "Others": comparison(result, others),
         "Growth with N, one item of 128 channels": growth(
             [case for case in square if not {"bf16", "after"} & case.shape.keys()]
         ),
-        "Kernels of ours": launches(result),
+        "Kernels of ours": kernel_table(result),
     }
-    return "\n\n".join(f"{title}:\n\n{text}" for title, text in parts.items() if text)
+    return "\n\n".join(f"{title}:\n\n{text}" for title, text in sections.items() if text)
 
 
 BENCHMARK = Benchmark(
@@ -279,8 +280,8 @@ BENCHMARK = Benchmark(
     quick_shapes=(SEVEN[0], SEVEN[2], SEVEN[4]),
     cpu_shapes=((1, 32, 64), (1, 24, 48, "masked", "cauchy"), (1, 16, 128, "after"), (1, 16, 128, "bf16")),
     dtypes=("fp32",),
-    problem=problem,
-    budget=timing.Budget(warmup_s=0.02, block_s=0.005, wall_samples=8, device_groups=3, device_calls=5),
+    workload=workload,
+    budget=timing.Budget(warmup_s=0.02, queue_s=0.005, wall_samples=8, device_groups=3, device_calls=5),
     compile_budget=60.0,
     table=table,
 )

@@ -13,8 +13,8 @@ from pallas_models.trimul import Params
 State = dict[str, np.ndarray]  # tensors by the names of torch, linear weights (out, in)
 
 
-def draw_state(channels: int, hidden: int, *, gate_after: bool, seed: int = 0) -> State:
-    """Draws weights as GPU MODE's challenge does, by the names of its module or, with the gate after, of Boltz."""
+def random_state(channels: int, hidden: int, *, gate_after: bool, seed: int = 0) -> State:
+    """Random weights, by the names of the competition's module or, with the gate after, of Boltz's."""
     rng = np.random.default_rng(seed)
     widths = {"left_proj": hidden, "right_proj": hidden, "left_gate": hidden, "right_gate": hidden}
     widths |= {"out_gate": hidden}
@@ -29,7 +29,7 @@ def draw_state(channels: int, hidden: int, *, gate_after: bool, seed: int = 0) -
 
 
 def torch_module(state: State, *, gate_after: bool, device: str, precision: str) -> Callable[..., Any]:
-    """The challenge's reference or, with the gate after, Boltz's module; in float32 whatever x is.
+    """The competition's reference or, with the gate after, Boltz's module; it computes in float32 whatever x is.
 
     With `precision` "high" the products are TF32, with "highest" true float32.
     """
@@ -52,11 +52,12 @@ def torch_module(state: State, *, gate_after: bool, device: str, precision: str)
     return update
 
 
-def torch_article(state: State, *, masked: bool, device: str) -> Callable[..., Any]:
-    """The optimised PyTorch of the article on the challenge: float16 pipeline, fused weights, batched product.
+def torch_fused(state: State, *, masked: bool, device: str) -> Callable[..., Any]:
+    """An optimised PyTorch program published for the competition: float16, fused weights, a batched product.
 
-    As published but for two things. It asks the device whether anything is masked, for which no CUDA graph can
-    wait: `masked` is known here. And it masks left only, which gives another result: right is masked here, too.
+    Two things differ from what was published. That asks the device whether anything is masked, which no CUDA graph
+    can capture; here `masked` says it. And that masks left only, which gives another result; here right is masked,
+    too.
     """
     import torch
     from torch.nn import functional

@@ -1,6 +1,6 @@
-"""What is compared: a problem, those who solve it, and their way from a function to something that can be timed.
+"""Workloads and contenders, and what turns a contender's function into calls that can be timed.
 
-`bench.measuring.harness` has the example and is what a benchmark imports.
+A benchmark imports them from `bench.measuring.harness`, which has an example.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ NOT_FINITE = 1e9  # stands for the error of an output with NaN or infinities, so
 COLD_BYTES = 192 << 20  # of all input sets together: more than an L2 cache holds
 MAX_SETS = 64
 
-TIMED_AT_ONCE = 2  # programs compiled at a time of which XLA times parts
+COMPILED_AT_ONCE = 2  # programs for which XLA times algorithms while it compiles
 
 WAYS = ("eager", "graph", "compile", "compile-graph")  # of running a torch function
 
@@ -73,10 +73,10 @@ COSINE = Measure("1 - cosine", cosine_distance)
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Someone who solves a problem.
+    """A program that computes a workload.
 
     Attributes:
-      name: unique in the problem. Of family torch: the entries are called NAME-eager, NAME-graph and so on.
+      name: unique in the workload. Of family torch: the entries are called NAME-eager, NAME-graph and so on.
       family: ours: the default of this library, of which the best counts; ladder: another variant of ours, shown
         but never counted; xla; torch; peer: another library.
       load: imports what is needed and returns the function: of JAX arrays, which is compiled, or, if `torch`, of
@@ -113,11 +113,11 @@ class Contender:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What every contender computes in one case.
+class Workload:
+    """What every contender of a case computes, and the inputs to compute it on.
 
     Attributes:
-      inputs: draws an input set, a tuple of arrays, from a seed; with jax.random (`normal`) on the device.
+      inputs: makes a random input set, a tuple of arrays, from a seed; with jax.random (`normal`) on the device.
       reference: function of an input set that gives the right output in float32 or float64, an array or a tuple.
         What `jax.jit` returns is compiled ahead, as the contenders are. Of a contender that returns more than the
         reference only the first outputs are compared.
@@ -141,8 +141,8 @@ class Problem:
     limit: float | None = None
     sets: int | None = None
 
-    def draw(self) -> list[tuple[jax.Array, ...]]:
-        """Draws the input sets, onto the device."""
+    def input_sets(self) -> list[tuple[jax.Array, ...]]:
+        """The input sets, on the device."""
         first = jax.device_put(self.inputs(0))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
         number = self.sets or min(max(math.ceil(COLD_BYTES / max(size, 1)), 2), MAX_SETS)
@@ -158,7 +158,7 @@ def _normal(seed: Any, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> tuple
 
 
 def normal(seed: int, dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Draws arrays of normal random numbers on the device, rounded to `dtype`: fp32, fp16 or bf16."""
+    """Arrays of normal random numbers, made on the device and rounded to `dtype`: fp32, fp16 or bf16."""
     return _normal(seed, dtype, shapes)
 
 
@@ -169,7 +169,7 @@ def absent(error: ImportError) -> str:
 
 @dataclasses.dataclass(kw_only=True)
 class Attempt:
-    """A candidate on its way to an entry: what it takes to call it, or why it cannot be called.
+    """A contender that has been loaded and compiled, or the reason why that failed; becomes an `Entry`.
 
     Attributes:
       name, family: as in the entry.
@@ -255,59 +255,59 @@ def set_bytes(inputs: Any) -> int:
 
 
 class JaxPrograms:
-    """The programs of the JAX contenders and references of all problems, compiled ahead, several at a time.
+    """The programs of the JAX contenders and references of all workloads, compiled ahead, several at a time.
 
     Kernels and references go first, as many at a time as there are cores. Then the rest, few at a time: XLA
     chooses among algorithms by timing them, which it cannot where the host is too busy to launch them in time.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, gpu: bool):
+    def __init__(self, workloads: Sequence[Workload], *, gpu: bool):
         self.gpu = gpu
         self.programs: dict[tuple[int, str], concurrent.futures.Future[Any]] = {}
         self.references: dict[int, concurrent.futures.Future[Any]] = {}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            for problem in problems:
-                self._submit(pool, problem, kernels=True)
-                if hasattr(problem.reference, "lower"):
-                    self.references[id(problem)] = pool.submit(self._compile_reference, problem)
-        with concurrent.futures.ThreadPoolExecutor(TIMED_AT_ONCE if gpu else os.cpu_count()) as pool:
-            for problem in problems:
-                self._submit(pool, problem, kernels=False)
+            for workload in workloads:
+                self._submit(pool, workload, kernels=True)
+                if hasattr(workload.reference, "lower"):
+                    self.references[id(workload)] = pool.submit(self._compile_reference, workload)
+        with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE if gpu else os.cpu_count()) as pool:
+            for workload in workloads:
+                self._submit(pool, workload, kernels=False)
 
-    def _submit(self, pool: concurrent.futures.Executor, problem: Problem, *, kernels: bool) -> None:
-        for contender in problem.contenders:
+    def _submit(self, pool: concurrent.futures.Executor, workload: Workload, *, kernels: bool) -> None:
+        for contender in workload.contenders:
             if not (contender.in_torch or self._reason(contender)) and contender.gpu == kernels:
-                submitted = pool.submit(self._compile, problem, contender)
-                self.programs[id(problem), contender.name] = submitted
+                submitted = pool.submit(self._compile, workload, contender)
+                self.programs[id(workload), contender.name] = submitted
 
     def _reason(self, contender: Contender) -> str:
         return contender.skip or ("it needs a CUDA GPU" if contender.gpu and not self.gpu else "")
 
     @staticmethod
-    def _compile(problem: Problem, contender: Contender) -> tuple[Any, float]:
+    def _compile(workload: Workload, contender: Contender) -> tuple[Any, float]:
         function = contender.load()
-        example = jax.eval_shape(lambda: contender.prepared(problem.inputs(0)))
+        example = jax.eval_shape(lambda: contender.prepared(workload.inputs(0)))
         start = time.perf_counter()
         compiled = jax.jit(function).lower(*contender.params, *example).compile()
         return compiled, time.perf_counter() - start
 
-    def _compile_reference(self, problem: Problem) -> Any:
-        example = jax.eval_shape(lambda: problem.inputs(0))
+    def _compile_reference(self, workload: Workload) -> Any:
+        example = jax.eval_shape(lambda: workload.inputs(0))
         options = {"xla_gpu_autotune_level": 0} if self.gpu else None  # it is not timed
-        return cast(Any, problem.reference).lower(*example).compile(options)
+        return cast(Any, workload.reference).lower(*example).compile(options)
 
-    def reference(self, problem: Problem, inputs: tuple[Any, ...]) -> Any:
+    def reference(self, workload: Workload, inputs: tuple[Any, ...]) -> Any:
         """The right output for an input set."""
-        ahead = self.references.get(id(problem))
-        return (ahead.result() if ahead else problem.reference)(*inputs)
+        ahead = self.references.get(id(workload))
+        return (ahead.result() if ahead else workload.reference)(*inputs)
 
-    def attempt(self, problem: Problem, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> Attempt:
+    def attempt(self, workload: Workload, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> Attempt:
         """A contender, ready to be called on the input sets."""
         attempt = Attempt(name=contender.name, family=contender.family, skipped=self._reason(contender))
         if attempt.skipped:
             return attempt
         try:
-            program, attempt.compile_s = self.programs[id(problem), contender.name].result()
+            program, attempt.compile_s = self.programs[id(workload), contender.name].result()
             inputs = [jax.block_until_ready(contender.prepared(given)) for given in sets]
             memory = program.memory_analysis() if self.gpu else None
         except Exception as error:  # reported as this candidate's result

@@ -1,10 +1,10 @@
-"""The harness of every benchmark: give it problems and contenders, it measures them side by side.
+"""The harness of every benchmark: it measures the contenders of a workload side by side.
 
 A benchmark of an operation is a module such as this one, listed in `bench.__main__.BENCHMARKS`:
 
     HELP = "softmax of rows: ours, XLA, torch"
 
-    def problem(dtype: str, shape: Shape) -> Problem:
+    def workload(dtype: str, shape: Shape) -> Workload:
         rows, columns = shape
 
         def ours():  # imports what it needs; an ImportError means "skipped: ... is not installed"
@@ -14,7 +14,7 @@ A benchmark of an operation is a module such as this one, listed in `bench.__mai
             import torch
             return lambda x: torch.softmax(x, -1)
 
-        return Problem(
+        return Workload(
             inputs=lambda seed: normal(seed, dtype, (rows, columns)),  # a tuple of arrays
             reference=lambda x: jax.nn.softmax(x.astype(jnp.float32)),  # in float32 or float64
             contenders=[
@@ -26,14 +26,14 @@ A benchmark of an operation is a module such as this one, listed in `bench.__mai
         )
 
     BENCHMARK = Benchmark(name="softmax", axes=("rows", "columns"), shapes=((8192, 4096), (32768, 1024)),
-                          cpu_shapes=((16, 384),), dtypes=("bf16",), problem=problem)
+                          cpu_shapes=((16, 384),), dtypes=("bf16",), workload=workload)
     add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
 
-What happens to it: the JAX programs of all cases are compiled ahead, in threads; torch is run eagerly, in CUDA
-graphs and compiled; every output is compared with the reference, and one that is wrong is reported, not timed;
-the others are timed in turns (`bench.measuring.timing`) on input sets that rotate, so many that they come from memory, not
-from the L2 cache, unless `Problem.sets` says otherwise. The result is saved after every case. The exit code is
-1 if a contender of ours failed or was wrong. More about the parts: `Contender`, `Problem`, `Benchmark`.
+The harness compiles the JAX programs of all cases first, in threads. It runs torch eagerly, in CUDA graphs and
+compiled. It compares every output with the reference: a wrong one is reported and not timed. It times the others
+in turns (`bench.measuring.timing`) on input sets that rotate, enough of them that inputs come from device memory
+and not from the L2 cache, unless `Workload.sets` says otherwise. It saves the result after every case. The exit
+code is 1 if a contender of ours failed or was wrong. Details: `Contender`, `Workload`, `Benchmark`.
 """
 
 import argparse
@@ -56,8 +56,8 @@ from bench.measuring.contenders import (
     Contender,
     JaxPrograms,
     Measure,
-    Problem,
     TorchPrograms,
+    Workload,
     cosine_distance,
     normal,
 )
@@ -71,8 +71,8 @@ __all__ = [
     "Benchmark",
     "Contender",
     "Measure",
-    "Problem",
     "Shape",
+    "Workload",
     "cosine_distance",
     "itemsize",
     "normal",
@@ -108,13 +108,11 @@ class Benchmark:
     """A benchmark: its cases, and what is computed in each.
 
     Attributes:
-      name: of the command and of the result file.
-      axes: names of the sizes of a shape, in order.
-      flags: words that may follow the sizes: `8192x4096+masked` is the shape (8192, 4096, "masked").
-      shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first two.
-      cpu_shapes: the cases without a GPU.
-      dtypes: those that are measured by default.
-      problem: gives the problem of a dtype and a shape; a ValueError or NotImplementedError says that there is
+      name: of the command and of the result file. axes: names of the sizes of a shape, in order. flags: words that
+      may follow the sizes: `8192x4096+masked` is the shape (8192, 4096, "masked"). shapes: the cases on a GPU;
+      with --quick only `quick_shapes`, by default the first two. cpu_shapes: the cases without a GPU. dtypes:
+      those that are measured by default. workload: gives the workload of a dtype and a shape; it raises ValueError
+      or NotImplementedError where there is
         none. None where it depends on options: `dataclasses.replace` it, and what else does, before `run`.
       shortened: whether the result is partial whatever the options that all share.
       settings: what bears on the figures, for the result file.
@@ -128,7 +126,7 @@ class Benchmark:
     shapes: Sequence[Shape]
     cpu_shapes: Sequence[Shape]
     dtypes: Sequence[str]
-    problem: Callable[[str, Shape], Problem] | None = None
+    workload: Callable[[str, Shape], Workload] | None = None
     flags: Sequence[str] = ()
     quick_shapes: Sequence[Shape] | None = None
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -193,13 +191,13 @@ class Benchmark:
 
     def run(self, args: argparse.Namespace) -> int:
         """Measures and saves; returns the exit code: 1 if ours failed or was wrong, 2 if a shape is impossible."""
-        say = Clock().say
+        say = Progress().say
         gpu = environment.has_gpu()
         shapes = self.chosen_shapes(args, gpu=gpu)
-        if self.problem is None:
-            raise TypeError(f"benchmark {self.name} has no problem")
+        if self.workload is None:
+            raise TypeError(f"benchmark {self.name} has no workload")
         try:
-            problems = {(dtype, shape): self.problem(dtype, shape) for dtype in args.dtype for shape in shapes}
+            workloads = {(dtype, shape): self.workload(dtype, shape) for dtype in args.dtype for shape in shapes}
         except (ValueError, NotImplementedError) as error:
             print(error)
             return 2
@@ -209,8 +207,8 @@ class Benchmark:
         settings = dict(self.settings)
         if gpu and not args.no_compile:
             settings["torch.compile"] = args.compile_mode
-        count = sum(not contender.in_torch for problem in problems.values() for contender in problem.contenders)
-        say(f"{environment.device()}; compiling {count} JAX programs for {len(problems)} cases")
+        count = sum(not contender.in_torch for workload in workloads.values() for contender in workload.contenders)
+        say(f"{environment.device()}; compiling {count} JAX programs for {len(workloads)} cases")
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # importing torch takes as long
             in_torch = pool.submit(
                 TorchPrograms,
@@ -219,7 +217,7 @@ class Benchmark:
                 compile_budget=args.compile_budget,
                 no_compile=args.no_compile,
             )
-            programs = JaxPrograms(list(problems.values()), gpu=gpu)
+            programs = JaxPrograms(list(workloads.values()), gpu=gpu)
         result = results.Result(
             benchmark=self.name,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -233,14 +231,14 @@ class Benchmark:
             say("measuring the device's ceilings")
             result.ceilings.update(environment.measure_ceilings(budget))
         started = time.perf_counter()
-        for done, ((dtype, shape), problem) in enumerate(problems.items(), start=1):
-            case = self.measure(dtype, shape, problem, programs, in_torch.result(), budget, gpu=gpu)
+        for done, ((dtype, shape), workload) in enumerate(workloads.items(), start=1):
+            case = self.measure(dtype, shape, workload, programs, in_torch.result(), budget, gpu=gpu)
             result.cases.append(case)
             results.save(result, args.output)  # kept, should the run be interrupted
-            left = (time.perf_counter() - started) / done * (len(problems) - done)
+            left = (time.perf_counter() - started) / done * (len(workloads) - done)
             time_left = f", about {left:.0f} s left" if left else ""
             best = tables.summary(case, tables.device if gpu else tables.wall)
-            say(f"{done} of {len(problems)}{time_left}: {case.label}: {best}")
+            say(f"{done} of {len(workloads)}{time_left}: {case.label}: {best}")
         complete = gpu and not (args.quick or args.shapes or args.no_compile or self.shortened)
         if complete and set(self.dtypes) <= set(args.dtype):
             draft = results.path_of(result, args.output)
@@ -250,7 +248,7 @@ class Benchmark:
         if args.show_results:
             shown = tables.full(result, self.table(result) if self.table else "")
             print("\n" + "\n\n".join([shown, tables.entries(result), tables.conditions(result)]))
-        for line in tables.problems(result):
+        for line in tables.failures(result):
             print(line)
         say(f"results: {results.path_of(result, args.output)}")
         ours = [entry for case in result.cases for entry in case.entries if entry.family in OURS]
@@ -260,7 +258,7 @@ class Benchmark:
         self,
         dtype: str,
         shape: Shape,
-        problem: Problem,
+        workload: Workload,
         programs: JaxPrograms,
         in_torch: TorchPrograms,
         budget: timing.Budget,
@@ -268,17 +266,17 @@ class Benchmark:
         gpu: bool,
     ) -> Case:
         """Runs one case: every contender is called, checked and, where it is right, timed."""
-        sets = problem.draw()
+        sets = workload.input_sets()
         attempts: list[Attempt] = []
-        for contender in problem.contenders:
+        for contender in workload.contenders:
             if contender.in_torch:
                 attempts += in_torch.attempts(contender, sets)
             else:
-                attempts.append(programs.attempt(problem, contender, sets))
-        references = {i: programs.reference(problem, sets[i]) for i in {0, len(sets) - 1}}
-        limit = LIMITS[dtype] if problem.limit is None else problem.limit
+                attempts.append(programs.attempt(workload, contender, sets))
+        references = {i: programs.reference(workload, sets[i]) for i in {0, len(sets) - 1}}
+        limit = LIMITS[dtype] if workload.limit is None else workload.limit
         for attempt in attempts:
-            attempt.check(references, problem.measure, limit)
+            attempt.check(references, workload.measure, limit)
         ready = {a.name: a.candidate for a in attempts if a.ready and a.candidate is not None}
         outcomes = timing.measure(ready, budget, on_device=gpu)
         sizes = dict(zip(self.axes, (int(size) for size in shape[: len(self.axes)]), strict=True))
@@ -286,15 +284,15 @@ class Benchmark:
             label=f"{shape_text(shape)} {dtype}",
             dtype=dtype,
             shape=sizes | dict.fromkeys(map(str, shape[len(self.axes) :]), 1),
-            flop=problem.flop,
+            flop=workload.flop,
             entries=[attempt.entry(outcomes.get(attempt.name)) for attempt in attempts],
-            bytes=problem.bytes,
-            products=problem.products,
+            bytes=workload.bytes,
+            products=workload.products,
         )
 
 
-class Clock:
-    """Says things with the seconds since it was made."""
+class Progress:
+    """Prints lines that begin with the seconds since it was made."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -87,7 +87,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem that every candidate solves.
+    """One workload that every candidate solves.
 
     Attributes:
       label: short name, unique in the file.

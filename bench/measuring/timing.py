@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-Kernel = tuple[str, float]  # name, duration in microseconds
+Launch = tuple[str, float]  # name, duration in microseconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,23 +81,23 @@ class Budget:
 
     Attributes:
       warmup_s: time of warming up.
-      block_s: about how long one block of queued calls takes; a block gives one sample of wall time.
-      wall_samples: number of those blocks.
+      queue_s: about how long a queue of calls takes; a queue gives one sample of wall time.
+      wall_samples: number of those queues.
       device_groups, device_calls: CUPTI is attached `device_groups` times for `device_calls` calls each; a
         call gives one sample of device time.
       pause_s: pause before each of them; five times as long before the first, after the load of the wall times.
     """
 
     warmup_s: float = 0.15
-    block_s: float = 0.015
+    queue_s: float = 0.015
     wall_samples: int = 20
     device_groups: int = 4
     device_calls: int = 6
     pause_s: float = 0.02
 
 
-STANDARD = Budget(warmup_s=0.05, block_s=0.01, wall_samples=12, device_groups=4, device_calls=5)
-QUICK = Budget(warmup_s=0.03, block_s=0.004, wall_samples=7, device_groups=2, device_calls=5)
+STANDARD = Budget(warmup_s=0.05, queue_s=0.01, wall_samples=12, device_groups=4, device_calls=5)
+QUICK = Budget(warmup_s=0.03, queue_s=0.004, wall_samples=7, device_groups=2, device_calls=5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,14 +113,14 @@ class Measurement:
 
     device: Timing | None
     wall: Timing
-    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    kernels: list[Launch] = dataclasses.field(default_factory=list)
 
 
 class DeviceTimerError(RuntimeError):
     """CUPTI is not to be had, or what it recorded cannot be used."""
 
 
-def record_kernels(run: Callable[[], None], *, detach: bool) -> list[Kernel]:
+def record_kernels(run: Callable[[], None], *, detach: bool) -> list[Launch]:
     """Runs `run`, which must wait for what it queues, and returns the kernels that ran meanwhile.
 
     Args:
@@ -153,14 +153,14 @@ def record_kernels(run: Callable[[], None], *, detach: bool) -> list[Kernel]:
     return [(name, 1e3 * ms) for name, ms in recorded]
 
 
-def split_calls(kernels: Sequence[Kernel], calls: int) -> list[list[Kernel]] | None:
+def split_calls(kernels: Sequence[Launch], calls: int) -> list[list[Launch]] | None:
     """Splits the kernels of `calls` equal calls into those of each; None where the calls were not equal."""
     each, rest = divmod(len(kernels), calls)
     if rest or not each:
         return None
-    parts = [list(kernels[i * each : (i + 1) * each]) for i in range(calls)]
-    names = [[name for name, _ in part] for part in parts]
-    return parts if all(part == names[0] for part in names) else None
+    found = [list(kernels[i * each : (i + 1) * each]) for i in range(calls)]
+    names = [[name for name, _ in launches] for launches in found]
+    return found if all(launches == names[0] for launches in names) else None
 
 
 def _queue(candidate: Candidate, calls: int, first: int = 0) -> Any:
@@ -177,9 +177,9 @@ def _run(candidate: Candidate, calls: int, first: int = 0) -> None:
 class _Device:
     """Collects the device time of one candidate, group by group."""
 
-    def __init__(self, candidate: Candidate, budget: Budget, calls_per_block: int):
-        self.candidate, self.budget, self.calls_per_block = candidate, budget, calls_per_block
-        self.parts: list[list[Kernel]] = []  # kernels of each call
+    def __init__(self, candidate: Candidate, budget: Budget, calls_per_queue: int):
+        self.candidate, self.budget, self.calls_per_queue = candidate, budget, calls_per_queue
+        self.calls: list[list[Launch]] = []  # kernels of each call
         self.means: list[float] = []  # microseconds a call of each group
         self.events: list[float] = []
         self.error: DeviceTimerError | None = None
@@ -200,20 +200,20 @@ class _Device:
                 self.error = error
             else:
                 self.means.append(sum(us for _, us in kernels) / calls)
-                self.parts += (split_calls(kernels, calls) or [])[1:]
+                self.calls += (split_calls(kernels, calls) or [])[1:]
         if self.error is not None and self.candidate.events is not None:
             for _ in range(self.budget.device_calls):
-                elapsed = self.candidate.events(lambda: _queue(self.candidate, self.calls_per_block))
-                self.events.append(elapsed / self.calls_per_block)
+                elapsed = self.candidate.events(lambda: _queue(self.candidate, self.calls_per_queue))
+                self.events.append(elapsed / self.calls_per_queue)
 
-    def result(self, wall: Timing) -> tuple[Timing, list[Kernel]]:
+    def result(self, wall: Timing) -> tuple[Timing, list[Launch]]:
         if self.error is None:
-            names = [[name for name, _ in part] for part in self.parts]
-            complete = len(self.parts) == self.budget.device_calls * len(self.means)
-            if complete and all(part == names[0] for part in names):
-                durations = np.median([[us for _, us in part] for part in self.parts], axis=0)
+            names = [[name for name, _ in launches] for launches in self.calls]
+            complete = len(self.calls) == self.budget.device_calls * len(self.means)
+            if complete and all(launches == names[0] for launches in names):
+                durations = np.median([[us for _, us in launches] for launches in self.calls], axis=0)
                 kernels = [(name, float(us)) for name, us in zip(names[0], durations, strict=True)]
-                return Timing.of([sum(us for _, us in part) for part in self.parts], "cupti"), kernels
+                return Timing.of([sum(us for _, us in launches) for launches in self.calls], "cupti"), kernels
             return Timing.of(self.means, "cupti_mean"), []
         if self.events:
             return Timing.of(self.events, "cuda_events"), []
@@ -251,9 +251,9 @@ def measure(
             _run(candidates[name], batch, first=done)
             done += batch
             batch = min(2 * batch, 64)
-        calls[name] = int(np.clip(round(budget.block_s * done / elapsed) if elapsed else 1, 3, 1000))
+        calls[name] = int(np.clip(round(budget.queue_s * done / elapsed) if elapsed else 1, 3, 1000))
 
-    def wall_block(name: str) -> None:
+    def wall_sample(name: str) -> None:
         start = time.perf_counter()
         _run(candidates[name], calls[name])
         walls[name].append(1e6 * (time.perf_counter() - start) / calls[name])
@@ -264,7 +264,7 @@ def measure(
     walls: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(budget.wall_samples):
         for name in candidates:
-            attempt(name, wall_block, name)
+            attempt(name, wall_sample, name)
 
     devices = {name: _Device(candidates[name], budget, calls[name]) for name in candidates if name not in failed}
     if on_device:

@@ -19,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.measuring import environment
-from bench.measuring.harness import DTYPES, parse_dtypes
+from bench.measuring.harness import DTYPES, parse_dtypes, shape_text
 from bench.reporting import tables
 from pallas_models import ops, tuning
-from pallas_models.tuning import Entry, Result, Table
 
 HELP = "find the fastest tile configs of an op, or show a table of them"
 
-Shape = tuple[int, ...]
+Sizes = tuple[int, ...]
 Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]  # op, operands, options
 
 
@@ -44,13 +43,13 @@ class Tunable:
     """
 
     axes: str
-    shapes: Sequence[Shape]
+    shapes: Sequence[Sizes]
     call: Callable[..., Call]
     dtypes: Sequence[str] = ("bf16",)
     nearby: tuple[int, float] = (0, 0.75)
     kernel: str | None = None
 
-    def parse(self, text: str) -> Shape:
+    def parse(self, text: str) -> Sizes:
         """Parses `8192x1152x384`.
 
         Raises:
@@ -58,10 +57,10 @@ class Tunable:
         """
         sizes = text.strip().split("x")
         if len(sizes) != len(self.axes.split("x")) or not all(s.isdecimal() and int(s) for s in sizes):
-            raise ValueError(f"{text!r} is no shape; expected {self.axes}, such as {name(self.shapes[0])}")
+            raise ValueError(f"{text!r} is no shape; expected {self.axes}, such as {shape_text(self.shapes[0])}")
         return tuple(map(int, sizes))
 
-    def smaller(self, shape: Shape) -> Shape:
+    def smaller(self, shape: Sizes) -> Sizes:
         """A shape nearby, whose config that of `shape` would be."""
         axis, factor = self.nearby
         return tuple(max(round(factor * size), 1) if i == axis else size for i, size in enumerate(shape))
@@ -72,60 +71,60 @@ def _numbers(dtype: str) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(4_194_301, np.float32).astype(DTYPES[dtype])
 
 
-def normal(dtype: str, *shapes: Shape) -> list[jax.Array]:
-    """Normal random numbers, which repeat in large arrays: drawing them anew for each shape takes seconds."""
+def operands(dtype: str, *shapes: Sizes) -> list[jax.Array]:
+    """Arrays of normal random numbers, repeated to fill large ones, as new ones for each shape take seconds."""
     return [jax.device_put(np.resize(np.roll(_numbers(dtype), i << 16), s)) for i, s in enumerate(shapes)]
 
 
 def _matmul(dtype: str, m: int, n: int, k: int) -> Call:
-    return ops.matmul, normal(dtype, (m, k), (k, n)), {}
+    return ops.matmul, operands(dtype, (m, k), (k, n)), {}
 
 
 def _gated_matmul(dtype: str, m: int, n: int, k: int) -> Call:
-    return ops.gated_matmul, normal(dtype, (m, k), (k, 2, n)), {}
+    return ops.gated_matmul, operands(dtype, (m, k), (k, 2, n)), {}
 
 
 def _matmul_layer_norm(dtype: str, m: int, n: int, k: int) -> Call:
-    x, w, scale, offset, bias, residual = normal(dtype, (m, k), (k, n), (n,), (n,), (n,), (m, n))
+    x, w, scale, offset, bias, residual = operands(dtype, (m, k), (k, n), (n,), (n,), (n,), (m, n))
     return ops.matmul_layer_norm, (x, w, scale, offset), {"bias": bias, "residual": residual}
 
 
 def _attention(dtype: str, b: int, s: int, h: int, g: int, d: int, *, causal: bool) -> Call:
-    return ops.attention, normal(dtype, (b, s, h, d), (b, s, g, d), (b, s, g, d)), {"causal": causal}
+    return ops.attention, operands(dtype, (b, s, h, d), (b, s, g, d), (b, s, g, d)), {"causal": causal}
 
 
 def _attention_padded(dtype: str, b: int, s: int, h: int, d: int) -> Call:
     lengths = np.random.default_rng(1).integers(s // 2, s + 1, b)
     mask = jnp.asarray(np.arange(s) < lengths[:, None], jnp.int32)
-    return ops.attention_qkv, normal(dtype, (b, s, 3 * h * d)), {"num_heads": h, "mask": mask}
+    return ops.attention_qkv, operands(dtype, (b, s, 3 * h * d)), {"num_heads": h, "mask": mask}
 
 
 def _softmax(dtype: str, m: int, n: int) -> Call:
-    return ops.softmax, normal(dtype, (m, n)), {}
+    return ops.softmax, operands(dtype, (m, n)), {}
 
 
 def _layer_norm(dtype: str, m: int, n: int) -> Call:
-    return ops.layer_norm, normal(dtype, (m, n), (n,), (n,)), {}
+    return ops.layer_norm, operands(dtype, (m, n), (n,), (n,)), {}
 
 
 def _rms_norm(dtype: str, m: int, n: int) -> Call:
-    return ops.rms_norm, normal(dtype, (m, n), (n,)), {}
+    return ops.rms_norm, operands(dtype, (m, n), (n,)), {}
 
 
 def _rotary(dtype: str, b: int, s: int, h: int, g: int) -> Call:
     d = 128  # of Qwen3 and of most others
-    qkv, q_scale, k_scale = normal(dtype, (b, s, (h + 2 * g) * d), (d,), (d,))
+    qkv, q_scale, k_scale = operands(dtype, (b, s, (h + 2 * g) * d), (d,), (d,))
     options = {"num_heads": h, "num_kv_heads": g, "q_scale": q_scale, "k_scale": k_scale}
     return ops.rotary, (qkv, *ops.rotary_table(jnp.arange(s), d)), options
 
 
 def _triangle_update(dtype: str, b: int, n: int, c: int) -> Call:
     h = 128  # hidden channels in all published models
-    (x,) = normal("fp32", (b, n, n, c))
-    vectors = normal("fp32", (c,), (c,), (h,), (h,))
-    w_in, w_gate, w_out = (w * c**-0.5 for w in normal(dtype, (c, 4, h), (c, h), (h, c)))
-    operands = (x, *vectors[:2], w_in, *vectors[2:], w_gate, w_out)
-    return ops.triangle_update, operands, {"direction": "outgoing", "compute_dtype": DTYPES[dtype]}
+    (x,) = operands("fp32", (b, n, n, c))
+    vectors = operands("fp32", (c,), (c,), (h,), (h,))
+    w_in, w_gate, w_out = (w * c**-0.5 for w in operands(dtype, (c, 4, h), (c, h), (h, c)))
+    arrays = (x, *vectors[:2], w_in, *vectors[2:], w_gate, w_out)
+    return ops.triangle_update, arrays, {"direction": "outgoing", "compute_dtype": DTYPES[dtype]}
 
 
 _ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
@@ -184,11 +183,6 @@ TUNABLES = {
 }
 
 
-def name(shape: Shape) -> str:
-    """`8192x1152x384`."""
-    return "x".join(map(str, shape))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench tune`."""
     parser.add_argument("op", nargs="?", metavar="OP", help=f"some of {','.join(TUNABLES)}, or all")
@@ -202,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def show(table: Table) -> str:
+def show(table: tuning.Table) -> str:
     """A table for people: how far the heuristic is from the fastest config, shape by shape."""
     header = ["kernel", "dtype", "shape", "heuristic, us", "tuned, us", "heuristic / tuned", "tuned config"]
     rows = []
@@ -217,7 +211,7 @@ def show(table: Table) -> str:
     return f"{tables.markdown(header, rows)}\n\n{table.gpu}, geometric mean {mean:.3f}, from {table.path}"
 
 
-def tune(tunable: Tunable, shape: Shape, dtype: str, seconds: float | None) -> tuple[Result, Entry]:
+def tune(tunable: Tunable, shape: Sizes, dtype: str, seconds: float | None) -> tuple[tuning.Result, tuning.Entry]:
     """Tunes an op for a shape; the entry is for this shape only if the config does not hold for a smaller one."""
     fn, args, options = tunable.call(dtype, *shape)
     result = tuning.autotune(fn, *args, op=tunable.kernel, seconds=seconds, **options)
@@ -236,14 +230,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.show is not None:
             shipped = sorted(tuning.shipped_path("").parent.glob("*.json"))
-            print("\n\n".join(show(Table.load(path)) for path in ([args.show] if args.show else shipped)))
+            print("\n\n".join(show(tuning.Table.load(path)) for path in ([args.show] if args.show else shipped)))
             return 0
         work = plan(args)
         if not environment.has_gpu():
             raise ValueError("tuning times kernels on an NVIDIA GPU; JAX finds none (--show works without)")
         gpu = jax.devices("cuda")[0].device_kind
         path = args.output or tuning.cache_path(gpu)
-        table = Table.load(path) if path.exists() else Table(gpu=gpu)
+        table = tuning.Table.load(path) if path.exists() else tuning.Table(gpu=gpu)
         if table.gpu != gpu:
             raise ValueError(f"{path} is for {table.gpu}; this is {gpu}")
     except ValueError as error:  # a TableError among others
@@ -252,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
     failed = []
     started = time.monotonic()
     for number, (op, shape, dtype) in enumerate(work, start=1):
-        label = f"{op} {name(shape)} {dtype}"
+        label = f"{op} {shape_text(shape)} {dtype}"
         print(f"[{number}/{len(work)}] {label}: ", end="", flush=True)
         try:
             result, entry = tune(TUNABLES[op], shape, dtype, args.seconds)
@@ -272,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def plan(args: argparse.Namespace) -> list[tuple[str, Shape, str]]:
+def plan(args: argparse.Namespace) -> list[tuple[str, Sizes, str]]:
     """What is to be tuned: op, shape, dtype.
 
     Raises:
@@ -292,7 +286,7 @@ def plan(args: argparse.Namespace) -> list[tuple[str, Shape, str]]:
     return work
 
 
-def outcome(result: Result, entry: Entry) -> str:
+def outcome(result: tuning.Result, entry: tuning.Entry) -> str:
     """A line about what tuning a shape gave."""
     timed = sum(not trial.failure for trial in result.trials)
     line = f"heuristic {entry.heuristic_us:.2f} us, tuned {entry.us:.2f} us, {entry.speedup:.3f} times as fast"

@@ -156,11 +156,11 @@ def metrics(before: Result, after: Result, threshold: float) -> list[Row]:
 
 def means(rows: list[Row]) -> str:
     """The geometric mean of B / A of each family."""
-    parts = []
+    found = []
     for family in tables.FAMILIES:
         if ratios := [ratio for entry, _, _, ratio in rows if entry.family == family]:
-            parts.append(f"{family} {tables.geometric_mean(ratios):.3f}")
-    return f"Geometric mean of B / A: {', '.join(parts)}."
+            found.append(f"{family} {tables.geometric_mean(ratios):.3f}")
+    return f"Geometric mean of B / A: {', '.join(found)}."
 
 
 def show(title: str, header: list[str], rows: list[Row], *, changed: bool) -> None:

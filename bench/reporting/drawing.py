@@ -23,7 +23,7 @@ COLORS: dict[Family, str] = {
     "torch": "#cc79a7",
     "peer": "#009e73",
 }
-PARTS = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#8c7ae6", "#d55e00", "#56b4e9", "#a6a000", "#8d99a6")
+PALETTE = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#8c7ae6", "#d55e00", "#56b4e9", "#a6a000", "#8d99a6")
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],

@@ -27,13 +27,13 @@ def table(markdown: str) -> str:
     )
 
 
-def blocks(text: str) -> str:
+def to_html(text: str) -> str:
     """Tables and paragraphs, from text in which an empty line separates them."""
-    parts = text.split("\n\n")
-    return "\n".join(table(part) if part.startswith("|") else f"<p>{html.escape(part)}</p>" for part in parts)
+    paragraphs = text.split("\n\n")
+    return "\n".join(table(p) if p.startswith("|") else f"<p>{html.escape(p)}</p>" for p in paragraphs)
 
 
-def drawing(plot: Plot) -> str:
+def figure(plot: Plot) -> str:
     """A plot with its title and note."""
     return (
         f'<figure id="{plot.name}">\n<h3>{html.escape(plot.title)}</h3>\n{plot.svg(inline=True)}\n'
@@ -62,18 +62,18 @@ def conditions(result: Result) -> str:
 
 def section(result: Result, summary: str, drawn: Sequence[Plot]) -> str:
     """All about one benchmark."""
-    parts = [f'<section id="{slug(result.benchmark)}">', f"<h2>{html.escape(result.benchmark)}</h2>"]
+    lines = [f'<section id="{slug(result.benchmark)}">', f"<h2>{html.escape(result.benchmark)}</h2>"]
     if result.partial:
-        parts.append('<p class="warning">From a shortened or unfinished run: not for publication.</p>')
-    parts += [f"<p>{html.escape(tables.conditions(result))}</p>", headline(result)]
-    parts.append(f'<div class="plots">{"".join(map(drawing, drawn))}</div>')
-    parts.append(blocks(summary))
-    if lines := tables.problems(result):
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        parts.append(f"<details open><summary>Without a figure</summary><ul>{items}</ul></details>")
-    parts.append(f"<details><summary>Every candidate</summary>{blocks(tables.entries(result))}</details>")
-    parts.append(f"<details open><summary>Conditions</summary>{conditions(result)}</details>")
-    return "\n".join([*parts, "</section>"])
+        lines.append('<p class="warning">From a shortened or unfinished run: not for publication.</p>')
+    lines += [f"<p>{html.escape(tables.conditions(result))}</p>", headline(result)]
+    lines.append(f'<div class="plots">{"".join(map(figure, drawn))}</div>')
+    lines.append(to_html(summary))
+    if failures := tables.failures(result):
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in failures)
+        lines.append(f"<details open><summary>Without a figure</summary><ul>{items}</ul></details>")
+    lines.append(f"<details><summary>Every candidate</summary>{to_html(tables.entries(result))}</details>")
+    lines.append(f"<details open><summary>Conditions</summary>{conditions(result)}</details>")
+    return "\n".join([*lines, "</section>"])
 
 
 def page(
@@ -84,9 +84,9 @@ def page(
     links = "".join(
         f'<a href="#{slug(result.benchmark)}">{html.escape(result.benchmark)}</a>' for result in results
     )
-    body = "\n".join(section(*parts) for parts in zip(results, summaries, drawn, strict=True))
+    body = "\n".join(section(*of) for of in zip(results, summaries, drawn, strict=True))
     if overview:
-        together = f'<div class="plots">{"".join(map(drawing, overview))}</div>'
+        together = f'<div class="plots">{"".join(map(figure, overview))}</div>'
         body = f'<section id="all">\n<h2>All benchmarks</h2>\n{together}\n</section>\n{body}'
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from bench.measuring import roofline
 from bench.measuring.results import Case, Entry, Family, Result, slug
 from bench.reporting import tables
-from bench.reporting.drawing import COLORS, INK, PARTS, Plot, axes_of, bars, legend, plain_ticks, style
+from bench.reporting.drawing import COLORS, INK, PALETTE, Plot, axes_of, bars, legend, plain_ticks, style
 from bench.reporting.tables import NAMES
 
 
@@ -55,7 +55,7 @@ def size_of(case: Case) -> tuple[float, str]:
 
 
 def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str) -> Plot | None:
-    """Time of every candidate against the size of the problem, without variants that few cases have."""
+    """Time of every candidate against the size of the workload, without variants that few cases have."""
     cases = [case for case in result.cases if case.dtype == dtype]
     everywhere = set.intersection(*({entry.name for entry in case.entries} for case in cases))
     points: dict[tuple[Family, str], list[tuple[float, float]]] = {}
@@ -172,7 +172,7 @@ def rooflines(results: Sequence[Result], name: str) -> Plot | None:
             for family in tables.FAMILIES if len(results) == 1 else ("ours",):
                 if case.flop and (pair := tables.best(case, family, tables.device)):
                     label = NAMES[family] if len(results) == 1 else result.benchmark
-                    colors[label] = COLORS[family] if len(results) == 1 else PARTS[number % len(PARTS)]
+                    colors[label] = COLORS[family] if len(results) == 1 else PALETTE[number % len(PALETTE)]
                     points.setdefault(label, []).append((flop_a_byte, case.flop / pair[1].median_us / 1e6))
     if not points:
         return None
@@ -265,16 +265,16 @@ def breakdown(result: Result, name: str) -> Plot | None:
         return None
     shares = {label: {k: 100 * us / sum(t.values()) for k, us in t.items()} for label, t in found.items()}
     weight = {kernel: sum(s.get(kernel, 0) for s in shares.values()) for kernel in kernels}
-    shown = sorted(kernels, key=weight.__getitem__, reverse=True)[: len(PARTS) - 1]
+    shown = sorted(kernels, key=weight.__getitem__, reverse=True)[: len(PALETTE) - 1]
     figure, axes = axes_of(1.2 + 0.34 * len(found) + 0.17 * math.ceil(len(shown) / 2))
     left = [0.0] * len(found)
     with style():
-        for part, color in zip([*(k for k in kernels if k in shown), None], PARTS, strict=False):
+        for kernel, color in zip([*(k for k in kernels if k in shown), None], PALETTE, strict=False):
             values = [
-                100 - x if part is None else s.get(part, 0) for x, s in zip(left, shares.values(), strict=True)
+                100 - x if kernel is None else s.get(kernel, 0) for x, s in zip(left, shares.values(), strict=True)
             ]
             if max(values) > 1e-6:
-                axes.barh(range(len(found)), values, 0.75, left, color=color, label=part or "others")
+                axes.barh(range(len(found)), values, 0.75, left, color=color, label=kernel or "others")
             left = [x + value for x, value in zip(left, values, strict=True)]
         labels = [f"{label}\n{sum(totals.values()):.0f} us" for label, totals in found.items()]
         axes.set_yticks(range(len(found)), labels, fontsize=8)
@@ -341,7 +341,7 @@ def accuracy(result: Result, name: str) -> Plot | None:
     with style():
         axes.barh(labels, values, 0.6, color=COLORS["ours"], label="ours")
         limits = [found.limit for _, found in pairs]
-        axes.plot(limits, labels, "|", color=PARTS[5], markersize=16, markeredgewidth=2.5, label="limit")
+        axes.plot(limits, labels, "|", color=PALETTE[5], markersize=16, markeredgewidth=2.5, label="limit")
         axes.set(xscale="log", xlim=(min(values) / 10, max(*values, *limits) * 10))
         axes.set_xlabel(textwrap.fill(f"largest {pairs[0][1].measure} (no unit)", 30))
         axes.invert_yaxis()

@@ -204,7 +204,7 @@ def entries(result: Result) -> str:
     return markdown(header, rows)
 
 
-def problems(result: Result) -> list[str]:
+def failures(result: Result) -> list[str]:
     """A line for every reason why candidates gave no figure, with their names and the cases."""
     labels: dict[tuple[str, str, str], list[str]] = {}
     for case in result.cases:
