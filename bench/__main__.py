@@ -21,7 +21,19 @@ from types import ModuleType
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm", "attention", "gated-mlp", "trimul", "gpt2", "qwen3")
+BENCHMARKS = (
+    "minilm",
+    "sts",
+    "gemm",
+    "softmax",
+    "norm",
+    "attention",
+    "gated-mlp",
+    "trimul",
+    "gpt2",
+    "qwen3",
+    "startup",
+)
 COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package
 COMMANDS |= {"compare": "reporting", "report": "reporting", "tune": "measuring"}
 

@@ -12,6 +12,7 @@ from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
 HELP = "attention: ours, XLA, cuDNN, torch, jax.experimental.pallas.ops, tokamax"
+SHOWN = "4x2048x16x16x128+causal bf16"  # the case in README.md
 
 HALF_ONLY = "it takes fp16 and bf16"
 

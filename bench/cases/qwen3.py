@@ -13,6 +13,7 @@ from pallas_models import qwen3
 from pallas_models.ops import rotary_table
 
 HELP = "Qwen3-8B decoder layer, prefill: ours, XLA, torch"
+SHOWN = "1x2048 bf16"  # the case in README.md
 
 CONFIG = qwen3.Qwen3Config()
 

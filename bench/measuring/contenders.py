@@ -430,12 +430,12 @@ class TorchPrograms:
         def output(i: int) -> Any:
             out = call(i)
             if self.gpu:
-                _synchronize(out)
+                synchronize(out)
             return jax.tree.map(lambda leaf: jax.dlpack.from_dlpack(leaf.detach().contiguous()), out)
 
         attempt.candidate = timing.Candidate(
             call=call,
-            wait=_synchronize if self.gpu else lambda _: None,
+            wait=synchronize if self.gpu else lambda _: None,
             events=_cuda_events if self.gpu else None,
             launches_at_least=contender.launches,
         )
@@ -476,7 +476,8 @@ def _replay(graph: Any, output: Any) -> Any:
     return output
 
 
-def _synchronize(_: Any) -> None:
+def synchronize(_: Any) -> None:
+    """Waits until torch's GPU has done everything."""
     import torch
 
     torch.cuda.synchronize()

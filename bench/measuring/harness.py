@@ -145,7 +145,7 @@ class Benchmark:
         for part in text.split(","):
             numbers, *flags = part.strip().split("+")
             sizes = numbers.split("x")
-            good = len(sizes) == len(self.axes) and all(s.isdecimal() and int(s) for s in sizes)
+            good = len(sizes) == len(self.axes) and all(s.isdecimal() and 0 < int(s) < 2**31 for s in sizes)
             if not good or set(flags) - set(self.flags) or len(set(flags)) < len(flags):
                 syntax = "x".join(axis.upper() for axis in self.axes) + "".join(f"[+{f}]" for f in self.flags)
                 known = ",".join(map(shape_text, self.shapes))

@@ -165,7 +165,7 @@ def load(path: Path) -> Result:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # not UTF-8 or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
         raise ResultError(f"{path}: is not a JSON file, or was cut short ({error})") from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ResultError(f'{path}: is not a benchmark result (no "format": "{FORMAT}")')
@@ -214,7 +214,10 @@ def _build(expected: Any, data: Any, where: str) -> Any:
             return data
         raise _MismatchError(f"{here}: expected one of {', '.join(arguments)}, got {data!r:.60}")
     if expected is float and type(data) in (int, float):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError:
+            raise _MismatchError(f"{here}: an integer of {data.bit_length()} bits is no float") from None
     if type(data) is not expected:
         name = getattr(origin or expected, "__name__", str(expected))
         raise _MismatchError(f"{here}: expected {name}, got {data!r:.60}")

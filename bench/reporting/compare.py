@@ -20,6 +20,7 @@ HELP = "what got faster or slower between two result files"
 
 CLOCKS: dict[str, tables.Clock] = {"device": tables.device, "wall": tables.wall}
 HIGHER_IS_BETTER = ("_per_s",)  # endings of metrics that are rates
+LOWER_IS_BETTER = ("_s", "_us")  # of those that are times
 FASTER, SLOWER, SAME = "faster", "SLOWER", "same"
 
 
@@ -142,14 +143,16 @@ def timed(before: Result, after: Result, clock: tables.Clock, threshold: float) 
 
 
 def metrics(before: Result, after: Result, threshold: float) -> list[Row]:
-    """A row for every further figure that both results have; only rates get a verdict, as they carry no spread."""
+    """A row for every further figure that both results have; rates and times get a verdict, from the
+    threshold alone."""
     rows: list[Row] = []
     for case, a, b in pairs(before, after):
         for name in (name for name in a.metrics if name in b.metrics):
             old, new = a.metrics[name], b.metrics[name]
             ratio, word = new / old if old else math.nan, ""
-            if name.endswith(HIGHER_IS_BETTER):
-                word = SAME if abs(ratio - 1) <= threshold else FASTER if ratio > 1 else SLOWER
+            if name.endswith((*HIGHER_IS_BETTER, *LOWER_IS_BETTER)):
+                faster = (ratio > 1) == name.endswith(HIGHER_IS_BETTER)
+                word = SAME if abs(ratio - 1) <= threshold else FASTER if faster else SLOWER
             rows.append((b, [case.label, b.name, name, f"{old:.7g}", f"{new:.7g}", f"{ratio:.4g}", word], word, 0))
     return rows
 

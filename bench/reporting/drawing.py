@@ -5,6 +5,7 @@ text around the plot, so that one drawing serves light and dark pages.
 """
 
 import dataclasses
+import functools
 import html
 import io
 import re
@@ -59,12 +60,16 @@ class Plot:
     note: str
     figure: Any
 
-    def svg(self, *, inline: bool) -> str:
-        """The drawing; `inline`: to stand in an HTML page, without declarations and with ids of its own."""
+    @functools.cached_property
+    def _rendered(self) -> str:
         text = io.StringIO()
         with style():
             self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-        drawing = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
+        return text.getvalue()
+
+    def svg(self, *, inline: bool) -> str:
+        """The drawing; `inline`: to stand in an HTML page, without declarations and with ids of its own."""
+        drawing = re.sub(r"<metadata>.*?</metadata>", "", self._rendered, flags=re.DOTALL)
         drawing = re.sub(r"(?<![\w-])(id=\"|xlink:href=\"#|url\(#)", rf"\g<1>{self.name}-", drawing)
         drawing = drawing.replace(INK, "currentColor")
         root = drawing.index("<svg")
@@ -82,6 +87,10 @@ class Plot:
     def save(self, folder: Path) -> None:
         """Writes NAME.svg, which adapts to light and dark, and NAME.png, on white."""
         (folder / f"{self.name}.svg").write_text(self.svg(inline=False), encoding="utf-8")
+        self.save_png(folder)
+
+    def save_png(self, folder: Path) -> None:
+        """Writes NAME.png, on white."""
         with style():
             self.figure.savefig(folder / f"{self.name}.png", dpi=200, facecolor="white")
 

@@ -1,6 +1,7 @@
 """One HTML page of all results of a GPU: plots, tables and conditions, with nothing loaded from elsewhere."""
 
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 def table(markdown: str) -> str:
     """An HTML table made from a Markdown one, in a container of its own in which it can scroll."""
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines())
+    split = (re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.splitlines())
+    header, _, *rows = ([cell.strip().replace(r"\|", "|") for cell in cells] for cells in split)
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -234,6 +234,12 @@ def means(results: Sequence[Result], name: str) -> Plot | None:
     )
 
 
+def headlines(results: Sequence[Result]) -> list[Plot]:
+    """The plots that say most: of all results together, and the speed-up of each in device time."""
+    found = [speedup(r, f"{slug(r.benchmark)}-speedup-device", tables.device, "device time") for r in results]
+    return [*overview(results), *(plot for plot in found if plot)]
+
+
 def overview(results: Sequence[Result]) -> list[Plot]:
     """The plots of several results together."""
     if len(results) < 2:

@@ -1,9 +1,8 @@
-"""Tables made from results: for the terminal and, between markers, for README.md."""
+"""Tables made from results: for the terminal and for the generated pages."""
 
+import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from bench.measuring import roofline
 from bench.measuring.results import Case, Entry, Family, Result
@@ -48,6 +47,53 @@ def mean_speedup(cases: Sequence[Case], family: Family, clock: Clock) -> float |
     return geometric_mean(ratios) if ratios and len(ratios) == len(cases) else None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A benchmark in one line.
+
+    Attributes:
+      case: which of its cases is shown.
+      ours, baseline: the figures of ours and of the fastest baseline in it, with their units.
+      ratio: how many times faster ours is in that case.
+      mean: the geometric mean of that over all cases that have both; None if only one has.
+    """
+
+    case: str
+    ours: str
+    baseline: str
+    ratio: float
+    mean: float | None
+
+
+def best_baseline(case: Case, clock: Clock) -> tuple[Entry, Timing] | None:
+    """The fastest entry of any other family; None where none was timed."""
+    found = [pair for family in BASELINES if (pair := best(case, family, clock))]
+    return min(found, key=lambda pair: pair[1].median_us, default=None)
+
+
+def headline(result: Result, label: str) -> Headline | None:
+    """The device times of one case, of that label if there is one; None if no case has ours and a baseline."""
+    found = {
+        case.label: (ours[1], other)
+        for case in result.cases
+        if (ours := best(case, "ours", device)) and (other := best_baseline(case, device))
+    }
+    if not found:
+        return None
+    ratios = {name: other.median_us / time.median_us for name, (time, (_, other)) in found.items()}
+    case = next((case for case in result.cases if case.label == label and label in found), None)
+    case = case or next(case for case in result.cases if case.label in found)
+    time, (entry, other) = found[case.label]
+    name = entry.name if entry.family == "peer" else NAMES[entry.family]
+    return Headline(
+        case=case.label,
+        ours=f"{format_us(time)} us, {roofline.rate(case, result.ceilings, time)}",
+        baseline=f"{name}, {format_us(other)} us",
+        ratio=ratios[case.label],
+        mean=geometric_mean(list(ratios.values())) if len(ratios) > 1 else None,
+    )
+
+
 def summary(case: Case, clock: Clock) -> str:
     """A line with the best of each family."""
     pairs = [best(case, family, clock) for family in FAMILIES]
@@ -77,8 +123,17 @@ def format_ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
+def cell(text: str) -> str:
+    """Text as it can stand in a cell of a Markdown table."""
+    return "".join(c if c.isprintable() else " " for c in text).replace("|", r"\|")
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, the first to the left and the others to the right."""
+    """A Markdown table with aligned columns, the first to the left and the others to the right.
+
+    What would end a cell or a row is escaped: `|`, line breaks and other control characters.
+    """
+    header, rows = [cell(text) for text in header], [[cell(text) for text in row] for row in rows]
     widths = [max(3, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -174,9 +229,9 @@ def ladder(result: Result) -> str:
 
 
 def brief(result: Result) -> str:
-    """What README.md has of an operation: device time against the baselines, and the ladder."""
-    parts = [compared(result, device) or compared(result, wall), ladder(result)]
-    return f"\n\n{LADDER}:\n\n".join(filter(None, parts))
+    """What a GPU's page has of an operation: device time against the baselines, and the ladder."""
+    found = [compared(result, device) or compared(result, wall), ladder(result)]
+    return f"\n\n{LADDER}:\n\n".join(filter(None, found))
 
 
 def full(result: Result, own: str = "") -> str:
@@ -223,35 +278,10 @@ def conditions(result: Result) -> str:
     env = result.environment
     versions = ", ".join(f"{name} {env[name]}" for name in ("jax", "torch") if env.get(name, "absent") != "absent")
     ceilings = result.ceilings
-    parts = [f"{env.get('device', 'unknown device')}, driver {env.get('driver', 'unknown')}", versions]
+    found = [f"{env.get('device', 'unknown device')}, driver {env.get('driver', 'unknown')}", versions]
     if "copy_tb_per_s" in ceilings:
-        parts.append(f"copy {ceilings['copy_tb_per_s']:.2f} TB/s")
+        found.append(f"copy {ceilings['copy_tb_per_s']:.2f} TB/s")
     if "matmul_bf16_tflop_per_s" in ceilings:
-        parts.append(f"8192^3 bf16 product {ceilings['matmul_bf16_tflop_per_s']:.0f} TFLOP/s")
-    parts += [f"{name}: {value}" for name, value in result.settings.items()]
-    return f"{'; '.join(parts)}. Measured {result.date[:10]} at commit {env.get('commit', 'unknown')}."
-
-
-def replace_marked(text: str, name: str, content: str) -> str:
-    """Replaces what stands between `<!-- bench:name -->` and `<!-- /bench:name -->`.
-
-    Raises:
-      ValueError: the markers are not there exactly once, in this order.
-    """
-    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"expected {start} and, after it, {end}, each exactly once")
-    pattern = re.escape(start) + ".*?" + re.escape(end)
-    return re.sub(pattern, lambda _: f"{start}\n{content}\n{end}", text, flags=re.DOTALL)
-
-
-def rewrite(path: Path, tables: dict[str, str]) -> None:
-    """Rewrites the marked tables of a Markdown file.
-
-    Raises:
-      ValueError: the markers of one are not there exactly once; nothing is written then.
-    """
-    text = path.read_text(encoding="utf-8")
-    for name, content in tables.items():
-        text = replace_marked(text, name, content)
-    path.write_text(text, encoding="utf-8")
+        found.append(f"8192^3 bf16 product {ceilings['matmul_bf16_tflop_per_s']:.0f} TFLOP/s")
+    found += [f"{name}: {value}" for name, value in result.settings.items()]
+    return f"{'; '.join(found)}. Measured {result.date[:10]} at commit {env.get('commit', 'unknown')}."
