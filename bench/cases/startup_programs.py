@@ -1,8 +1,8 @@
 """The programs that the startup benchmark runs in processes of their own.
 
 `python -m bench.cases.startup_programs NAME OPTIONS` calls the function NAME with the arguments in OPTIONS, a JSON
-object, and prints what it returns as JSON, on the last line. Modules are imported by the function that needs them, as
-imports are part of what is measured.
+object, and prints what it returns as JSON, on the last line. Each function imports what it needs, as imports are
+part of what is measured.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SENTENCE = "A man is playing a guitar."
+SECONDS = 0.5  # that a call is repeated, at least
 
 
 def compile_program(model: str, dtype: str, sizes: Sequence[int], implementation: str | None) -> dict[str, float]:
@@ -150,7 +151,7 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
         if isinstance(outcome, Exception):
             raise outcome
         candidate = candidates[name]
-        each = _microseconds(lambda i, candidate=candidate: candidate.wait(candidate.call(i)))
+        each = microseconds(lambda i, candidate=candidate: candidate.wait(candidate.call(i)))
         found[name] = {"queued_us": outcome.wall.median_us, "synchronised_us": each}
     return found
 
@@ -160,7 +161,7 @@ def sentence(weights: str | None, dtype: str) -> dict[str, float]:
     from pallas_models.minilm import Encoder
 
     encoder = Encoder.from_pretrained(*([] if weights is None else [weights]), dtype=dtype)
-    return {"synchronised_us": _microseconds(lambda _: encoder.encode(SENTENCE))}
+    return {"synchronised_us": microseconds(lambda _: encoder.encode(SENTENCE))}
 
 
 def eager(size: int) -> dict[str, dict[str, float]]:
@@ -173,19 +174,17 @@ def eager(size: int) -> dict[str, dict[str, float]]:
     x, w = jax.random.normal(jax.random.key(0), (2, size, size))
     calls = {"pallas": ops.matmul, "xla": jnp.matmul}
     return {
-        name: {
-            "synchronised_us": _microseconds(lambda _, function=function: jax.block_until_ready(function(x, w)))
-        }
+        name: {"synchronised_us": microseconds(lambda _, function=function: jax.block_until_ready(function(x, w)))}
         for name, function in calls.items()
     }
 
 
-def _microseconds(call: Callable[[int], Any], seconds: float = 0.5) -> float:
+def microseconds(call: Callable[[int], Any]) -> float:
     """The median time of a call that waits for its result, after a few to warm up."""
     for i in range(5):
         call(i)
     samples: list[float] = []
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + SECONDS
     while len(samples) < 10 or time.perf_counter() < end:
         start = time.perf_counter()
         call(len(samples))

@@ -143,8 +143,7 @@ def timed(before: Result, after: Result, clock: tables.Clock, threshold: float) 
 
 
 def metrics(before: Result, after: Result, threshold: float) -> list[Row]:
-    """A row for every further figure that both results have; rates and times get a verdict, from the
-    threshold alone."""
+    """A row for every further figure that both results have; rates and times get a verdict by the threshold."""
     rows: list[Row] = []
     for case, a, b in pairs(before, after):
         for name in (name for name in a.metrics if name in b.metrics):
