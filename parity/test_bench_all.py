@@ -222,6 +222,9 @@ def test_help_when_a_benchmark_cannot_be_imported(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "cannot be loaded: No module named 'bench.cases.absent'" in out and "make pages with tables and plots" in out
+    assert (
+        "cannot be loaded: No module named 'bench.cases.absent'" in out
+        and "make pages with tables and plots" in out
+    )
     with pytest.raises(ImportError, match=r"bench\.cases\.absent"):
         cli.main(["absent"])
