@@ -29,7 +29,6 @@ from bench.measuring.harness import DTYPES, cosine_distance, parse_dtypes
 from bench.measuring.results import Accuracy, Case, Entry, Family
 from bench.reporting import tables
 from pallas_models import minilm
-from pallas_models.encoder import Encoder
 
 HELP = "MiniLM on real sentences: accuracy against torch, Spearman's correlation, sentences a second"
 NAME = "sts"
@@ -221,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
         cases=[],
     )
     for dtype in dtypes:
-        encoder = Encoder.from_pretrained(found, dtype=DTYPES[dtype])
+        encoder = minilm.Encoder.from_pretrained(found, dtype=DTYPES[dtype])
         encode = functools.partial(encoder.encode, sentences, batch_size=args.batch_size, show_progress_bar=False)
         output = encode()
         distance, correlation = cosine_distance(output, expected), spearman(output, index, pairs)
