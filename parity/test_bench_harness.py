@@ -170,7 +170,7 @@ def test_shapes():
     benchmark = benchmark_of()
     assert benchmark.parse_shapes("8x4, 2x3+odd") == [(8, 4), (2, 3, "odd")]
     assert [harness.shape_text(shape) for shape in ((8, 4), (2, 3, "odd"))] == ["8x4", "2x3+odd"]
-    for text in ("8", "8x4x2", "0x4", "8x-4", "8x4+even", "8x4+odd+odd", "8x4,"):
+    for text in ("8", "8x4x2", "0x4", "8x-4", "8x4+even", "8x4+odd+odd", "8x4,", "2147483648x4"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"no shape; expected ROWSxCOLUMNS\[\+odd\], such as"):
             benchmark.parse_shapes(text)
     assert harness.parse_dtypes("fp16,fp16,bf16") == ["fp16", "bf16"]

@@ -3,6 +3,7 @@
 import functools
 import json
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,32 @@ def test_a_process_that_fails(monkeypatch):
         startup.measured("eager", size=4)
 
 
-def test_a_second_process_compiles_nothing(tmp_path, monkeypatch):
-    """The folder of the cache has all that the first one compiled; elsewhere nothing is kept."""
+def test_a_process_finds_nothing_compiled(monkeypatch):
+    """Neither by JAX nor by CUDA's driver; and it uses the platform that it is told to."""
+    started: list[dict[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> types.SimpleNamespace:
+        assert not list(Path(env["CUDA_CACHE_PATH"]).iterdir())
+        started.append(env)
+        return types.SimpleNamespace(returncode=0, stdout='a warning\n{"x_s": 1.5}\n', stderr="")
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    assert startup.measured("eager", size=4) == {"x_s": 1.5}
+    startup.measured("eager", size=4, platform="cpu")
+    assert "JAX_PLATFORMS" not in started[0] and started[1]["JAX_PLATFORMS"] == "cpu"
+    assert not any("COMPILATION_CACHE" in name for env in started for name in env)
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    """The folder of the cache has all that the first one compiled."""
     model, sentences, cache = (
         checkpoints.write(tmp_path / "model"),
         tmp_path / "sentences.json",
         tmp_path / "cache",
     )
     sentences.write_text(json.dumps(["a man is playing", "the guitar"]))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "other"))
     options = {"sentences": str(sentences), "weights": str(model), "dtype": "float32", "cache": str(cache)}
     kept = []
     for _ in range(2):
@@ -135,7 +153,6 @@ def test_a_second_process_compiles_nothing(tmp_path, monkeypatch):
         )
         kept.append(sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime")))
     assert kept[0] and kept[0] == kept[1]
-    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
