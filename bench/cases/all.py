@@ -31,7 +31,7 @@ Status = Literal["ok", "FAILED", "left out"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a benchmark: its status, why, and the seconds that it took."""
+    """How a benchmark ended: its status, why, and the seconds that it took."""
 
     name: str
     status: Status
@@ -45,7 +45,7 @@ def parse_names(text: str) -> list[str]:
     Raises:
       argparse.ArgumentTypeError: something in it is no benchmark.
     """
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in BENCHMARKS]:
         message = f"unknown benchmark {', '.join(unknown)}; expected some of {', '.join(BENCHMARKS)}"
         raise argparse.ArgumentTypeError(message)
@@ -61,14 +61,14 @@ def parse_shapes(text: str) -> dict[str, str]:
     """
     found: dict[str, list[str]] = {}
     name = ""
-    for part in text.split(","):
-        head, colon, shape = part.strip().partition(":")
+    for item in text.split(","):
+        head, colon, shape = item.strip().partition(":")
         if colon:
             (name,) = parse_names(head)
         elif name:
             shape = head
         else:
-            message = f"{part!r}: expected BENCHMARK:SHAPE, such as gemm:512x512x512,minilm:1x16"
+            message = f"{item!r}: expected BENCHMARK:SHAPE, such as gemm:512x512x512,minilm:1x16"
             raise argparse.ArgumentTypeError(message)
         found.setdefault(name, []).append(shape)
     for name, shapes in found.items():
@@ -205,7 +205,7 @@ def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
 
 
 def summary(outcomes: list[Outcome], written: list[Path]) -> str:
-    """What became of each benchmark, and the files that were written."""
+    """How each benchmark ended, and the files that were written."""
     lines = [f"{o.name:<12} {o.status:<9} {o.seconds:5.0f} s  {o.message}".rstrip() for o in outcomes]
     lines += [f"results: {path}" for path in written] or ["no results were written"]
     if failed := [o.name for o in outcomes if o.status == "FAILED"]:
@@ -235,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Runs the benchmarks one after the other and says what became of them; returns the exit code."""
+    """Runs the benchmarks one after the other and prints how each ended; returns the exit code."""
     before, started = files(args.output), time.monotonic()
     outcomes: list[Outcome] = []
     interrupted = False

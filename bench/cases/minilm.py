@@ -67,7 +67,7 @@ class Models:
         return np.asarray(model(*tensors).cpu().numpy())
 
     def contenders(self, dtype: str, *, steps: bool) -> list[Contender]:
-        """Who takes part; `steps`: also the forward pass with our kernels added one after another."""
+        """The contenders; `steps`: also the forward pass with our kernels added one after another."""
         config = self.checkpoint.config
         ours = functools.partial(minilm.embed, config=config)
         params, (plain_params, plain) = self.params(dtype), self.plain(dtype)

@@ -121,7 +121,7 @@ class Workload:
       reference: function of an input set that gives the right output in float32 or float64, an array or a tuple.
         What `jax.jit` returns is compiled ahead, as the contenders are. Of a contender that returns more than the
         reference only the first outputs are compared.
-      contenders: who takes part.
+      contenders: the programs that are compared.
       flop: floating-point operations of one call; None where they are not counted.
       products: dtype of the matrix products that flop counts, if not that of the case.
       bytes: what one call must read and write at the least; None where it is not counted.
@@ -257,8 +257,8 @@ def set_bytes(inputs: Any) -> int:
 class JaxPrograms:
     """The programs of the JAX contenders and references of all workloads, compiled ahead, several at a time.
 
-    Kernels and references go first, as many at a time as there are cores. Then the rest, few at a time: XLA
-    chooses among algorithms by timing them, which it cannot where the host is too busy to launch them in time.
+    Kernels and references go first, as many at a time as there are cores. XLA's programs follow, few at a time:
+    XLA times algorithms to choose among them, and a busy host would delay the launches that it times.
     """
 
     def __init__(self, workloads: Sequence[Workload], *, gpu: bool):

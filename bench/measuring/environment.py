@@ -66,7 +66,7 @@ def describe() -> dict[str, str]:
 
 
 def measure_ceilings(budget: timing.Budget) -> dict[str, float]:
-    """Measures the rates that kernels are held against.
+    """Measures the rates that kernels are compared with.
 
     Returns:
       copy_tb_per_s: bytes read and written by an elementwise float32 kernel over 1 GiB, a second.

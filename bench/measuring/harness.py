@@ -95,7 +95,7 @@ def parse_dtypes(text: str) -> list[str]:
     Raises:
       argparse.ArgumentTypeError: an unknown dtype.
     """
-    names = list(DTYPES) if text == "all" else [part.strip() for part in text.split(",")]
+    names = list(DTYPES) if text == "all" else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in DTYPES]:
         raise argparse.ArgumentTypeError(
             f"unknown dtype {', '.join(unknown)}; expected all or some of {list(DTYPES)}"
@@ -108,14 +108,16 @@ class Benchmark:
     """A benchmark: its cases, and what is computed in each.
 
     Attributes:
-      name: of the command and of the result file. axes: names of the sizes of a shape, in order. flags: words that
-      may follow the sizes: `8192x4096+masked` is the shape (8192, 4096, "masked"). shapes: the cases on a GPU;
-      with --quick only `quick_shapes`, by default the first two. cpu_shapes: the cases without a GPU. dtypes:
-      those that are measured by default. workload: gives the workload of a dtype and a shape; it raises ValueError
-      or NotImplementedError where there is
-        none. None where it depends on options: `dataclasses.replace` it, and what else does, before `run`.
-      shortened: whether the result is partial whatever the options that all share.
-      settings: what bears on the figures, for the result file.
+      name: of the command and of the result file.
+      axes: names of the sizes of a shape, in order.
+      flags: words that may follow the sizes: `8192x4096+masked` is the shape (8192, 4096, "masked").
+      shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first two.
+      cpu_shapes: the cases without a GPU.
+      dtypes: those that are measured by default.
+      workload: gives the workload of a dtype and a shape, or raises ValueError or NotImplementedError where there is
+        none. None where it depends on the benchmark's own options: `dataclasses.replace` it before `run`.
+      shortened: whether the benchmark's own options make the result partial.
+      settings: what affects the figures, for the result file.
       budget: how long to measure a candidate; with --quick and without a GPU `timing.QUICK`.
       compile_budget: seconds after which no torch.compile is begun, unless --compile-budget.
       table: makes what --show-results prints instead of comparison and ladder.
@@ -142,15 +144,15 @@ class Benchmark:
           argparse.ArgumentTypeError: something in it is not a shape.
         """
         found: list[Shape] = []
-        for part in text.split(","):
-            numbers, *flags = part.strip().split("+")
+        for item in text.split(","):
+            numbers, *flags = item.strip().split("+")
             sizes = numbers.split("x")
             good = len(sizes) == len(self.axes) and all(s.isdecimal() and 0 < int(s) < 2**31 for s in sizes)
             if not good or set(flags) - set(self.flags) or len(set(flags)) < len(flags):
                 syntax = "x".join(axis.upper() for axis in self.axes) + "".join(f"[+{f}]" for f in self.flags)
                 known = ",".join(map(shape_text, self.shapes))
                 raise argparse.ArgumentTypeError(
-                    f"{part!r} is no shape; expected {syntax}, such as those of {known}"
+                    f"{item!r} is no shape; expected {syntax}, such as those of {known}"
                 )
             found.append((*map(int, sizes), *flags))
         return found
@@ -304,5 +306,5 @@ class Progress:
 
 def shape_text(shape: Shape) -> str:
     """A shape as it is given on the command line."""
-    sizes = "x".join(str(part) for part in shape if isinstance(part, int))
-    return "+".join([sizes, *(part for part in shape if isinstance(part, str))])
+    sizes = "x".join(str(size) for size in shape if isinstance(size, int))
+    return "+".join([sizes, *(flag for flag in shape if isinstance(flag, str))])

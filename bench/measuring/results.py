@@ -54,7 +54,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What became of one candidate in one case.
+    """The outcome of one candidate in one case.
 
     Attributes:
       name: of the candidate, unique in the case.

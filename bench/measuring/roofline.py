@@ -55,7 +55,7 @@ def share(case: Case, ceilings: Mapping[str, float], time: Timing | None) -> flo
 
 
 def rate(case: Case, ceilings: Mapping[str, float], time: Timing) -> str:
-    """The rate that a time means: of memory where that binds or is all that is counted, else of operations."""
+    """The rate of a case that takes `time`: of memory where memory is the limit or alone counted, else of flop."""
     least = floor(case, ceilings)
     if case.bytes and (not case.flop or (least is not None and least.by == "memory")):
         return f"{case.bytes / time.median_us / 1e6:.3g} TB/s"

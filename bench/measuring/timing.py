@@ -1,17 +1,17 @@
 """The timing core: device time and wall time of candidates that do the same work.
 
-Device time is the sum of the durations of the GPU kernels of one call, as CUPTI reports them: the mechanism of
-`jax.experimental.mosaic.gpu.profiler.measure`, used here directly because it records every kernel of the
-process, whoever launched it, so that torch is measured by the same clock as JAX. Gaps between kernels and
-copies between buffers are not in it. CUPTI allows one subscriber: no other profiler can run in the process.
+Device time is the sum of the durations of one call's GPU kernels, as CUPTI reports them. It leaves out gaps
+between kernels and copies between buffers. `jax.experimental.mosaic.gpu.profiler.measure` uses CUPTI in the same
+way; this module calls it directly, since it records every kernel of the process and so measures torch and JAX with
+one clock. CUPTI allows one subscriber: no other profiler can run in the process.
 
-Wall time is what a caller sees in steady state: many calls queued, one wait at the end, divided by the number
-of calls. It includes dispatch wherever dispatch is slower than the device.
+Wall time is what a caller sees in steady state: the time of many queued calls and one wait at the end, divided by
+the number of calls. It includes dispatch where dispatch is slower than the device.
 
-Every candidate is warmed up for a given time, and the repetitions of the candidates are interleaved, so that a
-change of clocks or of temperature meets all of them. Large matrix products draw more power than the GPU may, which
-then lowers its clocks: device time is taken in short bursts after pauses, at full clocks. On an H200 an 8192^3
-product takes 1361 us so, always within 2 us; without pauses 1425 to 1538 us. Wall time is under load.
+Every candidate is warmed up for a given time. The candidates take turns, so that a change of clocks or of
+temperature affects all of them. Large matrix products exceed the GPU's power limit, and the GPU lowers its clocks.
+Device time is therefore taken in short bursts after pauses, at full clocks: an 8192^3 product on an H200 then
+takes 1361 us, always within 2 us, and 1425 to 1538 us without pauses. Wall time is taken under load.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ class Measurement:
 
 
 class DeviceTimerError(RuntimeError):
-    """CUPTI is not to be had, or what it recorded cannot be used."""
+    """CUPTI is not available, or its record cannot be used."""
 
 
 def record_kernels(run: Callable[[], None], *, detach: bool) -> list[Launch]:
@@ -185,9 +185,9 @@ class _Device:
         self.error: DeviceTimerError | None = None
 
     def group(self, turn: int, *, detach: bool) -> None:
-        # The first call of a group is not counted: it meets a device that was idle while CUPTI was attached.
+        # The first call of a group is not counted: the device was idle while CUPTI was attached.
         calls = self.budget.device_calls + 1
-        first = turn * calls  # not the input sets that the candidate before has just brought into the cache
+        first = turn * calls  # other input sets than the candidate before, which are in the cache
         if self.error is None:
             try:
                 kernels = record_kernels(lambda: _run(self.candidate, calls, first), detach=detach)
@@ -241,11 +241,11 @@ def measure(
             return
         try:
             f(*args, **options)
-        except Exception as error:  # whatever it is belongs to this candidate, and is reported as its result
+        except Exception as error:  # reported as the result of this candidate
             failed[name] = error
 
     def warm_up(name: str) -> None:
-        _run(candidates[name], 2)  # whatever is done once, on first use
+        _run(candidates[name], 2)  # work that is done once, on first use
         start, done, batch = time.perf_counter(), 0, 1
         while (elapsed := time.perf_counter() - start) < budget.warmup_s or not done:
             _run(candidates[name], batch, first=done)

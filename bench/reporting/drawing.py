@@ -44,7 +44,7 @@ STYLE: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A figure with what must be said about it.
+    """A figure with its title, note and text alternative.
 
     Attributes:
       name: of its files, unique on the page.

@@ -119,19 +119,19 @@ def share(result: Result, name: str) -> Plot | None:
         title="Share of the measured ceiling",
         alt=f"bars of the best of each family; ours: {said}",
         note="The least time that the work takes at the rates measured in the same run, over the device time."
-        " In brackets what sets that least time: the rate of matrix products or of memory.",
+        " In brackets what limits the case: matrix products or memory.",
         figure=figure,
     )
 
 
-RATES = {  # what binds: title, name of the axis, ceiling, unit
+RATES = {  # what limits a case: title, name of the axis, ceiling, unit
     "memory": ("Bandwidth", "bandwidth", "copy_tb_per_s", "TB/s"),
     "matmul": ("Rate of matrix products", "rate", "matmul_bf16_tflop_per_s", "TFLOP/s"),
 }
 
 
 def rates(result: Result, name: str, by: str) -> Plot | None:
-    """The rate that each family's best and the variants of ours reach, in the cases that `by` binds."""
+    """The rates of each family's best in the cases that `by` limits."""
     title, axis, key, unit = RATES[by]
     cases = [c for c in result.cases if (least := roofline.floor(c, result.ceilings)) and least.by == by]
     work = [case.bytes if by == "memory" else case.flop for case in cases]
@@ -152,7 +152,7 @@ def rates(result: Result, name: str, by: str) -> Plot | None:
         name=name,
         title=f"{title}, device time",
         alt=f"bars for {len(cases)} cases under a ceiling of {ceiling:.3g} {unit}; {best}",
-        note="Of the cases that this binds, the best of each family. The dashed line is the ceiling,"
+        note="The best of each family, in the cases that this limits. The dashed line is the ceiling,"
         f" {ceiling:.3g} {unit}, measured in the same run.",
         figure=figure,
     )
