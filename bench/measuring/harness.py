@@ -114,7 +114,7 @@ class Benchmark:
       shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first two.
       cpu_shapes: the cases without a GPU.
       dtypes: those that are measured by default.
-      workload: gives the workload of a dtype and a shape, or raises ValueError or NotImplementedError where there is
+      workload: gives the workload of a dtype and a shape; a ValueError or NotImplementedError says that there is
         none. None where it depends on the benchmark's own options: `dataclasses.replace` it before `run`.
       shortened: whether the benchmark's own options make the result partial.
       settings: what affects the figures, for the result file.
