@@ -80,15 +80,15 @@ def headline(result: Result, label: str) -> Headline | None:
     }
     if not found:
         return None
-    ratios = {name: other.median_us / time.median_us for name, (time, (_, other)) in found.items()}
+    ratios = {name: theirs.median_us / time.median_us for name, (time, (_, theirs)) in found.items()}
     case = next((case for case in result.cases if case.label == label and label in found), None)
     case = case or next(case for case in result.cases if case.label in found)
-    time, (entry, other) = found[case.label]
+    time, (entry, theirs) = found[case.label]
     name = entry.name if entry.family == "peer" else NAMES[entry.family]
     return Headline(
         case=case.label,
         ours=f"{format_us(time)} us, {roofline.rate(case, result.ceilings, time)}",
-        baseline=f"{name}, {format_us(other)} us",
+        baseline=f"{name}, {format_us(theirs)} us",
         ratio=ratios[case.label],
         mean=geometric_mean(list(ratios.values())) if len(ratios) > 1 else None,
     )
