@@ -12,6 +12,7 @@ Each figure comes from a new process (`bench.cases.startup_programs`) with an em
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import subprocess
@@ -132,7 +133,7 @@ def program_case(program: Program, *, gpu: bool) -> Case:
     entries = [
         entry(
             name,
-            lambda implementation=implementation: measure(implementation),
+            functools.partial(measure, implementation),
             skip="it needs a CUDA GPU" if implementation == "triton" and not gpu else "",
         )
         for name, implementation in IMPLEMENTATIONS.items()
@@ -162,11 +163,11 @@ def embed_case(dtype: str, *, gpu: bool) -> Case:
     sizes = {"batch": 1, "seq": 16}
     found: dict[str, Any] = {}
     try:
-        found = measured("embed", **sizes, dtype=dtype, gpu=gpu)
+        found = measured("embed", batch=1, seq=16, dtype=dtype, gpu=gpu)
     except ProgramError as error:
         failed = Entry(name="pallas", family="ours", status="failed", message=str(error)[:300])
     entries = [
-        entry(name, lambda figures=figures: figures, skip=figures if isinstance(figures, str) else "")
+        entry(name, functools.partial(dict, figures), skip=figures if isinstance(figures, str) else "")
         for name, figures in found.items()
     ]
     return Case(
@@ -221,7 +222,7 @@ def plan(args: argparse.Namespace, *, gpu: bool) -> dict[str, Callable[[], Case]
     """
     programs = CPU_PROGRAMS if not gpu else QUICK_PROGRAMS if args.quick else PROGRAMS
     found: dict[str, Callable[[], Case]] = {
-        program.label: lambda program=program: program_case(program, gpu=gpu) for program in programs
+        program.label: functools.partial(program_case, program, gpu=gpu) for program in programs
     }
     there = has_weights(args.weights)
     if args.data is None:
@@ -233,7 +234,7 @@ def plan(args: argparse.Namespace, *, gpu: bool) -> dict[str, Callable[[], Case]
     if there:
         found["encode one sentence"] = lambda: sentence_case(args.weights)
     for platform in ("cpu", "cuda") if gpu else ("cpu",):
-        found[f"eager matmul, {platform}"] = lambda platform=platform: eager_case(platform)
+        found[f"eager matmul, {platform}"] = functools.partial(eager_case, platform)
     return found
 
 

@@ -33,6 +33,7 @@ def compile_program(model: str, dtype: str, sizes: Sequence[int], implementation
 
     function: Callable[..., Any]
     config: Any
+    args: tuple[Any, ...]
     if model == "minilm":
         ids, config = jax.ShapeDtypeStruct(tuple(sizes), jnp.int32), minilm.MiniLMConfig()
         function = functools.partial(minilm.embed, config=config)
@@ -129,10 +130,12 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
         "pallas": jax.jit(ours),
         "xla": jax.jit(functools.partial(ours, implementation="xla")),
     }
+
+    def queue(function: Callable[..., Any], i: int) -> Any:
+        return function(params, *sets[i % len(sets)])
+
     candidates = {
-        name: timing.Candidate(
-            call=lambda i, function=function: function(params, *sets[i % len(sets)]), wait=jax.block_until_ready
-        )
+        name: timing.Candidate(call=functools.partial(queue, function), wait=jax.block_until_ready)
         for name, function in functions.items()
     }
     found: dict[str, Any] = {}
@@ -147,12 +150,15 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
         candidates["torch-graph"] = timing.Candidate(
             call=lambda i: graphs[i % len(graphs)](), wait=contenders.synchronize
         )
+
+    def wait_for(candidate: timing.Candidate, i: int) -> None:
+        candidate.wait(candidate.call(i))
+
     outcomes = timing.measure(candidates, timing.STANDARD, on_device=False)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
             raise outcome
-        candidate = candidates[name]
-        each = microseconds(lambda i, candidate=candidate: candidate.wait(candidate.call(i)))
+        each = microseconds(functools.partial(wait_for, candidates[name]))
         found[name] = {"queued_us": outcome.wall.median_us, "synchronised_us": each}
     return found
 
@@ -167,16 +173,22 @@ def sentence(weights: str | None, dtype: str) -> dict[str, float]:
 
 def eager(size: int) -> dict[str, dict[str, float]]:
     """Microseconds of `ops.matmul` and of `jnp.matmul`, not jitted, of two square float32 matrices."""
+    import functools
+
     import jax
     import jax.numpy as jnp
 
     from pallas_models import ops
 
     x, w = jax.random.normal(jax.random.key(0), (2, size, size))
-    calls = {"pallas": ops.matmul, "xla": jnp.matmul}
+    functions: dict[str, Callable[..., Any]] = {"pallas": ops.matmul, "xla": jnp.matmul}
+
+    def wait_for(function: Callable[..., Any], i: int) -> None:
+        jax.block_until_ready(function(x, w))
+
     return {
-        name: {"synchronised_us": microseconds(lambda _, function=function: jax.block_until_ready(function(x, w)))}
-        for name, function in calls.items()
+        name: {"synchronised_us": microseconds(functools.partial(wait_for, function))}
+        for name, function in functions.items()
     }
 
 

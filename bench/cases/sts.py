@@ -308,10 +308,9 @@ TABLE = (  # columns: title, family, metric, format
 
 def headline(result: results.Result) -> tables.Headline | None:
     """Sentences a second on ids that lie on the device, fp16, against torch."""
-    found = {
-        c.label: {e.family: e.metrics.get("forward_sentences_per_s") for e in c.entries} for c in result.cases
-    }
-    pairs = {label: (of["ours"], of["torch"]) for label, of in found.items() if of.get("ours") and of.get("torch")}
+    name = "forward_sentences_per_s"
+    found = {c.label: {e.family: e.metrics[name] for e in c.entries if name in e.metrics} for c in result.cases}
+    pairs = {label: (of["ours"], of["torch"]) for label, of in found.items() if {"ours", "torch"} <= of.keys()}
     if SHOWN not in pairs:
         return None
     ours, theirs = pairs[SHOWN]
