@@ -3,11 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pallas_models import compilation_cache
-from pallas_models.ops import IMPLEMENTATIONS
+from pallas_models.ops._dispatch import IMPLEMENTATIONS, check_implementation
 
 EXAMPLES = (
     "A man is playing a guitar.",
@@ -75,6 +76,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _implementations(text: str) -> tuple[Any, ...]:
+    try:
+        return check_implementation(text.split(","))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pallas_models", description="Models on Pallas kernels.")
@@ -94,7 +102,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     embed.add_argument("--batch-size", type=_positive, default=32, help="sentences at a time (%(default)s)")
     embed.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float32")
-    embed.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the ops; default: the best available")
+    embed.add_argument(
+        "--implementation",
+        type=_implementations,
+        help=f"of the ops: {', '.join(IMPLEMENTATIONS)}, or several with commas; default: the best available",
+    )
     compilation_cache.add_arguments(embed)
     args = parser.parse_args(argv)
     try:

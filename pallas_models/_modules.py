@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models.ops import _checks
+from pallas_models.ops._dispatch import check_implementation
 
 Params = dict[str, Any]
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
@@ -76,7 +77,7 @@ def _call(graph: Any, state: Any, *args: Any, implementation: Any) -> Any:
 def call_layer(module: nnx.Module, *args: Any, implementation: Any) -> Any:
     """Calls a layer of a stack; of layers that are alike one is traced and lowered for all."""
     graph, state = nnx.split(module)
-    return _call(graph, state, *args, implementation=implementation)
+    return _call(graph, state, *args, implementation=check_implementation(implementation) or None)
 
 
 class Kind(Hashable, Protocol[Module]):

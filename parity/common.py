@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import minilm, ops
+from pallas_models.target import Target
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "triton" if ON_GPU else "interpret"
@@ -151,3 +152,8 @@ def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[
     """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def gpu(num_cores: int = 132, shared_memory: int = 227 * 1024) -> Target:
+    """A GPU as heuristics see it, like an H200 if nothing else is said."""
+    return Target(name="NVIDIA H200", capability=(9, 0), num_cores=num_cores, shared_memory=shared_memory)

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallas_models import ops
+from pallas_models import ops, target
 from pallas_models.kernels.mosaic import attention as mosaic
-from pallas_models.target import Target
 from pallas_models.kernels.triton.attention import Config
 from parity.common import (
     KERNEL,
@@ -27,6 +26,7 @@ from parity.common import (
     compiled,
     cuda_device,
     float64,
+    gpu,
     normal,
     random_mask,
 )
@@ -527,8 +527,7 @@ def hopper(*, block_q: int = 64, block_kv: int = 64, num_stages: int = 2) -> mos
 def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
     """Operands of a case, and its options with the config; a GPU with fewer cores takes tiles in turn."""
     case, config = HOPPER_CASES[name]
-    gpu = Gpu(num_cores=config.get("num_cores", 132), shared_memory=227 * 1024)
-    monkeypatch.setattr(mosaic, "local_gpu", lambda: gpu)
+    monkeypatch.setattr(target, "_local", lambda: gpu(config.get("num_cores", 132)))
     arrays, _, options = operands(case, "bfloat16")
     return arrays, options, hopper(**{field: value for field, value in config.items() if field != "num_cores"})
 
@@ -656,7 +655,7 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
             "bfloat16",
             64,
             {"config": SMALL},
-            "takes a Config of pallas_models.kernels.mosaic.attention, not Config(",
+            "takes a Config of pallas_models.kernels.mosaic.attention, not pallas_models.kernels.triton",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_without_pallas_triton(program):
 
 
 def test_triton_kernels_alone_miss_it():
-    call = "import jax.numpy as jnp; from pallas_models import ops; ops.softmax(jnp.ones((2, 3)), implementation='triton')"
+    call = "import jax.numpy as jnp; from pallas_models import ops\nops.softmax(jnp.ones((2, 3)), implementation='triton')"
     done = run(WITHOUT_TRITON + call)
     assert done.returncode != 0 and "No module named 'jax.experimental.pallas.triton'" in done.stderr
 

@@ -26,6 +26,7 @@ from parity.common import (
     compiled,
     cuda_device,
     float64,
+    gpu,
     kernel_calls,
     normal,
 )
@@ -235,9 +236,9 @@ def test_lowering(device, dtype):
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("m, n, k", [(1, 64, 64), (16, 12288, 4096), (2048, 12288, 4096), (8192, 3072, 1024)])
 def test_tiles_fit_in_shared_memory(m, n, k, kib):
-    gpu = _common.Gpu(num_cores=132, shared_memory=kib * 1024)
+    target = gpu(shared_memory=kib * 1024)
     for dtype in (jnp.bfloat16, jnp.float32):
-        config = gated_mlp.heuristic(m, n, k, dtype, gpu)
+        config = gated_mlp.heuristic(m, n, k, dtype, target)
         assert gated_mlp.shared_memory(config, jnp.dtype(dtype).itemsize) <= gpu.shared_memory
         assert config.splits == 1
 
@@ -281,7 +282,7 @@ def test_hopper_kernel_lowers():
 @pytest.mark.parametrize("m, n, k", [(8, 64, 64), (2048, 12288, 4096), (8192, 3072, 1024)])
 def test_hopper_tiles_fit_in_shared_memory(m, n, k):
     for out_dtype in ("bfloat16", "float32"):
-        config = mosaic.heuristic(m, n, k, out_dtype=out_dtype)
+        config = mosaic.heuristic(m, n, k, gpu(), out_dtype=out_dtype)
         assert mosaic.shared_memory(config, out_dtype) <= 227 * 1024
 
 

@@ -26,6 +26,7 @@ from parity.common import (
     compiled,
     cuda_device,
     float64,
+    gpu,
     normal,
     relative_error,
 )
@@ -393,23 +394,25 @@ def test_tiles_are_walked_once_each_and_in_groups(tiles_m, tiles_n, group_m):
 @pytest.mark.parametrize("m", [1, 16, 100, 1024, 8192, 65536])
 @pytest.mark.parametrize("n, k", [(1, 1), (384, 1536), (1152, 384), (4096, 12288), (24576, 4096)])
 def test_heuristic(m, n, k, kib):
-    gpu = _common.Gpu(num_cores=132, shared_memory=kib * 1024)
+    target = gpu(shared_memory=kib * 1024)
     for dtype in (jnp.bfloat16, jnp.float32):
-        config = matmul.heuristic(m, n, k, dtype, gpu)
+        config = matmul.heuristic(m, n, k, dtype, target)
         assert matmul.shared_memory(config, jnp.dtype(dtype).itemsize) <= gpu.shared_memory
         assert config.splits == 1 or matmul.num_tiles(config, m, n) < 2 * gpu.num_cores
         assert config.block_m <= max(2 * m, 128)
-        assert matmul.heuristic(m, n, k, dtype, gpu, splits=(1,)).splits == 1
+        assert matmul.heuristic(m, n, k, dtype, target, splits=(1,)).splits == 1
         # A batch that fills the GPU needs no parts.
-        assert matmul.heuristic(m, n, k, dtype, gpu, batch=4096).splits == 1
+        assert matmul.heuristic(m, n, k, dtype, target, batch=4096).splits == 1
 
 
 def test_heuristic_splits_long_contractions_of_few_outputs():
-    gpu = _common.Gpu(num_cores=132, shared_memory=227 * 1024)
-    assert matmul.heuristic(128, 768, 3072, jnp.bfloat16, gpu).splits > 1
-    sums = [matmul.heuristic(8192, 768, 3072, jnp.bfloat16, gpu, residual=residual) for residual in (False, True)]
+    target = gpu()
+    assert matmul.heuristic(128, 768, 3072, jnp.bfloat16, target).splits > 1
+    sums = [
+        matmul.heuristic(8192, 768, 3072, jnp.bfloat16, target, residual=residual) for residual in (False, True)
+    ]
     assert [c.block_m * c.block_n // (32 * c.num_warps) for c in sums] == [128, 64]  # a thread's, of its registers
-    large = matmul.heuristic(8192, 8192, 8192, jnp.bfloat16, gpu)
+    large = matmul.heuristic(8192, 8192, 8192, jnp.bfloat16, target)
     assert (large.block_m, large.block_n, large.splits) == (128, 256, 1)
 
 
@@ -596,7 +599,7 @@ def test_hopper_kernel_lowers(dtype, out_dtype, ping_pong):
 def test_hopper_heuristic(m, n, k):
     for out_dtype in ("bfloat16", "float32"):
         for residual in (False, True):
-            config = mosaic.heuristic(m, n, k, out_dtype=out_dtype, residual=residual)
+            config = mosaic.heuristic(m, n, k, gpu(), out_dtype=out_dtype, residual=residual)
             assert mosaic.shared_memory(config, out_dtype, residual=residual) <= 227 * 1024
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pallas_models import ops
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
-from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, compiled, normal
+from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, compiled, gpu, normal
 from parity.tolerances import GRADIENT, LONG, OP, TF32
 
 SHAPES = by_device(
@@ -80,8 +80,8 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape):
     ],
 )
 def test_few_rows_split_the_contraction(m, k, n, parts):
-    gpu = _common.Gpu(num_cores=132, shared_memory=227 * 1024)
-    assert matmul.heuristic(m, n, k, np.float16, gpu, summed=True).splits == parts
+    target = gpu()
+    assert matmul.heuristic(m, n, k, np.float16, target, summed=True).splits == parts
 
 
 @pytest.mark.parametrize("shape", by_device(cpu=[(37, 50, 41)], gpu=[(4096, 1536, 384), (300, 129, 41)]), ids=str)

@@ -22,6 +22,7 @@ from parity.common import (
     compiled,
     cuda_device,
     float64,
+    gpu,
     normal,
 )
 from parity.tolerances import GRADIENT, LONG, OP, SHORT
@@ -258,10 +259,10 @@ def test_configs_that_do_not_fit_the_algorithm_are_refused():
 @pytest.mark.parametrize("m", [1, 3, 100, 2048, 65536])
 @pytest.mark.parametrize("n", [1, 16, 384, 4096, 32768, 65536, 2**20])
 def test_heuristic(m, n):
-    gpu = _common.Gpu(num_cores=132, shared_memory=0)
+    target = gpu(shared_memory=0)
     assert softmax.fastest(n) == ("fused" if n <= 32768 else "online")
     for algorithm in ALGORITHMS if n <= 32768 else WALKED:
-        config = softmax.heuristic(m, n, algorithm, gpu)
+        config = softmax.heuristic(m, n, algorithm, target)
         assert config.splits <= max(-(-n // config.block_n), 1)
         assert config.splits == 1 or m * config.splits < 264 + m
         assert config.block_m == 1 or m >= 4 * 132 * (config.block_m // 2)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import weights
 from pallas_models import ops, trimul
-from pallas_models.kernels.triton import trimul as kernels
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
+from pallas_models.ops.trimul import Config
 from parity.common import (
     KERNEL,
     MOSAIC_CALL,
@@ -207,7 +207,7 @@ def triangle_update(params, x, *, direction="outgoing", **options):
 def test_tile_configs(direction, c, project, product, output):
     params, x = random_params(trimul.TriMulConfig(channels=c, hidden=21)), pairs(2, 37, 37, c)
     tiles, warps = ("block_m", "block_n", "block_k"), dict(num_warps=4, num_stages=2)
-    config = kernels.Config(
+    config = Config(
         project=trimul_project.Config(**dict(zip(tiles, project, strict=True)), **warps),
         product=trimul_product.Config(**dict(zip(tiles, product, strict=True)), **warps),
         output=trimul_output.Config(

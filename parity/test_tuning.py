@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_models import ops, tuning
+from pallas_models import ops, target, tuning
 from pallas_models.kernels.triton import (
     attention,
     gated_mlp,
@@ -28,7 +28,7 @@ from pallas_models.kernels.triton import (
 )
 from pallas_models.tuning import HEURISTIC, Entry, Problem, Table, TableError, autotuner, choose
 from pallas_models.tuning import table as tables
-from parity.common import ON_GPU, cuda_device, normal
+from parity.common import ON_GPU, cuda_device, gpu, normal
 
 GPU = "NVIDIA H200"
 CONFIGS: dict[str, type[Any]] = {
@@ -220,10 +220,10 @@ class TestPrecedence:
 
     def test_no_table_applies_where_there_is_no_gpu(self):
         if not ON_GPU:
-            assert tuning.target_gpu() is None
+            assert target.current().name == ""
         device = AbstractDevice(device_kind="TPU v5", num_cores=1, platform="tpu")
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            assert tuning.target_gpu() is None
+            assert target.current().name == "" or ON_GPU
 
     def test_the_result_is_right_whatever_the_config(self):
         x = normal(np.random.default_rng(70), 10, 33)
@@ -294,6 +294,7 @@ def double(x, offset=None, *, factor=2.0, config=None, implementation=None, conf
     if implementation == "xla":
         return x * factor
     problem = Problem(
+        backend="triton",
         op="double",
         shape={"m": x.shape[0]},
         bucketed=("m",),
@@ -303,7 +304,7 @@ def double(x, offset=None, *, factor=2.0, config=None, implementation=None, conf
         candidates=lambda: configs,
         shared_memory=size,
     )
-    config = choose(config, problem)
+    config = choose(config, problem, target.current())
     if config.breaks:
         raise RuntimeError("RESOURCE_EXHAUSTED: shared memory\nand more")
     return (x * factor).at[0].add(config.wrong_by)
@@ -328,7 +329,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     monkeypatch.setattr(autotuner._Call, "compile", compile_and_note)
     monkeypatch.setattr(autotuner, "_device_times_us", measure)
     monkeypatch.setattr(autotuner, "_BUSY_S", 0.0)
-    monkeypatch.setattr(autotuner, "target_gpu", lambda: GPU)
+    monkeypatch.setattr(target, "_local", gpu)
     return found
 
 

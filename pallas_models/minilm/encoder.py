@@ -19,11 +19,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models import ops
 from pallas_models.minilm import batching, model
 from pallas_models.minilm.model import MiniLMConfig, Params
 from pallas_models.minilm.programs import Programs
 from pallas_models.ops import Implementation
+from pallas_models.ops._dispatch import check_implementation
 
 if TYPE_CHECKING:
     import tokenizers
@@ -80,8 +80,7 @@ class Encoder:
           ValueError: `max_length` is not in [2, config.max_positions], the tokenizer knows ids that the
             model does not, or the implementation is unknown.
         """
-        if implementation is not None and implementation not in ops.IMPLEMENTATIONS:
-            raise ValueError(f"{implementation=} is unknown; expected None or one of {ops.IMPLEMENTATIONS}")
+        implementation = check_implementation(implementation) or None
         if (size := tokenizer.get_vocab_size()) > config.vocab_size:
             raise ValueError(f"the tokenizer has {size} ids, the model only {config.vocab_size}")
         self._params, self._config, self._implementation = params, config, implementation

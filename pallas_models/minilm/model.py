@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops
-from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, draw
+from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layer, draw
 from pallas_models.ops import Implementation, _checks
 
 
@@ -135,7 +135,7 @@ class MiniLM(nnx.Module):
         _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         x = self.embeddings(ids, token_type_ids, implementation=implementation)
         for layer in self.layers:
-            x = layer(x, mask, implementation=implementation)
+            x = call_layer(layer, x, mask, implementation=implementation)
         return x
 
 
