@@ -10,6 +10,7 @@ Compiled code is code: give no folder that others may write to.
 import argparse
 import functools
 import hashlib
+import importlib
 import os
 import pickle
 import platform
@@ -22,7 +23,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from pallas_models import tuning
+from pallas_models import target, tuning
 
 _PACKAGE = Path(__file__).parent
 
@@ -108,6 +109,8 @@ class Executables:
         if hashlib.sha256(payload).digest() != digest:
             self._warn(f"{path} is corrupt")
             return None
+        if target.current().is_hopper:  # Mosaic's kernels are linked with what this import loads
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         try:
             serialized, in_tree, out_tree = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(

@@ -44,7 +44,7 @@ assert "mosaic_gpu" in text
 INTERPRETER = """
 import jax, jax.numpy as jnp, numpy as np
 from pallas_models import ops
-x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.bfloat16)
+x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 128)), jnp.bfloat16)
 out = ops.matmul(x, x, implementation="mosaic_interpret")
 expected = ops.matmul(x, x, implementation="xla")
 np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), rtol=2e-2, atol=2e-2)
@@ -65,7 +65,11 @@ def test_without_pallas_triton(program):
 
 
 def test_triton_kernels_alone_miss_it():
-    call = "import jax.numpy as jnp; from pallas_models import ops\nops.softmax(jnp.ones((2, 3)), implementation='triton')"
+    call = """
+import jax.numpy as jnp
+from pallas_models import ops
+ops.softmax(jnp.ones((2, 3)), implementation='triton')
+"""
     done = run(WITHOUT_TRITON + call)
     assert done.returncode != 0 and "No module named 'jax.experimental.pallas.triton'" in done.stderr
 

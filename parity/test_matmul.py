@@ -397,8 +397,8 @@ def test_heuristic(m, n, k, kib):
     target = gpu(shared_memory=kib * 1024)
     for dtype in (jnp.bfloat16, jnp.float32):
         config = matmul.heuristic(m, n, k, dtype, target)
-        assert matmul.shared_memory(config, jnp.dtype(dtype).itemsize) <= gpu.shared_memory
-        assert config.splits == 1 or matmul.num_tiles(config, m, n) < 2 * gpu.num_cores
+        assert matmul.shared_memory(config, jnp.dtype(dtype).itemsize) <= target.shared_memory
+        assert config.splits == 1 or matmul.num_tiles(config, m, n) < 2 * target.num_cores
         assert config.block_m <= max(2 * m, 128)
         assert matmul.heuristic(m, n, k, dtype, target, splits=(1,)).splits == 1
         # A batch that fills the GPU needs no parts.

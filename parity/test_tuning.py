@@ -121,7 +121,10 @@ class TestTable:
             (lambda data: data["entries"].append(3), "entry 2 is not valid .expected an object, got 3"),
             (lambda data: data["entries"][0].pop("us"), "entry 1 is not valid .*'us'"),
             (lambda data: data["entries"][0].update(extra=1), "entry 1 is not valid .*'extra'"),
-            (lambda data: data["entries"][0].update(op=None), "op, dtype, date and versions must be strings"),
+            (
+                lambda data: data["entries"][0].update(op=None),
+                "op, backend, dtype, date and versions must be strings",
+            ),
             (lambda data: data["entries"][0].update(shape={"m": "8"}), "shape must hold integers"),
             (lambda data: data["entries"][0].update(bucketed=["k"]), "bucketed must name sizes of the shape"),
             (lambda data: data["entries"][0].update(config=[1]), "config and heuristic must be objects"),
@@ -488,7 +491,7 @@ class TestAutotune:
             return double(x[:32], config=config, implementation=implementation)
 
         x = normal(np.random.default_rng(77), 64)
-        with pytest.raises(ValueError, match=r"op=None does not tell .* double .m 32. .*, double .m 64. "):
+        with pytest.raises(ValueError, match=r"op=None does not tell .* double .m 32. .*, triton double .m 64. "):
             tuning.autotune(both, x, implementation="any")
 
     @pytest.mark.skipif(ON_GPU, reason="this process has a GPU")

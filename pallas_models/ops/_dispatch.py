@@ -89,7 +89,7 @@ def check_implementation(implementation: Implementation | None) -> tuple[Name, .
         return ()
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if not names or not set(names) <= set(IMPLEMENTATIONS):
-        raise ValueError(f"{implementation=} is unknown; expected None or some of {IMPLEMENTATIONS}")
+        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}, or several")
     return names
 
 
@@ -223,7 +223,7 @@ def _choose(
             if reason is None:
                 return call(found, interpret)
         reasons.append(f"implementation={name!r} {reason}")
-    raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, or None")
+    raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, such as 'xla', or None")
 
 
 def _obstacle(*trees: Any) -> str | None:
@@ -237,7 +237,7 @@ def _obstacle(*trees: Any) -> str | None:
     if min(sizes) == 0:
         return ""
     if max(sizes) > _MAX_SIZE:
-        return f"indexes up to {_MAX_SIZE} elements, not {max(sizes)}: use smaller batches or 'xla'"
+        return f"takes arrays of up to {_MAX_SIZE} elements, not {max(sizes)}"
     return None
 
 
