@@ -235,7 +235,7 @@ def block(
       num_heads: number of heads; H / 64 when None, which is that of every published size.
       epsilon: added to the variance in the layer norms.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of `x`. Rows of padding positions hold values without meaning.
@@ -278,7 +278,7 @@ def logits(
       positions: (B, S), integers below max_positions; 0 to S - 1 when None, also where padding comes first.
       last_only: whether to compute the logits of the last token of each sequence only.
       config: the model's sizes.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (B, S, vocab_size) float32, or (B, vocab_size) with `last_only`. Rows of padding have no meaning.
@@ -356,7 +356,7 @@ def solve(
       x: (S, 768), float32, or the half precision that flat_weights has too.
       flat_weights: (7087872,) in the layout of `unpack`.
       precision: of float32 products, as in `block`.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (S, 768) in the dtype of `x`.

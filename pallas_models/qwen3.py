@@ -226,7 +226,7 @@ def layer(
       positions: (S,) or (B, S), integers; 0 to S - 1 when None.
       config: the model's sizes, of which a layer ignores those of the vocabulary and the number of layers.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of `x`. Rows of padding positions hold values without meaning.
@@ -263,7 +263,7 @@ def logits(
       last_only: whether to compute the logits of the last token of each sequence only, which is what
         generation starts from and spares most of the head's product.
       config: the model's sizes, e.g. `CONFIGS["Qwen3-0.6B"]`.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (B, S, vocab_size) float32, or (B, vocab_size) with `last_only`. Rows of padding have no meaning.

@@ -126,7 +126,7 @@ def trimul(
       compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
         float32 end to end.
       precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of x.

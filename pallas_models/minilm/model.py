@@ -168,7 +168,7 @@ def encode(
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed.
       token_type_ids: (B, S), integers in [0, num_token_types); all 0 when None.
       config: the model's sizes.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (B, S, hidden_size) in the dtype of the matrices. Rows of padding positions hold values without

@@ -1,4 +1,19 @@
-"""Operations with hand-written kernels: formula, checks, plain-XLA reference and gradient of each."""
+"""Operations with hand-written kernels: formula, checks, plain-XLA reference and gradient of each.
+
+Every op, and every model made of them, takes `implementation`:
+
+- None: the best kernel for the GPU that is compiled for, decided where a program is lowered; plain XLA on other
+  platforms, and where no kernel serves the call;
+- `"triton"`: the Pallas Triton kernel, for NVIDIA GPUs from Ampere on; every op has one;
+- `"mosaic"`: the Pallas Mosaic GPU kernel, for Hopper GPUs; products, gated products, attention and the triangle
+  update have one, which serves the calls that their docstrings say;
+- `"xla"`: the same computation in plain JAX, which also defines the gradient of the kernels;
+- `"interpret"` and `"mosaic_interpret"`: the bodies of the Triton and Mosaic kernels in Pallas's interpreters, to
+  try and to test them on any machine;
+- a sequence of these: the first that serves the call. `("mosaic", "triton")` is Mosaic wherever it has a kernel.
+
+A name that cannot serve a call raises NotImplementedError; no other implementation takes its place.
+"""
 
 from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation

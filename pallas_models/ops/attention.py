@@ -99,11 +99,9 @@ def attention(
         and rounded to its dtype first.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
-      config: block sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
-        `pallas_models.tuning` says.
-      implementation: `"mosaic"` (for Hopper GPUs: half precisions, D of 64 or 128, a positive scale, `causal` and
-        `window` but no other masks), `"triton"`, `"xla"`, `"mosaic_interpret"`, `"interpret"`, or None for the
-        best available.
+      config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
+      implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
+        precisions, D of 64 or 128, a positive scale, `causal` and `window` but no other masks.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.

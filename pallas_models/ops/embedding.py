@@ -36,7 +36,7 @@ def embed_tokens(
       token_type_ids: (B, S), integers in [0, T); all 0 when None.
       epsilon: added to the variance of the layer norm.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (B, S, D) in the dtype of `word`.

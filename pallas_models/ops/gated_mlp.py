@@ -52,10 +52,9 @@ def gated_matmul(
       bias: (2, N), any float dtype, or None.
       precision: of float32 products, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
-      config: tile sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
-        `pallas_models.tuning` says.
-      implementation: `"mosaic"` (for Hopper GPUs: half precisions, rows in multiples of 8, N and K in multiples of
-        64), `"triton"`, `"xla"`, `"mosaic_interpret"`, `"interpret"`, or None for the best available.
+      config: tile sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
+      implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
+        precisions, rows in multiples of 8, N and K in multiples of 64.
 
     Returns:
       (..., N) in `out_dtype`.
@@ -147,7 +146,7 @@ def gated_mlp(
       residual: (..., D), any float dtype, or None.
       activation: of the gate, as in `gated_matmul`.
       precision: of float32 products, as in `matmul`.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (..., D) in the dtype of `x`.

@@ -55,11 +55,10 @@ def matmul(
         cores, and loads nothing ahead; `"pipelined"` sizes the tiles for the shape, walks them in an order that
         suits the L2 cache and loads ahead of the products; `"split_k"` also splits the contraction between
         programs, for few outputs of long contractions. XLA has only its own.
-      config: tile sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
-        `pallas_models.tuning` says.
-      implementation: `"mosaic"` (for Hopper GPUs: half precisions, rows in multiples of 8, N and K in multiples of
-        64, a residual of the dtype of the result, no batch), `"triton"`, `"xla"`, `"mosaic_interpret"`,
-        `"interpret"`, or None for the best available.
+      config: tile sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
+      implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
+        precisions, rows in multiples of 8, N and K in multiples of 64, a residual of the dtype of the result, no
+        batch.
 
     Returns:
       (..., N), or (..., M, N) if `w` has batch axes, in `out_dtype`.

@@ -42,7 +42,7 @@ def matmul_layer_norm(
       precision: of float32 products, as in `matmul`.
       config: tile sizes; one kernel where `block_n` covers a row and `splits` is 1, else two. Chosen as
         `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (..., N) in the dtype of `x`.

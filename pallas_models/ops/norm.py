@@ -64,7 +64,7 @@ def layer_norm(
       return_residual: whether to return y too, which is the residual of what follows.
       epsilon: added to the variance.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of `x`; with `return_residual` a pair of these, the second being y.
@@ -125,7 +125,7 @@ def rms_norm(
       return_residual: whether to return y too, which is the residual of what follows.
       epsilon: added to the mean of squares.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of `x`; with `return_residual` a pair of these, the second being y.

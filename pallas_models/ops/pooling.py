@@ -29,7 +29,7 @@ def mean_pool(
       normalize: whether to scale every row to unit L2 norm.
       epsilon: lower bound of the norm that is divided by.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       (B, D) in float32; zeros for a row whose mask is all zero.

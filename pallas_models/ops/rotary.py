@@ -68,7 +68,7 @@ def rotary(
       k_scale: (head_dim,), of each key; given where q_scale is.
       epsilon: added to the mean of squares.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of `qkv`.

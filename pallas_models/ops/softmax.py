@@ -42,7 +42,7 @@ def softmax(
         and splits few long rows between programs; `"fused"` once, holding the row in registers, at most
         32768 columns. None chooses the fastest for the shape. Kernels only: ignored by `"xla"`.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
       The shape and dtype of `x`.

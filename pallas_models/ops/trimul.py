@@ -108,8 +108,8 @@ def triangle_update(
       precision: of products of float32 operands, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
-      implementation: `"mosaic"` (for Hopper GPUs: a `compute_dtype` of 16 bits and N in multiples of 64),
-        `"triton"`, `"xla"`, `"mosaic_interpret"`, `"interpret"`, or None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
+        `compute_dtype` of 16 bits and N in multiples of 64.
 
     Returns:
       (..., N, N, C) in `out_dtype`.
