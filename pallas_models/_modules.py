@@ -86,7 +86,7 @@ class Kind(Hashable, Protocol[Module]):
     def __call__(self, config: Any, *, dtype: DTypeLike = ..., rngs: nnx.Rngs) -> Module: ...
 
 
-def draw(kind: Kind[Any], config: Any, key: jax.Array, dtype: DTypeLike) -> Params:
+def init_params(kind: Kind[Any], config: Any, key: jax.Array, dtype: DTypeLike) -> Params:
     """The parameters of a new module as nested dicts of arrays."""
     return _with_keys(str, nnx.to_pure_dict(nnx.state(kind(config, dtype=dtype, rngs=nnx.Rngs(key)))))
 

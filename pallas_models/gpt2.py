@@ -20,7 +20,7 @@ from pallas_models._modules import (
     Params,
     bind,
     call_layer,
-    draw,
+    init_params,
     last_tokens,
     look_up,
 )
@@ -202,12 +202,12 @@ def init(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike 
 
     Matrices are of `dtype`, (in, out); biases and norm scales are float32.
     """
-    return draw(GPT2, config, key, dtype)
+    return init_params(GPT2, config, key, dtype)
 
 
 def init_block(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws the random parameters of one block, as `block` takes them."""
-    return draw(Block, config, key, dtype)
+    return init_params(Block, config, key, dtype)
 
 
 def block(

@@ -24,7 +24,7 @@ from pallas_models._modules import (
     RMSNorm,
     bind,
     call_layer,
-    draw,
+    init_params,
     last_tokens,
     look_up,
 )
@@ -194,12 +194,12 @@ def init(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLik
 
     Matrices are of `dtype`, (in, out), and norm scales float32. The kernel of gate and up is (in, 2, out).
     """
-    return draw(Qwen3, config, key, dtype)
+    return init_params(Qwen3, config, key, dtype)
 
 
 def init_layer(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws the random parameters of one layer, as `layer` takes them."""
-    return draw(Layer, config, key, dtype)
+    return init_params(Layer, config, key, dtype)
 
 
 def layer(

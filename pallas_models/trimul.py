@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops
-from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, draw
+from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, init_params
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops.trimul import Direction
 
@@ -99,7 +99,7 @@ def init(key: jax.Array, config: TriMulConfig = TriMulConfig(), *, dtype: DTypeL
     Matrices are of `dtype`, (in, out), the four projections side by side as `projections`: left, its gate, right,
     its gate. The gate is `gate_before` or `gate_after`. Biases and norm scales are float32.
     """
-    return draw(TriMul, config, key, dtype)
+    return init_params(TriMul, config, key, dtype)
 
 
 def trimul(

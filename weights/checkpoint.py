@@ -162,8 +162,8 @@ def check_tensors(
       ignored: names that may be there and are not used.
       what: what the shapes are those of, for the message.
     """
-    problems = [f"missing     {name} {expected[name]}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [
+    wrong = [f"missing     {name} {expected[name]}" for name in sorted(expected.keys() - tensors.keys())]
+    wrong += [
         f"unexpected  {name} {tensors[name].shape}"
         for name in sorted(tensors.keys() - expected.keys())
         if name not in ignored
@@ -171,8 +171,8 @@ def check_tensors(
     for name in sorted(expected.keys() & tensors.keys()):
         tensor = tensors[name]
         if tensor.shape != expected[name]:
-            problems.append(f"misshapen   {name} {tensor.shape}; expected {expected[name]}")
+            wrong.append(f"misshapen   {name} {tensor.shape}; expected {expected[name]}")
         elif tensor.dtype not in _FLOAT_DTYPES:
-            problems.append(f"not float   {name} {tensor.dtype}")
-    if problems:
-        raise CheckpointError(f"{source} does not fit {what}:\n  " + "\n  ".join(problems))
+            wrong.append(f"not float   {name} {tensor.dtype}")
+    if wrong:
+        raise CheckpointError(f"{source} does not fit {what}:\n  " + "\n  ".join(wrong))

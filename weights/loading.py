@@ -60,12 +60,12 @@ def _read_config(family: Family, path: Path) -> Any:
         )
     given = family.adapt(given)
     fields: dict[str, Any] = {field: given.get(key) for field, key in family.sizes.items()}
-    problems = [
+    wrong = [
         f"{key} is {given[key]!r}; expected {' or '.join(map(repr, allowed))}"
         for key, allowed in family.values.items()
         if given.get(key, allowed[0]) not in allowed
     ]
-    problems += [
+    wrong += [
         f"{family.sizes[field]} is {size!r}; expected a positive integer"
         for field, size in fields.items()
         if type(size) is not int or size < 1
@@ -74,9 +74,9 @@ def _read_config(family: Family, path: Path) -> Any:
         fields[field] = value = given.get(key, default)
         kinds = (bool,) if isinstance(default, bool) else (int, float)
         if type(value) not in kinds:
-            problems.append(f"{key} is {value!r}; expected a {kinds[-1].__name__}")
-    if problems:
-        raise CheckpointError(f"{path} describes no model that this library runs:\n  " + "\n  ".join(problems))
+            wrong.append(f"{key} is {value!r}; expected a {kinds[-1].__name__}")
+    if wrong:
+        raise CheckpointError(f"{path} describes no model that this library runs:\n  " + "\n  ".join(wrong))
     try:
         return family.config(**fields)
     except ValueError as error:

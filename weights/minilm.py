@@ -83,7 +83,7 @@ def _parts(config: MiniLMConfig) -> dict[str, Part]:
     parts |= norm("embeddings.norm", "embeddings.LayerNorm")
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}", f"encoder.layer.{i}"
-        queries_keys_values = [f"{theirs}.attention.self.{part}" for part in ("query", "key", "value")]
+        queries_keys_values = [f"{theirs}.attention.self.{role}" for role in ("query", "key", "value")]
         parts |= dense(f"{ours}.attention.qkv", h, h, *queries_keys_values)
         parts |= dense(f"{ours}.attention.out", h, h, f"{theirs}.attention.output.dense")
         parts |= norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")

@@ -68,14 +68,14 @@ def _parts(config: Qwen3Config) -> dict[str, Part]:
         parts |= {
             f"{layer}.attention_norm.scale": same(f"{layer}.input_layernorm.weight", h),
             f"{layer}.attention.qkv.kernel": linear(
-                {f"{attention}.{part}_proj.weight": (rows, h) for part, rows in queries_keys_values.items()}
+                {f"{attention}.{role}_proj.weight": (rows, h) for role, rows in queries_keys_values.items()}
             ),
             f"{layer}.attention.q_norm.scale": same(f"{attention}.q_norm.weight", d),
             f"{layer}.attention.k_norm.scale": same(f"{attention}.k_norm.weight", d),
             f"{layer}.attention.out.kernel": linear({f"{attention}.o_proj.weight": (h, q)}),
             f"{layer}.mlp_norm.scale": same(f"{layer}.post_attention_layernorm.weight", h),
             f"{layer}.mlp.gate_up.kernel": gate_up(
-                {f"{mlp}.{part}_proj.weight": (f, h) for part in ("gate", "up")}
+                {f"{mlp}.{role}_proj.weight": (f, h) for role in ("gate", "up")}
             ),
             f"{layer}.mlp.down.kernel": linear({f"{mlp}.down_proj.weight": (h, f)}),
         }

@@ -34,7 +34,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name, leaf in flat.items():
         *parents, last = name.split(".")
         node = params
-        for part in parents:
-            node = node.setdefault(part, {})
+        for parent in parents:
+            node = node.setdefault(parent, {})
         node[last] = leaf
     return params

@@ -20,8 +20,8 @@ from weights.checkpoint import CheckpointError
 class _Family:
     """The names that a line of models gives to the modules of the update, and what they stand for.
 
-    The rows of `projections`, one after another, are four blocks of H. `outgoing` and `incoming` say where among
-    them left, its gate, right and its gate are.
+    The rows of `projections`, one after another, are four groups of H. `outgoing` and `incoming` say where
+    among them left, its gate, right and its gate are.
     """
 
     name: str
@@ -156,8 +156,8 @@ def convert(
         weight = np.concatenate([tensors[f"{name}.weight"] for name in names])[order]
         params = {"kernel": weight.T.astype(jnp.dtype(dtype))}
         if biases:  # of some of them, perhaps; the parameters have all or none
-            parts = [tensors.get(f"{name}.bias", np.zeros(rows[name])) for name in names]
-            params["bias"] = np.concatenate(parts)[order].astype(np.float32)
+            found = [tensors.get(f"{name}.bias", np.zeros(rows[name])) for name in names]
+            params["bias"] = np.concatenate(found)[order].astype(np.float32)
         return params
 
     order = np.arange(4 * h).reshape(4, h)[list(getattr(family, direction))].ravel()

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops
-from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layer, draw
+from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layer, init_params
 from pallas_models.ops import Implementation, _checks
 
 
@@ -145,7 +145,7 @@ def init(key: jax.Array, config: MiniLMConfig = MiniLMConfig(), *, dtype: DTypeL
     Matrices are of `dtype`; biases and norm scales are float32, which costs nothing and halves the error
     of a bfloat16 model.
     """
-    return draw(MiniLM, config, key, dtype)
+    return init_params(MiniLM, config, key, dtype)
 
 
 def encode(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Table
 from pallas_models.tuning.table import installed
 
-Result = TypeVar("Result")  # an array, or a tuple of them
 Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
 Implementation = Name | Sequence[Name]
 IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")

@@ -256,7 +256,7 @@ def _as_int32(*ids: jax.Array) -> list[jax.Array]:
 
 
 def _attend(
-    parts: tuple[jax.Array, ...],
+    qkv: tuple[jax.Array, ...],
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -273,8 +273,8 @@ def _attend(
     config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of `parts`, each (B, S, heads * head_dim): q, k and v, or one buffer that holds all three."""
-    (batch, seq), kv_seq = parts[0].shape[:2], parts[-1].shape[1]
+    """Attention of `qkv`, each (B, S, heads * head_dim): q, k and v, or one buffer that holds all three."""
+    (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")
     if head_dim % 16 or head_dim > 256:
@@ -302,7 +302,7 @@ def _attend(
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
         segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
     if isinstance(sm_scale, jax.Array):  # kernels have their scale built in
-        parts, sm_scale = _scaled(parts, sm_scale, num_heads, num_kv_heads), 1.0
+        qkv, sm_scale = _scaled(qkv, sm_scale, num_heads, num_kv_heads), 1.0
     sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
@@ -314,28 +314,28 @@ def _attend(
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
-    arrays = (parts, mask, bias, segment_ids, kv_segment_ids)
+    arrays = (qkv, mask, bias, segment_ids, kv_segment_ids)
     return run(_OP, *arrays, config=config, implementation=implementation, **static)
 
 
-def _split(parts: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
+def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
     """Queries, keys and values, of a buffer that holds all three too."""
-    if len(parts) > 1:
-        return parts
-    head_dim = parts[0].shape[-1] // (num_heads + 2 * num_kv_heads)
-    return tuple(jnp.split(parts[0], [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1))
+    if len(qkv) > 1:
+        return qkv
+    head_dim = qkv[0].shape[-1] // (num_heads + 2 * num_kv_heads)
+    return tuple(jnp.split(qkv[0], [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1))
 
 
 def _scaled(
-    parts: tuple[jax.Array, ...], sm_scale: jax.Array, num_heads: int, num_kv_heads: int
+    qkv: tuple[jax.Array, ...], sm_scale: jax.Array, num_heads: int, num_kv_heads: int
 ) -> tuple[jax.Array, ...]:
     """The same with the scale in the queries, rounded to their dtype."""
-    q, k, v = _split(parts, num_heads, num_kv_heads)
+    q, k, v = _split(qkv, num_heads, num_kv_heads)
     return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v
 
 
 def reference(
-    parts: tuple[jax.Array, ...],
+    qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
@@ -351,11 +351,11 @@ def reference(
     precision: jax.lax.Precision,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The same in plain XLA."""
-    parts = _split(parts, num_heads, num_kv_heads)
-    (batch, seq), kv_seq, dtype = parts[0].shape[:2], parts[1].shape[1], parts[0].dtype
+    qkv = _split(qkv, num_heads, num_kv_heads)
+    (batch, seq), kv_seq, dtype = qkv[0].shape[:2], qkv[1].shape[1], qkv[0].dtype
     grouped = (num_kv_heads, num_heads // num_kv_heads)
-    q = parts[0].reshape(batch, seq, *grouped, head_dim)
-    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in parts[1:])
+    q = qkv[0].reshape(batch, seq, *grouped, head_dim)
+    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in qkv[1:])
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
     if bias is not None:

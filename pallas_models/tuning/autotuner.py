@@ -213,7 +213,7 @@ def autotune(
             [_device_times_us(programs[trial], _ROUND_SAMPLES) for trial in finalists] for _ in range(_ROUNDS)
         ]
         for trial, samples in zip(finalists, zip(*rounds, strict=True), strict=True):
-            trial.samples_us = [us for part in samples for us in part]
+            trial.samples_us = [us for turn in samples for us in turn]
     return Result(
         problem=problem,
         gpu=target.name,

@@ -52,20 +52,20 @@ def tile_mask(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | 
     return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
 
 
-def load(tile: Ref, mask: jax.Array | None = None, *, eviction_policy: str | None = None) -> jax.Array:
-    """Loads what `tile`, a `ref.at[...]`, points at; 0 where `mask`, broadcast to its shape, is False."""
+def load(view: Ref, mask: jax.Array | None = None, *, eviction_policy: str | None = None) -> jax.Array:
+    """Loads what `view`, a `ref.at[...]`, points at; 0 where `mask`, broadcast to its shape, is False."""
     if mask is None:
-        return plgpu.load(tile, eviction_policy=eviction_policy)
-    return plgpu.load(tile, mask=jnp.broadcast_to(mask, tile.shape), other=0, eviction_policy=eviction_policy)
+        return plgpu.load(view, eviction_policy=eviction_policy)
+    return plgpu.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0, eviction_policy=eviction_policy)
 
 
 def store(
-    tile: Ref, value: jax.Array, mask: jax.Array | None = None, *, eviction_policy: str | None = None
+    view: Ref, value: jax.Array, mask: jax.Array | None = None, *, eviction_policy: str | None = None
 ) -> None:
-    """Stores `value` to `tile` in its dtype, where `mask`, broadcast to its shape, is True."""
+    """Stores `value` to `view` in its dtype, where `mask`, broadcast to its shape, is True."""
     if mask is not None:
-        mask = jnp.broadcast_to(mask, tile.shape)
-    plgpu.store(tile, value.astype(tile.dtype), mask=mask, eviction_policy=eviction_policy)
+        mask = jnp.broadcast_to(mask, view.shape)
+    plgpu.store(view, value.astype(view.dtype), mask=mask, eviction_policy=eviction_policy)
 
 
 def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:

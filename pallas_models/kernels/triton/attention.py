@@ -354,7 +354,7 @@ def _attention_kernel(
 
 
 def attention(
-    parts: tuple[jax.Array, ...],
+    qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
@@ -373,8 +373,8 @@ def attention(
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of q, k, v (B, S, heads * head_dim), or of one buffer that holds them; see `pallas_models.ops`."""
-    fused = len(parts) == 1
-    q, k, v = parts * 3 if fused else parts
+    fused = len(qkv) == 1
+    q, k, v = qkv * 3 if fused else qkv
     batch, seq, _ = q.shape
     kv_seq = k.shape[1]
     config = choose(

@@ -74,8 +74,8 @@ def _embed_tokens_kernel(
 
     def look_up(table_ref: Ref, index: jax.Array) -> jax.Array:
         index = jnp.clip(index, 0, table_ref.shape[0] - 1)
-        tile = table_ref.at[index[:, None], jnp.arange(block_n)[None, :]]
-        return load(tile, mask).astype(jnp.float32)
+        view = table_ref.at[index[:, None], jnp.arange(block_n)[None, :]]
+        return load(view, mask).astype(jnp.float32)
 
     def load_ids(ref: Ref) -> jax.Array:
         return load(ref.at[tokens], row_mask)

@@ -128,8 +128,8 @@ class _Rows:
         """Block `s`, scaled, in float32, -inf past the end of a row and where it is masked; and the mask."""
         block_m, block_n = self.config.block_m, self.config.block_n
         column_mask, mask = self.mask(s)
-        tile = self.x_ref.at[self.rows, span(s * block_n, block_n)]
-        y = load(tile, mask, eviction_policy=eviction_policy).astype(jnp.float32)
+        view = self.x_ref.at[self.rows, span(s * block_n, block_n)]
+        y = load(view, mask, eviction_policy=eviction_policy).astype(jnp.float32)
         if self.scale != 1.0:
             y *= self.scale
         if self.where_ref is not None:
@@ -166,8 +166,8 @@ class _Rows:
         if valid is not None:
             out = jnp.where(valid, out, 0.0)  # in a row with nothing left it is NaN until here
         block_n = self.config.block_n
-        tile = self.o_ref.at[self.rows, span(s * block_n, block_n)]
-        store(tile, out, self.mask(s)[1], eviction_policy="evict_first")
+        view = self.o_ref.at[self.rows, span(s * block_n, block_n)]
+        store(view, out, self.mask(s)[1], eviction_policy="evict_first")
 
     def write_all(self, start: jax.Array | int, stop: jax.Array | int, peak: jax.Array, total: jax.Array) -> None:
         """Reads blocks [start, stop) again, the latest first as it is likeliest in cache, and writes them."""

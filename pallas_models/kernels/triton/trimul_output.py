@@ -118,7 +118,7 @@ def _output_kernel(
     h = y_ref.shape[1]
     block_m, block_n, block_h = config.block_m, config.block_n, block_size(h, 16, 1024)
     pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
-    tiles = batches * pl.cdiv(size, block_m)
+    all_row_blocks = batches * pl.cdiv(size, block_m)
     channels, h_mask = span(0, block_h), in_bounds(0, block_h, h)
     scale, shift = (load(ref.at[channels], h_mask)[:, None] for ref in (scale_ref, shift_ref))
 
@@ -129,13 +129,13 @@ def _output_kernel(
         columns, mask = columns_of(j)
         return load(w_ref.at[channels, columns], tile_mask(h_mask, mask))
 
-    blocks = pl.cdiv(c, block_n)
-    held = block_h * blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
-    ws = [weights(j) for j in range(blocks)] if held else []
+    column_blocks = pl.cdiv(c, block_n)
+    held = block_h * column_blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
+    ws = [weights(j) for j in range(column_blocks)] if held else []
 
-    def tile(t: jax.Array, carry: jax.Array) -> jax.Array:
-        t = pid + t * programs
-        batch, row = jax.lax.div(t, row_blocks), jax.lax.rem(t, row_blocks) * block_m
+    def step(s: jax.Array, carry: jax.Array) -> jax.Array:
+        i = pid + s * programs
+        batch, row = jax.lax.div(i, row_blocks), jax.lax.rem(i, row_blocks) * block_m
         rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
         mask = tile_mask(h_mask, row_mask)
         y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32)
@@ -163,14 +163,14 @@ def _output_kernel(
                 write(j, w)
             return carry
 
-        def block(j: jax.Array, carry: jax.Array) -> jax.Array:
+        def write_block(j: jax.Array, carry: jax.Array) -> jax.Array:
             write(j, weights(j))
             return carry
 
-        return jax.lax.fori_loop(0, blocks, block, carry)
+        return jax.lax.fori_loop(0, column_blocks, write_block, carry)
 
-    steps = jax.lax.div(tiles - pid + programs - 1, jnp.int32(programs))
-    jax.lax.fori_loop(0, steps, tile, jnp.int32(0))
+    steps = jax.lax.div(all_row_blocks - pid + programs - 1, jnp.int32(programs))
+    jax.lax.fori_loop(0, steps, step, jnp.int32(0))
 
 
 def output(

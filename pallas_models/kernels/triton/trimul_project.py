@@ -102,7 +102,7 @@ def _paired(y: jax.Array) -> list[jax.Array]:
     """Splits rows that alternate in groups into those of the first and of the second kind."""
     rows, columns = y.shape
     pairs = y.reshape(rows // (2 * _GROUP), 2, _GROUP, columns).transpose(0, 2, 3, 1)
-    return [part.reshape(rows // 2, columns) for part in jnp.unstack(pairs, axis=-1)]
+    return [half.reshape(rows // 2, columns) for half in jnp.unstack(pairs, axis=-1)]
 
 
 def _interleave(w: jax.Array, channels: int) -> jax.Array:
@@ -161,8 +161,8 @@ def _project_kernel(
 
         def step(s: jax.Array, acc: jax.Array) -> jax.Array:
             ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, c)
-            part = load(x_ref.at[batch, rows, ks], tile_mask(row_mask, k_mask))
-            return acc + dot(load(w_ref.at[ks, columns], tile_mask(k_mask, None)), part)
+            x = load(x_ref.at[batch, rows, ks], tile_mask(row_mask, k_mask))
+            return acc + dot(load(w_ref.at[ks, columns], tile_mask(k_mask, None)), x)
 
         if narrow:
             y = dot(plgpu.load(w_ref.at[:, columns]), z)
@@ -181,8 +181,8 @@ def _project_kernel(
 
     def gate(j: jax.Array, carry: jax.Array) -> jax.Array:
         first = (j - side_blocks) * block_n
-        for part, y in enumerate(pairs(j)):  # in halves: a store takes shared memory of its size
-            channels = span(first + part * (block_n // 2), block_n // 2)
+        for half, y in enumerate(pairs(j)):  # in halves: a store takes shared memory of its size
+            channels = span(first + half * (block_n // 2), block_n // 2)
             store(gate_ref.at[batch, channels, rows], gated(0.5, y), tile_mask(None, row_mask))
         return carry
 
