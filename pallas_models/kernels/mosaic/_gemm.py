@@ -466,23 +466,26 @@ class _Body:
                 )
 
         def product(*sums: Ref) -> list[jax.Array]:
-            first = jax.lax.rem(i * self.num_steps, config.num_stages)
             if config.ping_pong:
                 if self.prefetch is not None:
                     self.prefetch(refs, tile, warpgroup)
                 plgpu.barrier_wait(refs.turn.at[warpgroup])
-            multiply_slot(sums, first)
-            if not config.ping_pong and self.prefetch is not None:
-                self.prefetch(refs, tile, warpgroup)
 
-            def step(_: jax.Array, slot: jax.Array) -> jax.Array:
-                following = jnp.where(slot == config.num_stages - 1, 0, slot + 1)
-                multiply_slot(sums, following)
+            def step(j: jax.Array, before: jax.Array) -> jax.Array:
+                slot = jnp.where(before == config.num_stages - 1, 0, before + 1)
+                multiply_slot(sums, slot)
                 plgpu.wgmma_wait(len(sums))  # the tensor cores always have the next step before them
-                plgpu.barrier_arrive(refs.consumed.at[slot])
-                return following
 
-            last = jax.lax.fori_loop(1, self.num_steps, step, first)
+                @pl.when(j > 0)
+                def _() -> None:
+                    plgpu.barrier_arrive(refs.consumed.at[before])
+
+                if not config.ping_pong and self.prefetch is not None:
+                    pl.when(j == 0)(lambda: self.prefetch(refs, tile, warpgroup))
+                return slot
+
+            before = jax.lax.rem(i * self.num_steps + config.num_stages - 1, config.num_stages)
+            last = jax.lax.fori_loop(0, self.num_steps, step, before)
             if config.ping_pong:
 
                 @pl.when(i + 1 < count)
