@@ -295,14 +295,16 @@ def _attention_kernel(
                 return scores
 
             def mask(scores: jax.Array) -> jax.Array:
-                keys, key = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1), block * block_kv
-                valid = keys < kv_seq - key
-                if causal:
-                    queries = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-                    position = tile.start + warpgroup * ROWS + offset - key
-                    valid &= keys <= queries + position
-                    if window is not None:
-                        valid &= keys > queries + (position - window)
+                # From vectors, of which a thread has few elements: the keys, and for each row the last that it sees.
+                key = block * block_kv
+                keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, block_kv), scores.shape, [1])
+                if not causal:
+                    return jnp.where(keys < kv_seq - key, scores, -jnp.inf)
+                own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS + offset - key)
+                last = jnp.minimum(own, kv_seq - 1 - key) if kv_seq % block_kv else own
+                valid = keys <= jax.lax.broadcast_in_dim(last, scores.shape, [0])
+                if window is not None:
+                    valid &= keys > jax.lax.broadcast_in_dim(own - window, scores.shape, [0])
                 return jnp.where(valid, scores, -jnp.inf)
 
             full = (block >= tile.full) & (block < tile.full_end)
