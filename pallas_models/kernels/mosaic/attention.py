@@ -107,13 +107,14 @@ def _reach(
     zero, end, full_end = 0 * start, pl.cdiv(kv_seq, block_kv) + 0 * start, kv_seq // block_kv + 0 * start
     if not causal:
         return zero, zero, full_end, end
+    bits = block_kv.bit_length() - 1  # a shift rounds down, and is one instruction
     position = start + kv_seq - seq  # of the first query, among the keys
-    end = xp.clip((position + block_q + block_kv - 1) // block_kv, 1, end)
-    full_end = xp.clip((position + 1) // block_kv, 0, full_end)
+    end = xp.minimum(xp.maximum((position + block_q + block_kv - 1) >> bits, 1), end)
+    full_end = xp.minimum(xp.maximum((position + 1) >> bits, 0), full_end)
     if window is None:
         return zero, zero, full_end, end
-    first = xp.clip((position - window + 1) // block_kv, 0, end - 1)
-    return first, xp.maximum(position + block_q - window + block_kv - 1, 0) // block_kv, full_end, end
+    first = xp.minimum(xp.maximum((position - window + 1) >> bits, 0), end - 1)
+    return first, xp.maximum(position + block_q - window + block_kv - 1, 0) >> bits, full_end, end
 
 
 def _group(blocks: Any, heads: int, in_cache: int, num_programs: int) -> int:
@@ -195,20 +196,23 @@ def _attention_kernel(
     offset = kv_seq - seq  # position of the first query, among the keys
     scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
 
-    def index_of(i: jax.Array | int) -> jax.Array:
+    div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
+
+    def index_of(i: jax.Array) -> jax.Array:
         """The i-th tile of this program. Programs take turns there and back, which evens out what they get."""
-        return i * num_programs + jnp.where(i % 2 == 0, program, num_programs - 1 - program)
+        return i * num_programs + jnp.where(rem(i, 2) == 0, program, num_programs - 1 - program)
 
     rounds = num_tiles // num_programs
-    count, one_tile = rounds + (index_of(rounds) < num_tiles).astype(jnp.int32), num_tiles <= num_programs
+    count, one_tile = rounds + (index_of(jnp.int32(rounds)) < num_tiles).astype(jnp.int32), num_tiles <= num_programs
     reach = functools.partial(_reach, jnp, config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
 
-    def tile_of(i: jax.Array | int) -> _Tile:
+    def tile_of(i: jax.Array) -> _Tile:
         # Of `group` heads that are walked together, the tiles that take longest come first.
-        section, index = jnp.divmod(index_of(i), group * q_blocks)
-        batch, head = jnp.divmod(section * group + index % group, num_heads)
-        start = (q_blocks - 1 - index // group) * block_q
-        return _Tile(batch, head, start, *reach(start))
+        index = index_of(i)
+        section, index = div(index, group * q_blocks), rem(index, group * q_blocks)
+        head = section * group + rem(index, group)
+        start = (q_blocks - 1 - div(index, group)) * block_q
+        return _Tile(div(head, num_heads), rem(head, num_heads), start, *reach(start))
 
     def columns(operand: int, head: jax.Array) -> pl.Slice:
         return pl.Slice((first_heads[operand] + head) * head_dim, head_dim)
@@ -219,7 +223,7 @@ def _attention_kernel(
     def produce() -> None:
         def copy_tile(i: jax.Array, slot: jax.Array) -> jax.Array:
             tile = tile_of(i)
-            kv_head = tile.head // (num_heads // num_kv_heads)
+            kv_head = div(tile.head, num_heads // num_kv_heads)
 
             def copy(j: jax.Array, slot: jax.Array) -> jax.Array:
                 rows = pl.Slice((tile.end - 1 - j) * block_kv, block_kv)
@@ -250,7 +254,7 @@ def _attention_kernel(
         def rows_of(tile: _Tile) -> pl.Slice:
             return pl.Slice(tile.start + warpgroup * ROWS, ROWS)
 
-        def copy_queries(i: jax.Array | int) -> None:
+        def copy_queries(i: jax.Array) -> None:
             tile = tile_of(i)
             source = q_ref.at[tile.batch, rows_of(tile), columns(0, tile.head)]
             plgpu.copy_gmem_to_smem(source, queries, q_ready.at[warpgroup])
@@ -377,13 +381,14 @@ def _attention_kernel(
         for slot in range(num_stages):
             for read in (k_read, v_read):
                 plgpu.barrier_arrive(read.at[slot])
-        slot, tile = jnp.int32(0), tile_of(0)
-        copy_queries(0)
+        slot = jnp.int32(0)
+        tile = tile_of(slot)
+        copy_queries(slot)
         plgpu.barrier_wait(q_ready.at[warpgroup])
         plgpu.barrier_wait(k_ready.at[slot])
         scores = products(slot, None, slot)
         if not one_tile:
-            pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(1))
+            pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
         weights, peak, total, _ = softmax(masked(scores, tile, tile.end - 1), *fresh)
         plgpu.barrier_wait(k_ready.at[after(slot)])
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
