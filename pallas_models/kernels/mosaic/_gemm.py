@@ -121,8 +121,8 @@ def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
     width = ROW_BYTES // jnp.dtype(dtype).itemsize
     return [
         Block(row, column, width)
-        for row in range(0, config.rows, _ROWS)
         for column in range(0, num_columns, width)
+        for row in range(0, config.rows, _ROWS)
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
@@ -190,10 +191,14 @@ def matmul(
         if num_copies:
             plgpu.barrier_wait(refs.ready.at[warpgroup])
 
+        @functools.cache
+        def shift(column: int, shape: tuple[int, ...]) -> jax.Array:
+            return row(refs.bias_tile.at[warpgroup, pl.ds(column, shape[1])], shape)
+
         def value(block: Block, slot: Ref) -> jax.Array:
             y = block.of(sums[0])
             if bias is not None:
-                y += row(refs.bias_tile.at[warpgroup, block.columns], y.shape)
+                y += shift(block.column, y.shape)
             y = activate(activation, y, out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 
