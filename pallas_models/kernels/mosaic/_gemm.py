@@ -21,6 +21,7 @@ from pallas_models.target import Target
 
 _REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer, and of so many consumers
 _ROWS = 64  # that a warpgroup multiplies at a time
+SLOT_BYTES = _ROWS * ROW_BYTES  # of a slot through which an output leaves
 Refs = Any  # a namespace of references, by the names that `gemm` was given
 
 
@@ -116,9 +117,14 @@ class Block:
         return ref.at[pl.ds(tile.row + self.row, _ROWS), pl.ds(tile.column + self.column, self.width)]
 
 
-def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
-    """All blocks of the part of a tile that a warpgroup has."""
+def blocks(config: Config, num_columns: int, dtype: DTypeLike, num_slots: int) -> list[Block]:
+    """All blocks of the part of a tile that a warpgroup has, `num_slots` of which its shared memory holds.
+
+    Where it holds them all, those beside one another are one block: fewer copies, and much less code.
+    """
     width = ROW_BYTES // jnp.dtype(dtype).itemsize
+    if num_slots * width * _ROWS == config.rows * num_columns:
+        width = num_columns
     return [
         Block(row, column, width)
         for column in range(0, num_columns, width)
@@ -126,9 +132,9 @@ def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
     ]
 
 
-def staging(dtype: DTypeLike, num_slots: int, num_consumers: int = 2) -> Any:
-    """Shared memory through which blocks of an output leave, for each warpgroup."""
-    return tiled((num_consumers, num_slots, _ROWS, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
+def staging(config: Config, blocks: Sequence[Block], dtype: DTypeLike, num_slots: int) -> Any:
+    """Shared memory through which blocks of an output leave, for each warpgroup: `num_slots` at a time, or all."""
+    return tiled((config.num_consumers, min(num_slots, len(blocks)), _ROWS, blocks[0].width), dtype)
 
 
 def store(
@@ -255,7 +261,7 @@ def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, tran
 def shared_memory(config: Config, num_slots: int) -> int:
     """Bytes of shared memory that the ring and `num_slots` of `staging` take, and some for barriers and a bias."""
     ring = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
-    return ring + config.num_consumers * (num_slots * _ROWS * ROW_BYTES + config.block_n * 4) + 512
+    return ring + config.num_consumers * (num_slots * SLOT_BYTES + config.block_n * 4) + 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -91,8 +91,8 @@ _TILES_AND_RESIDUAL = (
 
 
 def num_slots(config: Config, columns: int, out_dtype: DTypeLike, *, residual: bool) -> int:
-    """Blocks of an output in shared memory, for a warpgroup: all of a tile with a residual, which waits there."""
-    count = len(blocks(config, columns, out_dtype))
+    """Slots for a warpgroup: for all of its part of a tile with a residual, which waits there."""
+    count = config.rows * columns * jnp.dtype(out_dtype).itemsize // _gemm.SLOT_BYTES
     return count if residual else min(count, config.num_slots)
 
 
@@ -169,9 +169,9 @@ def matmul(
         ),
         target,
     )
-    parts = blocks(config, config.block_n, out_dtype)
     slots = num_slots(config, config.block_n, out_dtype, residual=residual is not None)
-    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, slots, config.num_consumers))
+    parts = blocks(config, config.block_n, out_dtype, slots)
+    scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
     num_copies = (bias is not None) + (len(parts) if residual is not None else 0)
     if num_copies:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=config.num_consumers)
