@@ -15,7 +15,6 @@ from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
     Measured,
-    Refs,
     Tile,
     blocks,
     candidates,
@@ -24,6 +23,7 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
+from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose

@@ -16,7 +16,6 @@ from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
     Measured,
-    Refs,
     Tile,
     blocks,
     candidates,
@@ -25,6 +24,7 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
+from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -1,0 +1,58 @@
+"""How the kernels are launched: CTAs of warpgroups, and references by name."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import interpreter_params, plgpu
+
+Refs = Any  # a namespace of references, by the names that `launch` was given
+
+
+def launch(
+    body: Callable[[Refs], None],
+    operands: Mapping[str, jax.Array | None],
+    out_type: Mapping[str, jax.ShapeDtypeStruct],
+    scratch_types: Mapping[str, Any],
+    *,
+    name: str,
+    num_ctas: int,
+    num_warpgroups: int,
+    interpret: bool,
+    **compiler_params: Any,
+) -> list[jax.Array]:
+    """Runs `body` in each warpgroup of each CTA, whose indices are those of the axes "warpgroup" and "cta".
+
+    Args:
+      body: `body(refs)` sees operands, outputs and scratch memory as attributes; operands that are None are None.
+      operands: arrays in device memory.
+      out_type: what the kernel writes.
+      scratch_types: shared memory and barriers of a CTA.
+      compiler_params: of Mosaic GPU, beside those that all kernels share.
+
+    Returns:
+      The outputs.
+    """
+    present = {key: value for key, value in operands.items() if value is not None}
+
+    def kernel(*arrays: Ref, **scratch: Ref) -> None:
+        refs = dict(zip((*present, *out_type), arrays, strict=True))
+        body(types.SimpleNamespace(**dict.fromkeys(operands) | refs | scratch))
+
+    kernel.__name__ = name
+    return plgpu.kernel(
+        kernel,
+        out_type=list(out_type.values()),
+        scratch_types=dict(scratch_types),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **compiler_params
+        ),
+        interpret=interpreter_params() if interpret else None,
+    )(*present.values())
