@@ -15,7 +15,7 @@ Refs = Any  # a namespace of references, by the names that `launch` was given
 def launch(
     body: Callable[[Refs], None],
     operands: Mapping[str, jax.Array | None],
-    out_type: Mapping[str, jax.ShapeDtypeStruct],
+    out_type: Mapping[str, jax.ShapeDtypeStruct | None],
     scratch_types: Mapping[str, Any],
     *,
     name: str,
@@ -27,25 +27,26 @@ def launch(
     """Runs `body` in each warpgroup of each CTA, whose indices are those of the axes "warpgroup" and "cta".
 
     Args:
-      body: `body(refs)` sees operands, outputs and scratch memory as attributes; operands that are None are None.
-      operands: arrays in device memory.
-      out_type: what the kernel writes.
+      body: `body(refs)` sees operands, outputs and scratch memory as attributes.
+      operands: arrays in device memory, None for what a call does not have.
+      out_type: what the kernel writes, None for what a call does not ask for.
       scratch_types: shared memory and barriers of a CTA.
       compiler_params: of Mosaic GPU, beside those that all kernels share.
 
     Returns:
-      The outputs.
+      The outputs that are not None.
     """
     present = {key: value for key, value in operands.items() if value is not None}
+    outputs = {key: value for key, value in out_type.items() if value is not None}
 
     def kernel(*arrays: Ref, **scratch: Ref) -> None:
-        refs = dict(zip((*present, *out_type), arrays, strict=True))
-        body(types.SimpleNamespace(**dict.fromkeys(operands) | refs | scratch))
+        absent = dict.fromkeys((*operands, *out_type))
+        body(types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch))
 
     kernel.__name__ = name
     return plgpu.kernel(
         kernel,
-        out_type=list(out_type.values()),
+        out_type=list(outputs.values()),
         scratch_types=dict(scratch_types),
         grid=(num_ctas,),
         grid_names=("cta",),

@@ -21,8 +21,8 @@ class Ring:
       full: barriers at which copies arrive, one a slot.
       consumed: barriers at which consumers arrive, one a slot.
       num_stages: number of slots.
-      first_full: which of `full` is that of slot 0: warpgroups that take turns have barriers of their own, since who
-        waits for a barrier must wait for every round of it.
+      first_full: which of `full` is that of slot 0: warpgroups that take turns have barriers of their own, since
+        who waits for a barrier must wait for every round of it.
     """
 
     full: Ref

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, blocks, candidates, gemm, staging, store
 from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
