@@ -59,7 +59,7 @@ wheel: $(VENV)/.test$(CUDA)
 	$(BIN)/python -m build --wheel --outdir dist
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results/*/report
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

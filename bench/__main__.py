@@ -1,12 +1,14 @@
 """`python -m bench COMMAND`: a benchmark, or something made from their results.
 
-A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`; `-` in its name is `_` in
-the module's. A benchmark is listed in BENCHMARKS, which is all that it takes for `python -m bench all` to run it
-and for `report` to show it; any other command in COMMANDS. How to write one: `bench.harness`.
+A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`; `-` in the command's name is
+`_` in the module's. A benchmark is a module of `bench.cases`: list it in BENCHMARKS, and `python -m bench all`
+runs it and `report` shows it. Any other command is listed in COMMANDS with its package. How to write a benchmark:
+`bench.measuring.harness`.
 
-A benchmark takes --output and saves what it has after every case; if it has --dtype, --shapes, --quick,
---show-results or --data, `all` hands on what was given. If its module has a function `table(result)`, that makes
-its table in README.md.
+A benchmark takes --output and saves its result after every case. If it has --dtype, --shapes, --quick,
+--show-results or --data, `all` passes on what it was given. If its module has a function `table(result)`, that
+makes the benchmark's tables on the generated pages; `headline(result)` gives its line in README.md where a ratio
+of device times does not say it.
 """
 
 import argparse
@@ -19,13 +21,26 @@ from types import ModuleType
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-BENCHMARKS = ("minilm", "sts", "gemm", "softmax", "norm", "attention", "gated-mlp", "trimul", "gpt2", "qwen3")
-COMMANDS = (*BENCHMARKS, "all", "compare", "report", "tune")
+BENCHMARKS = (
+    "minilm",
+    "sts",
+    "gemm",
+    "softmax",
+    "norm",
+    "attention",
+    "gated-mlp",
+    "trimul",
+    "gpt2",
+    "qwen3",
+    "startup",
+)
+COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package
+COMMANDS |= {"compare": "reporting", "report": "reporting", "tune": "measuring"}
 
 
 def module_of(name: str) -> ModuleType:
     """The module of a command."""
-    return importlib.import_module(f"bench.{name.replace('-', '_')}")
+    return importlib.import_module(f"bench.{COMMANDS[name]}.{name.replace('-', '_')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pallas_models import compilation_cache
 from pallas_models.ops import IMPLEMENTATIONS
 
 EXAMPLES = (
@@ -51,7 +52,12 @@ def _embed(args: argparse.Namespace) -> None:
     from pallas_models.minilm import Encoder
 
     sentences = _read_lines(args.file)
-    encoder = Encoder.from_pretrained(args.model, dtype=args.dtype, implementation=args.implementation)
+    encoder = Encoder.from_pretrained(
+        args.model,
+        dtype=args.dtype,
+        implementation=args.implementation,
+        compilation_cache=args.compilation_cache,
+    )
     embeddings = encoder.encode(sentences, batch_size=args.batch_size)
     if args.output:
         with args.output.open("wb") as file:  # np.save given a path would append .npy to other names
@@ -89,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     embed.add_argument("--batch-size", type=_positive, default=32, help="sentences at a time (%(default)s)")
     embed.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float32")
     embed.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the ops; default: the best available")
+    compilation_cache.add_arguments(embed)
     args = parser.parse_args(argv)
     try:
         _embed(args)

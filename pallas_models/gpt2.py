@@ -76,7 +76,7 @@ class Embeddings(nnx.Module):
         if positions is None:
             if ids.shape[1] > len(table):
                 raise ValueError(f"ids has length {ids.shape[1]}; expected at most {len(table)} positions")
-            return words + table[: ids.shape[1]]
+            return words + table[None, : ids.shape[1]]
         _checks.check_integer("positions", positions)
         _checks.check_shape("positions", positions, ids.shape, "the shape of ids")
         _checks.check_ids("positions", positions, len(table), "positions")

@@ -9,7 +9,7 @@ import jax
 _KIB = 1024
 _LARGE, _SMALL = 227 * _KIB, 99 * _KIB
 # Bytes of shared memory that a CTA may use, by compute capability; those of datacenters have more.
-_SHARED_MEMORY = {
+_SHARED_MEMORY: dict[tuple[int, int] | None, int] = {
     (8, 0): 163 * _KIB,
     (8, 6): _SMALL,
     (8, 7): 163 * _KIB,
@@ -77,13 +77,12 @@ def current() -> Target:
 
 @functools.cache
 def _named(name: str, num_cores: int | None) -> Target:
-    capability = next((c for pattern, c in _CAPABILITIES if re.search(pattern, name)), ANY.capability)
-    known = any(re.search(pattern, name) for pattern, _ in _CAPABILITIES)
+    capability = next((c for pattern, c in _CAPABILITIES if re.search(pattern, name)), None)
     return Target(
         name=name,
-        capability=capability,
+        capability=capability or ANY.capability,
         num_cores=num_cores or ANY.num_cores,
-        shared_memory=_SHARED_MEMORY.get(capability, _SMALL) if known else _SMALL,
+        shared_memory=_SHARED_MEMORY.get(capability, _SMALL),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the tests share: where they run, random inputs, the error metric and its tolerances."""
+"""What the tests share: where they run, random inputs, the error metric."""
 
 import contextlib
 import functools
@@ -10,19 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_models import minilm
+from pallas_models import minilm, ops
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "triton" if ON_GPU else "interpret"
 ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
 MOSAIC = "mosaic" if ON_HOPPER else "mosaic_interpret"
 
-# Bounds on ||out - expected|| / ||expected|| for one op. Rounding the result alone costs about 2e-4 in
-# float16 and 1.7e-3 in bfloat16; inner roundings (attention weights, unfused norms) may add twice that.
 TRITON_CALL = "__gpu$xla.gpu.triton"  # the custom call that a Triton kernel is lowered to
 MOSAIC_CALL = "mosaic_gpu_v2"
 
-TOLERANCE = {"float32": 3e-6, "float16": 8e-4, "bfloat16": 6e-3}
+
+@functools.cache
+def _program(name: str, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(getattr(ops, name), **dict(options)))
+
+
+class _Compiled:
+    """The functions of `pallas_models.ops`, each call one program, kept for all calls of its kind.
+
+    An eager call compiles every small operation around a kernel by itself, which takes most of a test's time.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            arrays = {key: x for key, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
+            static = sorted(item for item in options.items() if item[0] not in arrays)
+            return _program(name, tuple(static))(*args, **arrays)
+
+        return call
+
+
+compiled = _Compiled()
 
 
 def by_device(*, cpu: Sequence[Any], gpu: Sequence[Any]) -> Sequence[Any]:
@@ -98,8 +117,13 @@ def assert_gradients_close(
     tolerance: float,
 ) -> None:
     """Asserts that the gradients of `function` at `arrays`, for one cotangent, are near `expected`."""
-    out, pullback = jax.vjp(function, *arrays)
-    gradients = pullback(cotangent.astype(out.dtype))
+
+    @jax.jit
+    def pull_back(cotangent: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(function, *arrays)
+        return pullback(cotangent.astype(out.dtype))
+
+    gradients = pull_back(cotangent, *arrays)
     assert len(gradients) == len(expected)
     for array, gradient, wanted in zip(arrays, gradients, expected, strict=True):
         assert gradient.dtype == array.dtype

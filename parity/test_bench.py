@@ -1,6 +1,7 @@
 """The benchmarks' own logic: statistics, timing, result files, tables, and what commands say when they cannot."""
 
 import dataclasses
+import functools
 import json
 import re
 import types
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from bench import __main__ as cli
-from bench import environment, harness, minilm_models, report, results, sts, tables, timing
-from bench import minilm as benchmark
-from bench.results import Accuracy, Case, Entry, Kernel, Result, ResultError
-from bench.timing import Budget, Candidate, DeviceTimerError, Timing
+from bench.cases import minilm as benchmark
+from bench.cases import minilm_models, sts
+from bench.measuring import environment, harness, results, timing
+from bench.measuring.results import Accuracy, Case, Entry, Kernel, Result, ResultError
+from bench.measuring.timing import Budget, Candidate, DeviceTimerError, Timing
+from bench.reporting import readme, report, tables
 from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig
 from parity.common import KERNEL
@@ -23,7 +26,7 @@ from parity.common import KERNEL
 TINY = MiniLMConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=24
 )
-FAST = Budget(warmup_s=0.001, block_s=0.001, wall_samples=5, device_groups=2, device_calls=3, pause_s=0)
+FAST = Budget(warmup_s=0.001, queue_s=0.001, wall_samples=5, device_groups=2, device_calls=3, pause_s=0)
 
 
 @pytest.fixture
@@ -207,6 +210,7 @@ class TestResults:
                 "1x16 fp16, ours-10: impossible times",
             ),
             (lambda d: d["cases"][0]["entries"][0]["wall"].update(p80_us=9), "impossible times"),
+            (lambda d: d["cases"][0].update(flop=10**400), "flop: an integer of 1329 bits is no float"),
         ],
     )
     def test_invalid(self, tmp_path, change, message):
@@ -218,7 +222,9 @@ class TestResults:
             results.load(path)
         assert str(path) in str(error.value)
 
-    @pytest.mark.parametrize("content", [b"", b'{"format": "pallas', b"\xff\xfe\x00", b"[1]", b"null"])
+    @pytest.mark.parametrize(
+        "content", [b"", b'{"format": "pallas', b"\xff\xfe\x00", b"[1]", b"null", b"[" * 100_000]
+    )
     def test_corrupt(self, tmp_path, content):
         path = tmp_path / "minilm.json"
         path.write_bytes(content)
@@ -318,52 +324,104 @@ class TestTables:
         assert "Device time" not in tables.comparison(result)
         assert "torch-graph" in tables.entries(result)
 
-    def test_problems(self):
-        assert tables.problems(make_result()) == ["torch-graph failed: out of memory (all cases)"]
+    def test_failures(self):
+        assert tables.failures(make_result()) == ["torch-graph failed: out of memory (all cases)"]
 
     def test_replace_marked(self):
         text = "a\n<!-- bench:x -->\nold\n<!-- /bench:x -->\nb"
-        new = tables.replace_marked(text, "x", r"\1 new")
+        new = readme.replace_marked(text, "x", r"\1 new")
         assert new == "a\n<!-- bench:x -->\n\\1 new\n<!-- /bench:x -->\nb"
-        assert tables.replace_marked(new, "x", r"\1 new") == new
+        assert readme.replace_marked(new, "x", r"\1 new") == new
         for broken in ("", "<!-- /bench:x --><!-- bench:x -->", text + text):
             with pytest.raises(ValueError, match="exactly once"):
-                tables.replace_marked(broken, "x", "new")
+                readme.replace_marked(broken, "x", "new")
+
+
+MARKED = "# Title\n<!-- bench:summary -->\n<!-- /bench:summary -->\nend\n"
 
 
 class TestReport:
-    def run(self, tmp_path: Path, readme: str) -> tuple[int, str]:
+    def run(self, tmp_path: Path, text: str) -> tuple[int, str]:
+        """The exit code, and README.md afterwards."""
         path = tmp_path / "README.md"
-        path.write_text(readme)
-        code = cli.main(["report", "--results", str(tmp_path), "--readme", str(path)])
+        path.write_text(text)
+        code = cli.main(["report", "--results", str(tmp_path), "--readme", str(path), "--no-html"])
         return code, path.read_text()
 
-    def test_writes_the_table(self, tmp_path):
+    def test_writes_summary_and_page(self, tmp_path):
         results.save(make_result(), tmp_path)
-        code, text = self.run(tmp_path, "# Title\n<!-- bench:minilm -->\n<!-- /bench:minilm -->\nend\n")
+        results.save(make_result(benchmark="gemm"), tmp_path)
+        code, text = self.run(tmp_path, MARKED)
         assert code == 0
-        assert text.startswith("# Title\n") and text.endswith("<!-- /bench:minilm -->\nend\n")
-        assert tables.comparison(make_result()) in text
+        assert text.startswith("# Title\n") and text.endswith("<!-- /bench:summary -->\nend\n")
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "](" in line]
+        assert rows == [
+            [f"[{title}](nvidia-h200/README.md#{name})", "1x16 fp16", "10 us, 80 TFLOP/s", "XLA, 20 us", *ratios]
+            for title, name, ratios in (
+                ("MiniLM forward pass", "minilm", ("2.00", "2.83")),  # sqrt(2 * 4)
+                ("Matrix products", "gemm", ("2.00", "2.83")),
+            )
+        ]
+        page = (tmp_path / "nvidia-h200" / "README.md").read_text()
+        assert tables.comparison(make_result()) in page and "\n## gemm\n" in page
         for condition in ("Generated by", "NVIDIA H200", "2026-11-20", "abc123", "800 TFLOP/s", "weights: random"):
-            assert condition in text
+            assert condition in page
 
-    def test_markers_of_the_readme(self):
-        """Each names a benchmark, and has its other half after it."""
-        text = report.README.read_text(encoding="utf-8")
-        names = re.findall(r"<!-- bench:([\w-]+) -->", text)
-        assert {"minilm", "sts", "gemm", "softmax", "norm"} <= set(names) <= set(cli.BENCHMARKS)
-        for name in names:
-            tables.replace_marked(text, name, "")
+    def test_the_case_that_a_benchmark_shows(self):
+        assert tables.headline(make_result(), "1x128 fp16").case == "1x128 fp16"
+        assert tables.headline(make_result(), "1x1 fp16").case == "1x16 fp16"
+        case = make_result().cases[0]
+        ours = dataclasses.replace(case, entries=case.entries[:1])
+        assert tables.headline(make_result(cases=[ours]), "") is None
+        peer = dataclasses.replace(case, entries=[case.entries[0], entry("peer", 5.0)])
+        assert tables.headline(make_result(cases=[peer]), "").baseline == "peer-5, 5 us"
+        assert tables.headline(make_result(cases=[peer]), "").mean is None
+        missing = [name for name in cli.BENCHMARKS if not hasattr(cli.module_of(name), "SHOWN")]
+        assert not missing
+
+    @pytest.mark.parametrize("path", sorted(results.DEFAULT_FOLDER.glob("*/*.json")), ids=lambda path: path.stem)
+    def test_committed_results_have_the_case(self, path):
+        result = results.load(path)
+        assert readme.headline(result).case == cli.module_of(result.benchmark).SHOWN
+
+    def test_what_a_file_says_stays_text(self, tmp_path):
+        case = dataclasses.replace(make_result().cases[0], label="a|b\n\x1b[31m<script>alert(1)</script>")
+        results.save(make_result(cases=[case], settings={"weights": "<img src=x>"}), tmp_path)
+        assert self.run(tmp_path, MARKED)[0] == 0
+        for path in (tmp_path / "README.md", tmp_path / "nvidia-h200" / "README.md"):
+            text = path.read_text()
+            assert r"a\|b  [31m&lt;script&gt;" in text
+            assert not {"<script", "<img", "\x1b"} & set(re.findall(r"<\w+|\x1b", text))
+
+    def test_generated_files_are_those_of_the_committed_results(self, tmp_path):
+        """Run `python -m bench report` after a new result, or a change to a table."""
+        found, failed = report.load_all(results.DEFAULT_FOLDER / report.README_GPU)
+        complete = [result for result in found if not result.partial]
+        folder = results.DEFAULT_FOLDER / report.README_GPU
+        assert not failed and readme.page(complete, list(readme.PLOTS)) == (folder / readme.NAME).read_text(
+            "utf-8"
+        )
+        copy = tmp_path / "README.md"
+        copy.write_text(report.README.read_text("utf-8"), "utf-8")
+        readme.rewrite(copy, complete, f"bench/results/{report.README_GPU}/README.md")
+        assert copy.read_text("utf-8") == report.README.read_text("utf-8")
+        assert all((folder / report.PLOTS / f"{name}.png").is_file() for name in readme.PLOTS)
 
     def test_without_markers(self, tmp_path, capsys):
         results.save(make_result(), tmp_path)
         assert self.run(tmp_path, "# Title\n") == (0, "# Title\n")
-        assert "has no <!-- bench:minilm -->" in capsys.readouterr().out
+        assert "has no <!-- bench:summary -->" in capsys.readouterr().out
+        assert self.run(tmp_path, MARKED * 2) == (1, MARKED * 2)
+        assert "each exactly once" in capsys.readouterr().err
 
     def test_without_results(self, tmp_path, capsys):
-        readme = "# Title\n<!-- bench:minilm -->\n<!-- /bench:minilm -->\n"
-        assert self.run(tmp_path, readme) == (1, readme)
+        assert self.run(tmp_path, MARKED) == (1, MARKED)
         assert "run `python -m bench minilm`" in capsys.readouterr().out
+
+    def test_partial_results_are_not_published(self, tmp_path):
+        results.save(make_result(partial=True), tmp_path)
+        assert self.run(tmp_path, MARKED) == (0, MARKED)
+        assert not (tmp_path / "nvidia-h200" / "README.md").exists()
 
     def test_corrupt_result(self, tmp_path, capsys):
         results.save(make_result(), tmp_path).write_text("{")
@@ -375,7 +433,7 @@ class TestReport:
         ours = Entry(name="pallas", family="ours", status="ok", metrics=metrics)
         torch = Entry(name="torch", family="torch", status="ok", metrics={"forward_sentences_per_s": 1e5})
         case = Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours, torch])
-        last = report.section(make_result(benchmark="sts", cases=[case])).splitlines()[2]
+        last = sts.table(make_result(benchmark="sts", cases=[case])).splitlines()[2]
         cells = [cell.strip() for cell in last.strip("|").split("|")]
         assert cells == ["fp16", "0.999990", "1.000000", "82.03", "12,346", "-", "100,000"]
 
@@ -393,19 +451,20 @@ class TestMiniLM:
     def test_baselines_agree(self, checkpoint):
         import torch
 
-        ids, mask = benchmark.draw_inputs((5, 12), TINY.vocab_size, "ragged", seed=0)
+        ids, mask = benchmark.random_inputs((5, 12), TINY.vocab_size, "ragged", seed=0)
         assert mask.min() == 0
         expected = minilm_models.torch_model(checkpoint, "fp32", "cpu")(*map(torch.from_numpy, (ids, mask)))
         params, plain = minilm_models.plain_jax(checkpoint, "fp32")
         assert harness.cosine_distance(jax.jit(plain)(params, ids, mask), expected.numpy()) < 1e-6
-        ours = minilm.embed(checkpoint.params("fp32"), jnp.asarray(ids), jnp.asarray(mask), config=TINY)
+        ours = jax.jit(functools.partial(minilm.embed, config=TINY))(checkpoint.params("fp32"), ids, mask)
         assert harness.cosine_distance(ours, expected.numpy()) < 1e-6
 
     def test_steps(self, checkpoint, monkeypatch):
         """Every step has kernels that the one before has not, and they compute what plain XLA does."""
-        ids, mask = (jnp.asarray(x) for x in benchmark.draw_inputs((3, 12), TINY.vocab_size, "ragged", seed=0))
+        ids, mask = (jnp.asarray(x) for x in benchmark.random_inputs((3, 12), TINY.vocab_size, "ragged", seed=0))
         params = checkpoint.params("fp32")
         steps = [minilm_models.stepped(TINY, name) for name in minilm_models.STEPS]
+        untraced = [minilm_models.stepped(TINY, list(minilm_models.STEPS)[i]) for i in (0, -1)]
         counts = [str(jax.make_jaxpr(step)(params, ids, mask)).count("pallas_call[") for step in steps]
         assert counts == [8, 8, 10, 16]  # two layers: 4 products, an attention and 2 norms each; 2 more
 
@@ -418,9 +477,9 @@ class TestMiniLM:
         ops = types.SimpleNamespace(**{name: here(getattr(minilm_models.ops, name)) for name in names})
         monkeypatch.setattr(minilm_models, "ops", ops)
         plain_params, plain = minilm_models.plain_jax(checkpoint, "fp32")
-        expected = plain(plain_params, ids, mask)
-        for step in (steps[0], steps[-1]):
-            assert harness.cosine_distance(step(params, ids, mask), expected) < 1e-6
+        expected = jax.jit(plain)(plain_params, ids, mask)
+        for step in untraced:
+            assert harness.cosine_distance(jax.jit(step)(params, ids, mask), expected) < 1e-6
 
     def test_cosine_distance(self):
         a = np.eye(3)
@@ -431,8 +490,8 @@ class TestMiniLM:
         with pytest.raises(ValueError, match="shape"):
             harness.cosine_distance(a[:2], a)
 
-    def run(self, tmp_path, *options):
-        code = cli.main(["minilm", "--shapes", "2x5,1x8", "--output", str(tmp_path), "--show-results", *options])
+    def run(self, tmp_path, *options, shapes="2x5"):
+        code = cli.main(["minilm", "--shapes", shapes, "--output", str(tmp_path), "--show-results", *options])
         return code, results.load(tmp_path / "cpu" / "minilm.partial.json")
 
     @pytest.mark.usefixtures("on_cpu")
@@ -440,7 +499,7 @@ class TestMiniLM:
         code, result = self.run(tmp_path, "--dtype", "fp32,bf16", "--masks", "ragged")
         out = capsys.readouterr().out
         assert code == 0 and "No CUDA GPU found" in out and "Wall time" in out
-        assert [case.label for case in result.cases] == ["2x5 fp32", "1x8 fp32", "2x5 bf16", "1x8 bf16"]
+        assert [case.label for case in result.cases] == ["2x5 fp32", "2x5 bf16"]
         for case in result.cases:
             found = {entry.name: entry for entry in case.entries}
             for name in ("xla-plain", "xla-ops", "torch-eager"):
@@ -453,7 +512,7 @@ class TestMiniLM:
         monkeypatch.setattr(minilm_models, "torch_missing", lambda: "transformers is not installed")
         code, result = self.run(tmp_path)
         assert code == 0 and "torch-graph" in (out := capsys.readouterr().out)
-        assert "skipped: transformers is not installed (all cases)" in out
+        assert "skipped: transformers is not installed (2x5 fp16)" in out
         status = {entry.name: entry.status for entry in result.cases[0].entries}
         assert status["xla-plain"] == "ok" and status["torch-eager"] == "skipped"
 
@@ -465,7 +524,7 @@ class TestMiniLM:
             return jnp.ones((ids.shape[0], TINY.hidden_size))
 
         monkeypatch.setattr(minilm, "embed", broken)
-        _, result = self.run(tmp_path)
+        _, result = self.run(tmp_path, shapes="2x5,1x8")
         wrong, failed = ({e.name: e for e in case.entries}["xla-ops"] for case in result.cases)
         assert wrong.status == "wrong" and wrong.wall is None and "1 - cosine is" in wrong.message
         assert failed.status == "failed" and "cannot do 8" in failed.message

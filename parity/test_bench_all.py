@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as cli
-from bench import all as everything
-from bench import results
+from bench.cases import all as everything
+from bench.measuring import results
 from parity.test_bench import make_result
 
 SAVE = """
 import sys
 from pathlib import Path
-from bench import results
+from bench.measuring import results
 result = results.load(Path({source!r}))
 results.save(result, Path({folder!r}))
 """
@@ -129,7 +129,7 @@ def test_signals(tmp_path, programs, save, capfd, number):
 
 
 def test_interrupted_benchmark(capsys, monkeypatch):
-    from bench import report
+    from bench.reporting import report
 
     def run(args):
         raise KeyboardInterrupt
@@ -149,7 +149,7 @@ def test_options_reach_the_benchmarks_that_have_them(tmp_path):
     assert "--no-compile" in minilm and "--no-compile" not in sts
     for name, line in (("minilm", minilm), ("sts", sts)):  # the benchmarks take what they are given
         parser = argparse.ArgumentParser()
-        getattr(__import__("bench", fromlist=[name]), name).add_arguments(parser)
+        cli.module_of(name).add_arguments(parser)
         assert parser.parse_args(line[1:]).dtype == ["bf16", "fp32"]
 
 
@@ -184,8 +184,9 @@ def test_shapes_of_a_benchmark_that_does_not_run(capsys):
 
 def test_a_benchmark_that_cannot_be_imported(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(everything, "BENCHMARKS", ("absent",))
+    monkeypatch.setitem(cli.COMMANDS, "absent", "cases")
     assert cli.main(["all", "--output", str(tmp_path)]) == 1
-    assert "ModuleNotFoundError: No module named 'bench.absent'" in capfd.readouterr().out
+    assert "ModuleNotFoundError: No module named 'bench.cases.absent'" in capfd.readouterr().out
 
 
 def test_a_real_benchmark(tmp_path, capfd):
@@ -217,10 +218,13 @@ def test_wrong_options(capsys, arguments, message):
 
 
 def test_help_when_a_benchmark_cannot_be_imported(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "COMMANDS", ("report", "absent"))
+    monkeypatch.setattr(cli, "COMMANDS", {"report": "reporting", "absent": "cases"})
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "cannot be loaded: No module named 'bench.absent'" in out and "make a page with plots" in out
-    with pytest.raises(ImportError, match=r"bench\.absent"):
+    assert (
+        "cannot be loaded: No module named 'bench.cases.absent'" in out
+        and "make pages with tables and plots" in out
+    )
+    with pytest.raises(ImportError, match=r"bench\.cases\.absent"):
         cli.main(["absent"])

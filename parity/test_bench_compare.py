@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as cli
-from bench import compare, results
-from bench.results import Case, Entry, Result
-from bench.timing import Timing
+from bench.measuring import results
+from bench.measuring.results import Case, Entry, Result
+from bench.measuring.timing import Timing
+from bench.reporting import compare
 from parity.test_bench import entry, make_result
 
 
@@ -100,7 +101,8 @@ def test_differing_conditions_and_statuses(tmp_path, capsys):
 
 def test_metrics(tmp_path, capsys):
     def result(rate: float) -> Result:
-        ours = entry("ours", 1, device=None, wall=None, metrics={"spearman": 82.0, "sentences_per_s": rate})
+        metrics = {"spearman": 82.0, "sentences_per_s": rate, "compile_s": 10 - rate / 1000}
+        ours = entry("ours", 1, device=None, wall=None, metrics=metrics)
         cases = [Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours])]
         return make_result(benchmark="sts", cases=cases)
 
@@ -110,7 +112,11 @@ def test_metrics(tmp_path, capsys):
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["spearman", "82", "82", "1", ""],
         ["sentences_per_s", "1000", "900", "0.9", "SLOWER"],
+        ["compile_s", "9", "9.1", "1.011", "same"],
     ]
+    a, b = save(result(5000), tmp_path / "c"), save(result(1000), tmp_path / "d")
+    assert cli.main(["compare", b, a]) == 0
+    assert "compile_s |    9 |    5 | 0.5556 |  faster |" in capsys.readouterr().out
 
 
 def test_another_method_gives_no_verdict(tmp_path, capsys):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from bench import __main__ as cli
-from bench import contenders, environment, harness, results, timing
-from bench.harness import Benchmark, Contender, Problem
+from bench.measuring import contenders, environment, harness, results, timing
+from bench.measuring.harness import Benchmark, Contender, Workload
 from parity.common import ON_GPU, cuda_device, kernel_calls
 from parity.test_bench import FAST
 
 OPS = [
-    name for name in cli.BENCHMARKS if getattr(getattr(cli.module_of(name), "BENCHMARK", None), "problem", None)
+    name for name in cli.BENCHMARKS if getattr(getattr(cli.module_of(name), "BENCHMARK", None), "workload", None)
 ]
 
 
@@ -46,8 +46,8 @@ def in_torch(factor: float = 2) -> Callable[[], Callable[..., Any]]:
     return load
 
 
-def problem_of(*contenders: Contender, **changes: Any) -> Callable[[str, harness.Shape], Problem]:
-    def problem(dtype: str, shape: harness.Shape) -> Problem:
+def workload_of(*contenders: Contender, **changes: Any) -> Callable[[str, harness.Shape], Workload]:
+    def workload(dtype: str, shape: harness.Shape) -> Workload:
         sizes = tuple(int(n) for n in shape if isinstance(n, int))
         fields: dict[str, Any] = dict(
             inputs=lambda seed: harness.normal(seed, dtype, sizes),
@@ -56,9 +56,9 @@ def problem_of(*contenders: Contender, **changes: Any) -> Callable[[str, harness
             sets=3,
             bytes=4.0,
         )
-        return Problem(**{**fields, **changes})
+        return Workload(**{**fields, **changes})
 
-    return problem
+    return workload
 
 
 def benchmark_of(*contenders: Contender, **changes: Any) -> Benchmark:
@@ -69,7 +69,7 @@ def benchmark_of(*contenders: Contender, **changes: Any) -> Benchmark:
         shapes=((8, 4),),
         cpu_shapes=((2, 3), (4, 5, "odd")),
         dtypes=("bf16",),
-        problem=problem_of(*contenders, **changes),
+        workload=workload_of(*contenders, **changes),
     )
 
 
@@ -146,12 +146,12 @@ def test_exit_code(run, family, load, code):
 
 
 def test_an_impossible_shape(run, capsys):
-    def problem(dtype: str, shape: harness.Shape) -> Problem:
+    def workload(dtype: str, shape: harness.Shape) -> Workload:
         raise ValueError(f"{shape} cannot be")
 
     parser = argparse.ArgumentParser()
     benchmark = Benchmark(
-        name="x", axes=("n",), shapes=((1,),), cpu_shapes=((1,),), dtypes=("fp32",), problem=problem
+        name="x", axes=("n",), shapes=((1,),), cpu_shapes=((1,),), dtypes=("fp32",), workload=workload
     )
     benchmark.add_arguments(parser)
     assert benchmark.run(parser.parse_args([])) == 2
@@ -170,7 +170,7 @@ def test_shapes():
     benchmark = benchmark_of()
     assert benchmark.parse_shapes("8x4, 2x3+odd") == [(8, 4), (2, 3, "odd")]
     assert [harness.shape_text(shape) for shape in ((8, 4), (2, 3, "odd"))] == ["8x4", "2x3+odd"]
-    for text in ("8", "8x4x2", "0x4", "8x-4", "8x4+even", "8x4+odd+odd", "8x4,"):
+    for text in ("8", "8x4x2", "0x4", "8x-4", "8x4+even", "8x4+odd+odd", "8x4,", "2147483648x4"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"no shape; expected ROWSxCOLUMNS\[\+odd\], such as"):
             benchmark.parse_shapes(text)
     assert harness.parse_dtypes("fp16,fp16,bf16") == ["fp16", "bf16"]
@@ -191,14 +191,14 @@ def test_which_shapes_are_run():
 
 def test_input_sets(monkeypatch):
     monkeypatch.setattr(contenders, "COLD_BYTES", 1000)
-    problem = problem_of(sets=None)("fp32", (8, 8))
-    sets = problem.draw()
+    workload = workload_of(sets=None)("fp32", (8, 8))
+    sets = workload.input_sets()
     assert len(sets) == 4  # of 256 bytes each
     values = np.array([np.asarray(x) for (x,) in sets])
     assert len(np.unique(values)) == values.size and abs(values.mean()) < 0.3 and 0.8 < values.std() < 1.2
-    assert len(problem_of(sets=None)("fp32", (100, 100)).draw()) == 2
-    assert len(problem_of(sets=None)("fp32", (1, 1)).draw()) == contenders.MAX_SETS
-    assert len(problem_of(sets=1)("fp32", (1, 1)).draw()) == 1
+    assert len(workload_of(sets=None)("fp32", (100, 100)).input_sets()) == 2
+    assert len(workload_of(sets=None)("fp32", (1, 1)).input_sets()) == contenders.MAX_SETS
+    assert len(workload_of(sets=1)("fp32", (1, 1)).input_sets()) == 1
 
 
 def test_relative_error():
@@ -239,9 +239,9 @@ def test_operations(monkeypatch, tmp_path, name, shapes, dtype):
 def test_kernels_lower_for_cuda(name):
     """Everything of ours that a benchmark times can be called as it calls it."""
     benchmark = cli.module_of(name).BENCHMARK
-    problem = benchmark.problem(benchmark.dtypes[0], benchmark.shapes[0])
-    inputs = jax.eval_shape(lambda: problem.inputs(0))
-    kernels = [c for c in problem.contenders if c.family in ("ours", "ladder")]
+    workload = benchmark.workload(benchmark.dtypes[0], benchmark.shapes[0])
+    inputs = jax.eval_shape(lambda: workload.inputs(0))
+    kernels = [c for c in workload.contenders if c.family in ("ours", "ladder")]
     assert "ours" in {contender.family for contender in kernels}
     for contender in kernels:
         with cuda_device("NVIDIA H200", 132):

@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import __main__ as cli
-from bench import report, results
-from bench.results import Accuracy, Case, Kernel, Result
+from bench.measuring import results
+from bench.measuring.results import Accuracy, Case, Kernel, Result
+from bench.reporting import report
 from parity.test_bench import entry, make_result
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")
@@ -154,9 +155,13 @@ def test_conditions_and_tables(page):
     assert page.count("<table>") == page.count('<div class="scroll"') > 3
 
 
-def test_same_page_from_the_same_results(folder, page):
-    assert cli.main(["report", "--results", str(folder.parent.parent), "--no-readme"]) == 0
-    assert (folder / "index.html").read_text(encoding="utf-8") == page
+def test_same_page_from_the_same_results(tmp_path):
+    results.save(sts_result(), tmp_path)
+    pages = []
+    for _ in range(2):
+        assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 0
+        pages.append((tmp_path / "nvidia-h200" / "report" / "index.html").read_text(encoding="utf-8"))
+    assert "<svg" in pages[0] and pages[0] == pages[1]
 
 
 CHECK = """<title>waiting</title><iframe style="width:{width}px;height:900px;border:0" srcdoc="{page}"></iframe>
@@ -180,30 +185,44 @@ onload = () => {{
 </script>"""
 
 
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium is installed: pages are not looked at in it"
+)
+
+
 def look_at(page: str, width: int, folder: Path) -> str:
     """What a browser says of the page: its plots and what is wrong with them."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no Chromium is installed: the page is not looked at in a browser")
     path = folder / "check.html"
     path.write_text(CHECK.format(width=width, page=html.escape(page)), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
-    command = [browser, *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
+    command = [str(BROWSER), *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title and "CONSOLE" not in done.stderr
     return title[1]
 
 
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390, 320])
 def test_in_a_browser(tmp_path, page, width):
     assert look_at(page, width, tmp_path) == f"plots {len(NAMES)}, errors []"
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the committed results."""
+    root = tmp_path_factory.mktemp("published")
+    shutil.copytree(results.DEFAULT_FOLDER / report.README_GPU, root / report.README_GPU)
+    assert cli.main(["report", "--results", str(root), "--no-readme"]) == 0
+    return root / report.README_GPU / report.FOLDER / "index.html"
+
+
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390, 320])
-def test_the_published_page_in_a_browser(tmp_path, width):
-    page = (results.DEFAULT_FOLDER / report.README_GPU / report.FOLDER / "index.html").read_text(encoding="utf-8")
+def test_the_page_of_the_committed_results_in_a_browser(tmp_path, published, width):
+    page = published.read_text(encoding="utf-8")
     assert look_at(page, width, tmp_path) == f"plots {page.count('<figure id=')}, errors []"
 
 
@@ -228,16 +247,18 @@ def test_memory_bound(tmp_path):
 
 
 def test_complete_results_come_first_and_old_plots_go(tmp_path):
-    results.save(minilm_result(partial=True), tmp_path)
-    results.save(minilm_result(), tmp_path)
+    cases = minilm_result().cases[:1]
+    results.save(minilm_result(cases=cases, partial=True), tmp_path)
+    results.save(minilm_result(cases=cases), tmp_path)
     folder = tmp_path / "nvidia-h200" / report.FOLDER
     folder.mkdir()
     (folder / "old.svg").write_text("")
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- bench:minilm --><!-- /bench:minilm -->")
+    readme.write_text("<!-- bench:summary --><!-- /bench:summary -->")
     assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 0
     assert "not for publication" not in (folder / "index.html").read_text()
-    assert not (folder / "old.svg").exists() and "geometric mean" in readme.read_text()
+    assert not (folder / "old.svg").exists() and "MiniLM forward pass" in readme.read_text()
+    assert [path.name for path in sorted((folder.parent / "plots").iterdir())] == ["minilm-speedup-device.png"]
 
 
 def test_options(tmp_path, capsys):

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import environment, trimul
-from bench.harness import shape_text
-from bench.results import Case, Entry, Kernel, Result
-from bench.timing import Timing
+from bench.cases import trimul
+from bench.measuring import environment
+from bench.measuring.harness import shape_text
+from bench.measuring.results import Case, Entry, Kernel, Result
+from bench.measuring.timing import Timing
 
 CEILINGS = {"matmul_bf16_tflop_per_s": 790.0, "copy_tb_per_s": 4.28}
 
@@ -23,12 +24,12 @@ CEILINGS = {"matmul_bf16_tflop_per_s": 790.0, "copy_tb_per_s": 4.28}
 def test_contenders_compute_the_update(monkeypatch, shape):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    problem = trimul.problem("fp32", shape)
-    inputs = problem.inputs(3)
-    expected = problem.reference(*inputs)
+    workload = trimul.workload("fp32", shape)
+    inputs = workload.inputs(3)
+    expected = workload.reference(*inputs)
     assert expected.dtype == jnp.float32
     compared = set()
-    for contender in problem.contenders:
+    for contender in workload.contenders:
         if contender.gpu:
             continue
         function = functools.partial(contender.load(), *contender.params)
@@ -38,8 +39,8 @@ def test_contenders_compute_the_update(monkeypatch, shape):
         else:
             out = jax.jit(function)(*inputs)
         assert out.dtype == inputs[0].dtype
-        assert problem.measure.of(out, expected) < 0.3, contender.name
-        assert problem.measure.of(out.at[-1, 0, -1, -1].add(0.2), expected) > 1
+        assert workload.measure.of(out, expected) < 0.3, contender.name
+        assert workload.measure.of(out.at[-1, 0, -1, -1].add(0.2), expected) > 1
         compared.add(contender.name)
     assert compared == {"xla", "torch"} | (set() if "after" in shape else {"article"})
 
@@ -54,19 +55,19 @@ def test_measure():
 
 
 def test_inputs():
-    x, mask = trimul.draw_inputs(0, (2, 40, 8), ())
+    x, mask = trimul.random_inputs(0, (2, 40, 8), ())
     assert float(jnp.std(x)) == pytest.approx(1.0, abs=0.05)
     assert np.all(mask == 1.0)
-    heavy, mask = trimul.draw_inputs(0, (2, 40, 8), ("cauchy", "masked"))
+    heavy, mask = trimul.random_inputs(0, (2, 40, 8), ("cauchy", "masked"))
     assert float(jnp.median(jnp.abs(heavy))) == pytest.approx(2.0, abs=0.1)  # of Cauchy(0, 2)
     assert float(mask.mean()) == pytest.approx(0.5, abs=0.05)
-    assert trimul.draw_inputs(0, (2, 40, 8), ("bf16",))[0].dtype == jnp.bfloat16
-    assert not np.array_equal(x, trimul.draw_inputs(1, (2, 40, 8), ())[0])
+    assert trimul.random_inputs(0, (2, 40, 8), ("bf16",))[0].dtype == jnp.bfloat16
+    assert not np.array_equal(x, trimul.random_inputs(1, (2, 40, 8), ())[0])
 
 
 def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"1x32x64 fp16: x is fp32, or bf16 with \+bf16"):
-        trimul.problem("fp16", (1, 32, 64))
+        trimul.workload("fp16", (1, 32, 64))
     args = argparse.Namespace(shapes=[(1, 32, 64)], dtype=["fp16"], quick=True)
     assert trimul.run(args) == 2
 
@@ -117,14 +118,14 @@ def lines(text: str, start: str) -> list[list[str]]:
 def test_tables():
     text = trimul.table(make_result())
     for title in (
-        "The challenge's shapes",
+        "The seven shapes of the competition",
         "Others",
         "Growth with N, one item of 128 channels",
         "Kernels of ours",
     ):
         assert f"{title}:\n\n|" in text
     (header,) = lines(text, "| ms ")[:1]
-    assert header == ["ms", "ours", "XLA", "article", "floor of three kernels"]
+    assert header == ["ms", "ours", "XLA", "torch, fp16", "floor of three kernels"]
     assert lines(text, "geometric mean") == [["geometric mean", "1.014", "0.900", "4.000", "0.395"]]
     growth = lines(text, "| 2048 ")[0]
     assert growth == ["2048", "2.700", "0.900", "-", "4.000", "2.000", "-", "-", "6.000", "7.516"]
@@ -133,6 +134,6 @@ def test_tables():
 
 
 def test_kernels_are_those_before_and_after_the_product():
-    text = trimul.launches(make_result(("layer_norm", "trimul_project", "trimul_product", "trimul_out")))
+    text = trimul.kernel_table(make_result(("layer_norm", "trimul_project", "trimul_product", "trimul_out")))
     assert lines(text, "2x256x128 ")[0][1:4] == ["project", "2", "200"]
-    assert trimul.launches(make_result(("fused",))) == ""
+    assert trimul.kernel_table(make_result(("fused",))) == ""

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from bench import __main__ as cli
-from bench import environment, tune
-from bench.harness import DTYPES
+from bench.measuring import environment, tune
+from bench.measuring.harness import DTYPES
 from pallas_models import tuning
 from pallas_models.kernels.triton._common import local_gpu
 from pallas_models.tuning import Table, autotuner
@@ -29,7 +29,7 @@ def gpu(times, monkeypatch):
     def call(dtype, m, n):
         from parity.test_tuning import Tile, double
 
-        return double, tune.normal(dtype, (m, n)), {"configs": [Tile(2), Tile(3)], "implementation": "any"}
+        return double, tune.operands(dtype, (m, n)), {"configs": [Tile(2), Tile(3)], "implementation": "any"}
 
     small = tune.Tunable(axes="MxN", shapes=((16, 4), (64, 4)), call=call)
     monkeypatch.setattr(tune, "TUNABLES", {"double": small, "again": small})
@@ -154,8 +154,8 @@ def test_show(tmp_path, capsys):
 def test_every_op_has_a_kernel_that_can_be_tuned(op):
     """At a small shape; the kernel is traced, not run."""
     tunable = tune.TUNABLES[op]
-    for text in map(tune.name, tunable.shapes):
-        assert tune.name(tunable.parse(text)) == text
+    for text in map(tune.shape_text, tunable.shapes):
+        assert tune.shape_text(tunable.parse(text)) == text
     sizes = [min(size, 64) for size in tunable.shapes[0]]
     fn, args, options = tunable.call(tunable.dtypes[0], *sizes)
     call = autotuner._Call(fn, args, options)
@@ -182,7 +182,7 @@ SHIPPED = Table.load(Path(tuning.__file__).parent / "tables" / tables.file_name(
 def test_shipped_configs_were_measured_against_the_heuristics_of_today(op, monkeypatch):
     """Tune anew after a change to a heuristic, or take what it now chooses otherwise out of the table."""
     monkeypatch.setattr(
-        tune, "normal", lambda dtype, *shapes: [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape in shapes]
+        tune, "operands", lambda dtype, *shapes: [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape in shapes]
     )
     for shape in tune.TUNABLES[op].shapes:
         problem = autotuner._Call(*tune.TUNABLES[op].call("bf16", *shape)).problem(None)

@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 
 from pallas_models.__main__ import EXAMPLES, main
-from pallas_models.minilm import Encoder
+from pallas_models.minilm import Encoder, programs
 from parity import checkpoints
+
+
+@pytest.fixture(scope="module")
+def cache_home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def cache(cache_home, monkeypatch) -> Path:
+    """The folder where the program keeps compiled code, the same one for all tests here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    return cache_home / "pallas_models" / "compilation"
 
 
 @pytest.fixture
@@ -92,8 +104,22 @@ def test_errors(folder, tmp_path, capsys):
         assert stop.value.code == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["embed", "--help"]])
-def test_help(arguments):
-    command = [sys.executable, "-m", "pallas_models", *arguments]
+def test_compiled_code_is_kept(folder, tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(programs, "_COMPILED", {})
+    embed = ["embed", "--model", str(folder), "--implementation", "xla", "--output", str(tmp_path / "out.npy")]
+    assert main([*embed, "--no-compilation-cache"]) == 0
+    before = set(cache.iterdir()) if cache.exists() else set()
+    assert main([*embed, "--compilation-cache", str(tmp_path / "here")]) == 0
+    (kept,) = (tmp_path / "here").iterdir()
+    assert kept.name not in {path.name for path in before}
+    assert main(embed) == 0
+    assert set(cache.iterdir()) - before == {cache / kept.name}
+
+
+def test_help(capsys):
+    command = [sys.executable, "-m", "pallas_models", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0 and "embed" in done.stdout and not done.stderr
+    with pytest.raises(SystemExit, match="0"):
+        main(["embed", "--help"])
+    assert "--no-compilation-cache" in capsys.readouterr().out

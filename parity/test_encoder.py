@@ -2,7 +2,11 @@
 
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -11,10 +15,10 @@ import numpy as np
 import pytest
 
 import weights
-from pallas_models import encoder as encoder_module
-from pallas_models import minilm
+from pallas_models import gpt2, minilm
 from pallas_models.__main__ import EXAMPLES
-from pallas_models.minilm import Encoder
+from pallas_models.minilm import Encoder, batching, programs
+from pallas_models.minilm import encoder as encoder_module
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
 from parity.common import assert_close, cosines
@@ -49,7 +53,7 @@ def one_by_one(encoder: Encoder, sentences: list[str]) -> np.ndarray:
 
 
 def test_each_sentence_is_embedded_as_if_alone_and_in_order(encoder):
-    sentences = random_sentences(8)
+    sentences = random_sentences(6)
     expected = one_by_one(encoder, sentences)
     for batch_size in (1, 3, 64):
         embeddings = encoder.encode(sentences, batch_size=batch_size)
@@ -147,7 +151,7 @@ def test_limits_in_tokenizer_json_are_not_used(folder, encoder):
 def calls(monkeypatch) -> list[str | tuple[int, int]]:
     """What happens in `encode`: the shape of each batch given to the device, "read" for each result taken."""
     seen: list[str | tuple[int, int]] = []
-    embed = encoder_module._embed
+    run = programs.Programs.__call__
 
     class Result:
         def __init__(self, value):
@@ -157,26 +161,160 @@ def calls(monkeypatch) -> list[str | tuple[int, int]]:
             seen.append("read")
             return np.asarray(self.value, *args, **kwargs)
 
-    def recorded(params, ids, mask, **options):
-        seen.append(ids.shape)
-        assert mask.shape == ids.shape and np.all(ids[mask == 0] == 0)
-        return Result(embed(params, ids, mask, **options))
+    def recorded(self, tokens, normalize):
+        seen.append(tokens.shape)
+        return Result(run(self, tokens, normalize))
 
-    monkeypatch.setattr(encoder_module, "_embed", recorded)
+    monkeypatch.setattr(programs.Programs, "__call__", recorded)
     return seen
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[tuple[int, int]]:
+    """The shapes that are compiled, of encoders made in this test; none is there before."""
+    seen: list[tuple[int, int]] = []
+    lower = programs.Programs._lower
+
+    def recorded(self, shape, normalize):
+        seen.append(shape)
+        return lower(self, shape, normalize)
+
+    monkeypatch.setattr(programs, "_COMPILED", {})
+    monkeypatch.setattr(programs.Programs, "_lower", recorded)
+    return seen
+
+
+def test_lengths_of_batches():
+    lengths = [batching.padded_length(length, 512) for length in range(1, 513)]
+    assert sorted(set(lengths)) == [16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert lengths == sorted(lengths)
+    for length, padded in enumerate(lengths, start=1):
+        assert length <= padded <= max(32, 1.5 * length)
+    assert batching.padded_length(18, 20) == 20 and batching.padded_length(9, 12) == 12
+
+
+@pytest.mark.parametrize(
+    "sentences, batch_size, rows",
+    [
+        (1, 32, 1),
+        (2, 32, 8),
+        (8, 32, 8),
+        (9, 32, 32),
+        (32, 32, 32),
+        (33, 32, 32),
+        (5, 4, 4),
+        (9, 512, 64),
+        (3, 1, 1),
+    ],
+)
+def test_rows_of_batches(sentences, batch_size, rows):
+    assert batching.padded_rows(sentences, batch_size) == rows
+
+
+def test_pack():
+    packed = batching.pack([[7, 8, 9], [], [5]], 4, 20)
+    assert packed.shape == (4, 16) and packed.dtype == np.int32
+    assert packed[:, :4].tolist() == [[7, 8, 9, -1], [-1] * 4, [5, -1, -1, -1], [-1] * 4]
+    assert np.all(packed[:, 4:] == -1)
 
 
 def test_few_shapes(folder, calls):
     encoder = Encoder.from_pretrained(folder, max_length=24)
     encoder.encode(random_sentences(61), batch_size=8)
     shapes = [call for call in calls if call != "read"]
-    assert sum(rows for rows, _ in shapes) == 64  # 7 batches of 8 and one of 5, padded to 8
-    assert {length for _, length in shapes} <= {16, 24}
+    assert len(shapes) == 8  # the last batch, of 5, has 8 rows too
+    assert set(shapes) == {(8, 16), (8, 24)}
     assert shapes == sorted(shapes, key=lambda shape: shape[1], reverse=True)
     calls.clear()
-    for count in (1, 2, 3, 5, 6):
+    for count in (1, 2, 3, 6, 7):
         encoder.encode(["a man"] * count, batch_size=6)
-    assert [call for call in calls if call != "read"] == [(1, 16), (2, 16), (4, 16), (6, 16), (6, 16)]
+    assert [call for call in calls if call != "read"] == [(1, 16), *[(6, 16)] * 5]
+
+
+def test_many_sentences_are_tokenized_some_at_a_time(encoder, monkeypatch):
+    sentences = random_sentences(50)
+    expected = encoder.encode(sentences, batch_size=3)
+    monkeypatch.setattr(encoder_module, "_SENTENCES_AHEAD", 7)
+    assert [len(window) for window in encoder._batches(sentences, 3)] == [2] * 8 + [1]
+    np.testing.assert_array_equal(encoder.encode(sentences, batch_size=3), expected)
+
+
+# Programs
+
+
+def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    sentences = random_sentences(40)
+    assert encoder.warm_up(sentences, batch_size=8) == 2
+    assert compiled == [(8, 20), (8, 16)]
+    assert encoder.warm_up(sentences, batch_size=8) == 0
+    encoder.encode(sentences, batch_size=8)
+    Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
+    assert len(compiled) == 2
+    encoder.encode(sentences[:8], batch_size=8, normalize_embeddings=False)
+    assert len(compiled) > 2
+
+
+def test_warm_up_of_lengths(folder, compiled):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    assert encoder.warm_up(lengths=[3, 16, 500], batch_size=4) == 4
+    assert sorted(compiled) == [(1, 16), (1, 20), (4, 16), (4, 20)]
+    assert encoder.warm_up(batch_size=4) == 0
+    with pytest.raises(ValueError, match="lengths holds 0; expected numbers of tokens"):
+        encoder.warm_up(lengths=[0])
+    with pytest.raises(ValueError, match="batch_size=0"):
+        encoder.warm_up(batch_size=0)
+    with pytest.raises(TypeError, match=r"sentences\[0\] is of type int"):
+        encoder.warm_up([3])
+
+
+def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compiled, monkeypatch):
+    together, first_ran = threading.Barrier(2, timeout=60), threading.Event()
+    compile_, run = programs.Programs._compile, programs.Programs.__call__
+
+    def compiles(self, lowered, name):
+        together.wait()  # breaks unless two threads are here
+        result = compile_(self, lowered, name)
+        if "8x16x" in lowered.as_text():  # the second batches
+            assert first_ran.wait(60)
+        return result
+
+    def runs(self, tokens, normalize):
+        result = run(self, tokens, normalize)
+        first_ran.set()
+        return result
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(programs.Programs, "_compile", compiles)
+    monkeypatch.setattr(programs.Programs, "__call__", runs)
+    sentences = ["a man is playing"] * 8 + [" ".join(WORDS * 2)] * 8
+    embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
+    assert compiled == [(8, 20), (8, 16)]
+    assert np.all(np.isfinite(embeddings))
+
+
+def test_a_failure_to_compile_is_not_kept(folder, compiled, monkeypatch):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    with monkeypatch.context() as patch:
+        patch.setattr(programs.Programs, "_compile", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            encoder.encode("a man")
+    assert encoder.encode("a man").shape == (64,)
+
+
+def test_without_jit(encoder):
+    sentences = random_sentences(2)
+    expected = encoder.encode(sentences)
+    with jax.disable_jit():
+        np.testing.assert_allclose(encoder.encode(sentences), expected, atol=1e-6)
+
+
+def test_precision_in_force_counts(folder, compiled):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    for precision in (None, "highest", None):
+        with jax.default_matmul_precision(precision):
+            encoder.encode("a man")
+    assert compiled == [(1, 16)] * 2
 
 
 def test_batches_are_queued(encoder, calls):
@@ -193,6 +331,9 @@ def test_progress_bar(encoder, capsys):
     encoder.encode(["a man"] * 3, batch_size=2, show_progress_bar=True)
     out, err = capsys.readouterr()
     assert out == "" and "3/3" in err
+    encoder.warm_up(lengths=[16, 20], batch_size=2, show_progress_bar=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "4/4" in err
 
 
 # Errors
@@ -204,6 +345,8 @@ def test_progress_bar(encoder, capsys):
         ({"batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
         ({"sentences": ["a", None]}, TypeError, r"sentences\[1\] is of type NoneType; expected str"),
         ({"sentences": [["a", "b"]]}, TypeError, r"sentences\[0\] is of type list"),
+        ({"sentences": {"a": "b"}}, TypeError, "sentences is a dict; expected a str or an iterable of str"),
+        ({"sentences": "a", "batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
     ],
 )
 def test_encode_checks_its_arguments(encoder, given, error, message):
@@ -223,6 +366,42 @@ def test_encode_checks_its_arguments(encoder, given, error, message):
 def test_from_pretrained_checks_its_arguments(folder, given, error, message):
     with pytest.raises(error, match=message):
         Encoder.from_pretrained(folder, **given)
+
+
+def test_max_length_can_be_set_and_nothing_unknown(encoder):
+    sentence = " ".join(WORDS * 3)
+    encoder.max_length = 8
+    kept = encoder.encode(" ".join(sentence.split()[:6]))
+    np.testing.assert_allclose(encoder.encode(sentence), kept, atol=1e-6)
+    with pytest.raises(ValueError, match="max_length=25; expected 2 to 24"):
+        encoder.max_length = 25
+    for name in ("max_seq_length", "config", "params", "implementation"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(encoder, name, 8)
+
+
+def test_a_model_that_embeds_no_sentences(tmp_path):
+    config = gpt2.GPT2Config(vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=24)
+    weights.save(gpt2.init(jax.random.key(0), config), tmp_path, config=config)
+    with pytest.raises(checkpoint.CheckpointError, match="holds a model of gpt2, which embeds no sentences"):
+        Encoder.from_pretrained(tmp_path)
+
+
+def test_a_users_own_module_named_weights(tmp_path):
+    (tmp_path / "weights.py").write_text("raise SystemExit('the wrong module was run')")
+    (tmp_path / "script.py").write_text("""
+import pallas_models
+from pallas_models.minilm import Encoder
+try:
+    Encoder.from_pretrained()
+except ImportError as error:
+    print(error)
+""")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path / 'weights.py'} is what `import weights` finds")
 
 
 def test_tokenizer_of_another_model(encoder):
@@ -257,35 +436,52 @@ def test_files_are_checked(folder):
 # Real weights
 
 
+def batch_of(encoder: Encoder, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask as the encoder makes them."""
+    ((rows, tokens),) = next(encoder._batches(sentences, len(sentences)))
+    tokens = tokens[np.argsort(rows)]
+    return np.maximum(tokens, 0), (tokens >= 0).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def real_encoder() -> Encoder:
+    return Encoder.from_pretrained()
+
+
 @checkpoints.needs_real_weights
-def test_real_tokens():
-    encoder = Encoder.from_pretrained()
-    assert encoder.max_length == 256
-    ids, mask = encoder._tokenize(["Hello, World!", "unaffable"], 32)
+def test_real_tokens(real_encoder):
+    assert real_encoder.max_length == 256
+    ids, mask = batch_of(real_encoder, ["Hello, World!", "unaffable"])
     assert ids.shape == (2, 16)
     assert ids[0, :6].tolist() == [101, 7592, 1010, 2088, 999, 102]
     assert ids[1, :6].tolist() == [101, 14477, 20961, 3468, 102, 0]  # una ##ffa ##ble
     assert mask.sum(1).tolist() == [6, 5]
 
 
-@checkpoints.needs_real_weights
-@pytest.mark.parametrize("dtype, least", [("float32", 0.999999), ("float16", 0.9999), ("bfloat16", 0.9999)])
-def test_real_weights_against_torch(reference, dtype, least):
-    sentences = [*EXAMPLES, "", "Ünïcödé 文字 🙂", "a " * 300]
-    encoder = Encoder.from_pretrained(dtype=dtype)
-    ids, mask = encoder._tokenize(sentences, len(sentences))
+REAL_SENTENCES = [*EXAMPLES, "", "Ünïcödé 文字 🙂", "a " * 300]
+
+
+@pytest.fixture(scope="module")
+def real_embeddings(reference, real_encoder) -> np.ndarray:
+    """Of `REAL_SENTENCES`, by torch in float32."""
+    ids, mask = batch_of(real_encoder, REAL_SENTENCES)
     tensors = checkpoint.read_tensors(weights.resolve())
     del tensors["embeddings.position_ids"]
     model = reference.Encoder(tensors, num_heads=12)
-    expected = reference.compute(model.embed, jnp.asarray(ids), jnp.asarray(mask))
-    embeddings = encoder.encode(sentences, batch_size=3)
-    assert cosines(embeddings, expected).min() >= least
+    return reference.compute(model.embed, jnp.asarray(ids), jnp.asarray(mask))
+
+
+@checkpoints.needs_real_weights
+@pytest.mark.parametrize("dtype, least", [("float32", 0.999999), ("float16", 0.9999), ("bfloat16", 0.9999)])
+def test_real_weights_against_torch(real_embeddings, dtype, least):
+    embeddings = Encoder.from_pretrained(dtype=dtype).encode(REAL_SENTENCES, batch_size=3)
+    assert cosines(embeddings, real_embeddings).min() >= least
     np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-5)
 
 
 @checkpoints.needs_real_weights
-def test_real_embeddings_know_meaning():
-    similarity = np.triu(np.inner(*[Encoder.from_pretrained().encode(EXAMPLES)] * 2), 1)
+def test_real_embeddings_know_meaning(real_encoder):
+    similarity = np.triu(np.inner(*[real_encoder.encode(EXAMPLES)] * 2), 1)
     first, second = np.unravel_index(np.argsort(similarity, axis=None)[-2:], similarity.shape)
     assert set(zip(first.tolist(), second.tolist(), strict=True)) == {(0, 1), (2, 3)}
 

@@ -18,18 +18,19 @@ from parity.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
-    TOLERANCE,
     TRITON_CALL,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
+    compiled,
     cuda_device,
     float64,
     kernel_calls,
     normal,
 )
-from parity.test_lowering import DEVICES, lowered_for_cuda
+from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
+from parity.tolerances import GRADIENT, LONG, OP, SHORT, TF32
 
 SHAPES = by_device(  # M, K, N
     cpu=[
@@ -47,7 +48,7 @@ SHAPES = by_device(  # M, K, N
         (77, 385, 1151),
     ],
 )
-kernel = functools.partial(ops.gated_matmul, implementation=KERNEL)
+kernel = functools.partial(compiled.gated_matmul, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -73,9 +74,9 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape):
 def test_every_activation_with_and_without_bias(reference, implementation, activation):
     x, w, bias = operands((19, 24, 37), seed=1)
     for b in (None, bias):
-        out = ops.gated_matmul(x, w, activation=activation, bias=b, implementation=implementation)
+        out = compiled.gated_matmul(x, w, activation=activation, bias=b, implementation=implementation)
         expected = reference.compute(reference.gated_matmul, x, w, b, activation=activation)
-        assert_close(out, expected, 2e-6)
+        assert_close(out, expected, LONG)
 
 
 def test_gate_and_up_are_not_mixed_up():
@@ -83,7 +84,7 @@ def test_gate_and_up_are_not_mixed_up():
     x, w, _ = operands((17, 20, 33), seed=2)
     assert_equal(kernel(x, w.at[:, 1].set(0.0)), jnp.zeros((17, 33)))
     half = kernel(x, w.at[:, 0].set(0.0), activation="sigmoid")
-    assert_close(half, float64(x) @ float64(w)[:, 1] / 2, 1e-6)
+    assert_close(half, float64(x) @ float64(w)[:, 1] / 2, SHORT)
 
 
 @pytest.mark.parametrize("block_m, block_n, block_k", [(16, 16, 16), (32, 48, 32), (64, 128, 64), (16, 256, 16)])
@@ -92,31 +93,31 @@ def test_every_tile_config(shape, block_m, block_n, block_k):
     x, w, bias = operands(shape, seed=3)
     config = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, group_m=2)
     out = kernel(x, w, bias=bias, config=config)
-    assert_close(out, ops.gated_matmul(x, w, bias=bias, implementation="xla"), 2e-6)
+    assert_close(out, compiled.gated_matmul(x, w, bias=bias, implementation="xla"), LONG)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)], ids=str)
 def test_leading_dimensions(reference, implementation, batch):
     x = normal(np.random.default_rng(4), *batch, 24)
     _, w, bias = operands((1, 24, 18), seed=4)
-    out = ops.gated_matmul(x, w, bias=bias, implementation=implementation)
+    out = compiled.gated_matmul(x, w, bias=bias, implementation=implementation)
     assert out.shape == (*batch, 18)
-    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), 1e-6)
+    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), SHORT)
 
 
 def test_nothing_is_rounded_on_the_way(reference, implementation):
     x, w, _ = operands((21, 64, 30), "bfloat16", seed=5)
     bias = normal(np.random.default_rng(6), 2, 30)  # float32 beside bfloat16
-    out = ops.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation=implementation)
+    out = compiled.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation=implementation)
     assert out.dtype == jnp.float32
-    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), 1e-6)
+    assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), SHORT)
 
 
 @pytest.mark.parametrize("precision", [None, "highest", "default"])
 def test_precision_of_float32(reference, precision):
     x, w, bias = operands((33, 200, 50), seed=7)
     out = kernel(x, w, bias=bias, precision=precision)
-    tolerance = 1e-3 if precision == "default" else 2e-6  # no TF32 unless asked for
+    tolerance = TF32 if precision == "default" else LONG  # no TF32 unless asked for
     assert_close(out, reference.compute(reference.gated_matmul, x, w, bias), tolerance)
 
 
@@ -126,7 +127,7 @@ def test_extreme_gates(reference, implementation, activation):
     gates = jnp.asarray([1e4, -1e4, 3e38, -3e38, 88.0, -88.0, -110.0, 1e-30, 0.0])
     x = jnp.stack([gates, jnp.ones_like(gates)], axis=1)
     w = jnp.asarray([[[1.0] * 3, [0.0] * 3], [[0.0] * 3, [1.0, -0.5, 0.25]]])
-    out = ops.gated_matmul(x, w, activation=activation, implementation=implementation)
+    out = compiled.gated_matmul(x, w, activation=activation, implementation=implementation)
     expected = reference.compute(reference.gated_matmul, x, w, activation=activation)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
 
@@ -135,7 +136,7 @@ def test_overflow_is_infinite_and_stays_in_its_place(reference, implementation):
     rng = np.random.default_rng(8)
     x = jnp.asarray(rng.uniform(0.5, 1, (18, 40)), "float16").at[3].set(3e3).at[5, 0].set(np.nan)
     w = jnp.asarray(rng.uniform(0.5, 1, (40, 2, 20)) * rng.choice([-1, 1], (1, 1, 20)), "float16")
-    out = float64(ops.gated_matmul(x, w, activation="relu", implementation=implementation))
+    out = float64(compiled.gated_matmul(x, w, activation="relu", implementation=implementation))
     expected = reference.compute(reference.gated_matmul, x, w, activation="relu")
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(out[3], expected[3].astype(np.float16))
@@ -149,8 +150,8 @@ def test_any_shape(m, k, n, seed):
     x, w, bias = operands((m, k, n), seed=seed)
     config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=2, group_m=2)
     out = kernel(x, w, bias=bias, activation="gelu_tanh", config=config)
-    expected = ops.gated_matmul(x, w, bias=bias, activation="gelu_tanh", implementation="xla")
-    assert_close(out, expected, 2e-6)
+    expected = compiled.gated_matmul(x, w, bias=bias, activation="gelu_tanh", implementation="xla")
+    assert_close(out, expected, LONG)
 
 
 @pytest.mark.parametrize("activation", [None, *sorted(ops.ACTIVATIONS)])
@@ -163,7 +164,7 @@ def test_gradients(reference, activation):
     def f(x, w, bias):
         return kernel(x, w, bias=bias, activation=activation)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 def mlp_operands(dtype: str = "float32", batch: tuple[int, ...] = (2, 9)) -> tuple[jax.Array, ...]:
@@ -181,7 +182,7 @@ def test_mlp(reference, implementation, dtype, tolerance):
     x, w_gate_up, w_down, residual = mlp_operands(dtype)
     for r, activation in ((None, "silu"), (residual, "gelu_tanh")):
         options = dict(residual=r, activation=activation)
-        out = ops.gated_mlp(x, w_gate_up, w_down, implementation=implementation, **options)
+        out = compiled.gated_mlp(x, w_gate_up, w_down, implementation=implementation, **options)
         assert out.dtype == dtype
         assert_close(out, reference.compute(reference.gated_mlp, x, w_gate_up, w_down, **options), tolerance)
 
@@ -192,14 +193,14 @@ def test_gradients_of_mlp(reference):
     expected = reference.gradients(reference.gated_mlp, arrays, cotangent)
 
     def f(x, w_gate_up, w_down, residual):
-        return ops.gated_mlp(x, w_gate_up, w_down, residual=residual, implementation=KERNEL)
+        return compiled.gated_mlp(x, w_gate_up, w_down, residual=residual, implementation=KERNEL)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 def test_mlp_runs_as_two_kernels():
     arrays = mlp_operands("bfloat16")
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         text = lowered_for_cuda(lambda x, g, d, r: ops.gated_mlp(x, g, d, residual=r), *arrays)
     assert kernel_calls(text) == 2
 
@@ -214,13 +215,13 @@ def test_stacked_weights(reference):
         gate,
         up,
     )
-    assert_close(kernel(x, stacked), expected, 1e-6)
+    assert_close(kernel(x, stacked), expected, SHORT)
     on_host = ops.stack_gate_up(np.asarray(gate), np.asarray(up))
     assert isinstance(on_host, np.ndarray) and isinstance(stacked, jax.Array)
     assert_equal(on_host, stacked)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@every_device
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_lowering(device, dtype):
     shapes = [(256, 128), (128, 2, 512), (2, 512)]
@@ -254,22 +255,24 @@ edges = pytest.mark.skipif(MOSAIC != "mosaic" and jax.__version_info__ < (0, 11)
 def test_hopper_kernel(shape, config, has_bias):
     x, w, bias = operands(shape, "bfloat16", seed=15)
     options = dict(bias=bias if has_bias else None, activation="silu")
-    expected = ops.gated_matmul(x, w, out_dtype="float32", implementation="xla", **options)
-    out = ops.gated_matmul(x, w, config=mosaic.Config(num_stages=2, **config), implementation=MOSAIC, **options)
+    expected = compiled.gated_matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    out = compiled.gated_matmul(
+        x, w, config=mosaic.Config(num_stages=2, **config), implementation=MOSAIC, **options
+    )
     assert out.dtype == "bfloat16"
-    assert_close(out, expected, TOLERANCE["bfloat16"])
+    assert_close(out, expected, OP["bfloat16"])
 
 
 @pytest.mark.parametrize("shape", by_device(cpu=[], gpu=[(2048, 4096, 3072), (8192, 1024, 3072), (8, 64, 64)]))
 def test_hopper_kernel_with_tiles_of_its_choice(shape):
     x, w, bias = operands(shape, "bfloat16", seed=16)
-    expected = ops.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation="xla")
-    assert_close(ops.gated_matmul(x, w, bias=bias, implementation=MOSAIC), expected, TOLERANCE["bfloat16"])
+    expected = compiled.gated_matmul(x, w, bias=bias, out_dtype="float32", implementation="xla")
+    assert_close(compiled.gated_matmul(x, w, bias=bias, implementation=MOSAIC), expected, OP["bfloat16"])
 
 
 def test_hopper_kernel_lowers():
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(256, 128), (128, 2, 512), (2, 512)]]
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         text = lowered_for_cuda(lambda x, w, b: ops.gated_matmul(x, w, bias=b, implementation="mosaic"), *arrays)
     assert text.count(f"@{MOSAIC_CALL}") == 1
     assert "stablehlo.transpose" not in text and "stablehlo.dot" not in text

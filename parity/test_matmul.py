@@ -19,17 +19,18 @@ from parity.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
-    TOLERANCE,
     TRITON_CALL,
     assert_close,
     assert_gradients_close,
     by_device,
+    compiled,
     cuda_device,
     float64,
     normal,
     relative_error,
 )
-from parity.test_lowering import DEVICES, HOPPER, lowered_for_cuda
+from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
+from parity.tolerances import FLOAT16_SUM, GRADIENT, LONG, OP, ROUNDED, SHORT, TF32
 
 SHAPES = by_device(
     cpu=[
@@ -57,7 +58,7 @@ CONFIGS = [
     Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
     Config(block_m=16, block_n=32, block_k=32, num_warps=2, num_stages=2, splits=3),
 ]
-kernel = functools.partial(ops.matmul, implementation=KERNEL)
+kernel = functools.partial(compiled.matmul, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -100,8 +101,8 @@ def test_full_epilogue(reference, implementation, dtype, tolerance, shape):
 def test_every_part_of_the_epilogue_alone(reference, implementation, activation, has_bias, has_residual):
     x, w, bias, residual = operands((19, 40, 37), seed=1)
     bias, residual = bias if has_bias else None, residual if has_residual else None
-    out = ops.matmul(x, w, bias=bias, residual=residual, activation=activation, implementation=implementation)
-    assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation=activation), 1e-6)
+    out = compiled.matmul(x, w, bias=bias, residual=residual, activation=activation, implementation=implementation)
+    assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation=activation), SHORT)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)], ids=str)
@@ -109,8 +110,8 @@ def test_leading_dimensions(reference, implementation, batch):
     rng = np.random.default_rng(2)
     x, residual = normal(rng, *batch, 24), normal(rng, *batch, 18)
     _, w, bias, _ = operands((1, 24, 18))
-    out = ops.matmul(x, w, bias=bias, residual=residual, activation="silu", implementation=implementation)
-    assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="silu"), 1e-6)
+    out = compiled.matmul(x, w, bias=bias, residual=residual, activation="silu", implementation=implementation)
+    assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="silu"), SHORT)
 
 
 @pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
@@ -127,7 +128,7 @@ def test_activations_are_exact_and_survive_extremes(reference, implementation, a
     x = jnp.asarray(x, jnp.float32)[:, None]
     w = jnp.asarray([[1.0, -1.0, 0.5, -2.0]])
     with np.errstate(invalid="ignore"):
-        out = float64(ops.matmul(x, w, activation=activation, implementation=implementation))
+        out = float64(compiled.matmul(x, w, activation=activation, implementation=implementation))
         expected = reference.compute(reference.matmul, x, w, activation=activation)
     finite = np.broadcast_to(np.isfinite(x), out.shape)
     assert np.all(np.isfinite(out[finite]))
@@ -150,7 +151,7 @@ def test_every_tile_config(shape, config):
     x, w, bias, residual = operands(shape, seed=3)
     options = dict(bias=bias, residual=residual, activation="gelu")
     out = kernel(x, w, config=config, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 2e-6)
+    assert_close(out, compiled.matmul(x, w, implementation="xla", **options), LONG)
 
 
 @pytest.mark.parametrize("value", [0, -16, 40])
@@ -168,8 +169,8 @@ def test_float16_accumulation_is_an_option_with_its_price(reference):
         relative_error(kernel(x, w, bias=bias, acc_dtype=acc, out_dtype="float32"), expected)
         for acc in ("float16", "float32")
     )
-    assert in_full < 2e-6
-    assert in_half < 4e-3  # 512 roundings to 11 bits; several in a row happen in one step of a tensor core
+    assert in_full < LONG
+    assert in_half < FLOAT16_SUM  # several in a row happen in one step of a tensor core
     assert in_half > 2 * in_full, "acc_dtype made no difference"
 
 
@@ -178,7 +179,7 @@ def test_precision_of_float32(reference, precision):
     x, w, bias, _ = operands((33, 200, 50), seed=5)
     out = kernel(x, w, bias=bias, precision=precision)
     exact = precision in (None, "highest")  # no TF32 unless asked for
-    assert_close(out, reference.compute(reference.matmul, x, w, bias), 1e-6 if exact else 1e-3)
+    assert_close(out, reference.compute(reference.matmul, x, w, bias), SHORT if exact else TF32)
 
 
 @pytest.mark.parametrize(
@@ -186,28 +187,28 @@ def test_precision_of_float32(reference, precision):
 )
 def test_out_dtype(reference, implementation, dtype, out_dtype):
     x, w, bias, residual = operands((21, 64, 30), dtype, seed=6)
-    out = ops.matmul(x, w, bias=bias, residual=residual, out_dtype=out_dtype, implementation=implementation)
+    out = compiled.matmul(x, w, bias=bias, residual=residual, out_dtype=out_dtype, implementation=implementation)
     assert out.dtype == out_dtype
     # A float32 result of half operands shows that nothing is rounded on the way.
     expected = reference.compute(reference.matmul, x, w, bias, residual)
-    assert_close(out, expected, 1e-6 if out_dtype == "float32" else 4e-4)
+    assert_close(out, expected, SHORT if out_dtype == "float32" else ROUNDED["float16"])
 
 
 def test_operands_of_mixed_dtype(reference, implementation):
     x, w, _, _ = operands((21, 64, 30), "float16", seed=7)
     _, _, bias, residual = operands((21, 64, 30), "float32", seed=8)
-    out = ops.matmul(
+    out = compiled.matmul(
         x, w, bias=bias, residual=residual.astype("bfloat16"), out_dtype="float32", implementation=implementation
     )
     expected = reference.compute(reference.matmul, x, w, bias, residual.astype("bfloat16"))
-    assert_close(out, expected, 1e-6)
+    assert_close(out, expected, SHORT)
 
 
 def test_overflow_of_float16_is_infinite_not_nan(reference, implementation):
     rng = np.random.default_rng(9)
     x = jnp.asarray(rng.uniform(5e3, 1e4, (18, 40)), "float16")
     w = jnp.asarray(rng.uniform(0.5, 1, (40, 20)) * rng.choice([-1, 1], 20), "float16")
-    out = float64(ops.matmul(x, w, implementation=implementation))
+    out = float64(compiled.matmul(x, w, implementation=implementation))
     np.testing.assert_array_equal(out, np.sign(reference.compute(reference.matmul, x, w)) * np.inf)
 
 
@@ -216,7 +217,7 @@ def test_any_shape(m, k, n, seed):
     x, w, bias, residual = operands((m, k, n), seed=seed)
     options = dict(bias=bias, residual=residual, activation="gelu_tanh")
     out = kernel(x, w, config=CONFIGS[0], **options)  # the smallest tiles: most shapes need several
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 2e-6)
+    assert_close(out, compiled.matmul(x, w, implementation="xla", **options), LONG)
 
 
 @pytest.mark.parametrize("activation", [None, *sorted(ops.ACTIVATIONS)])
@@ -228,7 +229,7 @@ def test_gradients(reference, activation):
     def f(x, w, bias, residual):
         return kernel(x, w, bias=bias, residual=residual, activation=activation)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 LADDER_SHAPES = by_device(
@@ -253,7 +254,7 @@ def test_every_algorithm(reference, dtype, tolerance, shape, algorithm, transpos
 def test_every_algorithm_takes_any_shape(algorithm, m, k, n, transpose_w):
     x, w, bias, _ = operands((m, k, n), seed=m)
     out = kernel(x, w.T if transpose_w else w, bias=bias, transpose_w=transpose_w, algorithm=algorithm)
-    assert_close(out, ops.matmul(x, w, bias=bias, implementation="xla"), 2e-6)
+    assert_close(out, compiled.matmul(x, w, bias=bias, implementation="xla"), LONG)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8])
@@ -263,19 +264,19 @@ def test_parts_of_the_contraction(reference, splits):
     config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=2, splits=splits)
     for algorithm in (None, "split_k"):
         out = kernel(x, w, bias=bias, residual=residual, activation="silu", algorithm=algorithm, config=config)
-        assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="silu"), 1e-6)
+        assert_close(out, reference.compute(reference.matmul, x, w, bias, residual, activation="silu"), SHORT)
 
 
 @pytest.mark.parametrize("algorithm", [None, "split_k"])
 def test_float16_accumulation_of_parts(reference, algorithm):
     x, w, _, _ = operands((20, 512, 48), "float16", seed=14)
     out = kernel(x, w, acc_dtype="float16", out_dtype="float32", algorithm=algorithm)
-    assert_close(out, reference.compute(reference.matmul, x, w), 4e-3)
+    assert_close(out, reference.compute(reference.matmul, x, w), FLOAT16_SUM)
 
 
 def test_transposed_weights_are_not_copied():
     x, w, _, _ = operands((128, 64, 256), "bfloat16")
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         for name, call in (("triton", TRITON_CALL), ("mosaic", MOSAIC_CALL)):
             f = functools.partial(ops.matmul, transpose_w=True, implementation=name)
             text = lowered_for_cuda(f, x, w.T)
@@ -295,7 +296,7 @@ def test_gradients_of_transposed_weights(reference):
         return kernel(x, w, transpose_w=True, bias=bias, residual=residual, activation="silu")
 
     expected = reference.gradients(in_torch, arrays, cotangent)
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 BATCHES = [  # axes before the last two of x and of w
@@ -331,8 +332,8 @@ def test_batches(reference, implementation, x_batch, w_batch):
     x, w, bias, residual = batched_operands(x_batch, w_batch)
     options = dict(bias=bias, residual=residual, activation="gelu", implementation=implementation)
     expected = reference.compute(functools.partial(batched_in_torch, reference), x, w, bias, residual)
-    assert_close(ops.matmul(x, w, **options), expected, 1e-6)
-    assert_close(ops.matmul(x, jnp.swapaxes(w, -1, -2), transpose_w=True, **options), expected, 1e-6)
+    assert_close(compiled.matmul(x, w, **options), expected, SHORT)
+    assert_close(compiled.matmul(x, jnp.swapaxes(w, -1, -2), transpose_w=True, **options), expected, SHORT)
 
 
 @pytest.mark.parametrize("sizes", by_device(cpu=[(17, 24, 19)], gpu=[(512, 512, 512), (77, 385, 151)]), ids=str)
@@ -354,12 +355,12 @@ def test_gradients_of_batches(reference, x_batch, w_batch):
         return kernel(x, w, bias=bias, residual=residual, activation="gelu")
 
     expected = reference.gradients(functools.partial(batched_in_torch, reference), arrays, cotangent)
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 def test_batches_are_one_kernel_and_broadcast_without_copies():
     x, w, _, _ = batched_operands((2, 1), (3,), "bfloat16", (64, 64, 64))
-    with cuda_device(*DEVICES[0]):
+    with cuda_device(*HOPPER):
         text = lowered_for_cuda(lambda x, w: ops.matmul(x, w), x, w)
     assert text.count(f"@{TRITON_CALL}") == 1
     assert "stablehlo.broadcast_in_dim" not in text and "stablehlo.transpose" not in text
@@ -412,7 +413,7 @@ def test_heuristic_splits_long_contractions_of_few_outputs():
     assert (large.block_m, large.block_n, large.splits) == (128, 256, 1)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+@every_device
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_lowers_to_triton(device, algorithm):
     x, w, bias, residual = (jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in operands((256, 512, 130)))
@@ -489,10 +490,10 @@ def test_hopper_kernel(shape, config, activation, transpose_w):
     x, w, bias, residual = operands(shape, "bfloat16", seed=19)
     options = dict(transpose_w=transpose_w, bias=bias.astype("float32"), residual=residual, activation=activation)
     w = w.T if transpose_w else w
-    expected = ops.matmul(x, w, out_dtype="float32", implementation="xla", **options)
-    out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
+    expected = compiled.matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    out = compiled.matmul(x, w, config=config, implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"
-    assert_close(out, expected, TOLERANCE["bfloat16"])
+    assert_close(out, expected, OP["bfloat16"])
 
 
 @pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
@@ -501,8 +502,10 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
     # K of one element that counts: what reaches the activation is exact.
     x = jnp.zeros((128, 64), dtype).at[:, 0].set(jnp.linspace(-12, 12, 128).astype(dtype))
     w = jnp.zeros((64, 64), dtype).at[0].set(jnp.asarray([1.0, -1.0, 0.25, 64.0] * 16, dtype))
-    out = ops.matmul(x, w, activation=activation, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC)
-    assert_close(out, reference.compute(reference.matmul, x, w, activation=activation), TOLERANCE[dtype])
+    out = compiled.matmul(
+        x, w, activation=activation, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC
+    )
+    assert_close(out, reference.compute(reference.matmul, x, w, activation=activation), OP[dtype])
 
 
 @pytest.mark.skipif(
@@ -517,7 +520,7 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd, config, has_residual):
     x, w, bias, residual = operands((256, 192, 128), "bfloat16", seed=23)
     options = dict(bias=bias, residual=residual if has_residual else None)
     out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), TOLERANCE["bfloat16"])
+    assert_close(out, ops.matmul(x, w, implementation="xla", **options), OP["bfloat16"])
     assert "RACE" not in capfd.readouterr().out
 
 
@@ -526,8 +529,8 @@ def test_hopper_kernel_rounds_once(has_bias, has_residual):
     x, w, bias, residual = operands((128, 128, 64), "float16", seed=20)
     bias, residual = bias if has_bias else None, residual.astype("float32") if has_residual else None
     options = dict(bias=bias, residual=residual, out_dtype="float32")
-    out = ops.matmul(x, w, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), 1e-6)
+    out = compiled.matmul(x, w, config=hopper(128, 64, ping_pong=False), implementation=MOSAIC, **options)
+    assert_close(out, compiled.matmul(x, w, implementation="xla", **options), SHORT)
 
 
 @pytest.mark.parametrize(
@@ -549,8 +552,8 @@ def test_hopper_kernel_rounds_once(has_bias, has_residual):
 def test_hopper_kernel_with_tiles_of_its_choice(shape, has_residual):
     x, w, bias, residual = operands(shape, "bfloat16", seed=21)
     options = dict(bias=bias, residual=residual if has_residual else None, activation="gelu")
-    expected = ops.matmul(x, w, out_dtype="float32", implementation="xla", **options)
-    assert_close(ops.matmul(x, w, implementation=MOSAIC, **options), expected, TOLERANCE["bfloat16"])
+    expected = compiled.matmul(x, w, out_dtype="float32", implementation="xla", **options)
+    assert_close(compiled.matmul(x, w, implementation=MOSAIC, **options), expected, OP["bfloat16"])
 
 
 def test_hopper_kernel_under_vmap_and_its_gradients():
@@ -559,15 +562,15 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
 
     def loss(x, w, bias, implementation, config=None):
         one = functools.partial(
-            ops.matmul, w=w, bias=bias, out_dtype="float32", implementation=implementation, config=config
+            compiled.matmul, w=w, bias=bias, out_dtype="float32", implementation=implementation, config=config
         )
         return jnp.sum(jax.vmap(one)(x) ** 2)
 
     out, gradients = jax.value_and_grad(loss, (0, 1, 2))(x, w, bias, MOSAIC, hopper(64, 64, ping_pong=True))
     expected, wanted = jax.value_and_grad(loss, (0, 1, 2))(x, w, bias, "xla")
-    assert_close(out, expected, 1e-6)
+    assert_close(out, expected, SHORT)
     for gradient, one in zip(gradients, wanted, strict=True):
-        assert_close(gradient, one, TOLERANCE["bfloat16"])
+        assert_close(gradient, one, OP["bfloat16"])
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])

@@ -12,14 +12,15 @@ from pallas_models import ops
 from pallas_models.kernels.triton.norm import Config
 from parity.common import (
     KERNEL,
-    TOLERANCE,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
+    compiled,
     float64,
     normal,
 )
+from parity.tolerances import CHAIN, GRADIENT, LONG, OP, SHORT
 
 SHAPES = by_device(
     cpu=[
@@ -36,10 +37,10 @@ SHAPES = by_device(
         (5, 20000),
     ],
 )
-kernel = functools.partial(ops.layer_norm, implementation=KERNEL)
+kernel = functools.partial(compiled.layer_norm, implementation=KERNEL)
 
 
-rms_kernel = functools.partial(ops.rms_norm, implementation=KERNEL)
+rms_kernel = functools.partial(compiled.rms_norm, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -68,17 +69,17 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape):
 
 def test_without_residual_and_with_epsilon(reference, implementation):
     x, scale, bias, _ = operands((6, 50), seed=1)
-    out = ops.layer_norm(x, scale, bias, epsilon=0.5, implementation=implementation)
-    assert_close(out, reference.compute(reference.layer_norm, x, scale, bias, epsilon=0.5), 1e-6)
+    out = compiled.layer_norm(x, scale, bias, epsilon=0.5, implementation=implementation)
+    assert_close(out, reference.compute(reference.layer_norm, x, scale, bias, epsilon=0.5), SHORT)
 
 
 def test_operands_of_mixed_dtype(reference, implementation):
     x, _, _, _ = operands((6, 50), "float16", seed=2)
     _, scale, bias, residual = operands((6, 50), seed=2)
-    out = ops.layer_norm(x, scale, bias, residual=residual, implementation=implementation)
+    out = compiled.layer_norm(x, scale, bias, residual=residual, implementation=implementation)
     assert out.dtype == "float16"
     expected = reference.compute(reference.layer_norm, x, scale, bias, residual)
-    assert_close(out, expected, TOLERANCE["float16"])
+    assert_close(out, expected, OP["float16"])
 
 
 @pytest.mark.parametrize(
@@ -94,14 +95,14 @@ def test_hard_inputs(reference, implementation, dtype, shift, scale, tolerance):
     rng = np.random.default_rng(3)
     x = normal(rng, 5, 384, dtype=dtype, shift=shift, scale=scale)
     _, weight, bias, _ = operands((1, 384), dtype)
-    out = ops.layer_norm(x, weight, bias, epsilon=1e-12, implementation=implementation)
+    out = compiled.layer_norm(x, weight, bias, epsilon=1e-12, implementation=implementation)
     assert_close(out, reference.compute(reference.layer_norm, x, weight, bias, epsilon=1e-12), tolerance)
 
 
 def test_a_single_column_gives_the_bias(implementation):
     x, scale, bias, _ = operands((4, 1), seed=4)
-    out = ops.layer_norm(x, scale, bias, implementation=implementation)
-    assert_close(out, np.broadcast_to(float64(bias), (4, 1)), 1e-6)
+    out = compiled.layer_norm(x, scale, bias, implementation=implementation)
+    assert_close(out, np.broadcast_to(float64(bias), (4, 1)), SHORT)
 
 
 @pytest.mark.parametrize("block_m, block_n", [(1, 16), (4, 64), (16, 32), (8, 256)])
@@ -110,7 +111,7 @@ def test_every_tile_config(shape, block_m, block_n):
     x, scale, bias, residual = operands(shape, seed=5)
     config = Config(block_m=block_m, block_n=block_n, num_warps=2)
     out = kernel(x, scale, bias, residual=residual, config=config)
-    assert_close(out, ops.layer_norm(x, scale, bias, residual=residual, implementation="xla"), 1e-6)
+    assert_close(out, compiled.layer_norm(x, scale, bias, residual=residual, implementation="xla"), SHORT)
 
 
 @pytest.mark.parametrize("value", [0, -2, 48])
@@ -127,7 +128,7 @@ def test_any_shape(m, n, block_n, seed):
     # A large epsilon keeps two nearly equal columns from amplifying rounding.
     options = dict(residual=residual, epsilon=0.1)
     out = kernel(x, scale, bias, config=config, **options)
-    assert_close(out, ops.layer_norm(x, scale, bias, implementation="xla", **options), 2e-6)
+    assert_close(out, compiled.layer_norm(x, scale, bias, implementation="xla", **options), LONG)
 
 
 def test_rows_have_no_mean_and_unit_variance_and_ignore_shift_and_scale():
@@ -136,7 +137,7 @@ def test_rows_have_no_mean_and_unit_variance_and_ignore_shift_and_scale():
     rows = (float64(out) - float64(bias)) / float64(scale)
     np.testing.assert_allclose(rows.mean(-1), 0.0, atol=1e-6)
     np.testing.assert_allclose(rows.var(-1), 1.0, atol=1e-5)
-    assert_close(kernel(4 * x + 8, scale, bias, epsilon=0.0), out, 5e-6)
+    assert_close(kernel(4 * x + 8, scale, bias, epsilon=0.0), out, CHAIN)
 
 
 def test_gradients(reference):
@@ -147,7 +148,7 @@ def test_gradients(reference):
     def f(x, scale, bias, residual):
         return kernel(x, scale, bias, residual=residual)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -166,9 +167,9 @@ def test_rms_norm_against_torch(reference, implementation, dtype, tolerance, sha
 def test_rms_norm_without_residual_and_with_epsilon(reference, implementation):
     x, scale, _, _ = operands((6, 50), seed=1)
     for epsilon in (0.0, 0.5):
-        out = ops.rms_norm(x, scale, epsilon=epsilon, implementation=implementation)
-        assert_close(out, reference.compute(reference.rms_norm, x, scale, epsilon=epsilon), 1e-6)
-    zeros = ops.rms_norm(0 * x, scale, implementation=implementation)
+        out = compiled.rms_norm(x, scale, epsilon=epsilon, implementation=implementation)
+        assert_close(out, reference.compute(reference.rms_norm, x, scale, epsilon=epsilon), SHORT)
+    zeros = compiled.rms_norm(0 * x, scale, implementation=implementation)
     assert np.all(float64(zeros) == 0.0)
 
 
@@ -176,8 +177,8 @@ def test_rms_norm_without_residual_and_with_epsilon(reference, implementation):
 def test_rms_norm_of_hard_inputs(reference, implementation, dtype, scale):
     x = normal(np.random.default_rng(3), 5, 384, dtype=dtype, scale=scale)
     _, weight, _, _ = operands((1, 384), dtype)
-    out = ops.rms_norm(x, weight, epsilon=1e-12, implementation=implementation)
-    assert_close(out, reference.compute(reference.rms_norm, x, weight, epsilon=1e-12), TOLERANCE[dtype])
+    out = compiled.rms_norm(x, weight, epsilon=1e-12, implementation=implementation)
+    assert_close(out, reference.compute(reference.rms_norm, x, weight, epsilon=1e-12), OP[dtype])
 
 
 @pytest.mark.parametrize("block_m, block_n", [(1, 16), (4, 64), (8, 256)])
@@ -187,8 +188,8 @@ def test_every_tile_config_of_rms_norm(shape, block_m, block_n):
     config = Config(block_m=block_m, block_n=block_n, num_warps=2)
     options = dict(residual=residual, return_residual=True)
     out, total = rms_kernel(x, scale, config=config, **options)
-    expected, expected_total = ops.rms_norm(x, scale, implementation="xla", **options)
-    assert_close(out, expected, 1e-6)
+    expected, expected_total = compiled.rms_norm(x, scale, implementation="xla", **options)
+    assert_close(out, expected, SHORT)
     assert_equal(total, expected_total)
 
 
@@ -226,7 +227,7 @@ def test_gradients_of_rms_norm(reference):
     def f(x, scale, residual):
         return rms_kernel(x, scale, residual=residual)
 
-    assert_gradients_close(f, (x, scale, residual), cotangent, expected, 3e-6)
+    assert_gradients_close(f, (x, scale, residual), cotangent, expected, GRADIENT)
 
 
 def test_gradients_through_both_results(reference):
@@ -243,4 +244,4 @@ def test_gradients_through_both_results(reference):
 
     one = np.ones(())
     expected = reference.gradients(torch_loss, (x, scale, residual), one)
-    assert_gradients_close(f, (x, scale, residual), jax.numpy.asarray(one), expected, 3e-6)
+    assert_gradients_close(f, (x, scale, residual), jax.numpy.asarray(one), expected, GRADIENT)

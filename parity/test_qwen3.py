@@ -26,6 +26,7 @@ from parity.common import (
 )
 from parity.decoder_checkpoints import qwen3_json, qwen3_tensors
 from parity.test_lowering import DEVICES, HOPPER, lowered_for_cuda
+from parity.tolerances import CHAIN, DEEP, LONG, MODEL, MODEL_GRADIENT
 
 SMALL = Qwen3Config(
     vocab_size=60,
@@ -40,8 +41,6 @@ SMALL = Qwen3Config(
 )
 CONFIG = Qwen3Config(hidden_size=1024, num_layers=2, num_heads=16, intermediate_size=3072) if ON_GPU else SMALL
 SHAPES = by_device(cpu=[(2, 19)], gpu=[(1, 128), (2, 1024), (5, 77), (3, 1)])
-# Rounding adds up over the layers: about the square root of their number times that of one op.
-TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.4e-2}
 
 
 def tokens(batch: int, seq: int, config: Qwen3Config = CONFIG, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +77,7 @@ def test_layer(reference, decoders, implementation, dtype, shape):
     out = f(params, x, mask=mask)
     assert out.dtype == dtype
     layer = decoders.load(decoders.Qwen3Layer(CONFIG), qwen3_tensors(params, CONFIG))
-    assert_close(kept(out, mask), kept(reference.compute(layer, x, mask), mask), TOLERANCE[dtype])
+    assert_close(kept(out, mask), kept(reference.compute(layer, x, mask), mask), MODEL[dtype])
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["same-positions", "positions-by-row"])
@@ -88,7 +87,7 @@ def test_layer_without_a_mask_and_with_positions(reference, decoders, by_row):
     f = jax.jit(functools.partial(qwen3.layer, config=CONFIG, implementation=KERNEL))
     layer = decoders.load(decoders.Qwen3Layer(CONFIG), qwen3_tensors(layer_params(), CONFIG))
     expected = reference.compute(layer, x, positions=positions)
-    assert_close(f(layer_params(), x, positions=positions), expected, TOLERANCE["float32"])
+    assert_close(f(layer_params(), x, positions=positions), expected, MODEL["float32"])
     assert relative_error(f(layer_params(), x), expected) > 1e-3  # other distances between the tokens
 
 
@@ -98,7 +97,7 @@ def test_logits(reference, decoders, implementation, shape):
     out = compiled(implementation)(params_of(), ids, mask)
     assert out.shape == (*shape, CONFIG.vocab_size) and out.dtype == "float32"
     expected = reference.compute(torch_model(decoders), ids, mask)
-    assert_close(kept(out, mask), kept(expected, mask), TOLERANCE["float32"])
+    assert_close(kept(out, mask), kept(expected, mask), MODEL["float32"])
 
 
 TIED = Qwen3Config(
@@ -117,7 +116,7 @@ def test_logits_with_a_tied_head(reference, decoders, implementation):
     ids, _ = tokens(2, 11, TIED)
     out = compiled(implementation, TIED)(params_of(config=TIED), ids)
     expected = reference.compute(torch_model(decoders, config=TIED), ids)
-    assert_close(out, expected, TOLERANCE["float32"])
+    assert_close(out, expected, MODEL["float32"])
 
 
 def test_logits_of_hugging_face():
@@ -129,7 +128,7 @@ def test_logits_of_hugging_face():
     with torch.no_grad():
         expected = model(torch.tensor(np.asarray(ids)), attention_mask=torch.tensor(np.asarray(mask))).logits
     out = compiled("xla", SMALL)(params, ids, mask)
-    assert_close(kept(out, mask), kept(expected, mask), 1e-5)
+    assert_close(kept(out, mask), kept(expected, mask), DEEP)
 
 
 def test_only_the_last():
@@ -137,7 +136,7 @@ def test_only_the_last():
     every, last = compiled("xla"), compiled("xla", last_only=True)
     mask = mask.at[0].set(jnp.arange(19) < 7).at[1].set(jnp.arange(19) > 3)
     expected = every(params_of(), ids, mask)[jnp.arange(3), jnp.asarray([6, 18, 18])]
-    assert_close(last(params_of(), ids, mask), expected, 2e-6)
+    assert_close(last(params_of(), ids, mask), expected, LONG)
 
 
 def test_no_token_sees_what_follows_or_padding():
@@ -159,7 +158,7 @@ def test_padding_on_either_side_does_not_matter():
     for before, after in ((6, 0), (0, 6)):
         width = ((0, 0), (before, after))
         padded, mask = jnp.pad(ids, width, constant_values=3), jnp.pad(jnp.ones_like(ids), width)
-        assert_close(logits(params_of(), padded, mask), alone, 1e-5)
+        assert_close(logits(params_of(), padded, mask), alone, DEEP)
 
 
 def test_gradients(reference, decoders):
@@ -174,7 +173,7 @@ def test_gradients(reference, decoders):
     ours = qwen3_tensors(gradients, TIED)
     assert ours.keys() == expected.keys()
     for name, gradient in ours.items():
-        assert_close(gradient, expected[name], 2e-5)
+        assert_close(gradient, expected[name], MODEL_GRADIENT)
 
 
 # How it is lowered and transformed
@@ -207,7 +206,7 @@ def test_vmap():
     f = jax.jit(jax.vmap(functools.partial(_logits, implementation=KERNEL), (None, 0, None)))
     out, params = f(params_of(config=TIED), several, mask), params_of(config=TIED)
     for i in range(2):
-        assert_close(kept(out[i], mask), kept(compiled("xla", TIED)(params, several[i], mask), mask), 5e-6)
+        assert_close(kept(out[i], mask), kept(compiled("xla", TIED)(params, several[i], mask), mask), CHAIN)
 
 
 # Sizes and errors

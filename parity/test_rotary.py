@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.triton.rotary import Config
-from parity.common import KERNEL, assert_close, assert_equal, assert_gradients_close, by_device, float64, normal
+from parity.common import (
+    KERNEL,
+    assert_close,
+    assert_equal,
+    assert_gradients_close,
+    by_device,
+    compiled,
+    float64,
+    normal,
+)
+from parity.tolerances import DEEP, GRADIENT, SHORT
 
 # batch, length, heads, key heads, width of a head
 SHAPES = by_device(
@@ -28,7 +38,7 @@ SHAPES = by_device(
         (2, 300, 7, 1, 48),
     ],
 )
-kernel = functools.partial(ops.rotary, implementation=KERNEL)
+kernel = functools.partial(compiled.rotary, implementation=KERNEL)
 
 
 def operands(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tuple[jax.Array, ...]:
@@ -100,7 +110,7 @@ def test_any_shape_and_blocks(batch, seq, heads, kv_heads, half, blocks, norm):
         options |= dict(q_scale=q_scale, k_scale=k_scale)
     config = Config(block_s=blocks[0], block_h=blocks[1], num_warps=1)
     out = kernel(qkv, *table, config=config, **options)
-    assert_close(out, ops.rotary(qkv, *table, implementation="xla", **options), 1e-6)
+    assert_close(out, compiled.rotary(qkv, *table, implementation="xla", **options), SHORT)
 
 
 SHAPE = (2, 11, 3, 2, 32)
@@ -122,7 +132,7 @@ def test_scores_depend_on_the_distance_of_positions_only():
         table = ops.rotary_table(start + jnp.arange(11), 32)
         q, k, _ = heads_of(kernel(qkv, *table, **SIZES, q_scale=q_scale, k_scale=k_scale), SHAPE)
         scores.append(np.einsum("bqd,bkd->bqk", q[:, :, 0], k[:, :, 0]))
-    assert_close(scores[0], scores[1], 1e-5)
+    assert_close(scores[0], scores[1], DEEP)
 
 
 def test_heads_are_normalised_and_then_scaled():
@@ -141,7 +151,7 @@ def test_the_input_is_not_changed():
     out = f(qkv, *table)
     assert_equal(qkv, before)
     both = jax.jit(lambda x: (f(x, *table), x + 1))(qkv)
-    assert_close(both[0], out, 1e-6)
+    assert_close(both[0], out, SHORT)
     assert_equal(both[1], before + 1)
 
 
@@ -155,7 +165,7 @@ def test_gradients(reference):
     def f(qkv, cos, sin, q_scale, k_scale):
         return kernel(qkv, cos, sin, q_scale=q_scale, k_scale=k_scale, **SIZES)
 
-    assert_gradients_close(f, arrays, cotangent, expected, 3e-6)
+    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
 @pytest.mark.parametrize("field", ["block_s", "block_h", "num_warps"])

@@ -12,13 +12,13 @@ from pallas_models.kernels.mosaic._gemm import Config
 from parity.common import (
     MOSAIC,
     MOSAIC_CALL,
-    TOLERANCE,
     assert_close,
     assert_equal,
     by_device,
     cuda_device,
     normal,
 )
+from parity.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
 HOPPER = "NVIDIA H200", 132
@@ -78,7 +78,7 @@ def test_product(n, channels, config, dtype, incoming):
     left, right = (sides[:, :, i : i + channels].astype(jnp.float32) for i in (0, padded))
     equation = "bkhi,bkhj->bihj" if incoming else "bihk,bjhk->bihj"
     expected = 0.25 * jnp.einsum(equation, left, right, precision="highest")
-    assert_close(out, expected, TOLERANCE[dtype])
+    assert_close(out, expected, OP[dtype])
 
 
 @needs_jax_011
@@ -181,15 +181,15 @@ def test_project(module, case, options):
     dtype = options["dtype"]
     assert sides.dtype == gate.dtype == dtype
     # The GPU's tanh is good to 11 bits.
-    assert_close(sides, expected_sides, 2 * TOLERANCE[dtype])
-    assert_close(gate[:, : sizes[-1]], expected_gate, 2 * TOLERANCE[dtype])
+    assert_close(sides, expected_sides, 2 * OP[dtype])
+    assert_close(gate[:, : sizes[-1]], expected_gate, 2 * OP[dtype])
 
 
 @needs_jax_011
 def test_wide_project_of_a_ragged_size():
     operands = project_operands(1, 192, 64, 32, 64, dtype="float16")
     for out, expected in zip(project(trimul_project_wide, *operands), projections(*operands), strict=True):
-        assert_close(out[:, : expected.shape[1]], expected, 2 * TOLERANCE["float16"])
+        assert_close(out[:, : expected.shape[1]], expected, 2 * OP["float16"])
 
 
 @both_projects

@@ -14,14 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import weights
-from pallas_models import minilm
-from parity import checkpoints
+from pallas_models import gpt2, minilm, qwen3
+from parity import checkpoints, decoder_checkpoints
 from parity.checkpoints import CONFIG, bert_config, bert_tensors
-from parity.common import assert_close
-from weights import tree
+from parity.common import assert_close, random_params
+from weights import families, loading, tree
 from weights.__main__ import main
 
 DTYPES = ("float32", "float16", "bfloat16")
+# Sizes that every family has.
+SMALL = {"vocab_size": 12, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
 
 
 @pytest.fixture
@@ -95,6 +97,13 @@ def test_torch_file(folder, name, dtype):
     expected = weights.minilm.convert({k: v.float().numpy() for k, v in state.items()}, CONFIG)
     assert_trees_equal(weights.load_minilm(folder), expected)
     assert_trees_equal(weights.load_minilm(folder / name), expected)
+
+
+def test_files_with_an_index(tmp_path, folder):
+    whole = weights.load_minilm(folder)
+    sharded = decoder_checkpoints.write(tmp_path / "sharded", bert_tensors(), bert_config(), shards=3)
+    assert not (sharded / "model.safetensors").exists()
+    assert_trees_equal(weights.load_minilm(sharded), whole)
 
 
 def test_safetensors_comes_before_a_pickle(folder):
@@ -313,6 +322,30 @@ def test_dtype_of_save_and_load(tmp_path, folder, dtype):
     assert_trees_equal(weights.load(weights.save(params, tmp_path / "b", config=CONFIG), dtype=dtype), expected)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, gpt2.GPT2Config(**SMALL), qwen3.Qwen3Config(**SMALL, num_kv_heads=2)],
+    ids=lambda config: type(config).__name__,
+)
+def test_every_family_is_stored_and_found_again(tmp_path, config):
+    family = families.of(config)
+    params = random_params(config, init=family.init)
+    path = weights.save(params, tmp_path, config=config)
+    assert loading.find_family(path) is loading.find_family(tmp_path) is families.FAMILIES[family.name] is family
+    assert weights.load_config(path) == loading.load_config(family, tmp_path) == config
+    assert_trees_equal(weights.load(path), params)
+    other = next(other for other in families.FAMILIES.values() if other is not family)
+    with pytest.raises(
+        weights.CheckpointError, match=f"a {type(config).__name__}; expected a {other.config.__name__}"
+    ):
+        loading.load(other, path, "float32")
+
+
+def test_a_config_of_no_family(tmp_path, folder):
+    with pytest.raises(TypeError, match="config is a dict; expected one of GPT2Config, MiniLMConfig, Qwen3Config"):
+        weights.save(weights.load_minilm(folder), tmp_path / "new", config={"hidden_size": 64})
+
+
 def test_save_checks_params(tmp_path, folder):
     params = weights.load_minilm(folder)
     del params["layers"]["1"]["mlp"]["up"]["bias"]
@@ -338,7 +371,7 @@ def test_load_checks_its_file(tmp_path, folder):
     tensors = load_file(path)
     for change, message in [
         ({}, "not a minilm config.*depth"),
-        ({"model": "other"}, "holds a model 'other'; expected one of minilm"),
+        ({"model": "other"}, "holds a model 'other'; expected one of gpt2, minilm, qwen3"),
         ({"config": "{}"}, "does not fit its config"),
     ]:
         other = tmp_path / "other.safetensors"
@@ -355,15 +388,29 @@ def test_torch_is_not_imported(folder, tmp_path):
 import sys
 sys.modules["torch"] = None  # importing it raises
 import jax, weights
-from pallas_models import minilm
+from pallas_models import gpt2, minilm, qwen3
 source, path = sys.argv[1:]
 weights.save(weights.load_minilm(source), path, config=weights.load_minilm_config(source))
 params, config = weights.load(path), weights.load_config(path)
 ids = jax.numpy.ones((1, 4), int)
-assert abs(float(jax.numpy.sum(minilm.embed(params, ids, ids, config=config) ** 2)) - 1) < 1e-5
+embedding = jax.jit(minilm.embed, static_argnames="config")(params, ids, ids, config=config)
+assert abs(float(jax.numpy.sum(embedding**2)) - 1) < 1e-5
 assert "tokenizers" not in sys.modules  # only the text encoder needs it
 """
     command = [sys.executable, "-c", program, str(folder), str(tmp_path / "own.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_do_not_import_what_only_loading_and_text_need():
+    program = """
+import sys
+import pallas_models.minilm, pallas_models.__main__
+from pallas_models.minilm import Encoder
+unwanted = {"weights", "tokenizers", "safetensors", "huggingface_hub"} & sys.modules.keys()
+sys.exit(f"imported: {unwanted}" if unwanted else 0)
+"""
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
 
@@ -430,9 +477,11 @@ def test_packaged_weights_are_verified(tmp_path, monkeypatch):
 def test_real_weights_load_by_default():
     params = weights.load_minilm()
     assert weights.load_minilm_config() == minilm.MiniLMConfig()
-    assert tree.shapes(minilm.MiniLMConfig()) == {name: leaf.shape for name, leaf in tree.flatten(params).items()}
+    assert families.shapes(minilm.MiniLMConfig()) == {
+        name: leaf.shape for name, leaf in tree.flatten(params).items()
+    }
     ids = jnp.array([[101, 7592, 2088, 102]])  # [CLS] hello world [SEP]
-    embedding = minilm.embed(params, ids, jnp.ones_like(ids))
+    embedding = jax.jit(minilm.embed)(params, ids, jnp.ones_like(ids))
     assert embedding.shape == (1, 384)
 
 

@@ -15,7 +15,7 @@ from pallas_models.qwen3 import Qwen3Config
 from parity.common import assert_close, random_params
 from parity.decoder_checkpoints import qwen3_json, qwen3_tensors, write
 from parity.test_weights import DTYPES, assert_trees_equal
-from weights import tree
+from weights import families
 from weights.__main__ import main
 
 CONFIG = Qwen3Config(
@@ -276,6 +276,6 @@ def test_save_load_and_command_line(tmp_path, folder):
 
 
 def test_shapes_of_the_largest():
-    shapes = tree.shapes(qwen3.CONFIGS["Qwen3-32B"])
+    shapes = families.shapes(qwen3.CONFIGS["Qwen3-32B"])
     assert sum(np.prod(shape) for shape in shapes.values()) == 32_762_123_264
     assert shapes["layers.63.mlp.gate_up.kernel"] == (5120, 2, 25600)

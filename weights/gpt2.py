@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from pallas_models import gpt2
 from pallas_models.gpt2 import GPT2Config
-from weights import checkpoint
-from weights.loading import Model, Part, same
+from weights import checkpoint, loading
+from weights.families import Family, Part, register, same
 
 
 def load_gpt2(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
@@ -36,12 +36,12 @@ def load_gpt2(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.fl
       ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
       TypeError: `dtype` is none of the above.
     """
-    return _MODEL.load(path_or_name, dtype)
+    return loading.load(_FAMILY, path_or_name, dtype)
 
 
 def load_gpt2_config(path_or_name: str | os.PathLike[str]) -> GPT2Config:
     """Reads the sizes of the model that `load_gpt2` loads; argument and errors as there."""
-    return _MODEL.load_config(path_or_name)
+    return loading.load_config(_FAMILY, path_or_name)
 
 
 def load_gpt2_block(
@@ -113,29 +113,36 @@ def _parts(config: GPT2Config) -> dict[str, Part]:
     return parts
 
 
-_MODEL = Model(
-    config=GPT2Config,
-    model_type="gpt2",
-    sizes={
-        "vocab_size": "vocab_size",
-        "hidden_size": "n_embd",
-        "num_layers": "n_layer",
-        "num_heads": "n_head",
-        "intermediate_size": "n_inner",
-        "max_positions": "n_positions",
-    },
-    others={"epsilon": ("layer_norm_epsilon", 1e-5)},
-    values={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "tie_word_embeddings": (True,),
-    },
-    adapt=_adapt,
-    parts=_parts,
-    prefix="transformer.",
-    # The causal mask, as old versions saved it.
-    ignored=lambda config: {f"h.{i}.attn.{b}" for i in range(config.num_layers) for b in ("bias", "masked_bias")},
-    tied=lambda config: {"lm_head.weight": "wte.weight"},
+_FAMILY = register(
+    Family(
+        name="gpt2",
+        description="GPT-2 of any size",
+        config=GPT2Config,
+        init=gpt2.init,
+        model_type="gpt2",
+        sizes={
+            "vocab_size": "vocab_size",
+            "hidden_size": "n_embd",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_positions": "n_positions",
+        },
+        others={"epsilon": ("layer_norm_epsilon", 1e-5)},
+        values={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,),
+        },
+        adapt=_adapt,
+        parts=_parts,
+        prefix="transformer.",
+        # The causal mask, as old versions saved it.
+        ignored=lambda config: {
+            f"h.{i}.attn.{b}" for i in range(config.num_layers) for b in ("bias", "masked_bias")
+        },
+        tied=lambda config: {"lm_head.weight": "wte.weight"},
+    )
 )

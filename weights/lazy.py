@@ -64,8 +64,12 @@ def open_tensors(path: Path) -> Iterator[dict[str, LazyTensor]]:
         if path.suffix == ".safetensors":
             yield _open(path, stack)
             return
-        tensors = checkpoint.read_tensors(path)
-        yield {name: LazyTensor(t.shape, t.dtype, functools.partial(np.asarray, t)) for name, t in tensors.items()}
+        yield in_memory(checkpoint.read_tensors(path))
+
+
+def in_memory(tensors: Mapping[str, np.ndarray]) -> dict[str, LazyTensor]:
+    """The same of tensors that have been read."""
+    return {name: LazyTensor(t.shape, t.dtype, functools.partial(np.asarray, t)) for name, t in tensors.items()}
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, LazyTensor]:

@@ -2,52 +2,16 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig
-from weights import checkpoint, hub, store, tree
-from weights.checkpoint import CheckpointError
-
-_CONFIG_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-    "max_positions": "max_position_embeddings",
-    "num_token_types": "type_vocab_size",
-}
-# What the forward pass computes, and so what a config must say; a key that is absent means the same.
-_CONFIG_VALUES = {
-    "hidden_act": "gelu",
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-}
-
-# Modules of the parameter tree, and the modules of a BERT checkpoint that they are made from, in order.
-_EMBEDDINGS = {
-    "word": ("word_embeddings",),
-    "position": ("position_embeddings",),
-    "token_type": ("token_type_embeddings",),
-    "norm": ("LayerNorm",),
-}
-_LAYER = {
-    "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "attention.out": ("attention.output.dense",),
-    "attention_norm": ("attention.output.LayerNorm",),
-    "mlp.up": ("intermediate.dense",),
-    "mlp.down": ("output.dense",),
-    "mlp_norm": ("output.LayerNorm",),
-}
-# A buffer (0, 1, 2, ...), and a layer on the first token that mean pooling does not use.
-_IGNORED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+from weights import hub, lazy, loading
+from weights.families import Family, Part, joined, linear, register, same
 
 
 def load_minilm(
@@ -56,8 +20,9 @@ def load_minilm(
     """Loads the weights of all-MiniLM-L6-v2, or of another BERT encoder, as parameters.
 
     Args:
-      path_or_name: a folder with config.json and model.safetensors or pytorch_model.bin, such a tensor
-        file itself, what `weights.save` wrote, or a name that `weights.resolve` knows.
+      path_or_name: a folder with config.json and model.safetensors (or several such files and their index) or
+        pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a name that
+        `weights.resolve` knows.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
         scales stay float32.
 
@@ -72,43 +37,12 @@ def load_minilm(
       ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
       TypeError: `dtype` is none of the above.
     """
-    target = checkpoint.float_dtype(dtype)
-    path = hub.resolve(path_or_name)
-    if store.is_stored(path):
-        store.load_config_of(MiniLMConfig, path)
-        return store.load(path, dtype=target)
-    config = _read_config(path)
-    return jax.device_put(convert(checkpoint.read_tensors(path), config, dtype=target, source=path))
+    return loading.load(_FAMILY, path_or_name, dtype)
 
 
 def load_minilm_config(path_or_name: str | os.PathLike[str] = hub.DEFAULT) -> MiniLMConfig:
     """Reads the sizes of the model that `load_minilm` loads; argument and errors as there."""
-    path = hub.resolve(path_or_name)
-    return store.load_config_of(MiniLMConfig, path) if store.is_stored(path) else _read_config(path)
-
-
-def _read_config(path: Path) -> MiniLMConfig:
-    path = (path if path.is_dir() else path.parent) / "config.json"
-    config = checkpoint.read_json(path)
-    if config.get("model_type") != "bert":
-        raise CheckpointError(f"{path} describes a model of type {config.get('model_type')!r}; expected 'bert'")
-    problems = [
-        f"{key} is {config[key]!r}; expected {value!r}"
-        for key, value in _CONFIG_VALUES.items()
-        if config.get(key, value) != value
-    ]
-    sizes: dict[str, Any] = {field: config.get(key) for field, key in _CONFIG_KEYS.items()}
-    problems += [
-        f"{_CONFIG_KEYS[field]} is {size!r}; expected a positive integer"
-        for field, size in sizes.items()
-        if type(size) is not int or size < 1
-    ]
-    if problems:
-        raise CheckpointError(f"{path} describes no model that this library runs:\n  " + "\n  ".join(problems))
-    try:
-        return MiniLMConfig(**sizes, epsilon=float(config.get("layer_norm_eps", 1e-12)))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    return loading.load_config(_FAMILY, path_or_name)
 
 
 def convert(
@@ -118,52 +52,74 @@ def convert(
     dtype: DTypeLike = jnp.float32,
     source: object = "the checkpoint",
 ) -> dict[str, Any]:
-    """Converts the tensors of a BERT checkpoint.
+    """Converts the tensors of a BERT checkpoint that are in memory; the rest as in `load_minilm`.
 
     Args:
       tensors: by their official names, with or without the prefix `bert.`; linear weights (out, in).
       config: the model's sizes.
-      dtype: float16, bfloat16 or float32, of the matrices; biases and norm scales are float32.
+      dtype: float16, bfloat16 or float32, of the matrices.
       source: where the tensors come from, for error messages.
-
-    Returns:
-      Nested dict of NumPy arrays: kernels (in, out); queries, keys and values in one projection, (H, 3H).
-
-    Raises:
-      CheckpointError: lists every missing, unexpected or misshapen tensor.
     """
-    tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
-    shapes = tree.shapes(config)
-    names = {parameter: _checkpoint_names(parameter) for parameter in shapes}
-    expected = {
-        name: _checkpoint_shape(parameter, shapes[parameter], len(parts))
-        for parameter, parts in names.items()
-        for name in parts
+    return loading.convert(_FAMILY, lazy.in_memory(tensors), config, dtype=dtype, source=source)
+
+
+def _parts(config: MiniLMConfig) -> dict[str, Part]:
+    h, f = config.hidden_size, config.intermediate_size
+
+    def norm(parameter: str, name: str) -> dict[str, Part]:
+        return {f"{parameter}.scale": same(f"{name}.weight", h), f"{parameter}.bias": same(f"{name}.bias", h)}
+
+    def dense(parameter: str, d_in: int, d_out: int, *names: str) -> dict[str, Part]:
+        return {
+            f"{parameter}.kernel": linear({f"{name}.weight": (d_out, d_in) for name in names}),
+            f"{parameter}.bias": joined({f"{name}.bias": (d_out,) for name in names}),
+        }
+
+    rows = {"word": config.vocab_size, "position": config.max_positions, "token_type": config.num_token_types}
+    parts = {
+        f"embeddings.{table}.embedding": same(f"embeddings.{table}_embeddings.weight", size, h)
+        for table, size in rows.items()
     }
-    checkpoint.check_tensors(source, tensors, expected, ignored=_IGNORED)
-    # PyTorch keeps linear weights (out, in). Only kernels of linear layers are transposed, not tables.
-    flat = {
-        parameter: np.concatenate([tensors[n].T if _is_kernel(parameter) else tensors[n] for n in parts], axis=-1)
-        for parameter, parts in names.items()
-    }
-    return tree.unflatten(tree.astype(flat, dtype))
+    parts |= norm("embeddings.norm", "embeddings.LayerNorm")
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"encoder.layer.{i}"
+        queries_keys_values = [f"{theirs}.attention.self.{part}" for part in ("query", "key", "value")]
+        parts |= dense(f"{ours}.attention.qkv", h, h, *queries_keys_values)
+        parts |= dense(f"{ours}.attention.out", h, h, f"{theirs}.attention.output.dense")
+        parts |= norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
+        parts |= dense(f"{ours}.mlp.up", h, f, f"{theirs}.intermediate.dense")
+        parts |= dense(f"{ours}.mlp.down", f, h, f"{theirs}.output.dense")
+        parts |= norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
+    return parts
 
 
-def _is_kernel(parameter: str) -> bool:
-    return parameter.endswith(".kernel")
-
-
-def _checkpoint_names(parameter: str) -> list[str]:
-    """Names in the checkpoint of what `parameter` is made from, e.g. of layers.0.attention.qkv.kernel."""
-    module, leaf = parameter.rsplit(".", 1)
-    leaf = "bias" if leaf == "bias" else "weight"
-    if module.startswith("embeddings."):
-        return [f"embeddings.{part}.{leaf}" for part in _EMBEDDINGS[module.removeprefix("embeddings.")]]
-    _, index, module = module.split(".", 2)
-    return [f"encoder.layer.{index}.{part}.{leaf}" for part in _LAYER[module]]
-
-
-def _checkpoint_shape(parameter: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    *rows, columns = shape
-    shape = (*rows, columns // parts)
-    return shape[::-1] if _is_kernel(parameter) else shape
+_FAMILY = register(
+    Family(
+        name="minilm",
+        description="BERT sentence encoders such as all-MiniLM-L6-v2",
+        config=MiniLMConfig,
+        init=minilm.init,
+        model_type="bert",
+        sizes={
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "intermediate_size": "intermediate_size",
+            "max_positions": "max_position_embeddings",
+            "num_token_types": "type_vocab_size",
+        },
+        others={"epsilon": ("layer_norm_eps", 1e-12)},
+        values={
+            "hidden_act": ("gelu",),
+            "position_embedding_type": ("absolute",),
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+        },
+        parts=_parts,
+        prefix="bert.",
+        # A buffer (0, 1, 2, ...), and a layer on the first token that mean pooling does not use.
+        ignored=lambda config: ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"),
+        encode=minilm.encode,
+    )
+)

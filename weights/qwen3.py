@@ -6,8 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models import qwen3
 from pallas_models.qwen3 import Qwen3Config
-from weights.loading import Model, Part, gate_up, linear, same
+from weights import loading
+from weights.families import Family, Part, gate_up, linear, register, same
 
 
 def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Any]:
@@ -34,12 +36,12 @@ def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.b
         not the word embeddings.
       TypeError: `dtype` is none of the above.
     """
-    return _MODEL.load(path_or_name, dtype)
+    return loading.load(_FAMILY, path_or_name, dtype)
 
 
 def load_qwen3_config(path_or_name: str | os.PathLike[str]) -> Qwen3Config:
     """Reads the sizes of the model that `load_qwen3` loads; argument and errors as there."""
-    return _MODEL.load_config(path_or_name)
+    return loading.load_config(_FAMILY, path_or_name)
 
 
 def _adapt(config: dict[str, Any]) -> dict[str, Any]:
@@ -80,34 +82,39 @@ def _parts(config: Qwen3Config) -> dict[str, Part]:
     return parts
 
 
-_MODEL = Model(
-    config=Qwen3Config,
-    model_type="qwen3",
-    sizes={
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "intermediate_size": "intermediate_size",
-        "max_positions": "max_position_embeddings",
-    },
-    others={
-        "rope_theta": ("rope_theta", 1e6),
-        "epsilon": ("rms_norm_eps", 1e-6),
-        "tie_embeddings": ("tie_word_embeddings", False),
-    },
-    values={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "rope_scaling": (None,),
-        "rope_type": ("default",),
-        "layer_types": ("full_attention",),
-    },
-    adapt=_adapt,
-    parts=_parts,
-    prefix="model.",
-    tied=lambda config: {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {},
+_FAMILY = register(
+    Family(
+        name="qwen3",
+        description="dense Qwen3 models, 0.6B to 32B",
+        config=Qwen3Config,
+        init=qwen3.init,
+        model_type="qwen3",
+        sizes={
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "head_dim": "head_dim",
+            "intermediate_size": "intermediate_size",
+            "max_positions": "max_position_embeddings",
+        },
+        others={
+            "rope_theta": ("rope_theta", 1e6),
+            "epsilon": ("rms_norm_eps", 1e-6),
+            "tie_embeddings": ("tie_word_embeddings", False),
+        },
+        values={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "use_sliding_window": (False,),
+            "rope_scaling": (None,),
+            "rope_type": ("default",),
+            "layer_types": ("full_attention",),
+        },
+        adapt=_adapt,
+        parts=_parts,
+        prefix="model.",
+        tied=lambda config: {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {},
+    )
 )

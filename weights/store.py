@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +16,9 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save as serialize
 
 from pallas_models.minilm import MiniLMConfig
-from weights import checkpoint, lazy, tree
+from weights import checkpoint, families, lazy, tree
 from weights.checkpoint import CheckpointError
-
-Config = TypeVar("Config", bound=tree.Config)
+from weights.families import Family
 
 FILE_NAME = "params.safetensors"
 _FORMAT = "pallas_models"
@@ -29,7 +28,7 @@ def save(
     params: Mapping[Any, Any],
     dst: str | os.PathLike[str],
     *,
-    config: tree.Config = MiniLMConfig(),
+    config: Any = MiniLMConfig(),
     dtype: DTypeLike | None = None,
 ) -> Path:
     """Writes parameters and their config to one safetensors file.
@@ -38,7 +37,7 @@ def save(
       params: nested dict of float16, bfloat16 or float32 arrays, as `init` or `load_minilm` returns it.
       dst: a file that ends in .safetensors, or a folder, in which the file is params.safetensors. Parent
         folders are made; an existing file is replaced once the new one is complete.
-      config: the model's sizes.
+      config: the model's sizes, by which it is known what model it is.
       dtype: what to store matrices in, float16, bfloat16 or float32 (biases and scales are then float32);
         the dtypes of `params` when None.
 
@@ -47,15 +46,14 @@ def save(
 
     Raises:
       CheckpointError: `params` do not fit `config`; lists every parameter at fault.
-      TypeError: `dtype` is none of the above.
+      TypeError: `dtype` is none of the above, or `config` is of no model.
     """
-    path = _file(dst)
+    path, family = _file(dst), families.of(config)
     tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
-    checkpoint.check_tensors("params", tensors, tree.shapes(config))
+    checkpoint.check_tensors("params", tensors, families.shapes(config))
     if dtype is not None:
         tensors = tree.astype(tensors, checkpoint.float_dtype(dtype))
-    model = next(name for name, kind in tree.CONFIGS.items() if isinstance(config, kind))
-    metadata = {"format": _FORMAT, "model": model, "config": json.dumps(dataclasses.asdict(config))}
+    metadata = {"format": _FORMAT, "model": family.name, "config": json.dumps(dataclasses.asdict(config))}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     # As bytes: safetensors' own save_file makes a file that nobody but its owner may read.
@@ -85,25 +83,36 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
     config = load_config(path)
     flat = {}
     with lazy.open_tensors(path) as tensors:
-        checkpoint.check_tensors(path, tensors, tree.shapes(config))
+        checkpoint.check_tensors(path, tensors, families.shapes(config))
         for name, tensor in tensors.items():  # one after another: no model is in memory twice
             value = tensor.read()
             flat[name] = jax.device_put(value if target is None else tree.astype({name: value}, target)[name])
     return tree.unflatten(flat)
 
 
-def load_config(path: str | os.PathLike[str]) -> tree.Config:
+def load_config(path: str | os.PathLike[str]) -> Any:
     """Reads the config of the file that `save` wrote; path and errors as in `load`."""
     path = _file(path)
-    return _config(path, checkpoint.read_metadata(path))
+    metadata = _metadata(path)
+    family = families.named(metadata.get("model"), path)
+    try:
+        return family.config(**json.loads(metadata["config"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has metadata that is not a {family.name} config: {error}") from error
 
 
-def load_config_of(kind: type[Config], path: Path) -> Config:
-    """The same for a model whose config has to be a `kind`; CheckpointError where it is of another."""
+def load_config_of(family: Family, path: Path) -> Any:
+    """The same for a model that has to be of `family`; CheckpointError where it is of another."""
     config = load_config(path)
-    if not isinstance(config, kind):
-        raise CheckpointError(f"{path} holds a model with a {type(config).__name__}; expected a {kind.__name__}")
+    if not isinstance(config, family.config):
+        kind = family.config.__name__
+        raise CheckpointError(f"{path} holds a model with a {type(config).__name__}; expected a {kind}")
     return config
+
+
+def model_name(path: Path) -> str | None:
+    """The family's name that the file of `save` states; path and errors as in `load`."""
+    return _metadata(_file(path)).get("model")
 
 
 def is_stored(path: Path) -> bool:
@@ -121,16 +130,11 @@ def _is_ours(metadata: Mapping[str, str]) -> bool:
     return metadata.get("format") == _FORMAT
 
 
-def _config(path: Path, metadata: Mapping[str, str]) -> tree.Config:
+def _metadata(path: Path) -> dict[str, str]:
+    metadata = checkpoint.read_metadata(path)
     if not _is_ours(metadata):
         raise CheckpointError(
-            f"{path} was not written by weights.save (its metadata: {dict(metadata)}); "
+            f"{path} was not written by weights.save (its metadata: {metadata}); "
             "convert a PyTorch checkpoint with `python -m weights MODEL SRC DST`"
         )
-    model = metadata.get("model")
-    if model not in tree.CONFIGS:
-        raise CheckpointError(f"{path} holds a model {model!r}; expected one of {', '.join(tree.CONFIGS)}")
-    try:
-        return tree.CONFIGS[model](**json.loads(metadata["config"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has metadata that is not a {model} config: {error}") from error
+    return metadata

@@ -1,21 +1,11 @@
-"""Parameter trees as flat dicts with dotted names, and the trees that the models expect."""
+"""Parameter trees as flat dicts with dotted names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-
-from pallas_models import gpt2, minilm, qwen3
-
-Config = minilm.MiniLMConfig | gpt2.GPT2Config | qwen3.Qwen3Config
-CONFIGS: dict[str, type[Config]] = {
-    "minilm": minilm.MiniLMConfig,
-    "gpt2": gpt2.GPT2Config,
-    "qwen3": qwen3.Qwen3Config,
-}
 
 
 def flatten(params: Mapping[Any, Any]) -> dict[str, Any]:
@@ -48,16 +38,3 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[last] = leaf
     return params
-
-
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of the model of `config`, by dotted name."""
-    match config:
-        case minilm.MiniLMConfig():
-            draw: Callable[..., Any] = minilm.init
-        case gpt2.GPT2Config():
-            draw = gpt2.init
-        case qwen3.Qwen3Config():
-            draw = qwen3.init
-    params = jax.eval_shape(lambda: draw(jax.random.key(0), config))
-    return {name: leaf.shape for name, leaf in flatten(params).items()}

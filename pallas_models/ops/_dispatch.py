@@ -110,7 +110,8 @@ def run(
         the bodies of the same kernels in Pallas's interpreters, `"xla"` runs the reference; of a sequence the
         first that serves the call. None is decided per lowering: on CUDA devices from Ampere on the first kernel
         that serves the call and is preferred, on every other platform the reference.
-      **static: what else the reference and the kernels take, hashable.
+      **static: what else the reference and the kernels take, hashable; a scalar that is an array, as where it is
+        traced, is for the reference alone.
 
     Raises:
       ValueError: `implementation` is not one of the above.
@@ -120,10 +121,12 @@ def run(
     """
     names = check_implementation(implementation)
     target = targets.current()
+    traced = {name: value for name, value in static.items() if isinstance(value, jax.Array)}
     return _run(
         arrays,
+        traced,
         op=op,
-        static=tuple(static.items()),
+        static=tuple((name, value) for name, value in static.items() if name not in traced),
         config=config,
         names=names,
         target=target,
@@ -134,6 +137,7 @@ def run(
 @functools.partial(jax.jit, static_argnames=("op", "static", "config", "names", "target", "tables"))
 def _run(
     arrays: tuple[Any, ...],
+    traced: dict[str, jax.Array],
     *,
     op: Op,
     static: tuple[tuple[str, Any], ...],
@@ -145,6 +149,11 @@ def _run(
     del tables  # a change of them asks for another trace
     options = dict(static)
     with _plain_settings(arrays), jax.named_scope(op.name):
+        if traced:  # kernels have their scalars built in
+            if names and "xla" not in names:
+                scalars = ", ".join(traced)
+                raise NotImplementedError(f"implementation={names} takes {scalars} as a number, not as an array")
+            return op.reference(*arrays, **options, **traced)
         reference = functools.partial(op.reference, **options)
         forward = _choose(op, arrays, options, config, names, target, reference)
         if forward is reference and op.derivative is None:
@@ -255,7 +264,8 @@ def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any])
                 return derivative(*jax.tree.unflatten(tree, mixed))
 
             floats = [leaf for leaf, s in zip(leaves, smooth, strict=True) if s]
-            return jax.jvp(at, (floats,), (moving,))[1]
+            with _plain_settings(leaves):
+                return jax.jvp(at, (floats,), (moving,))[1]
 
         return function(*primals), jax.checkpoint(tangent)(leaves, moving)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_models.kernels._common import LOWEST
 from pallas_models.kernels.mosaic import attention as mosaic
@@ -22,7 +23,7 @@ class _Options(TypedDict, total=False):
     mask: jax.Array | None
     bias: jax.Array | None
     segment_ids: jax.Array | None
-    sm_scale: float | None
+    sm_scale: float | jax.Array | None
     precision: jax.lax.PrecisionLike
     config: triton.Config | mosaic.Config | Chooser | None
     implementation: Implementation | None
@@ -63,7 +64,7 @@ def attention(
     bias: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
-    sm_scale: float | None = None,
+    sm_scale: float | jax.Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -94,7 +95,8 @@ def attention(
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
         but no block is skipped where ids are not sorted. `causal` compares positions in the row.
       kv_segment_ids: (B, Skv); `segment_ids` when None.
-      sm_scale: factor on the scores; 1 / sqrt(D) when None.
+      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array, as when traced, q is scaled
+        and rounded to its dtype first.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
       config: block sizes of the kernel, of Triton or of Mosaic GPU; chosen when None, for Triton as
@@ -177,7 +179,7 @@ def attention_qkv(
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
-    sm_scale: float | None = None,
+    sm_scale: float | jax.Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -246,6 +248,15 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
 
 
+def _as_int32(*ids: jax.Array) -> list[jax.Array]:
+    """Ids that are the same where those given are; those of 64 bits are numbered anew, in their order."""
+    if all(x.dtype.itemsize <= 4 for x in ids):
+        return [x.astype(jnp.int32) for x in ids]
+    xp = np if all(isinstance(x, np.ndarray) for x in ids) else jnp  # jnp may have 32 bits only
+    known = xp.sort(xp.concatenate([x.ravel() for x in ids]))
+    return [jnp.asarray(xp.searchsorted(known, x), jnp.int32) for x in ids]
+
+
 def _attend(
     parts: tuple[jax.Array, ...],
     *,
@@ -258,7 +269,7 @@ def _attend(
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    sm_scale: float | None,
+    sm_scale: float | jax.Array | None,
     return_lse: bool,
     precision: jax.lax.PrecisionLike,
     config: triton.Config | mosaic.Config | Chooser | None,
@@ -291,7 +302,9 @@ def _attend(
         for name, ids, length in (("segment_ids", segment_ids, seq), ("kv_segment_ids", kv_segment_ids, kv_seq)):
             _checks.check_integer(name, ids)
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
-        segment_ids, kv_segment_ids = segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
+        segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
+    if isinstance(sm_scale, jax.Array):  # kernels have their scale built in
+        parts, sm_scale = _scaled(parts, sm_scale, num_heads, num_kv_heads), 1.0
     sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
@@ -305,6 +318,22 @@ def _attend(
     )
     arrays = (parts, mask, bias, segment_ids, kv_segment_ids)
     return run(_OP, *arrays, config=config, implementation=implementation, **static)
+
+
+def _split(parts: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
+    """Queries, keys and values, of a buffer that holds all three too."""
+    if len(parts) > 1:
+        return parts
+    head_dim = parts[0].shape[-1] // (num_heads + 2 * num_kv_heads)
+    return tuple(jnp.split(parts[0], [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1))
+
+
+def _scaled(
+    parts: tuple[jax.Array, ...], sm_scale: jax.Array, num_heads: int, num_kv_heads: int
+) -> tuple[jax.Array, ...]:
+    """The same with the scale in the queries, rounded to their dtype."""
+    q, k, v = _split(parts, num_heads, num_kv_heads)
+    return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v
 
 
 def reference(
@@ -324,9 +353,7 @@ def reference(
     precision: jax.lax.Precision,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The same in plain XLA."""
-    if len(parts) == 1:
-        ends = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
-        parts = tuple(jnp.split(parts[0], ends, axis=-1))
+    parts = _split(parts, num_heads, num_kv_heads)
     (batch, seq), kv_seq, dtype = parts[0].shape[:2], parts[1].shape[1], parts[0].dtype
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     q = parts[0].reshape(batch, seq, *grouped, head_dim)

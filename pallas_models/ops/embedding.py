@@ -60,6 +60,9 @@ def embed_tokens(
         _checks.check_shape(name, vector, word.shape[1:], "(D,)")
     if ids.shape[1] > position.shape[0]:
         raise ValueError(f"ids has length {ids.shape[1]}; expected at most {position.shape[0]} positions")
+    for name, table in (("word", word), ("token_type", token_type)):
+        if table.shape[0] == 0 and ids.size:
+            raise ValueError(f"{name} has shape {table.shape}; expected at least one row to look up")
     _checks.check_ids("ids", ids, word.shape[0], "rows of the vocabulary")
     if token_type_ids is not None:
         _checks.check_integer("token_type_ids", token_type_ids)
@@ -92,6 +95,8 @@ def reference(
     epsilon: float,
 ) -> jax.Array:
     """The same in plain XLA. Ids outside their table are clamped to it."""
+    if ids.size == 0:
+        return jnp.zeros((*ids.shape, word.shape[1]), word.dtype)
     types = token_type[:1] if token_type_ids is None else jnp.take(token_type, token_type_ids, axis=0, mode="clip")
     total = jnp.take(word, ids, axis=0, mode="clip").astype(jnp.float32)
     total += position[: ids.shape[1]].astype(jnp.float32) + types.astype(jnp.float32)

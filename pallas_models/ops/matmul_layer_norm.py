@@ -1,5 +1,7 @@
 """Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -53,20 +55,21 @@ def matmul_layer_norm(
     for name, vector in (("scale", scale), ("offset", offset)):
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, (w.shape[1],), "(N,)")
+    m, (k, n) = math.prod(x.shape[:-1]), w.shape
     out = run(
         _OP,
-        x.reshape(-1, x.shape[-1]),
+        x.reshape(m, k),
         w,
         scale,
         offset,
         bias,
-        None if residual is None else residual.reshape(-1, w.shape[1]),
+        None if residual is None else residual.reshape(m, n),
         config=config,
         implementation=implementation,
         epsilon=epsilon,
         precision=_checks.as_precision(precision),
     )
-    return out.reshape(*x.shape[:-1], w.shape[1])
+    return out.reshape(*x.shape[:-1], n)
 
 
 def reference(

@@ -1,5 +1,6 @@
 """Layer and RMS normalisation, with the residual addition that precedes them."""
 
+import math
 from typing import Any, Literal, overload
 
 import jax
@@ -158,7 +159,7 @@ def _norm(
     if residual is not None:
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, x.shape, "the shape of x")
-    rows, both = (-1, x.shape[-1]), return_residual and residual is not None
+    rows, both = (math.prod(x.shape[:-1]), x.shape[-1]), return_residual and residual is not None
     out = run(
         _OP,
         x.reshape(rows),

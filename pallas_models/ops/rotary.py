@@ -31,7 +31,7 @@ def rotary_table(positions: jax.Array, head_dim: int, *, theta: float = 10000.0)
         raise ValueError(f"positions has shape {positions.shape}; expected (S,) or (B, S)")
     _check_head_dim(head_dim)
     frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies.reshape((1,) * positions.ndim + (-1,))
     return jnp.cos(angles), jnp.sin(angles)
 
 

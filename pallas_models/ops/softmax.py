@@ -18,7 +18,7 @@ def softmax(
     axis: int = -1,
     *,
     where: jax.Array | None = None,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     algorithm: Algorithm | None = None,
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
@@ -36,7 +36,7 @@ def softmax(
       where: bool or integers 0 and 1, broadcastable to the shape of `x`, or None to keep everything. The
         kernels read it without a copy if it is integer and its axes of size 1 come before or after all
         others but `axis`.
-      scale: multiplies `x` first, in float32; 1 when None.
+      scale: multiplies `x` first, in float32; 1 when None. It may be an array of one number, as when traced.
       algorithm: `"naive"` reads a row three times, for its maximum, its sum and to write; `"online"` twice,
         rescaling the sum when the maximum grows ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)),
         and splits few long rows between programs; `"fused"` once, holding the row in registers, at most
@@ -60,34 +60,41 @@ def softmax(
         raise ValueError(f"{axis=} is out of range for x of shape {x.shape}")
     if algorithm is not None and algorithm not in triton.ALGORITHMS:
         raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
+    if where is not None:
+        _check_where(where, x.shape)
+    if x.size == 0:
+        return x
+    dtype = x.dtype
+    if isinstance(scale, jax.Array):  # kernels have their scale built in
+        x, scale = x.astype(jnp.float32) * scale.astype(jnp.float32), 1.0
     rows = jnp.moveaxis(x, axis, -1)
     *batch, n = rows.shape
     repeat = 1
     if where is not None:
         where, repeat = _mask_rows(where, x.shape, axis)
-    if x.size == 0:
-        return x
-    scale = 1.0 if scale is None else float(scale)
     out = run(
         _OP,
         rows.reshape(-1, n),
         where,
         config=config,
         implementation=implementation,
-        scale=scale,
+        scale=1.0 if scale is None else float(scale),
         repeat=repeat,
         algorithm=algorithm,
     )
-    return jnp.moveaxis(out.reshape(*batch, n), -1, axis)
+    return jnp.moveaxis(out.reshape(*batch, n), -1, axis).astype(dtype)
 
 
-def _mask_rows(where: jax.Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:
-    """The mask as (W, N) for an x of `shape` as (M, N), and `repeat`: row i of x has mask i // repeat % W."""
+def _check_where(where: jax.Array, shape: tuple[int, ...]) -> None:
     _checks.check_mask("where", where, getattr(where, "shape", ()), "")
     if where.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(where.shape[::-1], shape[::-1], strict=False)
     ):
         raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, that of x")
+
+
+def _mask_rows(where: jax.Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:
+    """The mask as (W, N) for an x of `shape` as (M, N), and `repeat`: row i of x has mask i // repeat % W."""
     if where.dtype == jnp.bool_:
         where = where.astype(jnp.int8)  # Pallas holds bool as int32 in memory
     where = jnp.moveaxis(where.reshape((1,) * (len(shape) - where.ndim) + where.shape), axis, -1)

@@ -145,6 +145,20 @@ class _Rows:
         """`exp(y - peak)`, subtracting first: the product with log2(e) would round a large y too coarsely."""
         return exp2((y - peak[:, None]) * _LOG2_E, interpret=self.interpret)
 
+    def sum(self, y: jax.Array) -> jax.Array:
+        """The sum of every row.
+
+        A GPU adds the few values of each thread and then those of the threads, in a tree. XLA for a CPU may
+        add 8192 values one after another, and then loses all that are below half an ulp of the sum so far:
+        the interpreter halves the row instead, so that its error is that of a GPU on every CPU.
+        """
+        if not self.interpret:
+            return jnp.sum(y, axis=1)
+        while y.shape[1] > 1:  # a power of two
+            first, second = jnp.split(y, 2, axis=1)
+            y = first + second
+        return y[:, 0]
+
     def write(self, s: jax.Array | int, weight: jax.Array, valid: jax.Array | None, total: jax.Array) -> None:
         """Stores `weight / total` as block `s`, which makes room in the cache first: nothing reads it here."""
         assert self.o_ref is not None
@@ -189,7 +203,7 @@ class _Rows:
     def merge(self, peaks: jax.Array, totals: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Merges the maxima and sums of several parts of a row, along the second axis."""
         peak = jnp.max(peaks, axis=1)
-        return peak, jnp.sum(totals * self.exp(peaks, peak), axis=1)
+        return peak, self.sum(totals * self.exp(peaks, peak))
 
 
 _MakeRows = Callable[..., _Rows]
@@ -207,7 +221,7 @@ def _naive_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeR
         return total + (e if valid is None else jnp.where(valid, e, 0.0))
 
     peak = jnp.max(jax.lax.fori_loop(0, rows.steps, add_peak, rows.full(-jnp.inf)), axis=1)
-    total = jnp.sum(jax.lax.fori_loop(0, rows.steps, add_total, rows.full(0.0)), axis=1)
+    total = rows.sum(jax.lax.fori_loop(0, rows.steps, add_total, rows.full(0.0)))
     rows.write_all(0, rows.steps, peak, total)
 
 
@@ -215,7 +229,7 @@ def _fused_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeR
     rows = make(x_ref, where_ref, o_ref)
     y, valid = rows.read(0)
     e = rows.exp(y, jnp.max(y, axis=1))
-    rows.write(0, e, valid, jnp.sum(e, axis=1))
+    rows.write(0, e, valid, rows.sum(e))
 
 
 def _online_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeRows) -> None:

@@ -1,0 +1,260 @@
+"""Runs every benchmark, each in a process of its own, so that one that fails or hangs does not stop the others.
+
+All of them share a time budget. A benchmark may use what those before it left over and half of what is meant for
+those after it. Then it is interrupted; what it had measured is kept as a partial result. The options given here
+are passed to each benchmark that has them.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from bench.__main__ import BENCHMARKS, module_of
+from bench.measuring import results
+from bench.measuring.harness import parse_dtypes
+
+HELP = "every benchmark, one after the other"
+
+BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
+SHARES = {"minilm": 4.0, "sts": 2.0, "startup": 3.0}  # of the budget; 1 for the others
+GRACE_S = 15.0  # between the request to stop and the end by force
+
+Status = Literal["ok", "FAILED", "left out"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a benchmark ended: its status, why, and the seconds that it took."""
+
+    name: str
+    status: Status
+    message: str = ""
+    seconds: float = 0.0
+
+
+def parse_names(text: str) -> list[str]:
+    """Parses `minilm,sts`.
+
+    Raises:
+      argparse.ArgumentTypeError: something in it is no benchmark.
+    """
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        message = f"unknown benchmark {', '.join(unknown)}; expected some of {', '.join(BENCHMARKS)}"
+        raise argparse.ArgumentTypeError(message)
+    return names
+
+
+def parse_shapes(text: str) -> dict[str, str]:
+    """Parses `gemm:512x512x512,1024x1024x1024,minilm:1x16`: shapes belong to the benchmark named before them.
+
+    Raises:
+      argparse.ArgumentTypeError: a shape without a benchmark, a name that is no benchmark, or one that takes no
+        shapes, or not such ones.
+    """
+    found: dict[str, list[str]] = {}
+    name = ""
+    for item in text.split(","):
+        head, colon, shape = item.strip().partition(":")
+        if colon:
+            (name,) = parse_names(head)
+        elif name:
+            shape = head
+        else:
+            message = f"{item!r}: expected BENCHMARK:SHAPE, such as gemm:512x512x512,minilm:1x16"
+            raise argparse.ArgumentTypeError(message)
+        found.setdefault(name, []).append(shape)
+    for name, shapes in found.items():
+        action = options_of(name).get("--shapes")
+        if action is None or not callable(action.type):
+            raise argparse.ArgumentTypeError(f"{name} takes no shapes")
+        try:
+            action.type(",".join(shapes))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}") from None
+    return {name: ",".join(shapes) for name, shapes in found.items()}
+
+
+def parse_seconds(text: str) -> float:
+    """Parses a number of seconds above 0.
+
+    Raises:
+      argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `python -m bench all`."""
+    parser.add_argument("--only", type=parse_names, default=list(BENCHMARKS), help="e.g. minilm,sts")
+    parser.add_argument(
+        "--quick", action="store_true", help="shortened, under 3 minutes in all, without torch.compile"
+    )
+    parser.add_argument(
+        "--shapes",
+        type=parse_shapes,
+        default={},
+        help="e.g. gemm:512x512x512,minilm:1x16,64x128; benchmarks not named here run their own",
+    )
+    parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
+    parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
+    parser.add_argument("--data", type=Path, help="folder with the sentences of sts, which is left out without")
+    parser.add_argument(
+        "--budget",
+        type=parse_seconds,
+        metavar="S",
+        help=f"seconds for all together; {BUDGET_S:.0f}, with --quick {QUICK_BUDGET_S:.0f}",
+    )
+
+
+def budget_of(args: argparse.Namespace) -> float:
+    """Seconds that all benchmarks together may take."""
+    return float(args.budget or (QUICK_BUDGET_S if args.quick else BUDGET_S))
+
+
+def limit(names: Sequence[str], left: float) -> float:
+    """Seconds that the first of the benchmarks still to run may take, of those that are left."""
+    shares = [SHARES.get(name, 1.0) for name in names]
+    return left * (1 - 0.5 * sum(shares[1:]) / sum(shares))
+
+
+def options_of(name: str) -> dict[str, argparse.Action]:
+    """The options that a benchmark has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    module_of(name).add_arguments(parser)
+    return dict(parser._option_string_actions)
+
+
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    """How to run a benchmark.
+
+    Raises:
+      LookupError: it needs an option that was not given.
+    """
+    given: dict[str, list[str] | None] = {
+        "--output": [str(args.output)],
+        "--dtype": [",".join(args.dtype)] if args.dtype else None,
+        "--shapes": [args.shapes[name]] if name in args.shapes else None,
+        "--data": [str(args.data)] if args.data else None,
+        "--quick": [] if args.quick else None,
+        "--no-compile": [] if args.quick else None,
+        "--show-results": [] if args.show_results else None,
+    }
+    found = [sys.executable, "-m", "bench", name]
+    for option, action in options_of(name).items():
+        value = given.get(option)
+        if value is not None:
+            found += [option, *value]
+        elif action.required:
+            raise LookupError(f"needs {option}")
+    return found
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts a process, and ends it by force if that does not help."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
+    """Runs a benchmark in a process of its own, whose output goes where that of this one goes."""
+    started = time.monotonic()
+
+    def outcome(status: Status, message: str = "") -> Outcome:
+        return Outcome(name=name, status=status, message=message, seconds=time.monotonic() - started)
+
+    try:
+        line = command(name, args)
+    except LookupError as error:
+        return outcome("left out", str(error))
+    except Exception as error:  # a benchmark that cannot be imported must not stop the others
+        return outcome("FAILED", f"{type(error).__name__}: {error}")
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(line, env=environment)
+    try:
+        code = process.wait(budget)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return outcome("FAILED", f"took longer than the {budget:.0f} s left for it (--budget)")
+    except KeyboardInterrupt:
+        stop(process)
+        raise
+    if code < 0:
+        return outcome("FAILED", f"ended by signal {-code}")
+    return outcome("FAILED", f"exit code {code}") if code else outcome("ok")
+
+
+def summary(outcomes: list[Outcome], written: list[Path]) -> str:
+    """How each benchmark ended, and the files that were written."""
+    lines = [f"{o.name:<12} {o.status:<9} {o.seconds:5.0f} s  {o.message}".rstrip() for o in outcomes]
+    lines += [f"results: {path}" for path in written] or ["no results were written"]
+    if failed := [o.name for o in outcomes if o.status == "FAILED"]:
+        lines.append(f"failed: {', '.join(failed)}")
+    return "\n".join(lines)
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """The result files of all GPUs, with when they were written."""
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*/*.json"))}
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmarks; returns 1 if one failed or none ran, 2 for shapes of none that runs, 130 if stopped."""
+    if idle := [name for name in args.shapes if name not in args.only]:
+        print(f"--shapes: {', '.join(idle)} is not among --only {','.join(args.only)}", file=sys.stderr)
+        return 2
+    previous = signal.signal(signal.SIGTERM, _interrupt)  # no benchmark is left behind running
+    try:
+        return run_all(args)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Runs the benchmarks one after the other and prints how each ended; returns the exit code."""
+    before, started = files(args.output), time.monotonic()
+    outcomes: list[Outcome] = []
+    interrupted = False
+    for number, name in enumerate(args.only, start=1):
+        left = max(budget_of(args) - (time.monotonic() - started), 1.0)
+        seconds = limit(args.only[number - 1 :], left)
+        times = f"at most {seconds:.0f} s, at most {left:.0f} s left in all"
+        print(f"\n== {number} of {len(args.only)}: {name}; {times}", flush=True)
+        try:
+            outcomes.append(run_one(name, args, seconds))
+        except KeyboardInterrupt:
+            interrupted = True
+            outcomes.append(Outcome(name=name, status="FAILED", message="interrupted"))
+            rest = args.only[number:]
+            outcomes += [Outcome(name=n, status="left out", message="interrupted before it") for n in rest]
+            break
+        print(f"== {name}: {outcomes[-1].status} {outcomes[-1].message}".rstrip(), flush=True)
+    written = [path for path, at in files(args.output).items() if before.get(path) != at]
+    print(f"\n{summary(outcomes, written)}\n{time.monotonic() - started:.0f} s in all", flush=True)
+    if interrupted:
+        return 130
+    return int(any(o.status == "FAILED" for o in outcomes) or all(o.status == "left out" for o in outcomes))

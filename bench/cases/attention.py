@@ -1,0 +1,168 @@
+"""Attention, forward: ours against XLA, cuDNN by way of JAX, torch, and the kernels of JAX and tokamax."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
+from pallas_models import ops
+from pallas_models.tuning import HEURISTIC
+
+HELP = "attention: ours, XLA, cuDNN, torch, jax.experimental.pallas.ops, tokamax"
+SHOWN = "4x2048x16x16x128+causal bf16"  # the case in README.md
+
+HALF_ONLY = "it takes fp16 and bf16"
+
+
+def exact(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """In float32 throughout."""
+    with jax.default_matmul_precision("highest"):
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+
+
+def plain(implementation: Literal["xla", "cudnn"], *, causal: bool, dtype: str) -> Callable[..., Any]:
+    """JAX's own, as XLA compiles it or as a call of cuDNN."""
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
+
+    def f(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        with jax.default_matmul_precision("highest" if dtype == "fp32" else "default"):
+            return attend(q, k, v)
+
+    return f
+
+
+def in_torch(backend: str | None, *, causal: bool) -> Callable[..., Any]:
+    """torch's scaled_dot_product_attention, by the backend of that name or, if None, by the one that it chooses.
+
+    Raises:
+      NotImplementedError: the backend needs a CUDA GPU and there is none.
+    """
+    import torch
+    from torch.nn import attention, functional
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[2] != k.shape[2]
+        out = functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    if backend is None:
+        return attend
+    if not torch.cuda.is_available():
+        raise NotImplementedError("it needs a CUDA GPU")
+
+    def by_backend(*arrays: Any) -> Any:
+        with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+            return attend(*arrays)
+
+    return by_backend
+
+
+def jax_pallas(*, causal: bool, head_dim: int, tuned: bool) -> Callable[..., Any]:
+    """JAX's own kernel, with its default tiles or with those that were the fastest of 30 on an H200."""
+    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+    attend = functools.partial(mha, segment_ids=None, sm_scale=head_dim**-0.5, causal=causal)
+    if tuned:
+        block_q, num_stages = (128, 2) if head_dim == 128 and not causal else (64, 3)
+        tiles = BlockSizes(block_q=block_q, block_k=64)
+        attend = functools.partial(attend, block_sizes=tiles, num_warps=4, num_stages=num_stages)
+    return attend
+
+
+def tokamax(*, causal: bool) -> Callable[..., Any]:
+    """tokamax's, in its default configuration."""
+    from tokamax import dot_product_attention  # type: ignore[import-not-found]
+
+    return lambda q, k, v: dot_product_attention(q, k, v, is_causal=causal)
+
+
+def workload(dtype: str, shape: Shape) -> Workload:
+    """Attention of q (batch, seq, heads, head_dim) over kv_heads heads of keys and values of the same length."""
+    batch, seq, heads, kv_heads, head_dim = map(int, shape[:5])
+    causal = "causal" in shape
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads are no multiple of {kv_heads} heads of keys and values")
+    half = "" if dtype in ("fp16", "bf16") else HALF_ONLY
+    ours = functools.partial(ops.attention, causal=causal)
+    triton = functools.partial(ours, implementation="triton")
+    fused = functools.partial(ops.attention_qkv, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
+
+    def join(*qkv: jax.Array) -> tuple[jax.Array]:
+        return (jnp.concatenate([x.reshape(batch, seq, -1) for x in qkv], axis=-1),)
+
+    sees = (seq + 1) / 2 if causal else seq  # keys, on average
+    q_shape, kv_shape = (batch, seq, heads, head_dim), (batch, seq, kv_heads, head_dim)
+    return Workload(
+        inputs=lambda seed: normal(seed, dtype, q_shape, kv_shape, kv_shape),
+        reference=jax.jit(functools.partial(exact, causal=causal)),
+        contenders=[
+            Contender("pallas", "ours", lambda: ours, gpu=True),
+            Contender(
+                "pallas-qkv",
+                "ladder",
+                lambda: lambda qkv: fused(qkv).reshape(q_shape),
+                prepare=join,
+                gpu=True,
+            ),
+            Contender("triton", "ladder", lambda: triton, gpu=True),
+            Contender("heuristic", "ladder", lambda: functools.partial(triton, config=HEURISTIC), gpu=True),
+            Contender("xla", "xla", functools.partial(plain, "xla", causal=causal, dtype=dtype)),
+            Contender(
+                "xla-cudnn",
+                "xla",
+                functools.partial(plain, "cudnn", causal=causal, dtype=dtype),
+                gpu=True,
+                skip=half,
+            ),
+            Contender("torch", "torch", functools.partial(in_torch, None, causal=causal)),
+            *(
+                Contender(
+                    f"torch-{name}",
+                    "torch",
+                    functools.partial(in_torch, backend, causal=causal),
+                    ways=("eager", "graph"),  # compiled, it calls the same kernel
+                    skip=half,
+                )
+                for name, backend in (("flash", "FLASH_ATTENTION"), ("cudnn", "CUDNN_ATTENTION"))
+            ),
+            *(
+                Contender(
+                    name,
+                    "peer",
+                    functools.partial(jax_pallas, causal=causal, head_dim=head_dim, tuned=tuned),
+                    gpu=True,
+                    skip="" if heads == kv_heads else "it takes as many heads of keys as of queries",
+                )
+                for name, tuned in (("jax-pallas", False), ("jax-pallas-tuned", True))
+            ),
+            Contender("tokamax", "peer", functools.partial(tokamax, causal=causal), gpu=True),
+        ],
+        flop=4.0 * batch * heads * seq * sees * head_dim,
+        bytes=2.0 * batch * seq * (heads + kv_heads) * head_dim * itemsize(dtype),
+    )
+
+
+BENCHMARK = Benchmark(
+    name="attention",
+    axes=("batch", "seq", "heads", "kv_heads", "head_dim"),
+    flags=("causal",),
+    shapes=(
+        (4, 2048, 16, 16, 64),
+        (4, 2048, 16, 16, 128),
+        (4, 2048, 16, 16, 128, "causal"),
+        (1, 8192, 16, 16, 128, "causal"),
+        (64, 128, 12, 12, 32),
+        (8, 1024, 12, 12, 64, "causal"),
+        (8, 2048, 32, 8, 128, "causal"),
+    ),
+    quick_shapes=((4, 2048, 16, 16, 64), (4, 2048, 16, 16, 128, "causal"), (64, 128, 12, 12, 32)),
+    cpu_shapes=((1, 128, 2, 2, 32), (1, 128, 4, 2, 32, "causal")),
+    dtypes=("bf16",),
+    workload=workload,
+)
+add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

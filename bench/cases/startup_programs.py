@@ -1,0 +1,211 @@
+"""The programs that the startup benchmark runs in processes of their own.
+
+`python -m bench.cases.startup_programs NAME OPTIONS` calls the function NAME with the arguments in OPTIONS, a JSON
+object, and prints what it returns as JSON, on the last line. Each function imports what it needs, as imports are
+part of what is measured.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SENTENCE = "A man is playing a guitar."
+SECONDS = 0.5  # that a call is repeated, at least
+
+
+def compile_program(model: str, dtype: str, sizes: Sequence[int], implementation: str | None) -> dict[str, float]:
+    """Seconds of tracing, lowering and compiling one program, whose arguments have shapes but no values."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_models import gpt2, minilm, qwen3, trimul
+
+    target = jnp.dtype(dtype)
+    x = jax.ShapeDtypeStruct(tuple(sizes), target)
+
+    def params(init: Callable[..., Any], config: Any) -> Any:
+        matrices = jnp.float16 if model == "trimul" else target  # trimul's are float16 whatever x is
+        return jax.eval_shape(functools.partial(init, config=config, dtype=matrices), jax.random.key(0))
+
+    function: Callable[..., Any]
+    config: Any
+    args: tuple[Any, ...]
+    if model == "minilm":
+        ids, config = jax.ShapeDtypeStruct(tuple(sizes), jnp.int32), minilm.MiniLMConfig()
+        function = functools.partial(minilm.embed, config=config)
+        args = params(minilm.init, config), ids, ids
+    elif model == "gpt2":
+        config = gpt2.GPT2Config()
+        x = jax.ShapeDtypeStruct((*sizes, config.hidden_size), target)
+        function = functools.partial(gpt2.block, num_heads=config.num_heads)
+        args = params(gpt2.init_block, config), x
+    elif model == "qwen3":
+        config = qwen3.Qwen3Config()
+        x = jax.ShapeDtypeStruct((*sizes, config.hidden_size), target)
+        function = functools.partial(qwen3.layer, config=config)
+        args = params(qwen3.init_layer, config), x
+    elif model == "trimul":
+        mask = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
+        function = functools.partial(trimul.trimul, direction="outgoing")
+        args = params(trimul.init, trimul.TriMulConfig(channels=x.shape[-1])), x, mask
+    else:
+        raise ValueError(f"{model=}; expected minilm, gpt2, qwen3 or trimul")
+    jitted = jax.jit(functools.partial(function, implementation=implementation))
+    start = time.perf_counter()
+    traced = jitted.trace(*args)
+    at_lower = time.perf_counter()
+    lowered = traced.lower()
+    at_compile = time.perf_counter()
+    lowered.compile()
+    end = time.perf_counter()
+    return {"trace_s": at_lower - start, "lower_s": at_compile - at_lower, "compile_s": end - at_compile}
+
+
+def encode(sentences: str, weights: str | None, dtype: str, cache: str, started: float) -> dict[str, float]:
+    """Seconds of a user's first minute: from the start of the process to the embeddings of a corpus.
+
+    Args:
+      sentences: a JSON file with a list of them.
+      weights: what `Encoder.from_pretrained` takes; None for its default.
+      dtype: of the encoder.
+      cache: folder of the persistent compilation cache.
+      started: `time.time()` when the process was started.
+    """
+    import inspect
+
+    import jax
+
+    from pallas_models.minilm import Encoder
+
+    imported = time.time()
+    options: dict[str, Any] = {"dtype": dtype}
+    if "compilation_cache" in inspect.signature(Encoder.from_pretrained).parameters:
+        options["compilation_cache"] = cache
+    else:  # the same by JAX's own settings
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    encoder = Encoder.from_pretrained(*([] if weights is None else [weights]), **options)
+    loaded = time.time()
+    with open(sentences, encoding="utf-8") as file:
+        texts = json.load(file)
+    before = time.time()
+    encoder.encode(texts)
+    first = time.time()
+    encoder.encode(texts)
+    second = time.time()
+    return {
+        "import_s": imported - started,
+        "load_s": loaded - imported,
+        "first_encode_s": first - before,
+        "second_encode_s": second - first,
+        "total_s": first - started,
+    }
+
+
+def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
+    """Microseconds a call of the MiniLM forward pass: queued, and with a wait after each.
+
+    Returns:
+      The figures of "pallas", "xla" and "torch-graph", or for torch's the reason why there are none.
+    """
+    import functools
+
+    import jax
+
+    from bench.cases import minilm as benchmark
+    from bench.cases import minilm_models
+    from bench.measuring import contenders, timing
+    from pallas_models import minilm
+
+    checkpoint = minilm_models.load_checkpoint(None)
+    params = checkpoint.params(dtype)
+    shape, vocabulary = (batch, seq), checkpoint.config.vocab_size
+    sets = jax.device_put([benchmark.random_inputs(shape, vocabulary, "full", seed) for seed in range(4)])
+    ours = functools.partial(minilm.embed, config=checkpoint.config)
+    functions = {
+        "pallas": jax.jit(ours),
+        "xla": jax.jit(functools.partial(ours, implementation="xla")),
+    }
+
+    def queue(function: Callable[..., Any], i: int) -> Any:
+        return function(params, *sets[i % len(sets)])
+
+    candidates = {
+        name: timing.Candidate(call=functools.partial(queue, function), wait=jax.block_until_ready)
+        for name, function in functions.items()
+    }
+    found: dict[str, Any] = {}
+    if missing := minilm_models.torch_missing() or ("" if gpu else "CUDA graphs need a GPU"):
+        found["torch-graph"] = missing
+    else:
+        import torch
+
+        model = minilm_models.torch_model(checkpoint, dtype, "cuda")
+        inputs = [tuple(torch.from_dlpack(x).long() for x in given) for given in jax.block_until_ready(sets)]
+        graphs = contenders.capture(model, inputs)
+        candidates["torch-graph"] = timing.Candidate(
+            call=lambda i: graphs[i % len(graphs)](), wait=contenders.synchronize
+        )
+
+    def wait_for(candidate: timing.Candidate, i: int) -> None:
+        candidate.wait(candidate.call(i))
+
+    outcomes = timing.measure(candidates, timing.STANDARD, on_device=False)
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, Exception):
+            raise outcome
+        each = microseconds(functools.partial(wait_for, candidates[name]))
+        found[name] = {"queued_us": outcome.wall.median_us, "synchronised_us": each}
+    return found
+
+
+def sentence(weights: str | None, dtype: str) -> dict[str, float]:
+    """Microseconds of `Encoder.encode` of one short sentence."""
+    from pallas_models.minilm import Encoder
+
+    encoder = Encoder.from_pretrained(*([] if weights is None else [weights]), dtype=dtype)
+    return {"synchronised_us": microseconds(lambda _: encoder.encode(SENTENCE))}
+
+
+def eager(size: int) -> dict[str, dict[str, float]]:
+    """Microseconds of `ops.matmul` and of `jnp.matmul`, not jitted, of two square float32 matrices."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_models import ops
+
+    x, w = jax.random.normal(jax.random.key(0), (2, size, size))
+    functions: dict[str, Callable[..., Any]] = {"pallas": ops.matmul, "xla": jnp.matmul}
+
+    def wait_for(function: Callable[..., Any], i: int) -> None:
+        jax.block_until_ready(function(x, w))
+
+    return {
+        name: {"synchronised_us": microseconds(functools.partial(wait_for, function))}
+        for name, function in functions.items()
+    }
+
+
+def microseconds(call: Callable[[int], Any]) -> float:
+    """The median time of a call that waits for its result, after a few to warm up."""
+    for i in range(5):
+        call(i)
+    samples: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(samples) < 10 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call(len(samples))
+        samples.append(time.perf_counter() - start)
+    return 1e6 * sorted(samples)[len(samples) // 2]
+
+
+PROGRAMS = {program.__name__: program for program in (compile_program, encode, embed, sentence, eager)}
+
+if __name__ == "__main__":
+    print(json.dumps(PROGRAMS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -1,0 +1,494 @@
+"""Workloads and contenders, and what turns a contender's function into calls that can be timed.
+
+A benchmark imports them from `bench.measuring.harness`, which has an example.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.measuring import results, timing
+from bench.measuring.results import Accuracy, Entry, Family
+
+DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
+
+# Upper bounds on the relative error of one operation: several times what rounding its result costs.
+LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+NOT_FINITE = 1e9  # stands for the error of an output with NaN or infinities, so that files stay plain JSON
+
+COLD_BYTES = 192 << 20  # of all input sets together: more than an L2 cache holds
+MAX_SETS = 64
+
+COMPILED_AT_ONCE = 2  # programs for which XLA times algorithms while it compiles
+
+WAYS = ("eager", "graph", "compile", "compile-graph")  # of running a torch function
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """How far outputs are from a reference: its name, and the function of (output, reference), both of JAX."""
+
+    name: str
+    of: Callable[[Any, Any], float]
+
+
+@jax.jit
+def _norms(out: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.linalg.norm(out - expected), jnp.linalg.norm(expected)
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    """||out - expected|| / ||expected||, computed in float32 on the device; `NOT_FINITE` if it is not finite."""
+    if out.shape != expected.shape:
+        raise ValueError(f"the output has shape {out.shape}, the reference {expected.shape}")
+    distance, norm = map(float, _norms(out, expected))
+    value = distance / norm if norm else distance
+    return value if math.isfinite(value) else NOT_FINITE
+
+
+def cosine_distance(output: Any, reference: Any) -> float:
+    """The largest 1 - cosine of a row of `output` with that of `reference`; 2, the largest there is, for NaN."""
+    output, reference = np.asarray(output).astype(np.float64), np.asarray(reference).astype(np.float64)
+    if output.shape != reference.shape:
+        raise ValueError(f"the output has shape {output.shape}, the reference {reference.shape}")
+    norms = np.linalg.norm(output, axis=-1) * np.linalg.norm(reference, axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        distances = 1 - np.sum(output * reference, axis=-1) / norms
+    return float(np.max(np.where(np.isfinite(distances), np.maximum(distances, 0.0), 2.0)))
+
+
+RELATIVE = Measure("relative error", relative_error)
+COSINE = Measure("1 - cosine", cosine_distance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A program that computes a workload.
+
+    Attributes:
+      name: unique in the workload. Of family torch: the entries are called NAME-eager, NAME-graph and so on.
+      family: ours: the default of this library, of which the best counts; ladder: another variant of ours, shown
+        but never counted; xla; torch; peer: another library.
+      load: imports what is needed and returns the function: of JAX arrays, which is compiled, or, if `torch`, of
+        torch tensors. An ImportError means that the contender is skipped for want of the package.
+      torch: whether it is a function of torch tensors; always so in family torch.
+      params: arguments before the inputs of a JAX function, the same in every call, such as weights.
+      prepare: turns an input set, a tuple, into what the function takes; not timed.
+      ways: how a torch function is run; the best counts. Leave out "compile" where it changes nothing.
+      launches: how many kernels a call has at the least. If fewer are seen, CUPTI did not see them all.
+      gpu: whether it needs a CUDA GPU, as kernels do.
+      skip: why it is skipped, if it is.
+    """
+
+    name: str
+    family: Family
+    load: Callable[[], Callable[..., Any]]
+    _: dataclasses.KW_ONLY
+    torch: bool = False
+    params: tuple[Any, ...] = ()
+    prepare: Callable[..., tuple[Any, ...]] | None = None
+    ways: Sequence[str] = WAYS
+    launches: int = 1
+    gpu: bool = False
+    skip: str = ""
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether it is a function of torch tensors."""
+        return self.torch or self.family == "torch"
+
+    def prepared(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An input set as the function takes it."""
+        return inputs if self.prepare is None else self.prepare(*inputs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every contender of a case computes, and the inputs to compute it on.
+
+    Attributes:
+      inputs: makes a random input set, a tuple of arrays, from a seed; with jax.random (`normal`) on the device.
+      reference: function of an input set that gives the right output in float32 or float64, an array or a tuple.
+        What `jax.jit` returns is compiled ahead, as the contenders are. Of a contender that returns more than the
+        reference only the first outputs are compared.
+      contenders: the programs that are compared.
+      flop: floating-point operations of one call; None where they are not counted.
+      products: dtype of the matrix products that flop counts, if not that of the case.
+      bytes: what one call must read and write at the least; None where it is not counted.
+      measure, limit: how outputs are compared, and the error above which they are wrong; None for the dtype's
+        in LIMITS.
+      sets: how many input sets the calls rotate through; None for so many that inputs come from memory, not from
+        the L2 cache. Give a small number where in real use the cache holds them.
+    """
+
+    inputs: Callable[[int], tuple[Any, ...]]
+    reference: Callable[..., Any]
+    contenders: Sequence[Contender]
+    flop: float | None = None
+    products: str | None = None
+    bytes: float | None = None
+    measure: Measure = RELATIVE
+    limit: float | None = None
+    sets: int | None = None
+
+    def input_sets(self) -> list[tuple[jax.Array, ...]]:
+        """The input sets, on the device."""
+        first = jax.device_put(self.inputs(0))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+        number = self.sets or min(max(math.ceil(COLD_BYTES / max(size, 1)), 2), MAX_SETS)
+        return [first, *(jax.device_put(self.inputs(seed)) for seed in range(1, number))]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(seed: Any, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(
+        jax.random.normal(k, s, jnp.float32).astype(DTYPES[dtype]) for k, s in zip(keys, shapes, strict=True)
+    )
+
+
+def normal(seed: int, dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Arrays of normal random numbers, made on the device and rounded to `dtype`: fp32, fp16 or bf16."""
+    return _normal(seed, dtype, shapes)
+
+
+def absent(error: ImportError) -> str:
+    """What is missing, where an import failed."""
+    return f"{error.name} is not installed" if error.name and "No module" in str(error) else str(error)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Attempt:
+    """A contender that has been loaded and compiled, or the reason why that failed; becomes an `Entry`.
+
+    Attributes:
+      name, family: as in the entry.
+      candidate: how it is called.
+      output: gives its output for an input set, as JAX arrays.
+      compile_s, peak_bytes: figures of the entry.
+      skipped: why it is not run.
+      error: what it raised.
+      accuracy: of its outputs.
+    """
+
+    name: str
+    family: Family
+    candidate: timing.Candidate | None = None
+    output: Callable[[int], Any] | None = None
+    compile_s: float | None = None
+    peak_bytes: float | None = None
+    skipped: str = ""
+    error: Exception | None = None
+    accuracy: Accuracy | None = None
+
+    def check(self, references: dict[int, Any], measure: Measure, limit: float) -> None:
+        """Compares outputs with the references, by number of the input set."""
+        if self.output is None:
+            return
+        try:
+            value = 0.0
+            for i, expected in references.items():
+                leaves = jax.tree.leaves(expected)
+                found = jax.tree.leaves(self.output(i))[: len(leaves)]
+                pairs = zip(found, leaves, strict=True)
+                value = max(value, *(measure.of(leaf, right) for leaf, right in pairs))
+        except Exception as error:  # reported as this candidate's result
+            self.error = error
+        else:
+            self.accuracy = Accuracy(measure=measure.name, value=value, limit=limit)
+
+    def stop(self, error: Exception) -> None:
+        """Takes note of what calling it raised; a missing package and what another cannot do are no failures."""
+        if isinstance(error, ImportError):
+            self.skipped = absent(error)
+        elif isinstance(error, NotImplementedError) and self.family != "ours":
+            self.skipped = str(error)
+        else:
+            self.error = error
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be called and is right."""
+        right = self.accuracy is not None and self.accuracy.value <= self.accuracy.limit
+        return right and self.error is None
+
+    def entry(self, outcome: timing.Measurement | Exception | None) -> Entry:
+        """The entry in the result file, given what timing it gave."""
+        error = outcome if isinstance(outcome, Exception) else self.error
+        entry = Entry(
+            name=self.name,
+            family=self.family,
+            status="ok",
+            accuracy=self.accuracy,
+            compile_s=self.compile_s,
+            peak_bytes=self.peak_bytes,
+        )
+        if self.skipped:
+            return dataclasses.replace(entry, status="skipped", message=self.skipped)
+        if error is not None:
+            first_line = next(iter(str(error).splitlines()), "")
+            message = f"{type(error).__name__}: {first_line}"[:300]
+            return dataclasses.replace(entry, status="failed", message=message)
+        if isinstance(outcome, timing.Measurement):
+            kernels = [results.Kernel(name=name, us=us) for name, us in outcome.kernels]
+            return dataclasses.replace(entry, device=outcome.device, wall=outcome.wall, kernels=kernels)
+        if self.accuracy is None:
+            raise ValueError(f"{self.name} has no output, no error and no reason to be skipped")
+        found = "not finite" if self.accuracy.value == NOT_FINITE else f"{self.accuracy.value:.1e}"
+        message = f"{self.accuracy.measure} is {found}, limit {self.accuracy.limit:.0e}"
+        return dataclasses.replace(entry, status="wrong", message=message)
+
+
+def set_bytes(inputs: Any) -> int:
+    """Bytes of an input set."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(inputs))
+
+
+class JaxPrograms:
+    """The programs of the JAX contenders and references of all workloads, compiled ahead, several at a time.
+
+    Kernels and references go first, as many at a time as there are cores. XLA's programs follow, few at a time:
+    XLA times algorithms to choose among them, and a busy host would delay the launches that it times.
+    """
+
+    def __init__(self, workloads: Sequence[Workload], *, gpu: bool):
+        self.gpu = gpu
+        self.programs: dict[tuple[int, str], concurrent.futures.Future[Any]] = {}
+        self.references: dict[int, concurrent.futures.Future[Any]] = {}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            for workload in workloads:
+                self._submit(pool, workload, kernels=True)
+                if hasattr(workload.reference, "lower"):
+                    self.references[id(workload)] = pool.submit(self._compile_reference, workload)
+        with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE if gpu else os.cpu_count()) as pool:
+            for workload in workloads:
+                self._submit(pool, workload, kernels=False)
+
+    def _submit(self, pool: concurrent.futures.Executor, workload: Workload, *, kernels: bool) -> None:
+        for contender in workload.contenders:
+            if not (contender.in_torch or self._reason(contender)) and contender.gpu == kernels:
+                submitted = pool.submit(self._compile, workload, contender)
+                self.programs[id(workload), contender.name] = submitted
+
+    def _reason(self, contender: Contender) -> str:
+        return contender.skip or ("it needs a CUDA GPU" if contender.gpu and not self.gpu else "")
+
+    @staticmethod
+    def _compile(workload: Workload, contender: Contender) -> tuple[Any, float]:
+        function = contender.load()
+        example = jax.eval_shape(lambda: contender.prepared(workload.inputs(0)))
+        start = time.perf_counter()
+        compiled = jax.jit(function).lower(*contender.params, *example).compile()
+        return compiled, time.perf_counter() - start
+
+    def _compile_reference(self, workload: Workload) -> Any:
+        example = jax.eval_shape(lambda: workload.inputs(0))
+        options = {"xla_gpu_autotune_level": 0} if self.gpu else None  # it is not timed
+        return cast(Any, workload.reference).lower(*example).compile(options)
+
+    def reference(self, workload: Workload, inputs: tuple[Any, ...]) -> Any:
+        """The right output for an input set."""
+        ahead = self.references.get(id(workload))
+        return (ahead.result() if ahead else workload.reference)(*inputs)
+
+    def attempt(self, workload: Workload, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> Attempt:
+        """A contender, ready to be called on the input sets."""
+        attempt = Attempt(name=contender.name, family=contender.family, skipped=self._reason(contender))
+        if attempt.skipped:
+            return attempt
+        try:
+            program, attempt.compile_s = self.programs[id(workload), contender.name].result()
+            inputs = [jax.block_until_ready(contender.prepared(given)) for given in sets]
+            memory = program.memory_analysis() if self.gpu else None
+        except Exception as error:  # reported as this candidate's result
+            attempt.stop(error)
+        else:
+
+            def call(i: int) -> Any:
+                return program(*contender.params, *inputs[i % len(inputs)])
+
+            if memory is not None:
+                work = memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+                attempt.peak_bytes = float(set_bytes(inputs[0]) + work)
+            attempt.candidate = timing.Candidate(call=call, wait=jax.block_until_ready)
+            attempt.output = call
+        return attempt
+
+
+class TorchPrograms:
+    """Runs the torch contenders: eager, in CUDA graphs, compiled, and compiled in CUDA graphs.
+
+    A CUDA graph is made for every input set and reads it where it lies, as for a caller who writes its inputs into
+    the graph's own buffers.
+    """
+
+    def __init__(self, *, gpu: bool, compile_mode: str, compile_budget: float, no_compile: bool):
+        self.gpu, self.compile_mode = gpu, compile_mode
+        self.compile_budget, self.no_compile = compile_budget, no_compile
+        self.compile_s = 0.0  # spent so far
+        self.missing = self._missing()
+
+    def _missing(self) -> str:
+        try:
+            import torch
+        except ImportError as error:
+            return absent(error)
+        if self.gpu and not torch.cuda.is_available():
+            return f"torch {torch.__version__} finds no CUDA device"
+        if hasattr(torch._dynamo.config, "recompile_limit"):
+            torch._dynamo.config.recompile_limit = 64  # one program a shape and dtype, more than its default of 8
+        return ""
+
+    def attempts(self, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> list[Attempt]:
+        """A contender, ready to be called on the input sets, in each of its ways."""
+        made = {way: Attempt(name=f"{contender.name}-{way}", family=contender.family) for way in contender.ways}
+        reason = contender.skip or self.missing
+        if reason:
+            for attempt in made.values():
+                attempt.skipped = reason
+            return list(made.values())
+        try:
+            function, inputs = contender.load(), self._inputs(contender, sets)
+        except Exception as error:  # reported as these candidates' result
+            for attempt in made.values():
+                attempt.stop(error)
+            return list(made.values())
+        compiled: Any = None
+        for way, attempt in made.items():
+            attempt.skipped = self._reason(way, begun=compiled is not None)
+            if attempt.skipped:
+                continue
+            try:
+                if "compile" in way and compiled is None:
+                    compiled = self._compiled(function, inputs[0])
+                chosen, attempt.compile_s = compiled if "compile" in way else (function, None)
+                if isinstance(chosen, Exception):
+                    raise chosen
+                if self.gpu and "graph" not in way:
+                    attempt.peak_bytes = self._peak_bytes(chosen, inputs[0])
+                calls = capture(chosen, inputs) if "graph" in way else _calls(chosen, inputs)
+            except Exception as error:  # reported as this candidate's result
+                attempt.stop(error)
+            else:
+                self._ready(attempt, calls, contender)
+        return list(made.values())
+
+    def _inputs(self, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        import torch
+
+        jax.block_until_ready(sets)
+        return [contender.prepared(tuple(map(torch.from_dlpack, given))) for given in sets]
+
+    def _reason(self, way: str, *, begun: bool) -> str:
+        if not self.gpu and way != "eager":
+            return "CUDA graphs and torch.compile are measured on a GPU"
+        if "compile" in way and self.no_compile:
+            return "--no-compile"
+        if "compile" in way and not begun and self.compile_s > self.compile_budget:
+            return f"--compile-budget: torch.compile had taken {self.compile_s:.0f} s"
+        return ""
+
+    def _compiled(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, float]:
+        """The compiled function, or what it raised, and the seconds it took."""
+        import torch
+
+        start = time.perf_counter()
+        try:
+            compiled: Any = torch.compile(function, dynamic=False, mode=self.compile_mode)
+            compiled(*inputs)
+            torch.cuda.synchronize()
+        except Exception as error:  # reported as this candidate's result
+            compiled = error
+        seconds = time.perf_counter() - start
+        self.compile_s += seconds
+        return compiled, seconds
+
+    @staticmethod
+    def _peak_bytes(function: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
+        import torch
+
+        function(*inputs)  # workspaces that stay are made on first use
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function(*inputs)
+        return float(torch.cuda.max_memory_allocated() - before + set_bytes(inputs))
+
+    def _ready(self, attempt: Attempt, calls: list[Callable[[], Any]], contender: Contender) -> None:
+        def call(i: int) -> Any:
+            return calls[i % len(calls)]()
+
+        def output(i: int) -> Any:
+            out = call(i)
+            if self.gpu:
+                synchronize(out)
+            return jax.tree.map(lambda leaf: jax.dlpack.from_dlpack(leaf.detach().contiguous()), out)
+
+        attempt.candidate = timing.Candidate(
+            call=call,
+            wait=synchronize if self.gpu else lambda _: None,
+            events=_cuda_events if self.gpu else None,
+            launches_at_least=contender.launches,
+        )
+        attempt.output = output
+
+
+def _calls(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[], Any]]:
+    return [functools.partial(function, *given) for given in inputs]
+
+
+def capture(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[], Any]]:
+    """Captures a torch function in a CUDA graph for every input set; a call replays the graph."""
+    import torch
+
+    calls: list[Callable[[], Any]] = []
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # what is done once, on first use, must not be captured
+            function(*inputs[0])
+        torch.cuda.synchronize()
+        for given in inputs:  # not with torch.cuda.graph, which collects garbage each time: 0.1 s
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: JAX's threads share the process and may call CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = function(*given)
+            finally:
+                graph.capture_end()
+            calls.append(functools.partial(_replay, graph, output))
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    return calls
+
+
+def _replay(graph: Any, output: Any) -> Any:
+    graph.replay()
+    return output
+
+
+def synchronize(_: Any) -> None:
+    """Waits until torch's GPU has done everything."""
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def _cuda_events(queue: Callable[[], Any]) -> float:
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    queue()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)

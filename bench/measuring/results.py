@@ -1,0 +1,224 @@
+"""Result files: one JSON file per GPU and benchmark, with a schema that is checked when it is read.
+
+A file stores what was measured and under which conditions; rates, ratios and means are derived from it where
+they are shown (`bench.reporting.tables`), so that a file cannot contradict itself.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.measuring.timing import Timing
+
+FORMAT = "pallas_models.bench"
+VERSION = 2  # 2 has more families, and peak_bytes
+READABLE = (1, 2)
+DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
+
+Family = Literal["ours", "ladder", "xla", "torch", "peer"]
+Status = Literal["ok", "wrong", "failed", "skipped"]
+
+
+class ResultError(ValueError):
+    """A result file cannot be used: the message names the file and what is the matter with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """How far an output is from the reference.
+
+    Attributes:
+      measure: what `value` is, e.g. "1 - cosine".
+      value: the largest seen, not a number included.
+      limit: above it the output counts as wrong.
+    """
+
+    measure: str
+    value: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kernel launch of a call and its median duration in microseconds."""
+
+    name: str
+    us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The outcome of one candidate in one case.
+
+    Attributes:
+      name: of the candidate, unique in the case.
+      family: whose figure it counts for; the best entry of a family is the family's figure. ladder: variants of
+        ours that are shown but count for nothing; peer: other libraries.
+      status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
+        skipped: it was not run.
+      message: why, unless ok.
+      accuracy: of its output, where there is one.
+      device, wall: device and wall time; None unless ok, and `device` also without a GPU.
+      kernels: the launches of one call, in order, where they were recorded.
+      compile_s: seconds that compilation took.
+      metrics: further figures by name, with the unit in the name.
+      peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
+        itself, such as weights; None where it is not known. A file may lack it.
+    """
+
+    name: str
+    family: Family
+    status: Status
+    message: str = ""
+    accuracy: Accuracy | None = None
+    device: Timing | None = None
+    wall: Timing | None = None
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    compile_s: float | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One workload that every candidate solves.
+
+    Attributes:
+      label: short name, unique in the file.
+      dtype: fp32, fp16 or bf16.
+      shape: sizes by name.
+      flop: floating-point operations of one call; None where they are not counted.
+      entries: what became of each candidate.
+      bytes: what one call must read and write at the least; None where it is not counted. A file may lack it.
+      products: dtype of the matrix products, if not `dtype`. A file may lack it.
+    """
+
+    label: str
+    dtype: str
+    shape: dict[str, int]
+    flop: float | None
+    entries: list[Entry]
+    bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
+    products: str | None = dataclasses.field(default=None, metadata={"optional": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run of one benchmark.
+
+    Attributes:
+      benchmark: its name.
+      date: ISO 8601, UTC.
+      partial: whether the run was shortened (--quick, --shapes, no GPU, interrupted) and is not for
+        publication.
+      environment: GPU, driver, versions, commit.
+      ceilings: rates measured in the same run, by name with the unit.
+      settings: options that bear on the figures, and where the weights came from.
+      cases: in the order in which they were run.
+    """
+
+    benchmark: str
+    date: str
+    partial: bool
+    environment: dict[str, str]
+    ceilings: dict[str, float]
+    settings: dict[str, str]
+    cases: list[Case]
+
+
+def slug(name: str) -> str:
+    """Turns a device name into a folder name: lower case, runs of other characters become a hyphen."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def path_of(result: Result, folder: Path) -> Path:
+    """Where a result is stored: `<folder>/<gpu>/<benchmark>.json`, or `.partial.json`."""
+    suffix = ".partial.json" if result.partial else ".json"
+    return folder / slug(result.environment["device"]) / (result.benchmark + suffix)
+
+
+def save(result: Result, folder: Path) -> Path:
+    """Writes a result, replacing an older one of the same GPU and benchmark only once it is complete."""
+    path = path_of(result, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(result)}
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def load(path: Path) -> Result:
+    """Reads and validates a result file.
+
+    Raises:
+      ResultError: it cannot be read, is no JSON, comes from something else or from another version of the
+        schema, or does not fit the schema.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
+        raise ResultError(f"{path}: is not a JSON file, or was cut short ({error})") from error
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise ResultError(f'{path}: is not a benchmark result (no "format": "{FORMAT}")')
+    version = data.pop("version", None)
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise ResultError(f"{path}: has version {version!r} of the schema; this program reads {known}")
+    try:
+        result: Result = _build(Result, data, "")
+        for case in result.cases:
+            for entry in case.entries:
+                for time in (entry.device, entry.wall):
+                    if time and not 0 < time.p20_us <= time.median_us <= time.p80_us < math.inf:
+                        raise _MismatchError(f"{case.label}, {entry.name}: impossible times {time}")
+        return result
+    except _MismatchError as error:
+        raise ResultError(f"{path}: {error}") from error
+
+
+class _MismatchError(ValueError):
+    pass
+
+
+def _build(expected: Any, data: Any, where: str) -> Any:
+    """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
+    here = where or "the file"
+    if isinstance(expected, type) and dataclasses.is_dataclass(expected):
+        if not isinstance(data, dict):
+            raise _MismatchError(f"{here}: expected an object, got {data!r:.60}")
+        fields = {field.name: field for field in dataclasses.fields(expected)}
+        hints = typing.get_type_hints(expected)
+        if unknown := sorted(data.keys() - fields.keys()):
+            raise _MismatchError(f"{here}: unknown field {', '.join(unknown)}")
+        if missing := [n for n, field in fields.items() if n not in data and not field.metadata.get("optional")]:
+            raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
+        return expected(**{name: _build(hints[name], data[name], f"{where}.{name}".strip(".")) for name in data})
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin is list and isinstance(data, list):
+        return [_build(arguments[0], value, f"{where}[{i}]") for i, value in enumerate(data)]
+    if origin is dict and isinstance(data, dict):
+        return {key: _build(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+    if origin is types.UnionType:  # X | None
+        return None if data is None else _build(arguments[0], data, where)
+    if origin is Literal:
+        if data in arguments:
+            return data
+        raise _MismatchError(f"{here}: expected one of {', '.join(arguments)}, got {data!r:.60}")
+    if expected is float and type(data) in (int, float):
+        try:
+            return float(data)
+        except OverflowError:
+            raise _MismatchError(f"{here}: an integer of {data.bit_length()} bits is no float") from None
+    if type(data) is not expected:
+        name = getattr(origin or expected, "__name__", str(expected))
+        raise _MismatchError(f"{here}: expected {name}, got {data!r:.60}")
+    return data

@@ -1,0 +1,1 @@
+"""How it is shown: tables, plots, pages, and the comparison of two results."""

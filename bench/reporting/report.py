@@ -1,0 +1,126 @@
+"""Turns result files into pages: Markdown and HTML for each GPU, and the summary table of README.md."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from bench.__main__ import BENCHMARKS
+from bench.measuring import results
+from bench.measuring.results import Result
+from bench.reporting import readme, tables
+
+HELP = "make pages with tables and plots from the results, and the summary in README.md"
+
+README = Path(__file__).parents[2] / "README.md"
+README_GPU = "nvidia-h200"
+FOLDER = "report"  # of the HTML page, beside the results that it is made from; not tracked by git
+PLOTS = "plots"  # of those plots that Markdown files show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `python -m bench report`."""
+    parser.add_argument("--results", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument("--gpu", help=f"folder of a GPU in it; all of them, the summary from {README_GPU}")
+    parser.add_argument("--readme", type=Path, default=README, help="file whose marked summary is rewritten")
+    parser.add_argument("--no-readme", action="store_true", help="leave that file as it is")
+    parser.add_argument("--no-html", action="store_true", help="make no HTML page and draw nothing")
+
+
+def load_all(folder: Path) -> tuple[list[Result], bool]:
+    """Reads the results of a GPU: of each benchmark the complete one, else the partial one.
+
+    Returns:
+      The results by name of the benchmark, and whether a file could not be used; which one is printed.
+    """
+    found: dict[str, Result] = {}
+    failed = False
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.name.endswith(".partial.json")):
+        try:
+            result = results.load(path)
+        except results.ResultError as error:
+            print(error, file=sys.stderr)
+            failed = True
+        else:
+            found.setdefault(result.benchmark, result)
+    return [found[name] for name in sorted(found)], failed
+
+
+def write_markdown(complete: list[Result], folder: Path) -> bool:
+    """Writes the Markdown page of a GPU from its complete results; returns whether it could be written."""
+    path = folder / readme.NAME
+    try:
+        there = [name for name in readme.PLOTS if (folder / PLOTS / f"{name}.png").is_file()]
+        path.write_text(readme.page(complete, there), encoding="utf-8")
+    except OSError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return False
+    print(f"wrote {path}")
+    return True
+
+
+def write_readme(path: Path, complete: list[Result], folder: Path) -> bool:
+    """Rewrites the summary in README.md; returns whether that could be done."""
+    for name in BENCHMARKS:
+        if name not in {result.benchmark for result in complete}:
+            print(f"{folder / name}.json: no complete result; run `python -m bench {name}` on that GPU")
+    page = folder / readme.NAME
+    try:
+        if f"<!-- bench:{readme.SUMMARY} -->" not in path.read_text(encoding="utf-8"):
+            print(f"{path}: has no <!-- bench:{readme.SUMMARY} -->")
+        elif complete:
+            link = os.path.relpath(page, path.parent)
+            readme.rewrite(path, complete, Path(link).as_posix())
+            print(f"wrote the summary in {path}")
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def write_html(found: list[Result], complete: list[Result], folder: Path) -> bool:
+    """Writes the HTML page of a GPU and the plots of Markdown files; returns whether that could be done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            "matplotlib is not installed, so no page was made: pip install 'pallas-models[bench]'", file=sys.stderr
+        )
+        return False
+    from bench.reporting import page, plots
+
+    try:
+        summaries = [tables.full(result, readme.own_tables(result)) for result in found]
+        print(f"wrote {page.write(found, summaries, folder / FOLDER)}")
+        shown = [plot for plot in plots.headlines(complete) if plot.name in readme.PLOTS]
+        if shown:
+            (folder / PLOTS).mkdir(exist_ok=True)
+        for plot in shown:
+            plot.save_png(folder / PLOTS)
+    except OSError as error:
+        print(f"{folder / FOLDER}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes tables and pages; returns 1 if a file could not be used or written or there is no result at all."""
+    readme_gpu = args.gpu or README_GPU
+    gpus = (
+        [args.gpu] if args.gpu else sorted({readme_gpu, *(p.parent.name for p in args.results.glob("*/*.json"))})
+    )
+    good, any_result = True, False
+    for gpu in gpus:
+        folder = args.results / gpu
+        found, failed = load_all(folder)
+        complete = [result for result in found if not result.partial]
+        good &= not failed
+        any_result |= bool(found)
+        if found and not args.no_html:
+            good &= write_html(found, complete, folder)
+        if complete:
+            good &= write_markdown(complete, folder)
+        if gpu == readme_gpu and not args.no_readme:
+            good &= write_readme(args.readme, complete, folder)
+    if not any_result:
+        print(f"no result could be read under {args.results}", file=sys.stderr)
+    return int(not (good and any_result))

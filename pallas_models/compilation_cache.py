@@ -1,0 +1,175 @@
+"""Compiled code that is kept between processes, in `$XDG_CACHE_HOME/pallas_models/compilation` or a folder given.
+
+XDG_CACHE_HOME is `~/.cache` where it is not set. A program may turn on JAX's own persistent cache there for all
+that it compiles: `enable`. A library call must not, as JAX has one such setting for the whole process; `Encoder`
+therefore keeps its compiled programs itself: `Executables`. Reading one back takes neither tracing nor lowering.
+
+Compiled code is code: give no folder that others may write to.
+"""
+
+import argparse
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+from pallas_models import tuning
+
+_PACKAGE = Path(__file__).parent
+
+
+def default_folder() -> Path:
+    """The folder that programs use unless told otherwise."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "pallas_models" / "compilation"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--compilation-cache DIR` and `--no-compilation-cache`, both as `args.compilation_cache`."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--compilation-cache",
+        metavar="DIR",
+        type=Path,
+        default=default_folder(),
+        help="keep compiled code here for the next run (%(default)s)",
+    )
+    choice.add_argument(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_const",
+        const=None,
+        help="compile anew, and keep nothing",
+    )
+
+
+def enable(folder: Path | None) -> None:
+    """Turns on JAX's persistent cache for this process, unless the folder is None or JAX has been given one.
+
+    For programs alone: it changes JAX's global settings.
+    """
+    if folder is None or jax_has_one():
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs add up
+
+
+def jax_has_one() -> bool:
+    """Whether JAX's own persistent cache is on."""
+    return bool(jax_setting("jax_compilation_cache_dir") and jax_setting("jax_enable_compilation_cache"))
+
+
+def jax_setting(name: str) -> Any:
+    """What JAX is set to in this thread, with the context managers that are in force."""
+    return getattr(jax.config, name)
+
+
+class Executables:
+    """Programs for one device, a file each. What cannot be read or written is passed over, with a warning."""
+
+    def __init__(self, folder: str | os.PathLike[str], device: jax.Device):
+        self._folder, self._device = Path(folder), device
+        self._warned = False
+
+    def name(self, *key: object) -> str | None:
+        """The name of the program that `key` describes, under the circumstances of the calling thread.
+
+        None where JAX's own cache is on: XLA cannot serialise what it has read from there, and one is enough.
+        """
+        if jax_has_one():
+            return None
+        try:
+            full = repr((_circumstances(), _describe(self._device), _jax_settings(), key))
+        except OSError as error:
+            self._warn(f"what programs depend on cannot be read: {error}")
+            return None
+        return f"{hashlib.sha256(full.encode()).hexdigest()}.executable"
+
+    def load(self, name: str) -> jax.stages.Compiled | None:
+        """The program that was saved under this name, or None."""
+        path = self._folder / name
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"{path} cannot be read: {error}")
+            return None
+        digest, payload = content[:32], content[32:]
+        if hashlib.sha256(payload).digest() != digest:
+            self._warn(f"{path} is corrupt")
+            return None
+        try:
+            serialized, in_tree, out_tree = pickle.loads(payload)
+            return serialize_executable.deserialize_and_load(
+                serialized, in_tree, out_tree, self._device.client, [self._device]
+            )
+        except Exception as error:  # whatever XLA or JAX makes of a program that they cannot run
+            self._warn(f"{path} cannot be used: {type(error).__name__}: {error}")
+            return None
+
+    def save(self, name: str, compiled: jax.stages.Compiled) -> None:
+        """Writes a program."""
+        path = self._folder / name
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Under a name of its own until it is complete: several processes may write the same program.
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".partial", delete=False) as file:
+                try:
+                    file.write(hashlib.sha256(payload).digest() + payload)
+                    file.close()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except Exception as error:
+            self._warn(f"{path} cannot be written: {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"compilation cache passed over: {message}", stacklevel=2)
+
+
+@functools.cache
+def _circumstances() -> tuple[object, ...]:
+    """What any program depends on: versions, this package's code, tables of tiles, XLA's flags."""
+    files = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json"), *tuning.cache_path("").parent.glob("*.json")]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file} {len(content)}\n".encode() + content)
+    prefixes = ("XLA_", "MOSAIC_", "TRITON_")
+    flags = sorted(item for item in os.environ.items() if item[0].startswith(prefixes))
+    return jax.__version__, jaxlib.__version__, digest.hexdigest(), flags
+
+
+@functools.cache
+def _describe(device: jax.Device) -> tuple[object, ...]:
+    host: tuple[object, ...] = ()
+    if device.platform == "cpu":  # its code is for this processor alone
+        host = (platform.machine(), platform.processor(), _cpu_features())
+    client = device.client
+    return device.platform, device.device_kind, device.id, client.platform_version, *host
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _jax_settings() -> list[tuple[str, str]]:
+    return sorted((name, repr(getattr(jax.config, name, value))) for name, value in jax.config.values.items())

@@ -1,0 +1,118 @@
+"""Programs as artefacts: a function with its kernels, lowered once, that runs where this library is not installed.
+
+`jax.export` refuses the calls that GPU kernels are until it is told which are wanted, and lowers a kernel for one
+platform at a time. `export` does both.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+_MAGIC = b"pallas_models.export 1\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """A function lowered for some platforms.
+
+    Attributes:
+      programs: what `jax.export` made, by platform.
+    """
+
+    programs: dict[str, Any]
+
+    def call(self, *args: Any) -> Any:
+        """Runs the program of the platform that `args`, or else new arrays, are on.
+
+        Raises:
+          ValueError: there is none for that platform.
+        """
+        platform = _platform(args)
+        if platform not in self.programs:
+            raise ValueError(f"the artefact is for {', '.join(self.programs)}, not {platform}")
+        return self.programs[platform].call(*args)
+
+    def serialize(self) -> bytes:
+        """The artefact as bytes, for `deserialize`. Needs the package flatbuffers."""
+        parts = {platform: bytes(program.serialize()) for platform, program in self.programs.items()}
+        head = json.dumps({platform: len(part) for platform, part in parts.items()}).encode()
+        return _MAGIC + head + b"\n" + b"".join(parts.values())
+
+
+def export(
+    function: Callable[..., Any],
+    *args: Any,
+    platforms: Sequence[str] = ("cpu", "cuda"),
+    device: tuple[str, int] | None = None,
+) -> Artefact:
+    """Lowers `jax.jit(function)` for the shapes of `args`.
+
+    ```
+    artefact = export(functools.partial(minilm.embed, params), ids, mask)
+    Path("embed.bin").write_bytes(artefact.serialize())
+    # on another machine
+    deserialize(Path("embed.bin").read_bytes()).call(ids, mask)
+    ```
+
+    Args:
+      function: takes and returns pytrees of arrays.
+      *args: arrays or `jax.ShapeDtypeStruct`s. A symbolic size (`jax.export.symbolic_shape`) is served by XLA: no
+        kernel is built for a size that is not known.
+      platforms: of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
+      device: the GPU that kernels are chosen for, its name as in `device_kind` and its number of multiprocessors,
+        e.g. `("NVIDIA H200", 132)`. When None this process's, or where it has none kernels that run on every GPU
+        from Ampere on. A kernel for Hopper GPUs runs on those alone.
+
+    Raises:
+      ValueError: no platforms.
+    """
+    if not platforms:
+        raise ValueError("platforms is empty; expected some of 'cpu', 'cuda', 'tpu', 'rocm'")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
+    programs = {}
+    for platform in platforms:
+        with _compiling_for(device) if platform == "cuda" else contextlib.nullcontext():
+            lower = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)
+            programs[platform] = lower(*shapes)
+    return Artefact(programs=programs)
+
+
+def deserialize(data: bytes) -> Artefact:
+    """Reads what `Artefact.serialize` gave.
+
+    Raises:
+      ValueError: the data are something else, or cut short.
+    """
+    head, _, rest = data.removeprefix(_MAGIC).partition(b"\n")
+    try:
+        sizes = json.loads(head) if data.startswith(_MAGIC) else None
+    except ValueError:
+        sizes = None
+    if not isinstance(sizes, dict) or sum(sizes.values()) != len(rest):
+        raise ValueError(f"{len(data)} bytes are no artefact of pallas_models, or were cut short")
+    programs, start = {}, 0
+    for platform, size in sizes.items():
+        programs[platform] = jax.export.deserialize(bytearray(rest[start : start + size]))
+        start += size
+    return Artefact(programs=programs)
+
+
+def _compiling_for(device: tuple[str, int] | None) -> contextlib.AbstractContextManager[Any]:
+    if device is None:
+        return contextlib.nullcontext()
+    name, num_cores = device
+    abstract = AbstractDevice(device_kind=name, num_cores=num_cores, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
+
+
+def _platform(args: Any) -> str:
+    devices = [d for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) for d in leaf.devices()]
+    platform = (devices[0] if devices else jax.devices()[0]).platform
+    return "cuda" if platform == "gpu" else platform

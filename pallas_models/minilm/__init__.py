@@ -1,0 +1,29 @@
+"""all-MiniLM-L6-v2: the model on token ids (`encode`, `embed`), and `Encoder`, which takes sentences."""
+
+from pallas_models.minilm.encoder import Encoder
+from pallas_models.minilm.model import (
+    MLP,
+    Attention,
+    Embeddings,
+    Layer,
+    MiniLM,
+    MiniLMConfig,
+    Params,
+    embed,
+    encode,
+    init,
+)
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Embeddings",
+    "Encoder",
+    "Layer",
+    "MiniLM",
+    "MiniLMConfig",
+    "Params",
+    "embed",
+    "encode",
+    "init",
+]

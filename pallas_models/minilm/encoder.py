@@ -1,0 +1,343 @@
+"""Sentences to embeddings: tokenizer, batching and the MiniLM encoder in one object.
+
+Tokenizing and batching follow [sentence-transformers](https://sbert.net), so results agree with it.
+"""
+
+import collections
+import collections.abc
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_models import compilation_cache as caches
+from pallas_models import ops
+from pallas_models.minilm import batching, model
+from pallas_models.minilm.model import MiniLMConfig, Params
+from pallas_models.minilm.programs import Programs
+from pallas_models.ops import Implementation
+
+if TYPE_CHECKING:
+    import tokenizers
+
+CompilationCache = str | os.PathLike[str] | Literal[True]
+
+# Batches in flight: enough to keep a device busy while the next are tokenized, few enough that neither
+# inputs nor results of a long list of sentences pile up on it.
+_BATCHES_IN_FLIGHT = 8
+# Sentences tokenized at a time: enough to know early which programs are needed, and for all cores to have work.
+_SENTENCES_AHEAD = 8192
+# With `show_progress_bar=None`, shorter work shows no bar.
+_BATCHES_WORTH_A_BAR = 32
+
+
+class Encoder:
+    """Turns sentences into embeddings.
+
+    ```
+    encoder = Encoder.from_pretrained()
+    a, b = encoder.encode(["A man is playing a guitar.", "Someone plays an instrument."])
+    similarity = a @ b
+    ```
+
+    Attributes:
+      params: the parameters, as `weights.load_minilm` returns them.
+      config: the model's sizes.
+      max_length: tokens kept of a sentence, [CLS] and [SEP] included; what is beyond is cut off. Can be set.
+      implementation: that of the ops, or None for the best available.
+    """
+
+    __slots__ = ("_config", "_implementation", "_max_length", "_params", "_programs", "_tokenizer")
+
+    def __init__(
+        self,
+        params: Params,
+        tokenizer: "tokenizers.Tokenizer",
+        *,
+        config: MiniLMConfig = MiniLMConfig(),
+        max_length: int | None = None,
+        implementation: Implementation | None = None,
+        compilation_cache: CompilationCache | None = None,
+        forward: Callable[..., jax.Array] = model.encode,
+    ):
+        """Makes an encoder from its parts; `from_pretrained` reads them from files.
+
+        Args:
+          params, config: of the model.
+          tokenizer: its tokenizer, of which a copy is used.
+          max_length, implementation, compilation_cache: as in `from_pretrained`.
+          forward: computes the hidden states, called as `minilm.encode` is.
+
+        Raises:
+          ValueError: `max_length` is not in [2, config.max_positions], the tokenizer knows ids that the
+            model does not, or the implementation is unknown.
+        """
+        if implementation is not None and implementation not in ops.IMPLEMENTATIONS:
+            raise ValueError(f"{implementation=} is unknown; expected None or one of {ops.IMPLEMENTATIONS}")
+        if (size := tokenizer.get_vocab_size()) > config.vocab_size:
+            raise ValueError(f"the tokenizer has {size} ids, the model only {config.vocab_size}")
+        self._params, self._config, self._implementation = params, config, implementation
+        # A copy, as the caller's tokenizer keeps its own limits. Padding is done here, to shapes that repeat.
+        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self.max_length = config.max_positions if max_length is None else max_length
+        folder = caches.default_folder() if compilation_cache is True else compilation_cache
+        self._programs = Programs(
+            params, forward, config, implementation, None if folder is None else Path(folder)
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str] = "all-MiniLM-L6-v2",
+        *,
+        dtype: DTypeLike = jnp.float32,
+        max_length: int | None = None,
+        implementation: Implementation | None = None,
+        compilation_cache: CompilationCache | None = None,
+    ) -> "Encoder":
+        """Loads weights and tokenizer.
+
+        Args:
+          path: what `weights.load_minilm` takes, with tokenizer.json in the same folder: a folder of
+            PyTorch's or of `python -m weights minilm`, a hub id, or `"all-MiniLM-L6-v2"`.
+          dtype: float16, bfloat16 or float32, that of parameters and computation.
+          max_length: tokens kept of a sentence. When None, as in sentence-transformers, `max_seq_length` of
+            sentence_bert_config.json (256 for all-MiniLM-L6-v2); without that file the model's positions.
+            A limit in tokenizer.json itself is not used.
+          implementation: that of the ops, or None for the best available.
+          compilation_cache: a folder in which compiled programs are kept for other processes, or True for
+            `$XDG_CACHE_HOME/pallas_models/compilation`. Compiled programs are code: the folder must be one that
+            nobody else can write to. None keeps none. JAX's own persistent cache takes its place where it is on;
+            no setting of JAX is changed.
+
+        Raises:
+          FileNotFoundError: the model or its tokenizer.json was not found.
+          CheckpointError: a file is corrupt, or of a model that is not run here.
+          ImportError: another module named `weights` hides the package that reads checkpoints.
+          NotImplementedError: the model pools in another way than by the mean.
+          TypeError: `dtype` is none of the above.
+          ValueError: an argument does not fit the model.
+        """
+        _check_weights_package()
+        from weights import hub, loading, text
+        from weights.checkpoint import CheckpointError
+
+        found = hub.resolve(path)
+        folder = found if found.is_dir() else found.parent
+        text.check_pooling(folder)
+        family = loading.find_family(found)
+        if family.encode is None:
+            raise CheckpointError(f"{found} holds a model of {family.name}, which embeds no sentences")
+        config = loading.load_config(family, found)
+        if max_length is None and (stated := text.stated_max_length(folder)) is not None:
+            max_length = min(stated, config.max_positions)
+        return cls(
+            loading.load(family, found, dtype),
+            text.read_tokenizer(folder),
+            config=config,
+            max_length=max_length,
+            implementation=implementation,
+            compilation_cache=compilation_cache,
+            forward=family.encode,
+        )
+
+    @property
+    def params(self) -> Params:
+        return self._params
+
+    @property
+    def config(self) -> MiniLMConfig:
+        return self._config
+
+    @property
+    def implementation(self) -> Implementation | None:
+        return self._implementation
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    @max_length.setter
+    def max_length(self, max_length: int) -> None:
+        if not 2 <= max_length <= self.config.max_positions:
+            raise ValueError(f"{max_length=}; expected 2 to {self.config.max_positions}, the model's positions")
+        self._max_length = max_length
+        self._tokenizer.enable_truncation(max_length)
+
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        *,
+        normalize_embeddings: bool = True,
+    ) -> np.ndarray:
+        """Computes the embeddings of sentences.
+
+        Sentences of similar length share a batch. Batches are padded to few shapes, each compiled once
+        (`pallas_models.minilm.batching` has the rule); the programs that are needed are compiled side by side. The
+        next sentences are tokenized while the device computes.
+
+        Args:
+          sentences: one sentence or many. An empty one is embedded as [CLS] [SEP].
+          batch_size: sentences computed at a time, at least 1.
+          show_progress_bar: None shows one for long work on a terminal.
+          normalize_embeddings: whether embeddings have unit L2 norm, as all-MiniLM-L6-v2 defines them.
+
+        Returns:
+          float32, (hidden_size,) for a single string, else (number of sentences, hidden_size), rows in the
+          order of the sentences; (0, hidden_size) for none.
+
+        Raises:
+          TypeError: a sentence is not a string, or sentences are a mapping or a table.
+          ValueError: `batch_size` is below 1.
+        """
+        if isinstance(sentences, str):
+            _check_batch_size(batch_size)
+            return self._encode_one(sentences, normalize_embeddings)
+        sentences = _as_list(sentences)
+        embeddings = np.empty((len(sentences), self.config.hidden_size), np.float32)
+        pending: collections.deque[tuple[list[int], jax.Array]] = collections.deque()
+
+        def collect() -> None:
+            rows, result = pending.popleft()
+            embeddings[rows] = np.asarray(result)[: len(rows)]
+
+        batches = -(-len(sentences) // _check_batch_size(batch_size))
+        show = _shows(show_progress_bar, batches >= _BATCHES_WORTH_A_BAR)
+        with _progress("sentences", len(sentences), show) as advance:
+            for window in self._batches(sentences, batch_size):
+                self._programs.prepare((tokens.shape for _, tokens in window), normalize_embeddings)
+                for rows, tokens in window:
+                    # Returns before the device is done; only batches from a while ago are waited for.
+                    pending.append((rows, self._programs(tokens, normalize_embeddings)))
+                    advance(len(rows))
+                    if len(pending) > _BATCHES_IN_FLIGHT:
+                        collect()
+            while pending:
+                collect()
+        return embeddings
+
+    def warm_up(
+        self,
+        sentences: Iterable[str] | None = None,
+        *,
+        lengths: Iterable[int] | None = None,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        normalize_embeddings: bool = True,
+    ) -> int:
+        """Compiles ahead, side by side, what `encode` will need.
+
+        Args:
+          sentences: a list that `encode` will be given.
+          lengths: numbers of tokens that sentences will have: programs for full batches of them, and for one
+            sentence. When neither is given, all lengths up to `max_length`.
+          batch_size, normalize_embeddings: as `encode` will be given.
+          show_progress_bar: None shows one on a terminal.
+
+        Returns:
+          How many programs there are now that were not before.
+
+        Raises:
+          TypeError: a sentence is not a string.
+          ValueError: `batch_size` or a length is below 1.
+        """
+        _check_batch_size(batch_size)
+        shapes: dict[Any, None] = {}
+        if sentences is None and lengths is None:
+            lengths = range(self.max_length, 0, -1)
+        for length in lengths or ():
+            if length < 1:
+                raise ValueError(f"lengths holds {length}; expected numbers of tokens, at least 1")
+            padded = batching.padded_length(length, self.max_length)
+            shapes |= {(batch_size, padded): None, (1, padded): None}
+        if sentences is not None:
+            windows = self._batches(_as_list(sentences), batch_size)
+            shapes |= {tokens.shape: None for window in windows for _, tokens in window}
+        show = _shows(show_progress_bar, len(shapes) > 1)
+        with _progress("programs", len(shapes), show) as advance:
+            started = self._programs.prepare(shapes, normalize_embeddings)
+            advance(len(shapes) - len(started))
+            for program in started:
+                program.result()
+                advance(1)
+        return len(started)
+
+    def _encode_one(self, sentence: str, normalize: bool) -> np.ndarray:
+        tokens = batching.pack([self._tokenizer.encode(sentence).ids], 1, self._max_length)
+        return np.array(self._programs(tokens, normalize))[0]
+
+    def _batches(self, sentences: list[str], batch_size: int) -> Iterator[list[tuple[list[int], np.ndarray]]]:
+        """Yields batches, some at a time: which sentences, and their tokens as `batching.pack` makes them."""
+        # Longest first: memory runs out at once if it runs out, and the progress bar errs on the safe side.
+        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+        count = batching.padded_rows(len(sentences), batch_size)
+        ahead = max(1, _SENTENCES_AHEAD // batch_size) * batch_size
+        for start in range(0, len(order), ahead):
+            window = order[start : start + ahead]
+            tokens = [
+                encoding.ids for encoding in self._tokenizer.encode_batch_fast([sentences[i] for i in window])
+            ]
+            yield [
+                (window[i : i + batch_size], batching.pack(tokens[i : i + batch_size], count, self.max_length))
+                for i in range(0, len(window), batch_size)
+            ]
+
+
+def _check_batch_size(batch_size: int) -> int:
+    if batch_size < 1:
+        raise ValueError(f"{batch_size=}; expected at least 1")
+    return batch_size
+
+
+def _as_list(sentences: Iterable[str]) -> list[str]:
+    if isinstance(sentences, collections.abc.Mapping) or hasattr(sentences, "columns"):
+        raise TypeError(f"sentences is a {type(sentences).__name__}; expected a str or an iterable of str")
+    sentences = list(sentences)
+    for i, sentence in enumerate(sentences):
+        if not isinstance(sentence, str):
+            raise TypeError(f"sentences[{i}] is of type {type(sentence).__name__}; expected str")
+    return sentences
+
+
+def _shows(asked: bool | None, long: bool) -> bool:
+    return long and sys.stderr.isatty() if asked is None else asked
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A bar, if one is to be shown, for as long as the context lasts; what it gives advances it."""
+    if not show:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _check_weights_package() -> None:
+    """ImportError where `import weights` would find another module than the one beside this package."""
+    ours = Path(__file__).parents[2] / "weights" / "__init__.py"
+    spec = importlib.util.find_spec("weights")
+    found = spec.origin if spec else None
+    if found is None or not Path(found).exists() or not os.path.samefile(found, ours):
+        raise ImportError(
+            f"{found or 'nothing'} is what `import weights` finds, not {ours}, the package beside pallas_models "
+            "that reads checkpoints; rename the file that is in its way, or take its folder off sys.path",
+            name="weights",
+            path=found,
+        )

@@ -1,0 +1,205 @@
+"""all-MiniLM-L6-v2: a BERT encoder that turns a sentence into a vector of unit length.
+
+The model is [sentence-transformers/all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2),
+its architecture [BERT](https://arxiv.org/abs/1810.04805) with post-norm layers, its pooling the masked
+mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_models import ops
+from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, draw
+from pallas_models.ops import Implementation, _checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MiniLMConfig:
+    """Sizes of the encoder; the defaults are those of all-MiniLM-L6-v2."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 384
+    num_layers: int = 6
+    num_heads: int = 12
+    intermediate_size: int = 1536
+    max_positions: int = 512
+    num_token_types: int = 2
+    epsilon: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+
+
+class Embeddings(nnx.Module):
+    """Word, position and token-type look-up, and layer norm: (B, S) ids to (B, S, H)."""
+
+    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.epsilon = config.epsilon
+        self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.position = Embedding(config.max_positions, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.token_type = Embedding(config.num_token_types, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.norm = LayerNorm(config.hidden_size)
+
+    def __call__(
+        self, ids: jax.Array, token_type_ids: jax.Array | None, *, implementation: Implementation | None
+    ) -> jax.Array:
+        return ops.embed_tokens(
+            ids,
+            self.word.embedding[...],
+            self.position.embedding[...],
+            self.token_type.embedding[...],
+            self.norm.scale[...],
+            self.norm.bias[...],
+            token_type_ids=token_type_ids,
+            epsilon=self.epsilon,
+            implementation=implementation,
+        )
+
+
+class Attention(nnx.Module):
+    """Parameters of multi-head self-attention: queries, keys and values in one projection."""
+
+    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype=dtype, rngs=rngs)
+        self.out = Linear(config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class MLP(nnx.Module):
+    """Parameters of the feed-forward half: up, exact GELU, down."""
+
+    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.up = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+        self.down = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class Layer(nnx.Module):
+    """One post-norm transformer layer: (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.num_heads, self.epsilon = config.num_heads, config.epsilon
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention_norm = LayerNorm(config.hidden_size)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = LayerNorm(config.hidden_size)
+
+    def __call__(self, x: jax.Array, mask: jax.Array, *, implementation: Implementation | None) -> jax.Array:
+        def add_and_norm(y: jax.Array, linear: Linear, residual: jax.Array, norm: LayerNorm) -> jax.Array:
+            return ops.matmul_layer_norm(
+                y,
+                linear.kernel[...],
+                norm.scale[...],
+                norm.bias[...],
+                bias=linear.bias[...],
+                residual=residual,
+                epsilon=self.epsilon,
+                implementation=implementation,
+            )
+
+        qkv = ops.matmul(
+            x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
+        )
+        y = ops.attention_qkv(qkv, num_heads=self.num_heads, mask=mask, implementation=implementation)
+        x = add_and_norm(y, self.attention.out, x, self.attention_norm)
+        y = ops.matmul(
+            x,
+            self.mlp.up.kernel[...],
+            bias=self.mlp.up.bias[...],
+            activation="gelu",
+            implementation=implementation,
+        )
+        return add_and_norm(y, self.mlp.down, x, self.mlp_norm)
+
+
+class MiniLM(nnx.Module):
+    """The encoder: token ids to the hidden states of the last layer."""
+
+    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        mask: jax.Array,
+        token_type_ids: jax.Array | None = None,
+        *,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes the hidden states, (B, S, hidden_size), of ids (B, S) with mask (B, S)."""
+        _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
+        x = self.embeddings(ids, token_type_ids, implementation=implementation)
+        for layer in self.layers:
+            x = layer(x, mask, implementation=implementation)
+        return x
+
+
+def init(key: jax.Array, config: MiniLMConfig = MiniLMConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Draws random parameters: a nested dict of arrays, as `encode` and `embed` take it.
+
+    Matrices are of `dtype`; biases and norm scales are float32, which costs nothing and halves the error
+    of a bfloat16 model.
+    """
+    return draw(MiniLM, config, key, dtype)
+
+
+def encode(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array,
+    *,
+    token_type_ids: jax.Array | None = None,
+    config: MiniLMConfig = MiniLMConfig(),
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the hidden states of the last layer.
+
+    The forward pass runs at the length given: pad a batch to its longest sentence, not to a fixed size.
+
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_minilm`. The dtype of the matrices
+        (float16, bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed.
+      token_type_ids: (B, S), integers in [0, num_token_types); all 0 when None.
+      config: the model's sizes.
+      implementation: `"triton"`, `"xla"`, `"interpret"`, or None for the best available.
+
+    Returns:
+      (B, S, hidden_size) in the dtype of the matrices. Rows of padding positions hold values without
+      meaning.
+
+    Raises:
+      TypeError: ids or mask are not integers.
+      ValueError: shapes do not fit each other or `config`, ids are too long or (where concrete) outside
+        the vocabulary, or a concrete mask holds anything but 0 and 1.
+    """
+    _checks.check_integer("ids", ids)
+    _checks.check_rank("ids", ids, 2, "(B, S)")
+    return bind(MiniLM, config, params)(ids, mask, token_type_ids, implementation=implementation)
+
+
+def embed(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array,
+    *,
+    token_type_ids: jax.Array | None = None,
+    config: MiniLMConfig = MiniLMConfig(),
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes sentence embeddings: `encode`, the mean over the tokens of a sentence, unit L2 norm.
+
+    Arguments and errors are those of `encode`.
+
+    Returns:
+      (B, hidden_size) float32 with unit norm; zeros for a row whose mask is all zero. The cosine of two
+      sentences is the dot product of their embeddings.
+    """
+    hidden = encode(params, ids, mask, token_type_ids=token_type_ids, config=config, implementation=implementation)
+    return ops.mean_pool(hidden, mask, implementation=implementation)

@@ -1,0 +1,116 @@
+"""The compiled programs of an encoder, one for each shape of a batch, made ahead of use and side by side."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_models import ops
+from pallas_models._modules import Params
+from pallas_models.compilation_cache import Executables, jax_setting
+from pallas_models.ops import Implementation
+
+Shape = tuple[int, int]
+Program = Future[jax.stages.Compiled]
+
+# As with jax.jit, encoders of the same kind share what was compiled.
+_COMPILED: dict[Any, dict[Any, Program]] = {}
+
+
+class Programs:
+    """Computes sentence embeddings, (B, H) float32, of batches as `batching.pack` makes them, (B, S).
+
+    The parameters are flattened here, once: a call takes some 25 us beside the computation.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        encode: Callable[..., jax.Array],
+        config: Any,
+        implementation: Implementation | None,
+        folder: Path | None,
+    ):
+        """Args: `encode` computes hidden states as `minilm.encode` does; `folder` keeps programs unless None."""
+        leaves, tree = jax.tree.flatten(params)
+        self._leaves = tuple(map(jnp.asarray, leaves))
+        kinds = tuple((leaf.shape, leaf.dtype.name) for leaf in self._leaves)
+        places = tuple((leaf.sharding, leaf.committed) for leaf in self._leaves)
+        self._compiled = _COMPILED.setdefault((encode, config, implementation, tree, kinds, places, folder), {})
+        self._key = (f"{encode.__module__}.{encode.__qualname__}", config, implementation, str(tree), kinds)
+        devices = set().union(*(leaf.devices() for leaf in self._leaves))
+        # Only our own code is part of the key under which a program is kept.
+        ours = encode.__module__.startswith("pallas_models.")
+        self._kept = Executables(folder, devices.pop()) if folder and ours and len(devices) == 1 else None
+
+        def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, normalize: bool) -> jax.Array:
+            mask = (tokens >= 0).astype(jnp.int32)
+            hidden = encode(
+                jax.tree.unflatten(tree, leaves),
+                jnp.maximum(tokens, 0),
+                mask,
+                config=config,
+                implementation=implementation,
+            )
+            return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
+
+        self._run = jax.jit(run, static_argnums=2)
+
+    def __call__(self, tokens: np.ndarray, normalize: bool) -> jax.Array:
+        """Starts the computation of one batch; returns before the device is done."""
+        if jax_setting("jax_disable_jit"):
+            return self._run(self._leaves, tokens, normalize)
+        key = _key(tokens.shape, normalize)
+        if key not in self._compiled:
+            self.prepare([tokens.shape], normalize)
+        try:
+            program = self._compiled[key].result()
+        except BaseException:
+            self._compiled.pop(key, None)  # it may succeed another time
+            raise
+        return program(self._leaves, tokens)
+
+    def prepare(self, shapes: Iterable[Shape], normalize: bool) -> list[Program]:
+        """Starts to compile the programs of these shapes that are not there yet, and returns those.
+
+        They are lowered one after another, as that is Python, and compiled side by side, as that is not; the order
+        is that of `shapes`, so that the first batch can run while the programs of others are compiled.
+        """
+        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._compiled]
+        if not missing or jax_setting("jax_disable_jit"):
+            return []
+        pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
+        try:
+            # Named here, as the other threads do not see what JAX is set to in this one.
+            names = [self._kept.name(*self._key, shape, normalize) if self._kept else None for shape in missing]
+            loading = [pool.submit(self._load, name) for name in names]
+            for shape, name, load in zip(missing, names, loading, strict=True):
+                program: Program = load
+                if load.result() is None:
+                    program = pool.submit(self._compile, self._lower(shape, normalize), name)
+                self._compiled[_key(shape, normalize)] = program
+        finally:
+            pool.shutdown(wait=False)
+        return [self._compiled[_key(shape, normalize)] for shape in missing]
+
+    def _load(self, name: str | None) -> Any:
+        return self._kept.load(name) if self._kept and name else None
+
+    def _lower(self, shape: Shape, normalize: bool) -> jax.stages.Lowered:
+        return self._run.lower(self._leaves, jax.ShapeDtypeStruct(shape, jnp.int32), normalize)
+
+    def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> jax.stages.Compiled:
+        compiled = lowered.compile()
+        if self._kept and name:
+            self._kept.save(name, compiled)
+        return compiled
+
+
+def _key(shape: tuple[int, ...], normalize: bool) -> tuple[object, ...]:
+    # What a compiled program would not follow by itself, as a function under jax.jit does.
+    return shape, normalize, jax_setting("jax_default_matmul_precision"), jax_setting("jax_enable_x64")

@@ -1,0 +1,239 @@
+"""Every op and model under JAX's own settings: whatever a user switches on, the values stay the same."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import gpt2, minilm, ops, qwen3, trimul
+from parity.calls import CALLS, Call
+from parity.common import KERNEL, assert_close, cuda_device, float64, normal
+
+every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+@contextlib.contextmanager
+def warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+SETTINGS = {
+    "enable_x64": lambda: jax.enable_x64(True),
+    "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "warnings": warnings_are_errors,
+    "disable_jit": lambda: jax.disable_jit(),
+}
+every_setting = pytest.mark.parametrize("setting", SETTINGS)
+
+
+def model_calls() -> dict[str, Callable[..., jax.Array]]:
+    """A small call of every model's entry points, of an implementation."""
+    rng = np.random.default_rng(60)
+    key = jax.random.key(0)
+    ids, mask = jnp.asarray(rng.integers(0, 40, (2, 7)), jnp.int32), jnp.asarray([[1] * 7, [1] * 4 + [0] * 3])
+    bert = minilm.MiniLMConfig(
+        vocab_size=40, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48, max_positions=16
+    )
+    gpt = gpt2.GPT2Config(
+        vocab_size=40, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48, max_positions=16
+    )
+    qwen = qwen3.Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        max_positions=16,
+    )
+    pair = trimul.TriMulConfig(channels=16, hidden=16, use_bias=True)
+    x = normal(rng, 1, 5, 5, 16)
+    params = {
+        "minilm": minilm.init(key, bert),
+        "gpt2": gpt2.init(key, gpt),
+        "qwen3": qwen3.init(key, qwen),
+        "trimul": trimul.init(key, pair),
+    }
+    return {
+        "minilm": lambda i: minilm.embed(params["minilm"], ids, mask, config=bert, implementation=i),
+        "gpt2": lambda i: gpt2.logits(params["gpt2"], ids, mask, config=gpt, implementation=i),
+        "qwen3": lambda i: qwen3.logits(params["qwen3"], ids, mask, config=qwen, implementation=i),
+        "trimul": lambda i: trimul.trimul(params["trimul"], x, direction="outgoing", implementation=i),
+    }
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Callable[..., jax.Array]]:
+    return model_calls()
+
+
+@every_op
+@every_setting
+def test_ops_compute_the_same(call: Call, setting):
+    arrays = call.arrays()
+    expected = call("xla")(*arrays)
+    for implementation in (None, KERNEL):
+        with SETTINGS[setting]():
+            out = jax.jit(call(implementation))(*arrays)
+        assert out.dtype == expected.dtype
+        assert_close(out, expected, 2e-6)
+
+
+@every_setting
+@pytest.mark.parametrize("model", ["minilm", "gpt2", "qwen3", "trimul"])
+def test_models_compute_the_same(models, model, setting):
+    call = models[model]
+    expected = call("xla")
+    with SETTINGS[setting]():
+        out = call(None)
+    assert out.dtype == expected.dtype
+    assert_close(out, expected, 2e-6)
+
+
+@every_op
+@pytest.mark.parametrize("setting", ["enable_x64", "rank_promotion", "dtype_promotion", "warnings"])
+def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
+    arrays = call.arrays()
+    floats, rest = arrays[: call.floats], arrays[call.floats :]
+
+    def loss(*floats):
+        return jnp.sum(call(None)(*floats, *rest))
+
+    expected = jax.grad(loss, tuple(range(call.floats)))(*floats)
+    with SETTINGS[setting]():
+        with cuda_device("NVIDIA H200", 132):
+            text = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        gradients = jax.grad(loss, tuple(range(call.floats)))(*floats)
+    assert "custom_call" in text
+    for out, wanted in zip(gradients, expected, strict=True):
+        assert out.dtype == wanted.dtype
+        assert_close(out, wanted, 1e-5)
+
+
+def test_64_bit_segments_stay_apart():
+    rng = np.random.default_rng(61)
+    q = normal(rng, 1, 6, 1, 16)
+    near = jnp.asarray([[0, 0, 0, 1, 1, 1]], jnp.int32)
+    expected = ops.attention(q, q, q, segment_ids=near, implementation="xla")
+    with jax.enable_x64(True):
+        far = jnp.asarray([[0, 0, 0, 2**32, 2**32, 2**32]], jnp.int64)
+        out = ops.attention(q, q, q, segment_ids=far)
+    assert_close(out, expected, 2e-6)
+
+
+@every_op
+def test_forward_mode(call: Call):
+    """A directional derivative is that of the reference, and agrees with the gradient."""
+    arrays = call.arrays()
+    floats, rest = arrays[: call.floats], arrays[call.floats :]
+    rng = np.random.default_rng(62)
+    tangents = tuple(normal(rng, *x.shape) for x in floats)
+    for implementation in (None, KERNEL):
+
+        def function(*floats, implementation=implementation):
+            return call(implementation)(*floats, *rest)
+
+        out, tangent = jax.jvp(function, floats, tangents)
+        _, expected = jax.jvp(lambda *floats: call("xla")(*floats, *rest), floats, tangents)
+        assert_close(tangent, expected, 1e-5)
+        weights = normal(rng, *out.shape)
+        gradients = jax.vjp(function, *floats)[1](weights)
+        along = sum(np.vdot(float64(g), float64(t)) for g, t in zip(gradients, tangents, strict=True))
+        size = sum(
+            np.linalg.norm(float64(g)) * np.linalg.norm(float64(t))
+            for g, t in zip(gradients, tangents, strict=True)
+        )
+        assert abs(along - np.vdot(float64(weights), float64(tangent))) <= 1e-5 * size
+
+
+@pytest.mark.parametrize("implementation", [None, KERNEL])
+def test_second_order(implementation):
+    rng = np.random.default_rng(63)
+    x, scale = normal(rng, 5), normal(rng, 5, shift=1.0)
+
+    def loss(implementation):
+        def function(x):
+            y = ops.rms_norm(x[None], scale, implementation=implementation)
+            return jnp.sum(ops.softmax(y, implementation=implementation) ** 2)
+
+        return function
+
+    assert_close(jax.hessian(loss(implementation))(x), jax.hessian(loss("xla"))(x), 1e-4)
+    out, linear = jax.linearize(loss(implementation), x)
+    direction = normal(rng, 5)
+    assert_close(linear(direction), jax.grad(loss("xla"))(x) @ direction, 1e-5)
+    assert_close(out, loss("xla")(x), 1e-6)
+
+
+Z = jnp.zeros
+EMPTY = {
+    "softmax": (lambda **o: ops.softmax(Z((3, 0)), **o), (3, 0)),
+    "softmax-where": (lambda **o: ops.softmax(Z((3, 0)), where=jnp.ones((3, 0), bool), **o), (3, 0)),
+    "layer_norm": (lambda **o: ops.layer_norm(Z((3, 0)), Z(0), Z(0), **o), (3, 0)),
+    "rms_norm": (lambda **o: ops.rms_norm(Z((3, 0)), Z(0), **o), (3, 0)),
+    "matmul": (lambda **o: ops.matmul(Z((3, 0)), Z((0, 4)), bias=jnp.ones(4), **o), (3, 4)),
+    "matmul_layer_norm-n": (lambda **o: ops.matmul_layer_norm(Z((3, 4)), Z((4, 0)), Z(0), Z(0), **o), (3, 0)),
+    "matmul_layer_norm-k": (lambda **o: ops.matmul_layer_norm(Z((3, 0)), Z((0, 4)), Z(4), Z(4), **o), (3, 4)),
+    "gated_matmul": (lambda **o: ops.gated_matmul(Z((3, 0)), Z((0, 2, 4)), **o), (3, 4)),
+    "attention-no-keys": (
+        lambda **o: ops.attention(Z((2, 3, 2, 16)), Z((2, 0, 2, 16)), Z((2, 0, 2, 16)), **o),
+        (2, 3, 2, 16),
+    ),
+    "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
+    "embed_tokens": (
+        lambda **o: ops.embed_tokens(Z((2, 0), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4), **o),
+        (2, 0, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+@pytest.mark.parametrize("name", EMPTY)
+def test_axes_of_size_0(name, implementation):
+    function, shape = EMPTY[name]
+    out = jax.jit(lambda: function(implementation=implementation))()
+    assert out.shape == shape
+    assert np.all(float64(out) == (1.0 if name == "matmul" else 0.0))
+
+
+def test_an_empty_vocabulary_has_nothing_to_look_up():
+    with pytest.raises(ValueError, match=r"word has shape \(0, 4\); expected at least one row"):
+        ops.embed_tokens(Z((2, 3), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4))
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+def test_traced_scales(implementation):
+    rng = np.random.default_rng(64)
+    x, qkv = normal(rng, 3, 8), normal(rng, 2, 5, 6 * 16)
+
+    def softmax(scale):
+        return ops.softmax(x, scale=scale, implementation=implementation)
+
+    def attend(scale):
+        return ops.attention_qkv(qkv, num_heads=2, sm_scale=scale, implementation=implementation)
+
+    for function in (softmax, attend):
+        out, slope = jax.jit(jax.value_and_grad(lambda s, f=function: jnp.sum(f(s) ** 2)))(0.3)
+        assert_close(out, jnp.sum(function(0.3) ** 2), 2e-6)
+        step = 1e-2
+        expected = (jnp.sum(function(0.3 + step) ** 2) - jnp.sum(function(0.3 - step) ** 2)) / (2 * step)
+        assert_close(slope, expected, 1e-2)
+
+
+def test_a_traced_epsilon():
+    rng = np.random.default_rng(65)
+    x, scale = normal(rng, 3, 8), normal(rng, 8)
+    out = jax.jit(lambda epsilon: ops.rms_norm(x, scale, epsilon=epsilon))(0.1)
+    assert_close(out, ops.rms_norm(x, scale, epsilon=0.1), 2e-6)
+    with pytest.raises(NotImplementedError, match="takes epsilon as a number, not as an array"):
+        jax.jit(lambda epsilon: ops.rms_norm(x, scale, epsilon=epsilon, implementation=KERNEL))(0.1)

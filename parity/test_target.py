@@ -1,0 +1,152 @@
+"""Which GPU is compiled for, and that every kernel fits it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_models import ops, target
+from pallas_models.tuning import Chooser, Problem
+from parity.common import ON_GPU, cuda_device
+
+KIB = 1024
+DEVICES = {
+    ("NVIDIA H200", 132): ((9, 0), 227),
+    ("NVIDIA H100 80GB HBM3", 132): ((9, 0), 227),
+    ("NVIDIA GH200 480GB", 132): ((9, 0), 227),
+    ("NVIDIA H20", 78): ((9, 0), 227),
+    ("NVIDIA A100-SXM4-80GB", 108): ((8, 0), 163),
+    ("NVIDIA A30", 56): ((8, 0), 163),
+    ("NVIDIA A10G", 80): ((8, 6), 99),
+    ("NVIDIA RTX A6000", 84): ((8, 6), 99),
+    ("NVIDIA GeForce RTX 3090", 82): ((8, 6), 99),
+    ("NVIDIA GeForce RTX 4090", 128): ((8, 9), 99),
+    ("NVIDIA L4", 58): ((8, 9), 99),
+    ("NVIDIA L40S", 142): ((8, 9), 99),
+    ("NVIDIA RTX 6000 Ada Generation", 142): ((8, 9), 99),
+    ("NVIDIA B200", 148): ((10, 0), 227),
+    ("NVIDIA GB200", 148): ((10, 0), 227),
+    ("NVIDIA B300 SXM6", 148): ((10, 3), 227),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188): ((12, 0), 99),
+    ("NVIDIA GeForce RTX 5090", 170): ((12, 0), 99),
+    ("NVIDIA GB10", 48): ((12, 1), 99),
+    ("Tesla T4", 40): ((7, 5), 99),
+    ("NVIDIA Something New", 50): ((8, 0), 99),
+}
+every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
+
+
+@every_device
+def test_devices_are_known_by_name(device):
+    with cuda_device(*device):
+        found = target.current()
+    capability, kib = DEVICES[device]
+    assert found == target.Target(
+        name=device[0], capability=capability, num_cores=device[1], shared_memory=kib * KIB
+    )
+    assert found.is_hopper == (capability == (9, 0))
+
+
+@pytest.mark.skipif(ON_GPU, reason="this machine has a GPU to compile for")
+def test_without_a_gpu_programs_are_for_any_from_ampere_on():
+    found = target.current()
+    assert not found.name and found.capability == (8, 0)
+    assert all(found.shared_memory <= kib * KIB for _, kib in DEVICES.values())
+
+
+class Recorder(Chooser):
+    """Notes every problem that it is asked about, and leaves it to the heuristic."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem[Any]] = []
+
+    def choose(self, problem: Problem[Any]) -> None:
+        self.problems.append(problem)
+
+
+def shaped(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def matmul(dtype: str, m: int, n: int, k: int, **options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return functools.partial(ops.matmul, **options), (shaped(dtype, m, k), shaped(dtype, k, n))
+
+
+def triangle_update(n: int, c: int, dtype: str, gate_after: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    shapes = [(1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c)]
+    form = dict(direction="outgoing", gate_after=gate_after, compute_dtype=dtype)
+    return functools.partial(ops.triangle_update, **form), tuple(shaped("float32", *s) for s in shapes)
+
+
+def attention(dtype: str, b: int, s: int, h: int, d: int, causal: bool) -> tuple[Callable[..., Any], tuple]:
+    return functools.partial(ops.attention_qkv, num_heads=h, causal=causal), (shaped(dtype, b, s, 3 * h * d),)
+
+
+CALLS = {
+    f"{name} {dtype}": make(dtype)
+    for dtype in ("bfloat16", "float32")
+    for name, make in {
+        "matmul-large": lambda dtype: matmul(dtype, 8192, 8192, 8192),
+        "matmul-short": lambda dtype: matmul(dtype, 8192, 1152, 384),
+        "matmul-few-rows": lambda dtype: matmul(dtype, 16, 768, 3072),
+        "matmul-gelu": lambda dtype: matmul(dtype, 8192, 1536, 384, activation="gelu"),
+        "matmul-split": lambda dtype: matmul(dtype, 64, 64, 8192, algorithm="split_k"),
+        "gated": lambda dtype: (ops.gated_matmul, (shaped(dtype, 4096, 4096), shaped(dtype, 4096, 2, 12288))),
+        "matmul-layer-norm": lambda dtype: (
+            ops.matmul_layer_norm,
+            (shaped(dtype, 8192, 1536), shaped(dtype, 1536, 384), *[shaped("float32", 384)] * 2),
+        ),
+        "attention-32": lambda dtype: attention(dtype, 64, 128, 12, 32, False),
+        "attention-64": lambda dtype: attention(dtype, 8, 1024, 12, 64, True),
+        "attention-128": lambda dtype: attention(dtype, 1, 8192, 16, 128, True),
+        "attention-256": lambda dtype: attention(dtype, 2, 300, 4, 256, False),
+        "triangle-128": lambda dtype: triangle_update(512, 128, dtype, False),
+        "triangle-384": lambda dtype: triangle_update(512, 384, dtype, True),
+        "layer-norm": lambda dtype: (
+            ops.layer_norm,
+            (shaped(dtype, 8192, 4096), *[shaped("float32", 4096)] * 2),
+        ),
+        "softmax": lambda dtype: (ops.softmax, (shaped(dtype, 128, 65536),)),
+        "mean-pool": lambda dtype: (ops.mean_pool, (shaped(dtype, 64, 512, 384), shaped("int32", 64, 512))),
+    }.items()
+}
+
+
+@every_device
+def test_every_kernel_fits_into_shared_memory(device):
+    """A program asks at most what a CTA may use; nothing is lowered, so all devices and calls are cheap."""
+    kib = DEVICES[device][1]
+    sized = 0
+    for name, (function, arrays) in CALLS.items():
+        recorder = Recorder()
+        with cuda_device(*device):
+            jax.eval_shape(functools.partial(function, config=recorder), *arrays)
+        for problem in recorder.problems:
+            if problem.shared_memory is not None:
+                size = problem.shared_memory(problem.heuristic())
+                assert 0 < size <= kib * KIB, f"{name}: {problem} takes {size} bytes"
+                sized += 1
+    assert sized >= len(CALLS) * (DEVICES[device][0] >= (8, 0)) * 0.7
+
+
+def test_the_gpu_decides_on_kernels_and_tiles():
+    def lowered(*device: Any) -> str:
+        function, arrays = CALLS["matmul-large bfloat16"]
+        with cuda_device(*device):
+            return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+    hopper, ampere, ada = lowered("NVIDIA H200", 132), lowered("NVIDIA A100", 108), lowered("NVIDIA L40", 142)
+    assert "mosaic_gpu" in hopper and "mosaic_gpu" not in ampere
+    assert ampere != ada
+
+
+def test_a_named_kernel_says_which_gpu_it_needs():
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    with cuda_device("NVIDIA A100", 108):
+        with pytest.raises(NotImplementedError, match="'mosaic' needs a Hopper GPU, not NVIDIA A100"):
+            jax.eval_shape(functools.partial(ops.matmul, implementation="mosaic"), x, x)
+        found = jax.eval_shape(functools.partial(ops.matmul, implementation=("mosaic", "triton")), x, x)
+    assert found.shape == (128, 128)
