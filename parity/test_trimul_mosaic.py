@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
+from pallas_models import target
+from pallas_models.kernels.mosaic import _launch, trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
 from parity.common import (
     MOSAIC,
@@ -45,6 +46,7 @@ def product(sides, channels, incoming, factor=1.0, config=None):
         incoming=incoming,
         factor=factor,
         config=config,
+        target=target.current(),
         interpret=INTERPRET,
     )
     return jax.jit(f)(sides)
@@ -91,22 +93,29 @@ def test_product_stays_finite():
 @both_directions
 @pytest.mark.parametrize("n", [64, 128, 192, 256, 384, 512, 1024, 1088])
 def test_product_lowers(n, incoming):
-    f = functools.partial(
-        trimul_product.product, channels=3, incoming=incoming, factor=0.5, config=None, interpret=False
-    )
+    def f(sides):
+        return trimul_product.product(
+            sides,
+            channels=3,
+            incoming=incoming,
+            factor=0.5,
+            config=None,
+            target=target.current(),
+            interpret=False,
+        )
+
     assert lowered_calls(f, jax.ShapeDtypeStruct((2, n, 8, n), "bfloat16")) == 1
 
 
 @pytest.mark.parametrize(
-    "n, dtype, config, message",
+    "n, dtype, message",
     [
-        (64, "float32", None, "takes float16 and bfloat16, not float32"),
-        (64, "float16", 3, "takes a pallas_models.kernels.mosaic._gemm.Config, not <class 'int'>"),
-        (72, "float16", None, "takes N in multiples of 64, not 72"),
+        (64, "float32", "takes float16 and bfloat16, not float32"),
+        (72, "float16", "takes N in multiples of 64, not 72"),
     ],
 )
-def test_product_refuses(n, dtype, config, message):
-    assert message in trimul_product.unsupported(n, dtype, config=config)
+def test_product_refuses(n, dtype, message):
+    assert message in trimul_product.unsupported(n, dtype)
     assert trimul_product.unsupported(64, "bfloat16") is None
 
 
@@ -148,7 +157,8 @@ def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True
 
 
 def project(module, *operands, interpret=INTERPRET):
-    return jax.jit(functools.partial(module.project, epsilon=1e-5, interpret=interpret))(*operands)
+    f = functools.partial(module.project, epsilon=1e-5, target=target.current(), interpret=interpret)
+    return jax.jit(f)(*operands)
 
 
 SIZES = {
@@ -205,7 +215,7 @@ def test_project_has_no_races(module, monkeypatch, capfd):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(module, "interpreter_params", lambda: params)
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: params)
     project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
     assert "RACE" not in capfd.readouterr().out
 
