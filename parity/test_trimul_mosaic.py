@@ -1,6 +1,7 @@
-"""Kernels of the triangle update for Hopper GPUs, one by one, against numpy and XLA."""
+"""Kernels of the triangle update for Hopper GPUs, one by one, against numpy and XLA; what all such kernels share."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_models import target
-from pallas_models.kernels.mosaic import _launch, trimul_product, trimul_project, trimul_project_wide
+from pallas_models.kernels.mosaic import _common, _launch, trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
 from parity.common import (
     MOSAIC,
@@ -267,3 +268,27 @@ def test_project_refuses(module, m, c, h, dtype, message):
     shapes = (1, m, c), (c, 4, h), (c, 128)
     arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     assert message in module.unsupported(*arrays)
+
+
+# What runs kernels where there is no GPU
+
+
+def test_interpreter_wants_threads(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    _common.interpreter_params()  # the suite has set PJRT_NPROC
+    monkeypatch.delenv("PJRT_NPROC")
+    with pytest.raises(
+        RuntimeError, match="with 2 cores .* set the environment variable PJRT_NPROC to 16 or more"
+    ):
+        _common.interpreter_params()
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    _common.interpreter_params()
+
+
+def test_interpreter_of_jax_010_wants_whole_tiles(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    _common.check_interpreted_sizes(m=(128, 64))
+    with pytest.raises(NotImplementedError, match="m=72 must be a multiple of the tile of 64; JAX 0.11 and newer"):
+        _common.check_interpreted_sizes(n=(64, 64), m=(72, 64))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    _common.check_interpreted_sizes(m=(72, 64))

@@ -5,6 +5,7 @@ It does not stop at the end of a tile, so the tensor cores find the operands of 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref, tile_order
-from pallas_models.kernels.mosaic._common import ROW_BYTES, plgpu, tiled
+from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -208,6 +209,9 @@ def gemm(
     """
     if config.block_n % (64 * len(b)):
         raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * len(b)}: it has {len(b)} parts")
+    if interpret:
+        tile_columns = config.block_n // len(b)
+        check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
     body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, epilogue)
     return launch(
         body,
@@ -436,7 +440,7 @@ class _Body:
 
     def multiply(self, refs: Refs, i: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
         """Sums up the i-th of `count` tiles of this CTA and finishes it."""
-        config = self.config
+        config, prefetch = self.config, self.prefetch
         tile = self.tile(i)
         ring = self.ring(refs, warpgroup)
         rows: Any = slice(None)
@@ -457,8 +461,8 @@ class _Body:
 
         def product(*sums: Ref) -> list[jax.Array]:
             if config.ping_pong:
-                if self.prefetch is not None:
-                    self.prefetch(refs, tile, warpgroup)
+                if prefetch is not None:
+                    prefetch(refs, tile, warpgroup)
                 plgpu.barrier_wait(refs.turn.at[warpgroup])
 
             def step(j: jax.Array, before: jax.Array) -> jax.Array:
@@ -467,8 +471,8 @@ class _Body:
                 plgpu.wgmma_wait(len(sums))  # the tensor cores always have the next step before them
 
                 pl.when(j > 0)(lambda: ring.release(before))
-                if not config.ping_pong and self.prefetch is not None:
-                    pl.when(j == 0)(lambda: self.prefetch(refs, tile, warpgroup))
+                if not config.ping_pong and prefetch is not None:
+                    pl.when(j == 0)(functools.partial(prefetch, refs, tile, warpgroup))
                 return slot
 
             before = jax.lax.rem(i * self.num_steps + config.num_stages - 1, config.num_stages)

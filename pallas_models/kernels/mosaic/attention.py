@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import LOWEST, Ref
-from pallas_models.kernels.mosaic._common import plgpu, tiled
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -471,6 +471,8 @@ def attention(
 
     padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(parts)]
     q, k, v = padded * 3 if fused else padded
+    if interpret:
+        check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], block_kv))
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
     num_tiles = heads * q_blocks
     num_ctas = min(num_tiles, target.num_cores)
