@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.mlir import ir
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic._common import interpreter_params, plgpu
@@ -40,6 +41,8 @@ def launch(
     outputs = {key: value for key, value in out_type.items() if value is not None}
 
     def kernel(*arrays: Ref, **scratch: Ref) -> None:
+        if not interpret and jax.__version_info__ >= (0, 11):
+            _name_module(name)
         absent = dict.fromkeys((*operands, *out_type))
         body(types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch))
 
@@ -57,3 +60,20 @@ def launch(
         ),
         interpret=interpreter_params() if interpret else None,
     )(*present.values())
+
+
+def _name_module(name: str) -> None:
+    """Names the module that a kernel becomes; else JAX numbers modules as a process comes to lower them.
+
+    By their numbers equal kernels would differ: XLA would compile each of them, and the persistent compilation
+    cache would find a program only where a process has lowered the same kernels before it.
+    """
+
+    @plgpu.inline_mgpu()
+    def set_name(_: Any) -> None:
+        module = ir.InsertionPoint.current.block.owner
+        while module.parent is not None:
+            module = module.parent
+        module.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+    set_name()
