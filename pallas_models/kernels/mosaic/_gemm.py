@@ -301,29 +301,35 @@ def fastest(
 def candidates(
     m: int, n: int, shared_memory: Callable[[Config], int], target: Target, *, parts: int = 1
 ) -> Iterator[Config]:
-    """The tiles worth measuring for an output (m, n), n of `parts` operands together."""
-    for block_m, block_n, num_consumers, ping_pong, block_k in itertools.product(
-        (64, 128, 192, 256), (64, 128, 192, 256), (2, 3), (False, True), (64, 128)
-    ):
+    """The tiles worth measuring for an output (m, n), n of `parts` operands together, with as many stages as fit.
+
+    Three consumers share tiles that two cannot; small tiles take longer steps, and are for few outputs.
+    """
+    many = pl.cdiv(m, 128) * pl.cdiv(n, 128) >= 4 * target.num_cores
+    for block_m, block_n, ping_pong in itertools.product((64, 128, 192, 256), (64, 128, 192, 256), (False, True)):
+        outputs = block_m * block_n
         if block_m >= 2 * max(m, 64) or block_n >= 2 * max(n, 64) or block_n % (64 * parts):
             continue
-        for num_stages in range(512 // block_k, 1, -1):
-            try:
-                config = Config(
-                    block_m=block_m,
-                    block_n=block_n,
-                    block_k=block_k,
-                    num_stages=num_stages,
-                    ping_pong=ping_pong,
-                    num_consumers=num_consumers,
-                )
-            except ValueError:  # tiles that so many warpgroups cannot share
-                break
-            if shared_memory(config) <= target.shared_memory:
-                yield config
-                if num_tiles(config, m, n) >= 8 * target.num_cores:
-                    yield dataclasses.replace(config, group_m=16)
-                break
+        if many and outputs < 128 * 128:
+            continue
+        for block_k in (64, 128) if outputs <= 64 * 128 else (64,):
+            for num_stages in range(512 // block_k, 1, -1):
+                try:
+                    config = Config(
+                        block_m=block_m,
+                        block_n=block_n,
+                        block_k=block_k,
+                        num_stages=num_stages,
+                        ping_pong=ping_pong,
+                        num_consumers=3 if block_m == 192 and not ping_pong else 2,
+                    )
+                except ValueError:  # more sums than a thread has registers for
+                    break
+                if shared_memory(config) <= target.shared_memory:
+                    yield config
+                    if num_tiles(config, m, n) >= 8 * target.num_cores:
+                        yield dataclasses.replace(config, group_m=16)
+                    break
 
 
 def num_tiles(config: Config, m: int, n: int) -> int:
