@@ -1,5 +1,6 @@
 """`ops.gated_matmul` and `ops.gated_mlp` against torch: shapes, activations, tiles, extremes, gradients."""
 
+import dataclasses
 import functools
 import re
 
@@ -286,13 +287,16 @@ def test_hopper_tiles_fit_in_shared_memory(m, n, k):
         assert mosaic.shared_memory(config, out_dtype) <= 227 * 1024
 
 
+TILES = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=1)
+
+
 @pytest.mark.parametrize(
     "m, k, n, dtype, options, message",
     [
         (8, 64, 64, "float32", {}, "takes float16 and bfloat16, not float32"),
         (9, 64, 64, "bfloat16", {}, "in multiples of 64, not x of shape (9, 64)"),
         (8, 64, 80, "bfloat16", {}, "in multiples of 64, not gate and up of shape (64, 80)"),
-        (8, 64, 64, "bfloat16", {"config": 3}, "takes a Config of pallas_models.kernels.mosaic"),
+        (8, 64, 64, "bfloat16", {"config": TILES}, "takes a Config of pallas_models.kernels.mosaic"),
     ],
 )
 def test_what_the_hopper_kernel_does_not_serve(m, k, n, dtype, options, message):
@@ -302,7 +306,7 @@ def test_what_the_hopper_kernel_does_not_serve(m, k, n, dtype, options, message)
 
 
 X, W, B = operands((5, 6, 8))
-SPLIT = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=1, splits=2)
+SPLIT = dataclasses.replace(TILES, splits=2)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
-"""Kernels of the triangle update for Hopper GPUs, one by one, against numpy and XLA."""
+"""Kernels of the triangle update for Hopper GPUs against numpy and XLA, and what all such kernels share."""
 
 import functools
+import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
+from pallas_models import target
+from pallas_models.kernels.mosaic import _common, _launch, trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
-from parity.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, gpu, normal
+from parity.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal
 from parity.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
@@ -37,7 +40,7 @@ def product(sides, channels, incoming, factor=1.0, config=None):
         incoming=incoming,
         factor=factor,
         config=config,
-        target=gpu(),
+        target=target.current(),
         interpret=INTERPRET,
     )
     return jax.jit(f)(sides)
@@ -84,15 +87,17 @@ def test_product_stays_finite():
 @both_directions
 @pytest.mark.parametrize("n", [64, 128, 192, 256, 384, 512, 1024, 1088])
 def test_product_lowers(n, incoming):
-    f = functools.partial(
-        trimul_product.product,
-        channels=3,
-        incoming=incoming,
-        factor=0.5,
-        config=None,
-        target=gpu(),
-        interpret=False,
-    )
+    def f(sides):
+        return trimul_product.product(
+            sides,
+            channels=3,
+            incoming=incoming,
+            factor=0.5,
+            config=None,
+            target=target.current(),
+            interpret=False,
+        )
+
     assert lowered_calls(f, jax.ShapeDtypeStruct((2, n, 8, n), "bfloat16")) == 1
 
 
@@ -146,7 +151,8 @@ def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True
 
 
 def project(module, *operands, interpret=INTERPRET):
-    return jax.jit(functools.partial(module.project, epsilon=1e-5, target=gpu(), interpret=interpret))(*operands)
+    f = functools.partial(module.project, epsilon=1e-5, target=target.current(), interpret=interpret)
+    return jax.jit(f)(*operands)
 
 
 SIZES = {
@@ -203,7 +209,7 @@ def test_project_has_no_races(module, monkeypatch, capfd):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(module, "interpreter_params", lambda: params)
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: params)
     project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
     assert "RACE" not in capfd.readouterr().out
 
@@ -255,3 +261,52 @@ def test_project_refuses(module, m, c, h, dtype, message):
     shapes = (1, m, c), (c, 4, h), (c, 128)
     arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     assert message in module.unsupported(*arrays)
+
+
+# What all kernels share
+
+
+def test_equal_kernels_are_equal_code():
+    """XLA compiles equal code once, and the persistent compilation cache finds it, whatever was lowered before."""
+    sides = jax.ShapeDtypeStruct((1, 128, 4, 128), "bfloat16")
+
+    def modules(count):
+        def f(sides):
+            return [
+                trimul_product.product(
+                    sides * i,
+                    channels=2,
+                    incoming=False,
+                    factor=1.0,
+                    config=None,
+                    target=target.current(),
+                    interpret=False,
+                )
+                for i in range(count)
+            ]
+
+        with cuda_device(*HOPPER):
+            text = jax.jit(f).trace(sides).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
+
+    first, others = modules(1), modules(2)
+    assert len(first) == 1 and others == 2 * first
+
+
+def test_interpreter_wants_threads(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    _common.interpreter_params()  # the suite has set PJRT_NPROC
+    monkeypatch.delenv("PJRT_NPROC")
+    with pytest.raises(RuntimeError, match=r"with 2 cores .* PJRT_NPROC to 16 or more"):
+        _common.interpreter_params()
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    _common.interpreter_params()
+
+
+def test_interpreter_of_jax_010_wants_whole_tiles(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    _common.check_interpreted_sizes(m=(128, 64))
+    with pytest.raises(NotImplementedError, match=r"m=72 must be a multiple of the tile of 64; JAX 0\.11"):
+        _common.check_interpreted_sizes(n=(64, 64), m=(72, 64))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    _common.check_interpreted_sizes(m=(72, 64))

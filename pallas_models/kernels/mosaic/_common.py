@@ -1,6 +1,7 @@
 """What the kernels share: shared memory as the tensor cores read it, activations in registers."""
 
 import math
+import os
 from typing import Any
 
 import jax
@@ -47,13 +48,45 @@ def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])
 
 
+_INTERPRETER_THREADS = 16  # of XLA on the CPU that suffice: each warpgroup that waits keeps one
+
+
 def interpreter_params() -> Any:
-    """What runs a kernel in the interpreter; JAX 0.10 keeps it private."""
+    """What runs a kernel in the interpreter; JAX 0.10 keeps it private.
+
+    Raises:
+      RuntimeError: there are so few cores that the interpreter may wait for ever, and nobody has set `PJRT_NPROC`.
+    """
+    cores = os.cpu_count() or 1
+    if cores < _INTERPRETER_THREADS and "PJRT_NPROC" not in os.environ:
+        raise RuntimeError(
+            f"with {cores} cores the interpreter of Mosaic GPU may wait for ever: set the environment variable "
+            f"PJRT_NPROC to {_INTERPRETER_THREADS} or more before JAX starts"
+        )
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams()
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
+
+
+def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
+    """Refuses what the interpreter of JAX 0.10 cannot run: copies that reach past the end of an array.
+
+    Args:
+      sizes: by the name of an axis, its size and the size of the tiles that cover it.
+
+    Raises:
+      NotImplementedError: this is JAX 0.10 and a tile reaches past the end.
+    """
+    if jax.__version_info__ >= (0, 11):
+        return
+    for name, (size, tile) in sizes.items():
+        if size % tile:
+            raise NotImplementedError(
+                f"the interpreter of Mosaic GPU in JAX {jax.__version__} reads nothing past the end of an array: "
+                f"{name}={size} must be a multiple of the tile of {tile}; JAX 0.11 and newer take every size"
+            )
 
 
 def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -1,12 +1,12 @@
-"""Matrix products on Hopper's tensor cores: blocks that stay on their multiprocessor and walk tiles of the output.
+"""Matrix products on Hopper's tensor cores: CTAs that stay on their multiprocessor and walk tiles of the output.
 
-One warpgroup of a block only copies operands into a ring of slots in shared memory, ahead of those that multiply.
+One warpgroup of a CTA only copies operands into a ring of slots in shared memory, ahead of those that multiply.
 It does not stop at the end of a tile, so the tensor cores find the operands of the next one waiting.
 """
 
 import dataclasses
+import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +16,14 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref, tile_order
-from pallas_models.kernels.mosaic._common import ROW_BYTES, interpreter_params, plgpu, tiled
+from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, plgpu, tiled
+from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
 
 _REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer, and of so many consumers
 _ROWS = 64  # that a warpgroup multiplies at a time
-Refs = Any  # a namespace of references, by the names that `gemm` was given
+SLOT_BYTES = _ROWS * ROW_BYTES  # of a slot through which an output leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +33,7 @@ class Config:
     `num_consumers` warpgroups multiply: 2, or 3 with fewer registers each. With `ping_pong` each has a tile of its
     own, and finishes it while another one has the tensor cores: for short contractions, after which there is most
     to finish. Without, they share the rows of a tile, which can be twice as large: for long contractions, which
-    read operands most often. `group_m` row blocks are walked together before the next column block, so that blocks
+    read operands most often. `group_m` row blocks are walked together before the next column block, so that CTAs
     running at the same time share operands in L2. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be
     on their way from shared memory, for each warpgroup.
     """
@@ -116,19 +118,24 @@ class Block:
         return ref.at[pl.ds(tile.row + self.row, _ROWS), pl.ds(tile.column + self.column, self.width)]
 
 
-def blocks(config: Config, num_columns: int, dtype: DTypeLike) -> list[Block]:
-    """All blocks of the part of a tile that a warpgroup has."""
+def blocks(config: Config, num_columns: int, dtype: DTypeLike, num_slots: int) -> list[Block]:
+    """All blocks of the part of a tile that a warpgroup has, `num_slots` of which its shared memory holds.
+
+    Where it holds them all, those beside one another are one block: fewer copies, and much less code.
+    """
     width = ROW_BYTES // jnp.dtype(dtype).itemsize
+    if num_slots * width * _ROWS == config.rows * num_columns:
+        width = num_columns
     return [
         Block(row, column, width)
-        for row in range(0, config.rows, _ROWS)
         for column in range(0, num_columns, width)
+        for row in range(0, config.rows, _ROWS)
     ]
 
 
-def staging(dtype: DTypeLike, num_slots: int, num_consumers: int = 2) -> Any:
-    """Shared memory through which blocks of an output leave, for each warpgroup."""
-    return tiled((num_consumers, num_slots, _ROWS, ROW_BYTES // jnp.dtype(dtype).itemsize), dtype)
+def staging(config: Config, blocks: Sequence[Block], dtype: DTypeLike, num_slots: int) -> Any:
+    """Shared memory through which blocks of an output leave, for each warpgroup: `num_slots` at a time, or all."""
+    return tiled((config.num_consumers, min(num_slots, len(blocks)), _ROWS, blocks[0].width), dtype)
 
 
 def store(
@@ -202,36 +209,26 @@ def gemm(
     """
     if config.block_n % (64 * len(b)):
         raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * len(b)}: it has {len(b)} parts")
+    if interpret:
+        tile_columns = config.block_n // len(b)
+        check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
     body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, epilogue)
-    present = {key: value for key, value in operands.items() if value is not None}
-    scratch_types = dict(scratch_types) | ring(config, dtype, len(b), transpose_a, transpose_b)
-
-    def kernel(*refs: Ref) -> None:
-        def run(**scratch: Ref) -> None:
-            arrays = zip((*present, *out_type), refs, strict=True)
-            body(types.SimpleNamespace(**dict.fromkeys(operands) | dict(arrays) | scratch))
-
-        pl.run_scoped(run, collective_axes="warpgroup", **scratch_types)
-
-    kernel.__name__ = name
-    blocks = 2 if interpret else target.num_cores
-    return plgpu.kernel(
-        kernel,
-        out_type=list(out_type.values()),
-        grid=(min(blocks, body.num_tiles),),
-        grid_names=("block",),
-        num_threads=config.num_consumers + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,  # `store` and the ring have those that are needed
-        ),
-        interpret=interpreter_params() if interpret else None,
-    )(*present.values())
+    return launch(
+        body,
+        operands,
+        out_type,
+        dict(scratch_types) | _ring_types(config, dtype, len(b), transpose_a, transpose_b),
+        name=name,
+        num_ctas=min(2 if interpret else target.num_cores, body.num_tiles),
+        num_warpgroups=config.num_consumers + 1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,  # `store` and the ring have those that are needed
+    )
 
 
-def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, transpose_b: bool) -> dict[str, Any]:
+def _ring_types(
+    config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, transpose_b: bool
+) -> dict[str, Any]:
     """Shared memory of the operands, and who may touch which slot of it."""
 
     def slots(shape: tuple[int, int], transpose: bool, parts: int) -> Any:
@@ -240,7 +237,6 @@ def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, tran
     return dict(
         a_ring=slots((config.block_m, config.block_k), transpose_a, 1),
         b_ring=slots((config.block_k, config.block_n // b_parts), transpose_b, b_parts),
-        # Who waits for a barrier must wait for every round of it: warpgroups with their own tiles have their own.
         full=plgpu.Barrier(
             num_arrivals=1 + b_parts,
             num_barriers=config.num_stages * (config.num_consumers if config.ping_pong else 1),
@@ -255,7 +251,7 @@ def ring(config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, tran
 def shared_memory(config: Config, num_slots: int) -> int:
     """Bytes of shared memory that the ring and `num_slots` of `staging` take, and some for barriers and a bias."""
     ring = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
-    return ring + config.num_consumers * (num_slots * _ROWS * ROW_BYTES + config.block_n * 4) + 512
+    return ring + config.num_consumers * (num_slots * SLOT_BYTES + config.block_n * 4) + 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -305,29 +301,35 @@ def fastest(
 def candidates(
     m: int, n: int, shared_memory: Callable[[Config], int], target: Target, *, parts: int = 1
 ) -> Iterator[Config]:
-    """The tiles worth measuring for an output (m, n), n of `parts` operands together."""
-    for block_m, block_n, num_consumers, ping_pong, block_k in itertools.product(
-        (64, 128, 192, 256), (64, 128, 192, 256), (2, 3), (False, True), (64, 128)
-    ):
+    """The tiles worth measuring for an output (m, n), n of `parts` operands together, with as many stages as fit.
+
+    Three consumers share tiles that two cannot; small tiles take longer steps, and are for few outputs.
+    """
+    many = pl.cdiv(m, 128) * pl.cdiv(n, 128) >= 4 * target.num_cores
+    for block_m, block_n, ping_pong in itertools.product((64, 128, 192, 256), (64, 128, 192, 256), (False, True)):
+        outputs = block_m * block_n
         if block_m >= 2 * max(m, 64) or block_n >= 2 * max(n, 64) or block_n % (64 * parts):
             continue
-        for num_stages in range(512 // block_k, 1, -1):
-            try:
-                config = Config(
-                    block_m=block_m,
-                    block_n=block_n,
-                    block_k=block_k,
-                    num_stages=num_stages,
-                    ping_pong=ping_pong,
-                    num_consumers=num_consumers,
-                )
-            except ValueError:  # tiles that so many warpgroups cannot share
-                break
-            if shared_memory(config) <= target.shared_memory:
-                yield config
-                if num_tiles(config, m, n) >= 8 * target.num_cores:
-                    yield dataclasses.replace(config, group_m=16)
-                break
+        if many and outputs < 128 * 128:
+            continue
+        for block_k in (64, 128) if outputs <= 64 * 128 else (64,):
+            for num_stages in range(512 // block_k, 1, -1):
+                try:
+                    config = Config(
+                        block_m=block_m,
+                        block_n=block_n,
+                        block_k=block_k,
+                        num_stages=num_stages,
+                        ping_pong=ping_pong,
+                        num_consumers=3 if block_m == 192 and not ping_pong else 2,
+                    )
+                except ValueError:  # more sums than a thread has registers for
+                    break
+                if shared_memory(config) <= target.shared_memory:
+                    yield config
+                    if num_tiles(config, m, n) >= 8 * target.num_cores:
+                        yield dataclasses.replace(config, group_m=16)
+                    break
 
 
 def num_tiles(config: Config, m: int, n: int) -> int:
@@ -368,8 +370,8 @@ class _Body:
         return self.batch * tiles_m * tiles_n
 
     def tile(self, i: jax.Array) -> Tile:
-        """The i-th tile of this block."""
-        i = jax.lax.axis_index("block") + i * jax.lax.axis_size("block")
+        """The i-th tile of this CTA."""
+        i = jax.lax.axis_index("cta") + i * jax.lax.axis_size("cta")
         tiles_m, tiles_n = self.tiles
         batch, i = jax.lax.div(i, tiles_m * tiles_n), jax.lax.rem(i, tiles_m * tiles_n)
         row, column = tile_order(i, tiles_m, tiles_n, self.config.group_m)
@@ -377,10 +379,16 @@ class _Body:
             batch, row * self.config.block_m, column * self.tile_columns, self.config.block_m, self.tile_columns
         )
 
+    def ring(self, refs: Refs, warpgroup: jax.Array) -> Ring:
+        """The ring as this consumer sees it: with barriers of its own if it has tiles of its own."""
+        num_stages = self.config.num_stages
+        first_full = warpgroup * num_stages if self.config.ping_pong else 0
+        return Ring(refs.full, refs.consumed, num_stages, first_full)
+
     def __call__(self, refs: Refs) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
-        blocks = jax.lax.axis_size("block")
-        count = jax.lax.div(self.num_tiles + blocks - 1 - jax.lax.axis_index("block"), blocks)
+        ctas = jax.lax.axis_size("cta")
+        count = jax.lax.div(self.num_tiles + ctas - 1 - jax.lax.axis_index("cta"), ctas)
 
         producer_registers, consumer_registers = _REGISTERS[self.config.num_consumers]
 
@@ -401,17 +409,12 @@ class _Body:
 
         def copy_tile(i: jax.Array, first: jax.Array) -> jax.Array:
             tile = self.tile(i)
-            barriers = jax.lax.rem(i, config.num_consumers) * config.num_stages if config.ping_pong else 0
+            ring = self.ring(refs, jax.lax.rem(i, config.num_consumers))
 
             def copy_step(j: jax.Array, step: jax.Array) -> jax.Array:
-                slot = jax.lax.rem(step, config.num_stages)
                 ks = pl.Slice(j * config.block_k, config.block_k)
-
-                @pl.when(step >= config.num_stages)
-                def _() -> None:
-                    plgpu.barrier_wait(refs.consumed.at[slot])
-
-                full = refs.full.at[barriers + slot]
+                slot = ring.acquire(step)
+                full = ring.full_of(slot)
                 plgpu.copy_gmem_to_smem(self.a(refs, tile, ks), refs.a_ring.at[slot, 0], full)
                 for part, b in enumerate(self.b):
                     plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[slot, part], full)
@@ -420,10 +423,7 @@ class _Body:
             return jax.lax.fori_loop(0, self.num_steps, copy_step, first)
 
         steps = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
-
-        @pl.loop(jnp.maximum(steps - config.num_stages, 0), steps)
-        def _(step: jax.Array) -> None:  # a barrier must not be left with a round that nobody has waited for
-            plgpu.barrier_wait(refs.consumed.at[jax.lax.rem(step, config.num_stages)])
+        self.ring(refs, jnp.int32(0)).drain(steps)
 
     def consume(self, refs: Refs, count: jax.Array, warpgroup: jax.Array) -> None:
         """Multiplies what the ring holds, for the tiles of this warpgroup."""
@@ -445,17 +445,17 @@ class _Body:
             self.multiply(refs, config.num_consumers * i + warpgroup, count, warpgroup)
 
     def multiply(self, refs: Refs, i: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
-        """Sums up the i-th of `count` tiles of this block and finishes it."""
-        config = self.config
+        """Sums up the i-th of `count` tiles of this CTA and finishes it."""
+        config, prefetch = self.config, self.prefetch
         tile = self.tile(i)
-        barriers: Any = warpgroup * config.num_stages
+        ring = self.ring(refs, warpgroup)
         rows: Any = slice(None)
         if not config.ping_pong:
-            barriers, rows = 0, pl.ds(warpgroup * config.rows, config.rows)
+            rows = pl.ds(warpgroup * config.rows, config.rows)
             tile = dataclasses.replace(tile, row=tile.row + warpgroup * config.rows, num_rows=config.rows)
 
         def multiply_slot(sums: Sequence[Ref], slot: jax.Array) -> None:
-            plgpu.barrier_wait(refs.full.at[barriers + slot])
+            ring.wait(slot)
             a = refs.a_ring.at[(slot, 0, *((slice(None), rows) if self.transpose_a else (rows,)))]
             for i, total in enumerate(sums):
                 b = refs.b_ring.at[slot, i]
@@ -466,23 +466,23 @@ class _Body:
                 )
 
         def product(*sums: Ref) -> list[jax.Array]:
-            first = jax.lax.rem(i * self.num_steps, config.num_stages)
             if config.ping_pong:
-                if self.prefetch is not None:
-                    self.prefetch(refs, tile, warpgroup)
+                if prefetch is not None:
+                    prefetch(refs, tile, warpgroup)
                 plgpu.barrier_wait(refs.turn.at[warpgroup])
-            multiply_slot(sums, first)
-            if not config.ping_pong and self.prefetch is not None:
-                self.prefetch(refs, tile, warpgroup)
 
-            def step(_: jax.Array, slot: jax.Array) -> jax.Array:
-                following = jnp.where(slot == config.num_stages - 1, 0, slot + 1)
-                multiply_slot(sums, following)
+            def step(j: jax.Array, before: jax.Array) -> jax.Array:
+                slot = ring.after(before)
+                multiply_slot(sums, slot)
                 plgpu.wgmma_wait(len(sums))  # the tensor cores always have the next step before them
-                plgpu.barrier_arrive(refs.consumed.at[slot])
-                return following
 
-            last = jax.lax.fori_loop(1, self.num_steps, step, first)
+                pl.when(j > 0)(lambda: ring.release(before))
+                if not config.ping_pong and prefetch is not None:
+                    pl.when(j == 0)(functools.partial(prefetch, refs, tile, warpgroup))
+                return slot
+
+            before = jax.lax.rem(i * self.num_steps + config.num_stages - 1, config.num_stages)
+            last = jax.lax.fori_loop(0, self.num_steps, step, before)
             if config.ping_pong:
 
                 @pl.when(i + 1 < count)
@@ -490,7 +490,7 @@ class _Body:
                     plgpu.barrier_arrive(refs.turn.at[jax.lax.rem(warpgroup + 1, config.num_consumers)])
 
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(refs.consumed.at[last])
+            ring.release(last)
             return [total[...] for total in sums]
 
         accumulator = plgpu.ACC((config.rows, self.tile_columns), jnp.float32)

@@ -1,6 +1,6 @@
 """Attention on Hopper's tensor cores, in the manner of [FlashAttention-3](https://arxiv.org/abs/2407.08608).
 
-Blocks of threads stay on their multiprocessor and walk over tiles of queries. One warpgroup only copies keys and
+CTAs stay on their multiprocessor and walk over tiles of queries. One warpgroup only copies keys and
 values, into a ring in shared memory, ahead of those that have 64 queries each. While such a one takes the softmax
 of a block of keys, the tensor cores add up the values of the block before, and compute products of the others.
 Neither stops at the end of a tile: the first softmax of the next one is taken meanwhile.
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import LOWEST, Ref
-from pallas_models.kernels.mosaic._common import interpreter_params, plgpu, tiled
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
+from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -96,33 +98,55 @@ def shared_memory(config: Config, head_dim: int) -> int:
     return 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv) + 2048
 
 
-def _reach(
-    xp: Any, start: Any, *, config: Config, seq: int, kv_seq: int, causal: bool, window: int | None
-) -> tuple[Any, Any, Any, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """What is attended to: lengths, heads, and where heads lie in the columns of queries, keys and values."""
+
+    seq: int
+    kv_seq: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    first_heads: tuple[int, int, int]
+    causal: bool
+    window: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Walk:
+    """How CTAs walk over the tiles of all heads: of `group` heads together, those that take longest come first."""
+
+    num_ctas: int
+    num_tiles: int
+    group: int
+
+
+def _reach(xp: Any, start: Any, config: Config, shape: _Shape) -> tuple[Any, Any, Any, Any]:
     """The blocks of keys that the tile from query `start` on needs: [first, end), every pair in [full, full_end).
 
     `xp` is numpy or jax.numpy. A tile that needs none has one all the same, which is masked.
     """
-    block_q, block_kv = config.block_q, config.block_kv
+    block_q, block_kv, seq, kv_seq, window = config.block_q, config.block_kv, shape.seq, shape.kv_seq, shape.window
     zero, end, full_end = 0 * start, pl.cdiv(kv_seq, block_kv) + 0 * start, kv_seq // block_kv + 0 * start
-    if not causal:
+    if not shape.causal:
         return zero, zero, full_end, end
+    bits = block_kv.bit_length() - 1  # a shift rounds down, and is one instruction
     position = start + kv_seq - seq  # of the first query, among the keys
-    end = xp.clip((position + block_q + block_kv - 1) // block_kv, 1, end)
-    full_end = xp.clip((position + 1) // block_kv, 0, full_end)
+    end = xp.minimum(xp.maximum((position + block_q + block_kv - 1) >> bits, 1), end)
+    full_end = xp.minimum(xp.maximum((position + 1) >> bits, 0), full_end)
     if window is None:
         return zero, zero, full_end, end
-    first = xp.clip((position - window + 1) // block_kv, 0, end - 1)
-    return first, xp.maximum(position + block_q - window + block_kv - 1, 0) // block_kv, full_end, end
+    first = xp.minimum(xp.maximum((position - window + 1) >> bits, 0), end - 1)
+    return first, xp.maximum(position + block_q - window + block_kv - 1, 0) >> bits, full_end, end
 
 
-def _group(blocks: Any, heads: int, in_cache: int, num_programs: int) -> int:
+def _group(blocks: Any, heads: int, in_cache: int, num_ctas: int) -> int:
     """How many heads to walk together, given the blocks of keys of each tile of a head, in the order of the walk.
 
-    As many as have keys and values `in_cache`, with which all programs take about as long; else a few more.
+    As many as have keys and values `in_cache`, with which all CTAs take about as long; else a few more.
     """
-    rounds = pl.cdiv(heads * len(blocks), num_programs)
-    index = np.arange(rounds * num_programs).reshape(rounds, num_programs)
+    rounds = pl.cdiv(heads * len(blocks), num_ctas)
+    index = np.arange(rounds * num_ctas).reshape(rounds, num_ctas)
     index[1::2] = index[1::2, ::-1]
 
     def longest(group: int) -> int:
@@ -131,7 +155,7 @@ def _group(blocks: Any, heads: int, in_cache: int, num_programs: int) -> int:
 
     groups = [n for n in range(1, heads + 1) if heads % n == 0]
     groups.sort(key=lambda n: (n > in_cache, n if n > in_cache else -n))
-    enough = 1.05 * heads * np.sum(blocks) / num_programs
+    enough = 1.05 * heads * np.sum(blocks) / num_ctas
     return next((n for n in groups if longest(n) <= enough), None) or min(groups, key=longest)
 
 
@@ -157,127 +181,105 @@ _Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima an
 
 
 def _attention_kernel(
-    q_ref: Ref,  # (B, Sq, heads * head_dim), or a buffer that has these columns among others; so k and v
-    k_ref: Ref,  # (B, Skv, kv_heads * head_dim)
-    v_ref: Ref,  # (B, Skv, kv_heads * head_dim)
-    o_ref: Ref,  # (B, Sq, heads * head_dim)
-    *lse_ref: Ref,  # (B, heads, queries of whole tiles), if asked for
-    config: Config,
-    num_programs: int,
-    num_tiles: int,
-    group: int,
-    seq: int,
-    kv_seq: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    first_heads: tuple[int, int, int],
-    causal: bool,
-    window: int | None,
-    sm_scale: float,
-    interpret: bool,
-    q_tiles: Ref,
-    k_blocks: Ref,
-    v_blocks: Ref,
-    o_tiles: Ref,
-    q_ready: Ref,
-    k_ready: Ref,
-    v_ready: Ref,
-    k_read: Ref,
-    v_read: Ref,
-    lse_tiles: Ref | None = None,
-    sums: Ref | None = None,
+    refs: Refs, *, config: Config, shape: _Shape, walk: _Walk, sm_scale: float, interpret: bool
 ) -> None:
+    """Attends in this warpgroup.
+
+    Args:
+      refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
+        among others; o like q, and lse (B, heads, queries of whole tiles) if asked for; and scratch memory.
+    """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
+    seq, kv_seq, head_dim, causal, window = shape.seq, shape.kv_seq, shape.head_dim, shape.causal, shape.window
     consumers = block_q // ROWS
-    program, warpgroup = jax.lax.axis_index("program"), jax.lax.axis_index("warpgroup")
+    cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
     q_blocks = pl.cdiv(seq, block_q)
     offset = kv_seq - seq  # position of the first query, among the keys
     scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
+    div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
+    keys_ring, values_ring = (
+        Ring(full, read, num_stages) for full, read in ((refs.k_ready, refs.k_read), (refs.v_ready, refs.v_read))
+    )
+    after = keys_ring.after
 
-    def index_of(i: jax.Array | int) -> jax.Array:
-        """The i-th tile of this program. Programs take turns there and back, which evens out what they get."""
-        return i * num_programs + jnp.where(i % 2 == 0, program, num_programs - 1 - program)
+    def index_of(i: jax.Array) -> jax.Array:
+        """The i-th tile of this CTA. CTAs take turns there and back, which evens out what they get."""
+        return i * walk.num_ctas + jnp.where(rem(i, 2) == 0, cta, walk.num_ctas - 1 - cta)
 
-    rounds = num_tiles // num_programs
-    count, one_tile = rounds + (index_of(rounds) < num_tiles).astype(jnp.int32), num_tiles <= num_programs
-    reach = functools.partial(_reach, jnp, config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
+    rounds = walk.num_tiles // walk.num_ctas
+    count = rounds + (index_of(jnp.int32(rounds)) < walk.num_tiles).astype(jnp.int32)
+    one_tile = walk.num_tiles <= walk.num_ctas
 
-    def tile_of(i: jax.Array | int) -> _Tile:
-        # Of `group` heads that are walked together, the tiles that take longest come first.
-        section, index = jnp.divmod(index_of(i), group * q_blocks)
-        batch, head = jnp.divmod(section * group + index % group, num_heads)
-        start = (q_blocks - 1 - index // group) * block_q
-        return _Tile(batch, head, start, *reach(start))
+    def tile_of(i: jax.Array) -> _Tile:
+        index = index_of(i)
+        section, index = div(index, walk.group * q_blocks), rem(index, walk.group * q_blocks)
+        head = section * walk.group + rem(index, walk.group)
+        start = (q_blocks - 1 - div(index, walk.group)) * block_q
+        reach = _reach(jnp, start, config, shape)
+        return _Tile(div(head, shape.num_heads), rem(head, shape.num_heads), start, *reach)
 
     def columns(operand: int, head: jax.Array) -> pl.Slice:
-        return pl.Slice((first_heads[operand] + head) * head_dim, head_dim)
-
-    def after(slot: jax.Array) -> jax.Array:
-        return jnp.where(slot == num_stages - 1, 0, slot + 1)
+        return pl.Slice((shape.first_heads[operand] + head) * head_dim, head_dim)
 
     def produce() -> None:
-        def copy_tile(i: jax.Array, slot: jax.Array) -> jax.Array:
+        def copy_tile(i: jax.Array, step: jax.Array) -> jax.Array:
             tile = tile_of(i)
-            kv_head = tile.head // (num_heads // num_kv_heads)
+            kv_head = div(tile.head, shape.num_heads // shape.num_kv_heads)
 
-            def copy(j: jax.Array, slot: jax.Array) -> jax.Array:
+            def copy(j: jax.Array, step: jax.Array) -> jax.Array:
                 rows = pl.Slice((tile.end - 1 - j) * block_kv, block_kv)
-                for operand, ref, blocks, ready, read in (
-                    (1, k_ref, k_blocks, k_ready, k_read),
-                    (2, v_ref, v_blocks, v_ready, v_read),
+                for operand, ref, blocks, ring in (
+                    (1, refs.k, refs.k_blocks, keys_ring),
+                    (2, refs.v, refs.v_blocks, values_ring),
                 ):
-                    plgpu.barrier_wait(read.at[slot])
+                    slot = ring.acquire(step)
                     source = ref.at[tile.batch, rows, columns(operand, kv_head)]
-                    plgpu.copy_gmem_to_smem(source, blocks.at[slot], ready.at[slot])
-                return after(slot)
+                    plgpu.copy_gmem_to_smem(source, blocks.at[slot], ring.full_of(slot))
+                return step + 1
 
-            return jax.lax.fori_loop(0, tile.blocks, copy, slot)
+            return jax.lax.fori_loop(0, tile.blocks, copy, step)
 
-        slot = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
-        plgpu.barrier_wait(k_read.at[slot])
-        plgpu.barrier_arrive(k_ready.at[slot])  # for those who wait for the keys after the last
-        for i in range(num_stages):  # leave no barrier before everyone has arrived
-            plgpu.barrier_wait(v_read.at[slot])
-            slot = after(slot)
-            if i < num_stages - 1:
-                plgpu.barrier_wait(k_read.at[slot])
+        steps = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
+        slot = keys_ring.acquire(steps)
+        plgpu.barrier_arrive(keys_ring.full_of(slot))  # for those who wait for the keys after the last
+        keys_ring.drain(steps, acquired=1)
+        values_ring.drain(steps)
 
-    def consume(sums: Ref) -> None:
-        fresh = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-        queries, o_tile = q_tiles.at[warpgroup], o_tiles.at[warpgroup]
+    def consume() -> None:
+        queries, q_ready = refs.q_tiles.at[warpgroup], refs.q_ready.at[warpgroup]
+        o_tile = refs.o_tiles.at[warpgroup]
 
         def rows_of(tile: _Tile) -> pl.Slice:
             return pl.Slice(tile.start + warpgroup * ROWS, ROWS)
 
-        def copy_queries(i: jax.Array | int) -> None:
+        def copy_queries(i: jax.Array) -> None:
             tile = tile_of(i)
-            source = q_ref.at[tile.batch, rows_of(tile), columns(0, tile.head)]
-            plgpu.copy_gmem_to_smem(source, queries, q_ready.at[warpgroup])
+            source = refs.q.at[tile.batch, rows_of(tile), columns(0, tile.head)]
+            plgpu.copy_gmem_to_smem(source, queries, q_ready)
 
-        def add_values(weights: jax.Array, slot: jax.Array) -> None:
-            values = v_blocks.at[slot]
-            plgpu.barrier_wait(v_ready.at[slot])
+        def add_values(sums: Ref, weights: jax.Array, slot: jax.Array) -> None:
+            values = refs.v_blocks.at[slot]
+            values_ring.wait(slot)
             if interpret:  # without products of what is in registers, and sums that can be set
                 sums[...] += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
                 plgpu.commit_smem()
             else:
                 plgpu.wgmma(sums, weights, values)
 
-        def take_sums(slot: jax.Array) -> jax.Array:
+        def take_sums(sums: Ref, slot: jax.Array) -> jax.Array:
             value = sums[...]
-            plgpu.barrier_arrive(v_read.at[slot])
+            values_ring.release(slot)
             return value
 
-        def products(slot: jax.Array, weights: jax.Array | None, before: jax.Array) -> jax.Array:
-            """The scores of the keys in a slot; the tensor cores go on to add up the values in the one before."""
-            keys = k_blocks.at[slot]
+        def products(slot: jax.Array, then: Callable[[], None] | None = None) -> jax.Array:
+            """The scores of the keys in a slot; what the tensor cores do `then` may go on."""
+            keys = refs.k_blocks.at[slot]
 
             def issue(scores: Ref) -> jax.Array:
                 plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
-                if weights is None:
+                if then is None:
                     return scores[...]
-                add_values(weights, before)
+                then()
                 return plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
             if not interpret:
@@ -285,9 +287,9 @@ def _attention_kernel(
             else:
                 scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
                 plgpu.commit_smem()
-                if weights is not None:
-                    add_values(weights, before)
-            plgpu.barrier_arrive(k_read.at[slot])
+                if then is not None:
+                    then()
+            keys_ring.release(slot)
             return scores
 
         def masked(scores: jax.Array, tile: _Tile, block: jax.Array) -> jax.Array:
@@ -295,14 +297,16 @@ def _attention_kernel(
                 return scores
 
             def mask(scores: jax.Array) -> jax.Array:
-                keys, key = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1), block * block_kv
-                valid = keys < kv_seq - key
-                if causal:
-                    queries = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-                    position = tile.start + warpgroup * ROWS + offset - key
-                    valid &= keys <= queries + position
-                    if window is not None:
-                        valid &= keys > queries + (position - window)
+                # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
+                key = block * block_kv
+                keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, block_kv), scores.shape, [1])
+                if not causal:
+                    return jnp.where(keys < kv_seq - key, scores, -jnp.inf)
+                own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS + offset - key)
+                last = jnp.minimum(own, kv_seq - 1 - key) if kv_seq % block_kv else own
+                valid = keys <= jax.lax.broadcast_in_dim(last, scores.shape, [0])
+                if window is not None:
+                    valid &= keys > jax.lax.broadcast_in_dim(own - window, scores.shape, [0])
                 return jnp.where(valid, scores, -jnp.inf)
 
             full = (block >= tile.full) & (block < tile.full_end)
@@ -321,16 +325,15 @@ def _attention_kernel(
             factor = jnp.where(empty, 0.0, 1.0 / total)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
             o_tile[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(o_tile.dtype)
-            if lse_tiles is not None:
-                lse_tiles[warpgroup] = jnp.where(empty, -jnp.inf, peak * sm_scale + jnp.log(total))
+            if refs.lse is not None:
+                refs.lse_tiles[warpgroup] = jnp.where(empty, -jnp.inf, peak * sm_scale + jnp.log(total))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_tile, o_ref.at[tile.batch, rows_of(tile), columns(0, tile.head)])
-            if lse_tiles is not None:
-                plgpu.copy_smem_to_gmem(
-                    lse_tiles.at[warpgroup], lse_ref[0].at[tile.batch, tile.head, rows_of(tile)]
-                )
+            plgpu.copy_smem_to_gmem(o_tile, refs.o.at[tile.batch, rows_of(tile), columns(0, tile.head)])
+            if refs.lse is not None:
+                target = refs.lse.at[tile.batch, tile.head, rows_of(tile)]
+                plgpu.copy_smem_to_gmem(refs.lse_tiles.at[warpgroup], target)
 
-        def attend(i: jax.Array, carry: _Carry) -> _Carry:
+        def attend(sums: Ref, i: jax.Array, carry: _Carry) -> _Carry:
             """Adds up all blocks of tile i; of the last tile all but one, for which there is no other to begin."""
             tile, following = tile_of(i), tile_of(i + 1)
 
@@ -338,13 +341,14 @@ def _attention_kernel(
                 """Adds block j to the sums, and takes the softmax of the next one, which may be another tile's."""
                 weights, peak, total, slot = carry
                 next_slot = after(slot)
+                then = functools.partial(add_values, sums, weights, slot)
                 if one_tile:
-                    scores = masked(products(next_slot, weights, slot), tile, tile.end - 2 - j)
+                    scores = masked(products(next_slot, then), tile, tile.end - 2 - j)
                     weights, new_peak, new_total, correction = softmax(scores, peak, total)
                 else:
                     ends = j + 1 == tile.blocks
-                    pl.when(ends)(lambda: plgpu.barrier_wait(q_ready.at[warpgroup]))
-                    scores = products(next_slot, weights, slot)
+                    pl.when(ends)(lambda: plgpu.barrier_wait(q_ready))
+                    scores = products(next_slot, then)
                     # Once they have met their last keys, queries make room for those after them.
                     last = jnp.where(ends, following.blocks == 1, j + 2 == tile.blocks)
                     pl.when(last & (i + 1 + ends < count))(lambda: copy_queries(i + 1 + ends))
@@ -356,8 +360,8 @@ def _attention_kernel(
                     anew = jnp.broadcast_to(ends, (ROWS,))
                     base = jnp.where(anew, LOWEST, peak), jnp.where(anew, 0.0, total)
                     weights, new_peak, new_total, correction = softmax(scores, *base)
-                plgpu.barrier_wait(k_ready.at[after(next_slot)])
-                value = take_sums(slot)
+                keys_ring.wait(after(next_slot))
+                value = take_sums(sums, slot)
 
                 def scaled(value: jax.Array) -> jax.Array:
                     return value * jax.lax.broadcast_in_dim(correction, value.shape, [0])
@@ -368,28 +372,35 @@ def _attention_kernel(
 
                 sums[...] = scaled(value) if one_tile else jax.lax.cond(ends, finished, scaled, value)
                 # By their dtype weights are operands, which must not change while a product is under way.
-                return weights.astype(q_ref.dtype), new_peak, new_total, next_slot
+                return weights.astype(refs.q.dtype), new_peak, new_total, next_slot
 
             return jax.lax.fori_loop(0, tile.blocks - (i + 1 == count), add_block, carry)
 
-        for slot in range(num_stages):
-            for read in (k_read, v_read):
-                plgpu.barrier_arrive(read.at[slot])
-        slot, tile = jnp.int32(0), tile_of(0)
-        copy_queries(0)
-        plgpu.barrier_wait(q_ready.at[warpgroup])
-        plgpu.barrier_wait(k_ready.at[slot])
-        scores = products(slot, None, slot)
+        def walk_over(sums: Ref, carry: _Carry) -> None:
+            """Attends for all tiles, given the softmax of the first block of keys."""
+            weights, peak, total, slot = jax.lax.fori_loop(0, count, functools.partial(attend, sums), carry)
+            add_values(sums, weights, slot)
+            finish(tile_of(count - 1), take_sums(sums, slot), peak, total)
+            plgpu.wait_smem_to_gmem(0)
+
+        slot = jnp.int32(0)
+        tile = tile_of(slot)
+        copy_queries(slot)
+        plgpu.barrier_wait(q_ready)
+        keys_ring.wait(slot)
+        scores = products(slot)
         if not one_tile:
-            pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(1))
-        weights, peak, total, _ = softmax(masked(scores, tile, tile.end - 1), *fresh)
-        plgpu.barrier_wait(k_ready.at[after(slot)])
-        sums[...] = jnp.zeros(sums.shape, jnp.float32)
-        carry = weights.astype(q_ref.dtype), peak, total, slot
-        weights, peak, total, slot = jax.lax.fori_loop(0, count, attend, carry)
-        add_values(weights, slot)
-        finish(tile_of(count - 1), take_sums(slot), peak, total)
-        plgpu.wait_smem_to_gmem(0)
+            pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
+        peak, total = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        weights, peak, total, _ = softmax(masked(scores, tile, tile.end - 1), peak, total)
+        keys_ring.wait(after(slot))
+        carry = weights.astype(refs.q.dtype), peak, total, slot
+        if interpret:
+            sums = refs.sums.at[warpgroup]
+            sums[...] = jnp.zeros(sums.shape, jnp.float32)
+            walk_over(sums, carry)
+        else:
+            pl.run_scoped(lambda sums: walk_over(sums, carry), plgpu.ACC((ROWS, head_dim), jnp.float32))
 
     consumer_registers, producer_registers = _REGISTERS[consumers]
 
@@ -401,10 +412,7 @@ def _attention_kernel(
     @pl.when(warpgroup < consumers)
     def _() -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")
-        if sums is not None:
-            consume(sums.at[warpgroup])
-        else:
-            pl.run_scoped(consume, plgpu.ACC((ROWS, head_dim), jnp.float32))
+        consume()
 
 
 def attention(
@@ -463,12 +471,22 @@ def attention(
 
     padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(parts)]
     q, k, v = padded * 3 if fused else padded
+    if interpret:
+        check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], block_kv))
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
     num_tiles = heads * q_blocks
-    num_programs = min(num_tiles, target.num_cores)
-    starts = block_q * np.arange(q_blocks)[::-1]
-    walk: dict[str, Any] = dict(config=config, seq=seq, kv_seq=kv_seq, causal=causal, window=window)
-    first, _, _, end = _reach(np, starts, **walk)
+    num_ctas = min(num_tiles, target.num_cores)
+    shape = _Shape(
+        seq=seq,
+        kv_seq=kv_seq,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
+        causal=causal,
+        window=window,
+    )
+    first, _, _, end = _reach(np, block_q * np.arange(q_blocks)[::-1], config, shape)
     in_cache = _CACHE // (2 * kv_seq * head_dim * dtype.itemsize) * (num_heads // num_kv_heads)
     barrier = plgpu.Barrier
     scratch_types = {
@@ -482,35 +500,31 @@ def attention(
         "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
     }
-    out_type = [jax.ShapeDtypeStruct((batch, q.shape[1], num_heads * head_dim), dtype)]
     if return_lse:
         scratch_types["lse_tiles"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
-        out_type.append(jax.ShapeDtypeStruct((batch, num_heads, q_blocks * block_q), jnp.float32))
+    lse_type = jax.ShapeDtypeStruct((batch, num_heads, q_blocks * block_q), jnp.float32)
+    out_type = {
+        "o": jax.ShapeDtypeStruct((batch, q.shape[1], num_heads * head_dim), dtype),
+        "lse": lse_type if return_lse else None,
+    }
     if interpret:
         scratch_types["sums"] = plgpu.SMEM((consumers, ROWS, head_dim), jnp.float32)
-    out, *lse = plgpu.kernel(
+    walk = _Walk(
+        num_ctas=num_ctas,
+        num_tiles=num_tiles,
+        group=_group(end - first, heads, in_cache, num_ctas) if causal else 1,
+    )
+    out, *lse = launch(
         functools.partial(
-            _attention_kernel,
-            num_programs=num_programs,
-            num_tiles=num_tiles,
-            group=_group(end - first, heads, in_cache, num_programs) if causal else 1,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
-            sm_scale=sm_scale,
-            interpret=interpret,
-            **walk,
+            _attention_kernel, config=config, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret
         ),
-        out_type=out_type,
-        scratch_types=scratch_types,
-        grid=(num_programs,),
-        grid_names=("program",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-        interpret=interpreter_params() if interpret else False,
-    )(q, k, v)
+        dict(q=q, k=k, v=v),
+        out_type,
+        scratch_types,
+        name="attention",
+        num_ctas=num_ctas,
+        num_warpgroups=consumers + 1,
+        interpret=interpret,
+        reduction_scratch_bytes=0,
+    )
     return (out[:, :seq], lse[0][..., :seq]) if return_lse else out[:, :seq]

@@ -15,7 +15,6 @@ from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
     Measured,
-    Refs,
     Tile,
     blocks,
     candidates,
@@ -24,6 +23,7 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
+from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
@@ -100,9 +100,9 @@ def gated_matmul(
         target,
     )
     columns = config.block_n // 2
-    parts = blocks(config, columns, out_dtype)
     slots = num_slots(config, columns, out_dtype, residual=False)
-    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, slots, config.num_consumers))
+    parts = blocks(config, columns, out_dtype, slots)
+    scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
     if bias is not None:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=config.num_consumers)
         scratch_types["bias_tiles"] = plgpu.SMEM((config.num_consumers, 2, columns), bias.dtype)

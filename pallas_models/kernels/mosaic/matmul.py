@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
@@ -15,7 +16,6 @@ from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
     Measured,
-    Refs,
     Tile,
     blocks,
     candidates,
@@ -24,6 +24,7 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
+from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -90,8 +91,8 @@ _TILES_AND_RESIDUAL = (
 
 
 def num_slots(config: Config, columns: int, out_dtype: DTypeLike, *, residual: bool) -> int:
-    """Blocks of an output in shared memory, for a warpgroup: all of a tile with a residual, which waits there."""
-    count = len(blocks(config, columns, out_dtype))
+    """Slots for a warpgroup: for all of its part of a tile with a residual, which waits there."""
+    count = config.rows * columns * jnp.dtype(out_dtype).itemsize // _gemm.SLOT_BYTES
     return count if residual else min(count, config.num_slots)
 
 
@@ -168,9 +169,9 @@ def matmul(
         ),
         target,
     )
-    parts = blocks(config, config.block_n, out_dtype)
     slots = num_slots(config, config.block_n, out_dtype, residual=residual is not None)
-    scratch_types: dict[str, Any] = dict(slots=staging(out_dtype, slots, config.num_consumers))
+    parts = blocks(config, config.block_n, out_dtype, slots)
+    scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
     num_copies = (bias is not None) + (len(parts) if residual is not None else 0)
     if num_copies:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=config.num_consumers)
@@ -190,10 +191,14 @@ def matmul(
         if num_copies:
             plgpu.barrier_wait(refs.ready.at[warpgroup])
 
+        @functools.cache
+        def shift(column: int, shape: tuple[int, ...]) -> jax.Array:
+            return row(refs.bias_tile.at[warpgroup, pl.ds(column, shape[1])], shape)
+
         def value(block: Block, slot: Ref) -> jax.Array:
             y = block.of(sums[0])
             if bias is not None:
-                y += row(refs.bias_tile.at[warpgroup, block.columns], y.shape)
+                y += shift(block.column, y.shape)
             y = activate(activation, y, out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 

@@ -10,7 +10,9 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._gemm import Block, Config, Refs, Tile, blocks, candidates, gemm, staging, store
+from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, blocks, candidates, gemm, staging, store
+from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -39,7 +41,7 @@ def shared_memory(config: Config) -> int:
 
 
 def _num_slots(config: Config) -> int:
-    return min(len(blocks(config, config.block_n, jnp.float16)), 2)
+    return num_slots(config, config.block_n, jnp.float16, residual=False)
 
 
 def product(
@@ -76,7 +78,8 @@ def product(
         ),
         target,
     )
-    parts = blocks(config, config.block_n, sides.dtype)
+    slots = _num_slots(config)
+    parts = blocks(config, config.block_n, sides.dtype, slots)
     largest = float(jnp.finfo(sides.dtype).max)
 
     def matrix(tile: Tile) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +113,7 @@ def product(
         transpose_a=incoming,
         transpose_b=not incoming,
         epilogue=epilogue,
-        scratch_types=dict(slots=staging(sides.dtype, _num_slots(config), config.num_consumers)),
+        scratch_types=dict(slots=staging(config, parts, sides.dtype, slots)),
         name="trimul_product",
         target=target,
         interpret=interpret,

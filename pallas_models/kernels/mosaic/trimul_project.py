@@ -1,6 +1,6 @@
 """Projections of the triangle multiplicative update with their gates, for Hopper GPUs and up to 128 channels.
 
-Blocks stay on their multiprocessor with all of the weights in shared memory. One warpgroup of each normalises 64
+CTAs stay on their multiprocessor with all of the weights in shared memory. One warpgroup of each normalises 64
 positions at a time while the next are copied; the others share their products, gate them and write them channel by
 channel, which is how the product over third positions reads them.
 """
@@ -15,13 +15,14 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import ROW_BYTES, interpreter_params, load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import ROW_BYTES, load, plgpu, tiled
+from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
 
 ROWS = 64  # positions that are normalised and multiplied at a time
 COLUMNS = 64  # of projections, and as many of their gates, in one product
 _MULTIPLIERS = 3  # warpgroups that multiply
-_SHARED_MEMORY = 223 * 1024  # bytes of a block, less what barriers, sums over rows and alignment take
+_SHARED_MEMORY = 223 * 1024  # bytes of a CTA, less what barriers, sums over rows and alignment take
 
 
 def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
@@ -79,9 +80,10 @@ def arranged_biases(bias: jax.Array | None, b_gate: jax.Array | None, h: int, ga
     )
 
 
-def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
+def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
     """What `project` returns: left and right, and the gate."""
-    return [jax.ShapeDtypeStruct((batch, rows, size), dtype) for rows in (2 * h, gates)]
+    rows = {"sides": 2 * h, "gate": gates}
+    return {name: jax.ShapeDtypeStruct((batch, n, size), dtype) for name, n in rows.items()}
 
 
 def along_rows(v: jax.Array, columns: int) -> jax.Array:
@@ -184,40 +186,36 @@ def project(
         w=jnp.moveaxis(arranged(w, w_gate), -2, 0),
         b=arranged_biases(bias, b_gate, h, w_gate.shape[1]),
     )
-    operands = {name: operand for name, operand in operands.items() if operand is not None}
     tiles = batch * (size // ROWS)
-    programs = min(2 if interpret else target.num_cores, tiles)
+    num_ctas = min(2 if interpret else target.num_cores, tiles)
     registers = plgpu.Layout.WGMMA
     piece = 64 if c % 64 == 0 else 32  # channels of a row of a tile of shared memory
     pieces = [pl.Slice(i, piece) for i in range(0, c, piece)]
 
-    def trimul_project(*refs: Ref) -> None:
-        inputs = dict(zip(operands, refs[: len(operands)], strict=True))
-        sides_ref, gate_ref, x_smem, z_smem, factor_smem, norm_smem, w_smem, out_smem = refs[len(operands) :][:8]
-        x_full, z_full, z_free, weights_full = refs[len(operands) + 8 :]
-        warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
-        steps = jax.lax.div(tiles - block + programs - 1, programs)
+    def trimul_project(refs: Refs) -> None:
+        warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
+        steps = jax.lax.div(tiles - cta + num_ctas - 1, num_ctas)
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
-            return positions(block + step * programs, batch, size)
+            return positions(cta + step * num_ctas, batch, size)
 
         def copy(step: jax.Array) -> None:
             item, rows = rows_of(step)
             for i, channels in enumerate(pieces):
-                plgpu.copy_gmem_to_smem(inputs["x"].at[item, rows, channels], x_smem.at[i], x_full)
+                plgpu.copy_gmem_to_smem(refs.x.at[item, rows, channels], refs.x_smem.at[i], refs.x_full)
 
         def read() -> list[jax.Array]:
-            plgpu.barrier_wait(x_full)
-            return [load(x_smem.at[i], registers, interpret=interpret) for i in range(len(pieces))]
+            plgpu.barrier_wait(refs.x_full)
+            return [load(refs.x_smem.at[i], registers, interpret=interpret) for i in range(len(pieces))]
 
         def fetch_mask(step: jax.Array) -> jax.Array | None:
             if mask is None:
                 return None
             item, rows = rows_of(step)
-            return load(inputs["mask"].at[item, rows], registers.reduce(1), interpret=interpret)
+            return load(refs.mask.at[item, rows], registers.reduce(1), interpret=interpret)
 
         def vector(i: int, channels: pl.Slice) -> jax.Array:
-            v = load(norm_smem.at[i, channels], registers.reduce(0), interpret=interpret)
+            v = load(refs.norm_smem.at[i, channels], registers.reduce(0), interpret=interpret)
             return jax.lax.broadcast_in_dim(v, (ROWS, piece), [1])
 
         def normalised(xs: list[jax.Array], factor: jax.Array | None) -> list[jax.Array]:
@@ -249,25 +247,25 @@ def project(
 
             @pl.when(step > 0)
             def _() -> None:
-                plgpu.barrier_wait(z_free)
+                plgpu.barrier_wait(refs.z_free)
 
             for channels, z in zip(pieces, zs, strict=True):
-                z_smem[:, channels] = z
+                refs.z_smem[:, channels] = z
             if factor is not None:
-                factor_smem[...] = factor
+                refs.factor_smem[...] = factor
             plgpu.commit_smem()
-            plgpu.barrier_arrive(z_full)
+            plgpu.barrier_arrive(refs.z_full)
             return xs, following
 
         def multiply(step: jax.Array) -> None:
-            at, slot = rows_of(step), out_smem.at[warpgroup]
+            at, slot = rows_of(step), refs.out_smem.at[warpgroup]
             # Products go round; where a step ends with one of them, the next one goes on.
             first = jax.lax.rem(warpgroup + step * (-num_products % _MULTIPLIERS), _MULTIPLIERS)
             count = jax.lax.div(num_products - first + _MULTIPLIERS - 1, _MULTIPLIERS)
-            plgpu.barrier_wait(z_full)
+            plgpu.barrier_wait(refs.z_full)
             factor = None
             if mask is not None:
-                factor = load(factor_smem, registers.reduce(1), interpret=interpret)
+                factor = load(refs.factor_smem, registers.reduce(1), interpret=interpret)
 
             def masked(side: jax.Array) -> jax.Array:
                 return side if factor is None else side * along_rows(factor, COLUMNS)
@@ -277,7 +275,7 @@ def project(
                 j = first + i * _MULTIPLIERS
 
                 def product(sums: Ref) -> jax.Array:
-                    plgpu.wgmma(sums, z_smem, w_smem.at[j])
+                    plgpu.wgmma(sums, refs.z_smem, refs.w_smem.at[j])
                     plgpu.wgmma_wait(0)
                     return sums[...]
 
@@ -285,62 +283,58 @@ def project(
 
                 @pl.when(i == count - 1)
                 def _() -> None:
-                    plgpu.barrier_arrive(z_free)
+                    plgpu.barrier_arrive(refs.z_free)
 
-                if "b" in operands:
-                    shift = load(inputs["b"].at[j], registers.reduce(0), interpret=interpret)
+                if refs.b is not None:
+                    shift = load(refs.b.at[j], registers.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                gate_and_store(y, j, sides_ref, gate_ref, at, masked=masked, slot=slot, interpret=interpret)
+                gate_and_store(y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret)
 
             @pl.when(count == 0)
             def _() -> None:
-                plgpu.barrier_arrive(z_free)
+                plgpu.barrier_arrive(refs.z_free)
 
         @pl.when(warpgroup == _MULTIPLIERS)
         def _() -> None:
             plgpu.set_max_registers(200, action="increase")
-            plgpu.copy_gmem_to_smem(inputs["norm"], norm_smem, weights_full)
-            plgpu.copy_gmem_to_smem(inputs["w"], w_smem, weights_full)
+            plgpu.copy_gmem_to_smem(refs.norm, refs.norm_smem, refs.weights_full)
+            plgpu.copy_gmem_to_smem(refs.w, refs.w_smem, refs.weights_full)
             copy(jnp.int32(0))
             xs = read()
             plgpu.commit_smem()  # all have read
             copy(jnp.int32(1))
-            plgpu.barrier_wait(weights_full)
+            plgpu.barrier_wait(refs.weights_full)
             jax.lax.fori_loop(0, steps, normalise, (xs, fetch_mask(jnp.int32(0))))
-            plgpu.barrier_wait(x_full)  # no copy may arrive after the end, and no round be left
-            plgpu.barrier_wait(z_free)
+            plgpu.barrier_wait(refs.x_full)  # no copy may arrive after the end, and no round be left
+            plgpu.barrier_wait(refs.z_free)
 
         @pl.when(warpgroup < _MULTIPLIERS)
         def _() -> None:
             plgpu.set_max_registers(104, action="decrease")
-            plgpu.barrier_wait(weights_full)
+            plgpu.barrier_wait(refs.weights_full)
             pl.loop(0, steps)(multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    sides, gate = plgpu.kernel(
+    sides, gate = launch(
         trimul_project,
-        out_type=out_types(batch, size, h, gates, dtype),
-        grid=(programs,),
-        grid_names=("block",),
-        num_threads=_MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            tiled((len(pieces), ROWS, piece), x.dtype, min(ROW_BYTES, piece * x.dtype.itemsize)),
-            tiled((ROWS, c), dtype, piece * dtype.itemsize),
-            plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.SMEM((2, c), jnp.float32),
-            tiled((num_products, c, 2 * COLUMNS), dtype, piece * dtype.itemsize),
-            tiled((_MULTIPLIERS, _staged(c, num_products, x.dtype), ROWS), dtype),
-            plgpu.Barrier(num_arrivals=len(pieces)),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=_MULTIPLIERS),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
+        operands,
+        out_types(batch, size, h, gates, dtype),
+        dict(
+            x_smem=tiled((len(pieces), ROWS, piece), x.dtype, min(ROW_BYTES, piece * x.dtype.itemsize)),
+            z_smem=tiled((ROWS, c), dtype, piece * dtype.itemsize),
+            factor_smem=plgpu.SMEM((ROWS,), jnp.float32),
+            norm_smem=plgpu.SMEM((2, c), jnp.float32),
+            w_smem=tiled((num_products, c, 2 * COLUMNS), dtype, piece * dtype.itemsize),
+            out_smem=tiled((_MULTIPLIERS, _staged(c, num_products, x.dtype), ROWS), dtype),
+            x_full=plgpu.Barrier(num_arrivals=len(pieces)),
+            z_full=plgpu.Barrier(),
+            z_free=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
+            weights_full=plgpu.Barrier(num_arrivals=2),
         ),
-        interpret=interpreter_params() if interpret else None,
-    )(*operands.values())
+        name="trimul_project",
+        num_ctas=num_ctas,
+        num_warpgroups=_MULTIPLIERS + 1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
     return sides, gate

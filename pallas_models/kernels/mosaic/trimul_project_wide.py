@@ -1,6 +1,6 @@
 """Projections of the triangle multiplicative update with their gates, for Hopper GPUs and more than 128 channels.
 
-The weights do not fit into shared memory. Two warpgroups of each block take 64 positions at a time and normalise
+The weights do not fit into shared memory. Two warpgroups of each CTA take 64 positions at a time and normalise
 them in registers, from where the tensor cores take them; one more copies the weights piece by piece to a ring,
 past the two. These may be apart by as much as the ring holds, so that one multiplies while the other one gates,
 stores or normalises.
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import interpreter_params, load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import load, plgpu, tiled
+from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.kernels.mosaic.trimul_project import (
     COLUMNS,
     ROWS,
@@ -75,7 +77,7 @@ def project(
     num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
     gates = 2 * COLUMNS * (num_products - side_products)
     pieces, w_steps = c // _PIECE, c // _STEP
-    ring = min(_X_BYTES // (ROWS * _PIECE * x.dtype.itemsize), pieces)
+    x_stages = min(_X_BYTES // (ROWS * _PIECE * x.dtype.itemsize), pieces)
     # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
     # weights and of the biases.
     weights = arranged(w, w_gate).astype(jnp.float32)
@@ -84,41 +86,28 @@ def project(
     if biases is not None:
         b += biases
     weights = (norm_scale[:, None, None] * weights).astype(dtype)
-    operands = dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=b)
-    if mask is not None:
-        operands["mask"] = mask
     registers = plgpu.Layout.WGMMA
     rounds = pl.cdiv(batch * (size // ROWS), _CONSUMERS)  # in which each warpgroup takes a tile
-    programs = min(2 if interpret else target.num_cores, rounds)
+    num_ctas = min(2 if interpret else target.num_cores, rounds)
 
-    def trimul_project(*refs: Ref) -> None:
-        inputs = dict(zip(operands, refs[: len(operands)], strict=True))
-        sides_ref, gate_ref, x_smem, w_smem, out_smem, x_full, w_full, w_consumed = refs[len(operands) :]
-        warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
-        steps = jax.lax.div(rounds - block + programs - 1, programs)
-        w_total = steps * num_products * w_steps
+    def trimul_project(refs: Refs) -> None:
+        warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
+        steps = jax.lax.div(rounds - cta + num_ctas - 1, num_ctas)
+        ring = Ring(refs.w_full, refs.w_consumed, _STAGES)
 
         def produce() -> None:
             @pl.loop(0, steps * num_products)
             def _(i: jax.Array) -> None:
                 @pl.loop(0, w_steps)
                 def _(k: jax.Array) -> None:
-                    step = i * w_steps + k
-                    slot = jax.lax.rem(step, _STAGES)
+                    slot = ring.acquire(i * w_steps + k)
+                    piece = refs.w.at[jax.lax.rem(i, num_products), pl.ds(k * _STEP, _STEP)]
+                    plgpu.copy_gmem_to_smem(piece, refs.w_smem.at[slot], ring.full_of(slot))
 
-                    @pl.when(step >= _STAGES)
-                    def _() -> None:
-                        plgpu.barrier_wait(w_consumed.at[slot])
-
-                    piece = inputs["w"].at[jax.lax.rem(i, num_products), pl.ds(k * _STEP, _STEP)]
-                    plgpu.copy_gmem_to_smem(piece, w_smem.at[slot], w_full.at[slot])
-
-            @pl.loop(jnp.maximum(w_total - _STAGES, 0), w_total)
-            def _(step: jax.Array) -> None:  # a barrier must not be left with a round that nobody has waited for
-                plgpu.barrier_wait(w_consumed.at[jax.lax.rem(step, _STAGES)])
+            ring.drain(steps * num_products * w_steps)
 
         def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
-            tile = (block + step * programs) * _CONSUMERS + warpgroup
+            tile = (cta + step * num_ctas) * _CONSUMERS + warpgroup
             return positions(tile, batch, size)  # at the end both warpgroups may have the same
 
         def copy(which: Sequence[int], step: jax.Array) -> None:
@@ -126,27 +115,27 @@ def project(
             for i in which:
                 ahead, piece = divmod(i, pieces)
                 item, rows = rows_of(step + ahead)
-                slot = jax.lax.rem(step * pieces + i, ring)
+                slot = jax.lax.rem(step * pieces + i, x_stages)
                 plgpu.copy_gmem_to_smem(
-                    inputs["x"].at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
-                    x_smem.at[warpgroup, slot],
-                    x_full.at[warpgroup * ring + slot],
+                    refs.x.at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
+                    refs.x_smem.at[warpgroup, slot],
+                    refs.x_full.at[warpgroup * x_stages + slot],
                 )
 
         def read(step: jax.Array, i: int) -> jax.Array:
-            slot = jax.lax.rem(step * pieces + i, ring)
-            plgpu.barrier_wait(x_full.at[warpgroup * ring + slot])
-            return load(x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
+            slot = jax.lax.rem(step * pieces + i, x_stages)
+            plgpu.barrier_wait(refs.x_full.at[warpgroup * x_stages + slot])
+            return load(refs.x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
 
         def normalised(step: jax.Array) -> list[jax.Array]:
             xs = []
-            group = max(ring // 2, 1)
+            group = max(x_stages // 2, 1)
             for first in range(0, pieces, group):
                 now = range(first, min(first + group, pieces))
                 xs += [read(step, i) for i in now]
                 plgpu.commit_smem()  # all have read
-                copy([i + ring for i in now if i + ring < pieces], step)
-                following = [i + ring for i in now if i + ring >= pieces]
+                copy([i + x_stages for i in now if i + x_stages < pieces], step)
+                following = [i + x_stages for i in now if i + x_stages >= pieces]
                 pl.when(step + 1 < steps)(functools.partial(copy, following, step))
             center = along_rows(mean(xs, c), _PIECE)
             ds = [x - center for x in xs]
@@ -158,42 +147,42 @@ def project(
                 return jax.lax.rem(first + k, _STAGES)
 
             def parts(k: int) -> list[tuple[jax.Array, Ref]]:
-                ws = [w_smem.at[slot_of(k), pl.ds(i, _PIECE)] for i in range(0, _STEP, _PIECE)]
+                ws = [refs.w_smem.at[slot_of(k), pl.ds(i, _PIECE)] for i in range(0, _STEP, _PIECE)]
                 return list(zip(zs[k * len(ws) : (k + 1) * len(ws)], ws, strict=True))
 
             if interpret:  # it has no products of what is in registers
                 y = jnp.zeros((ROWS, 2 * COLUMNS), jnp.float32)
                 for k in range(w_steps):
-                    plgpu.barrier_wait(w_full.at[slot_of(k)])
+                    ring.wait(slot_of(k))
                     for z, part in parts(k):
                         y += jnp.dot(z, part[...], preferred_element_type=jnp.float32)
                     plgpu.commit_smem()  # orders these reads before copies, as products are
-                    plgpu.barrier_arrive(w_consumed.at[slot_of(k)])
+                    ring.release(slot_of(k))
                 return y
 
             def multiply(sums: Ref) -> jax.Array:
                 for k in range(w_steps):
-                    plgpu.barrier_wait(w_full.at[slot_of(k)])
+                    ring.wait(slot_of(k))
                     for z, part in parts(k):
                         plgpu.wgmma(sums, z, part)
                     if k:
                         plgpu.wgmma_wait(_STEP // _PIECE)  # the tensor cores always have the next step before them
-                        plgpu.barrier_arrive(w_consumed.at[slot_of(k - 1)])
+                        ring.release(slot_of(k - 1))
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(w_consumed.at[slot_of(w_steps - 1)])
+                ring.release(slot_of(w_steps - 1))
                 return sums[...]
 
             return pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
 
         def consume() -> None:
-            copy(range(ring), jnp.int32(0))
+            copy(range(x_stages), jnp.int32(0))
 
             @pl.loop(0, steps)
             def _(step: jax.Array) -> None:
-                at, slot = rows_of(step), out_smem.at[warpgroup]
+                at, slot = rows_of(step), refs.out_smem.at[warpgroup]
                 factor = None
                 if mask is not None:
-                    factor = load(inputs["mask"].at[at], registers.reduce(1), interpret=interpret)
+                    factor = load(refs.mask.at[at], registers.reduce(1), interpret=interpret)
                     factor = factor.astype(jnp.float32)
 
                 def masked(side: jax.Array) -> jax.Array:
@@ -207,9 +196,9 @@ def project(
                 @pl.loop(0, num_products)
                 def _(j: jax.Array) -> None:
                     y = product(zs, (step * num_products + j) * w_steps)
-                    shift = load(inputs["b"].at[j], registers.reduce(0), interpret=interpret)
+                    shift = load(refs.b.at[j], registers.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                    gate_and_store(y, j, sides_ref, gate_ref, at, masked=masked, slot=slot, interpret=interpret)
+                    gate_and_store(y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -223,26 +212,22 @@ def project(
             plgpu.set_max_registers(232, action="increase")
             consume()
 
-    sides, gate = plgpu.kernel(
+    sides, gate = launch(
         trimul_project,
-        out_type=out_types(batch, size, h, gates, dtype),
-        grid=(programs,),
-        grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            tiled((_CONSUMERS, ring, ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
-            tiled((_STAGES, _STEP, 2 * COLUMNS), dtype, _PIECE * dtype.itemsize),
-            tiled((_CONSUMERS, COLUMNS, ROWS), dtype),
-            plgpu.Barrier(num_barriers=_CONSUMERS * ring),
-            plgpu.Barrier(num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
+        dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=b, mask=mask),
+        out_types(batch, size, h, gates, dtype),
+        dict(
+            x_smem=tiled((_CONSUMERS, x_stages, ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
+            w_smem=tiled((_STAGES, _STEP, 2 * COLUMNS), dtype, _PIECE * dtype.itemsize),
+            out_smem=tiled((_CONSUMERS, COLUMNS, ROWS), dtype),
+            x_full=plgpu.Barrier(num_barriers=_CONSUMERS * x_stages),
+            w_full=plgpu.Barrier(num_barriers=_STAGES),
+            w_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
         ),
-        interpret=interpreter_params() if interpret else None,
-    )(*operands.values())
+        name="trimul_project",
+        num_ctas=num_ctas,
+        num_warpgroups=_CONSUMERS + 1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
     return sides, gate

@@ -1,0 +1,79 @@
+"""How the kernels are launched: CTAs of warpgroups, and references by name."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import interpreter_params, plgpu
+
+Refs = Any  # a namespace of references, by the names that `launch` was given
+
+
+def launch(
+    body: Callable[[Refs], None],
+    operands: Mapping[str, jax.Array | None],
+    out_type: Mapping[str, jax.ShapeDtypeStruct | None],
+    scratch_types: Mapping[str, Any],
+    *,
+    name: str,
+    num_ctas: int,
+    num_warpgroups: int,
+    interpret: bool,
+    **compiler_params: Any,
+) -> list[jax.Array]:
+    """Runs `body` in each warpgroup of each CTA, whose indices are those of the axes "warpgroup" and "cta".
+
+    Args:
+      body: `body(refs)` sees operands, outputs and scratch memory as attributes.
+      operands: arrays in device memory, None for what a call does not have.
+      out_type: what the kernel writes, None for what a call does not ask for.
+      scratch_types: shared memory and barriers of a CTA.
+      compiler_params: of Mosaic GPU, beside those that all kernels share.
+
+    Returns:
+      The outputs that are not None.
+    """
+    present = {key: value for key, value in operands.items() if value is not None}
+    outputs = {key: value for key, value in out_type.items() if value is not None}
+
+    def kernel(*arrays: Ref, **scratch: Ref) -> None:
+        if not interpret and jax.__version_info__ >= (0, 11):
+            _name_module(name)
+        absent = dict.fromkeys((*operands, *out_type))
+        body(types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch))
+
+    kernel.__name__ = name
+    return plgpu.kernel(
+        kernel,
+        out_type=list(outputs.values()),
+        scratch_types=dict(scratch_types),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **compiler_params
+        ),
+        interpret=interpreter_params() if interpret else None,
+    )(*present.values())
+
+
+def _name_module(name: str) -> None:
+    """Names the module that a kernel becomes; else JAX numbers modules as a process comes to lower them.
+
+    By their numbers equal kernels would differ: XLA would compile each of them, and the persistent compilation
+    cache would find a program only where a process has lowered the same kernels before it.
+    """
+
+    @plgpu.inline_mgpu()
+    def set_name(_: Any) -> None:
+        module = ir.InsertionPoint.current.block.owner
+        while module.parent is not None:
+            module = module.parent
+        module.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+    set_name()
