@@ -1,4 +1,4 @@
-"""What the models are made of: modules that only hold parameters, and the way between modules and pytrees."""
+"""Building blocks of the models: modules that only hold parameters, and conversion between modules and pytrees."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
@@ -54,7 +54,7 @@ class Embedding(nnx.Module):
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """The rows of `table` (V, H) that ids (B, S) name; TypeError or ValueError where they cannot."""
+    """The rows `ids` (B, S) of `table` (V, H); TypeError or ValueError where ids are not valid indices."""
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
     _checks.check_ids("ids", ids, table.shape[0], "rows of the vocabulary")
@@ -62,7 +62,7 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Of each sequence in x (B, S, H) the last position, or the last whose mask is not 0: (B, H)."""
+    """The last position of each sequence in x (B, S, H), or the last whose mask is not 0: (B, H)."""
     if mask is None:
         return x[:, -1]
     last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1] != 0, axis=1)
@@ -75,19 +75,19 @@ def _call(graph: Any, state: Any, *args: Any, implementation: Any) -> Any:
 
 
 def call_layer(module: nnx.Module, *args: Any, implementation: Any) -> Any:
-    """Calls a layer of a stack; of layers that are alike one is traced and lowered for all."""
+    """Calls a layer of a stack; layers that are alike are traced and lowered once."""
     graph, state = nnx.split(module)
     return _call(graph, state, *args, implementation=check_implementation(implementation) or None)
 
 
 class Kind(Hashable, Protocol[Module]):
-    """A class of modules that are made of a config."""
+    """A class of modules whose constructor takes a config."""
 
     def __call__(self, config: Any, *, dtype: DTypeLike = ..., rngs: nnx.Rngs) -> Module: ...
 
 
 def init_params(kind: Kind[Any], config: Any, key: jax.Array, dtype: DTypeLike) -> Params:
-    """The parameters of a new module as nested dicts of arrays."""
+    """The random parameters of a new module, as nested dicts of arrays."""
     return _with_keys(str, nnx.to_pure_dict(nnx.state(kind(config, dtype=dtype, rngs=nnx.Rngs(key)))))
 
 
@@ -115,7 +115,7 @@ def _abstract(kind: Kind[Any], config: Any) -> tuple[nnx.GraphDef[Any], nnx.Stat
 
 
 def _with_keys(kind: Callable[[str], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A nested dict whose keys that are numbers, those of the layers, are of another type.
+    """The nested dict with its numeric keys, those of the layers, converted to `kind`.
 
     NNX numbers the modules of a list by integers, and jax.export takes no dict with such keys.
     """

@@ -312,7 +312,7 @@ FLAT_SIZE = sum(math.prod(shape) for shape in _FLAT_LAYOUT.values())  # 7,087,87
 
 
 def unpack(flat_weights: jax.Array) -> Params:
-    """Takes the parameters of a block of GPT-2 small out of one flat buffer, for `block`.
+    """Unpacks the parameters of a block of GPT-2 small from one flat buffer, for `block`.
 
     Args:
       flat_weights: (7087872,), any float dtype: scale and bias of the first layer norm, kernel and bias of
@@ -320,7 +320,7 @@ def unpack(flat_weights: jax.Array) -> Params:
         scale and bias of the second layer norm, kernel and bias of the MLP's 768 x 3072 and 3072 x 768.
 
     Returns:
-      The nested dict that `init_block` returns, of parts of the buffer in its dtype.
+      A nested dict like that of `init_block`, of slices of the buffer, in its dtype.
 
     Raises:
       TypeError: the buffer is not floating point.
@@ -350,7 +350,7 @@ def solve(
 ) -> jax.Array:
     """Computes a block of GPT-2 small, without causal mask, on weights in one flat buffer.
 
-    To call it often, `unpack` once and call `block`: here the parts of the buffer are copied every time.
+    To call it often, `unpack` once and call `block`: here the slices of the buffer are copied every time.
 
     Args:
       x: (S, 768), float32, or the half precision that flat_weights has too.

@@ -17,29 +17,29 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The tensors of a checkpoint, names and shapes, that one parameter is made of, and how."""
+    """How one parameter is made: the tensors of the checkpoint, names and shapes, and the function that joins them."""
 
     tensors: Mapping[str, Shape]
     join: Callable[..., jax.Array]
 
 
 def same(name: str, *shape: int) -> Part:
-    """A parameter that is a tensor of the checkpoint as it is."""
+    """A parameter that is one tensor of the checkpoint, unchanged."""
     return Part({name: shape}, _same)
 
 
 def linear(tensors: Mapping[str, Shape]) -> Part:
-    """A kernel (in, out) of the weights (out, in) of linear layers, side by side."""
+    """A kernel (in, out) made of the weights (out, in) of linear layers, side by side."""
     return Part(tensors, _beside)
 
 
 def joined(tensors: Mapping[str, Shape]) -> Part:
-    """A vector of vectors, one after another."""
+    """A vector made of vectors, one after another."""
     return Part(tensors, _after)
 
 
 def gate_up(tensors: Mapping[str, Shape]) -> Part:
-    """The kernel of a gated product, of the weights of the gate and of what it gates."""
+    """The kernel of a gated product, made of the weights of the gate and of the up projection."""
     return Part(tensors, _gate_up)
 
 
@@ -61,23 +61,23 @@ def _gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What there is to know of a family of models.
+    """Everything that loading, storing and running a family of models needs.
 
     Attributes:
       name: of the family, on the command line and in stored files.
       description: what belongs to it.
       config: the class of its configs.
-      init: draws random parameters of a key and a config.
+      init: makes random parameters from a key and a config.
       model_type: what config.json calls it.
       sizes: the key in config.json of every field of the config that is a positive integer.
-      others: the same of those that are not integers, each with the default where it is absent.
-      values: what config.json has to say, as it is what the forward pass computes; a key that is absent means
-        the first of them.
-      adapt: makes of config.json one with all of these keys at its top.
-      parts: what each parameter of a model of this config is made of.
-      prefix: what the names of tensors may begin with.
-      ignored: names that may be there and are not used.
-      tied: a name that may be there and then has to hold what another does.
+      others: the same for the fields that are not integers, each with its default where the key is absent.
+      values: the values of other keys in config.json that the forward pass implements; an absent key means the
+        first of them.
+      adapt: brings all of these keys to the top level of config.json.
+      parts: for a config, how each parameter is made, by its dotted name.
+      prefix: with which the names of tensors may begin; it is dropped.
+      ignored: names of tensors that are allowed and not used.
+      tied: names of tensors that are allowed where they equal another one, with the name of that.
       encode: computes the hidden states that `Encoder` pools, called as `minilm.encode` is; None for a family
         that embeds no sentences.
     """

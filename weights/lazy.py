@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of one file or of many, each read when it is wanted: no model is in memory twice."""
+"""Tensors of a checkpoint of one or many files, each read only when needed: no model is in memory twice."""
 
 import contextlib
 import dataclasses
@@ -68,7 +68,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, LazyTensor]]:
 
 
 def in_memory(tensors: Mapping[str, np.ndarray]) -> dict[str, LazyTensor]:
-    """The same of tensors that have been read."""
+    """Wraps tensors that are in memory already."""
     return {name: LazyTensor(t.shape, t.dtype, functools.partial(np.asarray, t)) for name, t in tensors.items()}
 
 

@@ -91,7 +91,7 @@ def convert(
     dtype: DTypeLike,
     source: object,
 ) -> dict[str, Any]:
-    """Makes the parameters of the tensors of a checkpoint; CheckpointError listing all that do not fit."""
+    """Converts the tensors of a checkpoint to parameters; CheckpointError lists all that do not fit."""
     parts = family.parts(config)
     expected = {name: shape for part in parts.values() for name, shape in part.tensors.items()}
     tied = family.tied(config)

@@ -37,7 +37,7 @@ def save(
       params: nested dict of float16, bfloat16 or float32 arrays, as `init` or `load_minilm` returns it.
       dst: a file that ends in .safetensors, or a folder, in which the file is params.safetensors. Parent
         folders are made; an existing file is replaced once the new one is complete.
-      config: the model's sizes, by which it is known what model it is.
+      config: the model's sizes; its class says which model it is.
       dtype: what to store matrices in, float16, bfloat16 or float32 (biases and scales are then float32);
         the dtypes of `params` when None.
 
@@ -102,7 +102,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
 
 
 def load_config_of(family: Family, path: Path) -> Any:
-    """The same for a model that has to be of `family`; CheckpointError where it is of another."""
+    """Like `load_config`, for a model of `family`; CheckpointError where it is of another."""
     config = load_config(path)
     if not isinstance(config, family.config):
         kind = family.config.__name__

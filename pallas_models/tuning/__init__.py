@@ -1,6 +1,6 @@
 """Tile configs measured per GPU: tables, how a kernel finds its config in them, and the autotuner that makes them.
 
-Which config a kernel gets, first that applies:
+A kernel, Triton's or Mosaic's, gets the first config of these:
 
 1. `config` given to the op: a config of its kernel, or a `Table` (`Table.load("mine.json")`) that is asked first;
 2. the user's table, `$XDG_CACHE_HOME/pallas_models/tuning/<gpu>.json` (XDG_CACHE_HOME is ~/.cache if not set);
@@ -8,13 +8,13 @@ Which config a kernel gets, first that applies:
 4. the kernel's heuristic. `config=HEURISTIC` asks for it alone.
 
 The GPU is the one that is compiled for; where that is unknown, or none, no table applies. Configs are chosen when
-a call is traced and a file is read once in a process: what is traced keeps its config, and a table that changes
-counts for what is traced in the next process (`Result.save` for what is traced next). Results of two configs can
-differ in rounding: to fix them to the last bit over machines, give `config`.
+a call is traced, and a file is read once in a process: what has been traced keeps its config, and a change of a
+file takes effect in the next process (that of `Result.save` in the next trace). Results of two configs can differ
+in rounding: to fix them to the last bit over machines, give `config`.
 
-A table has an entry per kernel, dtype and shape. An entry holds for its own shape and, unless one is nearer,
-for all in its bucket: those whose bucketed sizes (numbers of rows, mostly) have the same nearest power of two and
-whose other sizes are the same.
+A table has an entry per kernel, backend, dtype and shape. An entry holds for its own shape and, unless one is
+nearer, for all in its bucket: those whose bucketed sizes (numbers of rows, mostly) have the same nearest power of
+two and whose other sizes are the same.
 """
 
 from pallas_models.tuning.autotuner import Result, Trial, autotune

@@ -35,12 +35,12 @@ Program = functools.partial[Any]  # a compiled call and its operands
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Trial:
-    """One config and what became of it.
+    """One config with its times, or the reason why it has none.
 
     Attributes:
       config: the config.
       samples_us: device times of single calls; empty unless it was timed.
-      failure: why it was not timed, or counts for nothing.
+      failure: why it was not timed, or why its times do not count.
     """
 
     config: Any
@@ -62,7 +62,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What tuning a kernel for a shape gave.
+    """The outcome of tuning a kernel for a shape.
 
     Attributes:
       problem: the kernel and the shape.
@@ -70,7 +70,7 @@ class Result:
       heuristic: the trial of the config that the heuristic chooses.
       trials: of all configs, the heuristic's among them.
       pruned: number of configs that were not tried because they do not fit in shared memory.
-      seconds: that it took.
+      seconds: how long tuning took.
     """
 
     problem: Problem[Any]
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def entry(self) -> Entry:
-        """The line of a table."""
+        """The outcome as an entry of a table."""
         import pallas_models  # which imports this
 
         op, backend, dtype, shape = self.problem.key
@@ -162,10 +162,10 @@ def autotune(
     Configs that do not fit in shared memory are left out before anything is compiled. The others are compiled
     in parallel; each must give what XLA gives before its time counts. The fastest few and the heuristic's are
     then measured again in turns, and the heuristic's stays unless another is faster by more than the noise and 2%.
-    Times are those of the GPU, from CUPTI, on the given arrays, again and again: what fits in the L2 cache is read
-    from there. They should not be zeros or constants, which take less power.
+    Times are those of the GPU, from CUPTI, of repeated calls on the given arrays: what fits in the L2 cache is
+    read from there. They should not be zeros or constants, which take less power.
 
-    Nothing is changed by it: `result.config` can be given to the op, `result.save()` adds it to the user's table.
+    It changes nothing: `result.config` can be given to the op, `result.save()` adds it to the user's table.
 
     Args:
       fn: an op: it takes `config` and `implementation`.
@@ -176,7 +176,8 @@ def autotune(
         float16, 1e-2 in bfloat16.
       seconds: after this time no further config is begun; no limit when None.
       progress: whether to show a bar; on a terminal when None.
-      **options: what else the op takes. `implementation` is that which runs by default if not given.
+      **options: what else the op takes. Without `implementation`, the kernel that runs by default is tuned: on a
+        Hopper GPU that may be the one of Mosaic.
 
     Raises:
       TypeError: `fn` is no op.
@@ -225,7 +226,7 @@ def autotune(
 
 
 class _Probe(Chooser):
-    """Notes the problems that it is asked about."""
+    """Records the problems that kernels ask about, and leaves them to the heuristic."""
 
     def __init__(self) -> None:
         self.problems: dict[Any, Problem[Any]] = {}
@@ -246,7 +247,7 @@ class _Fixed(Chooser):
 
 
 class _Call:
-    """A call of an op, but for its config and implementation."""
+    """A call of an op, without its config and implementation."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         missing = {"config", "implementation"} - set(inspect.signature(fn).parameters)

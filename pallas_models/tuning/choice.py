@@ -53,7 +53,7 @@ def lookup(
       op: the kernel's name, e.g. `"matmul"`.
       shape: its sizes by name, e.g. `{"m": 8192, "n": 1152, "k": 384}`.
       dtype: of its operands.
-      backend: whose kernel it is, `"mosaic"` or `"triton"`.
+      backend: the kernel's, `"mosaic"` or `"triton"`.
       gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`; None for the one that is compiled for.
     """
     found = (table.find(op, shape, dtype, backend=backend) for table in installed(gpu or targets.current().name))

@@ -1,4 +1,4 @@
-"""What is tuned: a kernel that is about to be built for a shape, and whoever chooses its config."""
+"""What is tuned: a kernel and the shape it is built for; and what chooses its config."""
 
 import abc
 import dataclasses
@@ -16,15 +16,17 @@ class Problem(Generic[Config]):
     """A kernel, the shape it is to be built for, and the configs that it could have.
 
     Attributes:
-      backend: whose kernel it is, `"mosaic"` or `"triton"`.
+      backend: the kernel's, `"mosaic"` or `"triton"`.
       op: the kernel's name.
-      shape: every size that the best config depends on, by name; 1 for what is there and need not be.
-      bucketed: the names of those sizes in whose neighbourhood a config stays good, such as the number of rows.
+      shape: every size that the best config depends on, by name; an optional operand or feature that the call has,
+        such as a residual, is a size of 1.
+      bucketed: names of the sizes that may differ a little without another config becoming the best, such as the
+        number of rows.
       dtype: of the operands.
       config: the class of the configs.
-      heuristic: the config that is taken where nothing was measured.
-      candidates: the configs worth measuring.
-      shared_memory: the bytes of shared memory that a config takes in a program; None where that is few.
+      heuristic: gives the config that is used where nothing was measured.
+      candidates: gives the configs worth measuring.
+      shared_memory: gives the bytes of shared memory that a CTA takes with a config; None where they are few.
     """
 
     backend: str
@@ -39,7 +41,7 @@ class Problem(Generic[Config]):
 
     @property
     def key(self) -> tuple[str, str, str, tuple[tuple[str, int], ...]]:
-        """What tells one problem from another."""
+        """Identifies the problem: op, backend, dtype and shape."""
         return self.op, self.backend, jnp.dtype(self.dtype).name, tuple(self.shape.items())
 
     def __str__(self) -> str:
@@ -48,7 +50,7 @@ class Problem(Generic[Config]):
 
 
 class Chooser(abc.ABC):
-    """What an op takes for its `config` in place of one: something that chooses it, such as a table."""
+    """Chooses the config of a kernel, as a table does; an op takes one in place of a config."""
 
     @abc.abstractmethod
     def choose(self, problem: Problem[Config]) -> Config | None:
@@ -61,4 +63,4 @@ class _Heuristic(Chooser):
 
 
 HEURISTIC = _Heuristic()
-"""As an op's `config`: what its heuristic chooses, whatever tables there are."""
+"""As an op's `config`: the choice of its heuristic, without regard to tables."""

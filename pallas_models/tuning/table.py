@@ -31,12 +31,12 @@ class Entry:
     """What measuring the configs of one kernel for one shape gave.
 
     Attributes:
-      op, backend, dtype, shape: the kernel, whose it is, its operands' dtype, and its sizes by name.
-      bucketed: the names of sizes of which only the nearest power of two counts; the others are to match.
+      op, backend, dtype, shape: the kernel's name, its backend, the operands' dtype, and the sizes by name.
+      bucketed: names of the sizes of which only the nearest power of two has to match; the others match exactly.
       config: the fields of the fastest config; None where the heuristic's is.
       us: its device time, in microseconds.
       heuristic: the fields of the config that the heuristic chose at the time.
-      heuristic_us: its device time, measured in turns with the other.
+      heuristic_us: its device time, measured by turns with that of `config`.
       date: ISO 8601.
       versions: of the packages that built the kernels.
     """
@@ -51,11 +51,11 @@ class Entry:
     heuristic_us: float
     date: str
     versions: str
-    backend: str = "triton"  # which older tables do not say
+    backend: str = "triton"  # older tables lack the field
 
     @property
     def key(self) -> tuple[str, str, str, tuple[tuple[str, int], ...]]:
-        """What tells one entry of a table from another; that of the problem it solves."""
+        """Identifies the entry in a table; the same as `Problem.key`."""
         return self.op, self.backend, self.dtype, tuple(self.shape.items())
 
     @property
@@ -86,7 +86,7 @@ def bucket(size: int) -> int:
 class Table(Chooser):
     """The measured configs of one GPU.
 
-    Given to an op as its `config`, it is asked before all other tables, for whatever GPU it was made.
+    Given to an op as its `config`, it is asked before all other tables, even if it was made for another GPU.
 
     Attributes:
       gpu: the GPU's name, as JAX has it.
@@ -207,7 +207,7 @@ def cache_path(gpu: str) -> Path:
 
 
 def installed(gpu: str) -> tuple[Table, ...]:
-    """The tables of a GPU that need no naming: the user's, then the shipped one; none where its name is empty.
+    """The tables of a GPU that apply by default: the user's, then the shipped one; none where its name is empty.
 
     Each is read once in a process. One that cannot be used is left out, with a warning.
     """

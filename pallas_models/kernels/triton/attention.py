@@ -31,7 +31,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """`block_q` queries per program, against `block_kv` keys per step; of `heads` heads, one after the other.
+    """`block_q` queries per program, against `block_kv` keys per step, for `heads` heads one after the other.
 
     Where one step takes all keys, the operands of the next head are loaded while a head is computed. With
     `tensor_sums` the weights are added up by the tensor cores, as products with 1.
@@ -51,7 +51,7 @@ class Config:
 
 
 def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
-    """The bytes of shared memory that a program takes: queries, and keys and values of all stages."""
+    """Bytes of shared memory that a CTA takes: queries, and keys and values of all stages."""
     q, kv = config.block_q, 2 * config.block_kv
     rows = config.num_stages * (q + kv) if config.heads > 1 else q + config.num_stages * kv
     return rows * pl.next_power_of_2(head_dim) * itemsize
@@ -143,8 +143,8 @@ def configs(seq: int, kv_seq: int, num_heads: int, head_dim: int) -> Iterator[Co
         )
 
 
-_APART = 4  # from so many blocks of keys on, those that need no mask have a loop of their own
-_REACH = 16  # from so many blocks of keys on, the masks are searched for blocks that they rule out
+_APART = 4  # blocks of keys: from here on, those that need no mask have a loop of their own
+_REACH = 16  # blocks of keys: from here on, masks are searched beforehand for blocks that they rule out
 
 _Index = jax.Array | int
 _Carry = tuple[jax.Array, jax.Array, jax.Array]  # of each row: weighted sum of values, maximum, sum of weights
@@ -242,8 +242,8 @@ def _attention_kernel(
     rows, row_mask = span(start, block_q), in_bounds(start, block_q, seq)
     segments = None if segment_ref is None else load(segment_ref.at[batch, rows], row_mask)
     dot = functools.partial(plgpu.dot, precision=precision)
-    # Base-2 exponentials are the GPU's own, so log2(e) goes into the scale. It is applied to a score and the
-    # maximum at once, where nothing is added to the score before.
+    # The GPU's exponentials are to the base 2, so log2(e) goes into the scale. Without a bias, scores stay
+    # unscaled, and the scale is applied to score minus maximum, inside the exponential.
     scale = sm_scale * math.log2(math.e)
     early, late = (1.0, scale) if bias_ref is None and scale > 0 else (scale, 1.0)
 

@@ -1,4 +1,4 @@
-"""Matrix product: strips or tiles of the output, one a program, over all of the contraction or a part of it."""
+"""Matrix product: each program computes a strip or tile of the output, over all of K or a part of it."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ class Config:
     """Tile sizes: `block_m` x `block_n` outputs per program, `block_k` of the contraction per step.
 
     `group_m` row blocks are walked together before the next column block, so that programs running at
-    the same time share operands in L2. With `splits` above 1 so many programs share the contraction of a
-    tile, and a second kernel adds up what they leave in memory.
+    the same time share operands in L2. With `splits` above 1 that many programs each take a part of K for the same
+    tile, and a second kernel adds up their partial sums.
     """
 
     block_m: int
@@ -77,7 +77,7 @@ _SUM = _config(4, 256, 16, 4, 1, group_m=1)  # adds up the parts of K
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Measured:
-    """Tiles, how many programs a core has at once, and what each takes: us a tile and us per unit of K."""
+    """A config, how many of its programs run on a multiprocessor at once, and their time: per tile and per unit of K."""
 
     config: Config
     resident: int
@@ -97,7 +97,7 @@ _HALF = (
     _Measured(_config(16, 64, 128, 4, 4), 3, 0.42, 0.00188),
     _Measured(_config(16, 32, 128, 4, 6), 4, 0.31, 0.00142),
 )
-# The same with a residual to read, for which 128 x 128 sums in 4 warps leave no registers: half as long again.
+# The same with a residual to read. 128 x 128 sums in 4 warps leave no registers for it: half as long again.
 _HALF_AND_RESIDUAL = (
     _Measured(_config(128, 256, 64, 8, 3, group_m=16), 1, 6.5, 0.0107),
     _Measured(_config(128, 128, 64, 8, 3), 2, 2.87, 0.0059),
@@ -141,10 +141,10 @@ def heuristic(
         tiles = programs / target.num_cores  # of a core
         whole = measured.resident == 1 or tiles <= measured.resident
         us = (math.ceil(tiles) if whole else tiles + 0.3) * (measured.tile_us + depth * measured.k_us)
-        # Reading w takes cores enough, and in each of them bytes enough under way.
+        # The rate at which w is read is limited by the number of cores and by the bytes that each has in flight.
         ahead = shared_memory(config, itemsize) * (1 - 1 / config.num_stages)
-        under_way = ahead * min(math.ceil(tiles), measured.resident)
-        reading = min(programs, target.num_cores) * min(_CORE_BANDWIDTH, under_way / _LATENCY_US)
+        in_flight = ahead * min(math.ceil(tiles), measured.resident)
+        reading = min(programs, target.num_cores) * min(_CORE_BANDWIDTH, in_flight / _LATENCY_US)
         us = max(us, w_bytes / reading)
         if split > 1 or summed:
             us += split * (_PART_US + _PART_OUTPUT_US * batch * m * n)
@@ -171,7 +171,7 @@ class Tile:
     columns: list[tuple[pl.Slice, jax.Array | None]]
 
     def load(self, ref: Ref, c: int, *leading: jax.Array) -> jax.Array:
-        """What lies under column block `c` of the matrix that `leading` indices select, in float32."""
+        """Column block `c` of this tile, in float32, of the matrix that `leading` indices select."""
         columns, mask = self.columns[c]
         block = ref.at[(*leading, self.rows, columns)]
         return load(block, tile_mask(self.row_mask, mask)).astype(jnp.float32)
@@ -182,7 +182,7 @@ class Tile:
         return load(ref.at[(*leading, columns)], mask).astype(jnp.float32)[None, :]
 
     def store(self, ref: Ref, c: int, value: jax.Array, *leading: jax.Array) -> None:
-        """Stores `value` under column block `c`, of the matrix that `leading` indices select."""
+        """Stores `value` as column block `c` of this tile, in the matrix that `leading` indices select."""
         columns, mask = self.columns[c]
         store(ref.at[(*leading, self.rows, columns)], value, tile_mask(self.row_mask, mask))
 
@@ -274,7 +274,7 @@ def product(
     transpose_w: bool = False,
     **options: Any,
 ) -> list[jax.Array]:
-    """x @ w under a tile, one array per column block; see `accumulate`."""
+    """A tile of x @ w, one array per column block; see `accumulate`."""
     return accumulate(
         load_rows(x_ref, tile),
         load_columns(w_ref, tile, transpose_w=transpose_w),
@@ -435,7 +435,7 @@ def product_parts(
     config: Config,
     interpret: bool,
 ) -> jax.Array:
-    """The summands of x @ w, (splits, M, N) in float32, from as many parts of K."""
+    """The partial sums of x @ w, (splits, M, N) in float32, one for each part of K."""
     m, n = x.shape[0], w.shape[0 if transpose_w else 1]
     return pl.pallas_call(
         functools.partial(
@@ -528,5 +528,5 @@ def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, itemsize: int) -> int:
-    """Bytes of shared memory that a program takes for the operands of its products."""
+    """Bytes of shared memory that a CTA takes: the operands of all stages."""
     return config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize

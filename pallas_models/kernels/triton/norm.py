@@ -116,8 +116,8 @@ def _norm_kernel(
         write(y, d, jnp.sum(d * d, axis=1) / n, columns, column_mask)
         return
 
-    # One pass for the statistics (Welford's): each position in the block has a mean and a sum of squares about
-    # it of its own, and they are merged at the end. Sums of squares about 0 would cancel far from 0.
+    # One pass for the statistics, by Welford's method: each position in the block keeps a mean and a sum of squared
+    # deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where the mean is far from 0.
     def add(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         means, squares = carry
         y, _, column_mask = read(s)
@@ -137,7 +137,7 @@ def _norm_kernel(
     variance = jnp.sum(squares, axis=1) / n
 
     def write_block(i: jax.Array, carry: None) -> None:
-        y, columns, column_mask = read(steps - 1 - i)  # the last block read is likeliest still in cache
+        y, columns, column_mask = read(steps - 1 - i)  # the last block read is the likeliest to be in cache still
         d = deviation(y, mean, column_mask) if subtract_mean else y
         write(y, d, variance, columns, column_mask)
 

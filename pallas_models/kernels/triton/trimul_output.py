@@ -24,14 +24,15 @@ from pallas_models.kernels.triton._common import (
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_HELD_BYTES = 96 * 1024  # of weights that stay in shared memory from one block of positions to the next
+_HELD_BYTES = 96 * 1024  # weights up to this size stay in shared memory for all blocks of positions of a program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """`block_m` positions a step, their output in blocks of `block_n` channels.
 
-    `programs_per_core` programs for every multiprocessor share the positions: each loads the next while it works.
+    The kernel is persistent: `programs_per_core` programs for every multiprocessor share the positions, and each
+    loads its next block while it computes.
     """
 
     block_m: int
@@ -59,7 +60,7 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
 def heuristic(
     m: int, h: int, c: int, dtype: DTypeLike, target: Target, *, gate_after: bool, out_dtype: DTypeLike
 ) -> Config:
-    """Chooses blocks for m positions, h hidden channels and c of the output."""
+    """Chooses blocks for m positions, h hidden channels and c output channels."""
     config = _measured(m, h, c, dtype, target, gate_after=gate_after, out_dtype=out_dtype)
     while shared_memory(config, h, c, dtype) > target.shared_memory and config.block_m > 16:
         if config.num_stages > 1:
@@ -92,7 +93,7 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a program takes."""
+    """Bytes of shared memory that a CTA takes."""
     block_h = block_size(h, 16, 1024)
     weights = block_h * pl.cdiv(c, config.block_n) * config.block_n * jnp.dtype(dtype).itemsize
     held = weights if weights <= _HELD_BYTES else config.num_stages * block_h * config.block_n * 2

@@ -1,8 +1,8 @@
 """Projections of the triangle multiplicative update with their gates, written channel by channel.
 
-That is the layout that the product over third positions wants, and a tensor core gives it at no cost: the weights
-are the left operand, the positions the right one. Rows of up to 128 channels are normalised here and wait in
-shared memory for all columns of the weights; wider ones do not fit, and a layer norm goes before.
+The product over third positions needs that layout, and tensor cores produce it at no cost: the weights are the
+left operand, the positions the right one. Rows of up to 128 channels are normalised here and stay in shared memory
+for all columns of the weights; wider rows do not fit, and are normalised by a kernel of their own before.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from pallas_models.kernels.triton._common import (
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_WIDEST = 128  # channels of x that are normalised here
-_GROUP = 8  # projections and their gates alternate by as many rows as lie between two that a thread holds
+_WIDEST = 128  # channels: rows of x up to this width are normalised in this kernel
+_GROUP = 8  # rows: projections and gates alternate in groups of 8, so that one thread holds a value and its gate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """`block_m` positions times `block_n` columns of the projections, `block_k` channels of x a step.
 
-    `block_k` counts only where x is wider than what is normalised here.
+    `block_k` is used only where x is too wide to be normalised in this kernel.
     """
 
     block_m: int
@@ -79,7 +79,7 @@ def configs(c: int, dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a program takes."""
+    """Bytes of shared memory that a CTA takes."""
     depth = c if _is_narrow(c) else config.block_k
     staged, kept = config.block_n * depth, config.block_m * depth
     stages = max(config.num_stages, 1)
@@ -99,7 +99,7 @@ def _gated(p: jax.Array | float, g: jax.Array, *, fast: bool, interpret: bool) -
 
 
 def _paired(y: jax.Array) -> list[jax.Array]:
-    """Splits rows that alternate in groups into those of the first and of the second kind."""
+    """Splits rows that alternate in groups of `_GROUP` into the even groups and the odd groups."""
     rows, columns = y.shape
     pairs = y.reshape(rows // (2 * _GROUP), 2, _GROUP, columns).transpose(0, 2, 3, 1)
     return [half.reshape(rows // 2, columns) for half in jnp.unstack(pairs, axis=-1)]
