@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How one parameter is made: the tensors of the checkpoint, names and shapes, and the function that joins them."""
+    """How one parameter is made: names and shapes of tensors of a checkpoint, and the function that joins them."""
 
     tensors: Mapping[str, Shape]
     join: Callable[..., jax.Array]

@@ -37,14 +37,14 @@ def _always(*_: Any, **__: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kernel:
-    """What a backend has for an op.
+    """The kernel of one backend for an op.
 
     Attributes:
       backend: `"mosaic"` or `"triton"`.
       call: the kernel, called as `call(*arrays, config=, target=, interpret=, **static)`.
-      config: the class of its configs; None if it takes none by hand.
-      refuses: `refuses(*arrays, **static)` is why it does not serve a call; None where it does.
-      preferred: `preferred(*arrays, **static)` is whether it is the faster one for a call that it serves.
+      config: the class of its configs; None if `config=` cannot set them.
+      refuses: `refuses(*arrays, **static)` gives the reason why it does not serve a call; None where it does.
+      preferred: `preferred(*arrays, **static)` says whether it is the fastest kernel for a call that it serves.
       backward: `backward(arrays, out, cotangent, **static)` gives the cotangents of the arrays; where None, the
         gradient is that of the op's reference.
       sharding: how it is partitioned, in place of the op's rule.
@@ -61,13 +61,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Op:
-    """What there is to know of an op to run it.
+    """Everything that `run` needs to know of an op.
 
     Attributes:
-      name: of the public function.
-      reference: the same in plain XLA, called as `reference(*arrays, **static)`.
+      name: that of the public function.
+      reference: the op in plain XLA, called as `reference(*arrays, **static)`.
       kernels: in the order in which they are preferred.
-      derivative: what is differentiated in place of the reference, called as it is.
+      derivative: a function that is differentiated in place of the reference, with the same arguments.
       sharding: in einsum notation, which axes can be split over devices.
     """
 

@@ -77,7 +77,7 @@ _SUM = _config(4, 256, 16, 4, 1, group_m=1)  # adds up the parts of K
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Measured:
-    """A config, how many of its programs run on a multiprocessor at once, and their time: per tile and per unit of K."""
+    """A config, how many of its programs a multiprocessor runs at once, and us per tile and per unit of K."""
 
     config: Config
     resident: int

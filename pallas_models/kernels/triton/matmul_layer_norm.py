@@ -22,7 +22,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 def heuristic(m: int, n: int, k: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses tiles for m rows of n columns: as wide as a row, or those of a product where two kernels are faster.
 
-    Few rows leave cores idle, and wide ones fit no registers.
+    With one program per whole row, few rows leave cores idle and wide rows do not fit in registers.
     """
     two_kernels = product_heuristic(m, n, k, dtype, target, summed=True)
     if n > 512 or jnp.dtype(dtype).itemsize == 4:

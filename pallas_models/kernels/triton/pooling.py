@@ -67,7 +67,7 @@ def _mean_pool_kernel(
         total, tokens = carry
         positions = span(s * block_s, block_s)
         valid = load(mask_ref.at[batch, positions], in_bounds(s * block_s, block_s, seq)) != 0
-        # Padding is not read at all: whatever it holds, its contribution is the 0 that stands in for it.
+        # Padding is not read at all: a masked load gives 0, whatever the padding holds.
         x = load(x_ref.at[batch, positions, columns], tile_mask(valid, column_mask)).astype(jnp.float32)
         return total + jnp.sum(x, axis=0), tokens + jnp.sum(valid.astype(jnp.float32))
 

@@ -160,7 +160,7 @@ class _Rows:
         return y[:, 0]
 
     def write(self, s: jax.Array | int, weight: jax.Array, valid: jax.Array | None, total: jax.Array) -> None:
-        """Stores `weight / total` as block `s`, which makes room in the cache first: nothing reads it here."""
+        """Stores `weight / total` as block `s`, to be evicted first from the cache, as nothing here reads it."""
         assert self.o_ref is not None
         out = weight * (1.0 / total)[:, None]
         if valid is not None:
@@ -186,9 +186,9 @@ class _Rows:
         """The maximum of every row over blocks [start, stop), and its sum of `exp(y - maximum)`, in one pass.
 
         Each position in the block keeps a maximum and a sum of its own, so that nothing is exchanged between
-        threads before the end. Of the old maximum and the new value one is the new maximum: a single
-        exponential of their distance rescales the sum or adds to it. The first maximum is finite, for its
-        distance to -inf to be infinite and not NaN.
+        threads before the end. The new maximum is either the old one or the new value, so a single exponential
+        of their distance serves both to rescale the sum and to add to it. The initial maximum is finite, so that
+        its distance to -inf is infinite and not NaN.
         """
 
         def step(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -27,7 +27,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """`block_m` x `block_n` positions (i, j) of a channel a program, `block_k` third positions a step."""
+    """`block_m` x `block_n` positions (i, j) of one channel per program, `block_k` third positions per step."""
 
     block_m: int
     block_n: int
@@ -64,7 +64,7 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a program takes."""
+    """Bytes of shared memory that a CTA takes: the operands of all stages."""
     return config.num_stages * (config.block_m + config.block_n) * config.block_k * jnp.dtype(dtype).itemsize
 
 
