@@ -26,7 +26,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 
 def _halved(config: Config) -> Config:
-    """The config of a product of 2 n columns as one of a gated product: half the columns for gate and for up each."""
+    """The config of a product of 2 n columns as that of a gated product: half for gate, half for up."""
     return dataclasses.replace(config, block_n=config.block_n // 2)
 
 
@@ -43,7 +43,7 @@ def _load_gate_up(w_ref: Ref, tile: Tile, n: int) -> Load:
         blocks = []
         for columns, mask in tile.columns:
             lane = jnp.arange(2 * columns.size)
-            # Up lies n columns after gate. Written with a quotient, Triton sees that neighbouring lanes are contiguous.
+            # Up lies n columns after gate. Triton sees that neighbouring lanes are contiguous from a quotient.
             column = columns.start + lane + jax.lax.div(lane, columns.size) * (n - columns.size)
             if mask is not None:
                 mask = columns.start + jax.lax.rem(lane, columns.size) < n

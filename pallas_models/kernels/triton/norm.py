@@ -117,8 +117,8 @@ def _norm_kernel(
         return
 
     # One pass for the statistics, by Welford's method: each position in the block keeps a mean and a sum of
-    # squared deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where the mean is
-    # far from 0.
+    # squared deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where
+    # the mean is far from 0.
     def add(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         means, squares = carry
         y, _, column_mask = read(s)
