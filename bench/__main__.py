@@ -35,12 +35,18 @@ BENCHMARKS = (
     "startup",
 )
 COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package
+COMPILING = (*COMMANDS, "tune")
 COMMANDS |= {"compare": "reporting", "report": "reporting", "tune": "measuring"}
 
 
 def module_of(name: str) -> ModuleType:
     """The module of a command."""
     return importlib.import_module(f"bench.{COMMANDS[name]}.{name.replace('-', '_')}")
+
+
+def compilation_cache() -> ModuleType:
+    """Where compiled programs are kept between runs; imported here, as it imports JAX."""
+    return importlib.import_module("pallas_models.compilation_cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
             module.add_arguments(command)
+            if name in COMPILING:
+                compilation_cache().add_arguments(command)
     args = parser.parse_args(given)
+    if args.command in COMPILING and arguments is None:  # what is called by a program leaves JAX's settings
+        compilation_cache().enable(args.compilation_cache)
     try:
         return int(module_of(args.command).run(args))
     except KeyboardInterrupt:

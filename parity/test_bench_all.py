@@ -13,6 +13,7 @@ import pytest
 from bench import __main__ as cli
 from bench.cases import all as everything
 from bench.measuring import results
+from pallas_models import compilation_cache
 from parity.test_bench import make_result
 
 SAVE = """
@@ -53,6 +54,7 @@ def save(tmp_path: Path) -> Callable[[str], str]:
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     everything.add_arguments(parser)
+    compilation_cache.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -141,7 +143,10 @@ def test_interrupted_benchmark(capsys, monkeypatch):
 
 def test_options_reach_the_benchmarks_that_have_them(tmp_path):
     args = options("--quick", "--dtype", "bf16,fp32", "--output", "out", "--show-results", "--data", "d")
+    args.compilation_cache = None
     minilm, sts = (everything.command(name, args)[3:] for name in ("minilm", "sts"))
+    for line in (minilm, sts):
+        line.remove("--no-compilation-cache")
     shared = ["--output", "out", "--dtype", "bf16,fp32", "--quick", "--show-results"]
     for line in (minilm, sts):
         assert set(shared) <= set(line)

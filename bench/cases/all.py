@@ -154,7 +154,9 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
         "--no-compile": [] if args.quick else None,
         "--show-results": [] if args.show_results else None,
     }
+    cache = args.compilation_cache
     found = [sys.executable, "-m", "bench", name]
+    found += ["--no-compilation-cache"] if cache is None else ["--compilation-cache", str(cache)]
     for option, action in options_of(name).items():
         value = given.get(option)
         if value is not None:

@@ -37,7 +37,14 @@ SHOWN = "minilm 64x128 fp16"  # the case in README.md
 LIMIT_S = 300.0  # of one process
 QUICK_SENTENCES = 64
 EAGER_SIZE = 64
-FAMILIES: dict[str, Family] = {"pallas": "ours", "triton": "ladder", "xla": "xla", "torch-graph": "torch"}
+FAMILIES: dict[str, Family] = {
+    "pallas": "ours",
+    "pallas-bound": "ours",
+    "triton": "ladder",
+    "xla": "xla",
+    "xla-bound": "xla",
+    "torch-graph": "torch",
+}
 IMPLEMENTATIONS = {"pallas": None, "xla": "xla", "triton": "triton"}
 
 
