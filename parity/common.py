@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,8 +145,17 @@ def cosines(a: Any, b: Any) -> np.ndarray:
 
 
 def kernel_calls(text: str) -> int:
-    """How many kernels of ours a lowered program calls, of either backend."""
-    return sum(text.count(f"@{call}") for call in (TRITON_CALL, MOSAIC_CALL))
+    """How many kernels of ours a lowered program calls, of either backend; one that is called twice counts twice."""
+    parts = re.split(r"func\.func (?:public|private) @([\w.$-]+)", text)
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    @functools.cache
+    def count(name: str) -> int:
+        called = re.findall(r"\bcall @([\w.$-]+)", bodies[name])
+        own = sum(bodies[name].count(f"@{call}") for call in (TRITON_CALL, MOSAIC_CALL))
+        return own + sum(count(other) for other in called)
+
+    return count("main")
 
 
 def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:

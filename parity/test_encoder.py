@@ -157,6 +157,9 @@ def calls(monkeypatch) -> list[str | tuple[int, int]]:
         def __init__(self, value):
             self.value = value
 
+        def copy_to_host_async(self):
+            self.value.copy_to_host_async()
+
         def __array__(self, *args, **kwargs):
             seen.append("read")
             return np.asarray(self.value, *args, **kwargs)
