@@ -145,7 +145,7 @@ def cosines(a: Any, b: Any) -> np.ndarray:
 
 
 def kernel_calls(text: str) -> int:
-    """How many kernels of ours a lowered program calls, of either backend; one that is called twice counts twice."""
+    """How many kernels of ours a lowered program calls, of either backend; called twice, one counts twice."""
     parts = re.split(r"func\.func (?:public|private) @([\w.$-]+)", text)
     bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
 
