@@ -157,9 +157,6 @@ def calls(monkeypatch) -> list[str | tuple[int, int]]:
         def __init__(self, value):
             self.value = value
 
-        def copy_to_host_async(self):
-            self.value.copy_to_host_async()
-
         def __array__(self, *args, **kwargs):
             seen.append("read")
             return np.asarray(self.value, *args, **kwargs)
@@ -189,7 +186,7 @@ def compiled(monkeypatch) -> list[tuple[int, int]]:
 
 def test_lengths_of_batches():
     lengths = [batching.padded_length(length, 512) for length in range(1, 513)]
-    assert sorted(set(lengths)) == [16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert sorted(set(lengths)) == [16, 32, 64, 96, 128, 192, 256, 384, 512]
     assert lengths == sorted(lengths)
     for length, padded in enumerate(lengths, start=1):
         assert length <= padded <= max(32, 1.5 * length)

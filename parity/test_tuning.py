@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import ops, target, tuning
+from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic import attention as mosaic_attention
 from pallas_models.kernels.triton import (
     attention,
     gated_mlp,
@@ -44,6 +46,12 @@ CONFIGS: dict[str, type[Any]] = {
     "trimul_project": trimul_project.Config,
     "trimul_product": trimul_product.Config,
     "trimul_output": trimul_output.Config,
+}
+MOSAIC_CONFIGS: dict[str, type[Any]] = {
+    "matmul": _gemm.Config,
+    "gated_matmul": _gemm.Config,
+    "attention": mosaic_attention.Config,
+    "trimul_product": _gemm.Config,
 }
 
 
@@ -521,7 +529,7 @@ class TestShipped:
         assert found.entries
         for e in found.entries:
             if e.config is not None:
-                CONFIGS[e.op](**e.config)
+                (CONFIGS if e.backend == "triton" else MOSAIC_CONFIGS)[e.op](**e.config)
                 assert e.speedup > 1 + autotuner.MIN_GAIN / 2
             else:
                 assert e.us == e.heuristic_us

@@ -218,7 +218,7 @@ class Encoder:
                 self._programs.prepare((tokens.shape for _, tokens in window), normalize_embeddings)
                 for rows, tokens in window:
                     # Returns before the device is done; only batches from a while ago are waited for.
-                    pending.append((rows, _on_its_way(self._programs(tokens, normalize_embeddings))))
+                    pending.append((rows, self._programs(tokens, normalize_embeddings)))
                     advance(len(rows))
                     if len(pending) > _BATCHES_IN_FLIGHT:
                         collect()
@@ -274,7 +274,7 @@ class Encoder:
 
     def _encode_one(self, sentence: str, normalize: bool) -> np.ndarray:
         tokens = batching.pack([self._tokenizer.encode(sentence).ids], 1, self._max_length)
-        return np.asarray(_on_its_way(self._programs(tokens, normalize)))[0].copy()
+        return np.array(self._programs(tokens, normalize))[0]
 
     def _batches(self, sentences: list[str], batch_size: int) -> Iterator[list[tuple[list[int], np.ndarray]]]:
         """Yields batches, some at a time: which sentences, and their tokens as `batching.pack` makes them."""
@@ -291,12 +291,6 @@ class Encoder:
                 (window[i : i + batch_size], batching.pack(tokens[i : i + batch_size], count, self.max_length))
                 for i in range(0, len(window), batch_size)
             ]
-
-
-def _on_its_way(result: jax.Array) -> jax.Array:
-    """The same, whose copy to the host begins once it is computed, and not when somebody asks for it."""
-    result.copy_to_host_async()
-    return result
 
 
 def _check_batch_size(batch_size: int) -> int:

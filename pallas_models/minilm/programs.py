@@ -46,7 +46,7 @@ class Programs:
         devices = set().union(*(leaf.devices() for leaf in self._leaves))
         # Only our own code is part of the key under which a program is kept.
         ours = encode.__module__.startswith("pallas_models.")
-        self._kept = Executables(folder, devices.pop()) if folder and ours and len(devices) == 1 else None
+        self._kept = Executables(folder, *devices) if folder and ours and len(devices) == 1 else None
 
         def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, normalize: bool) -> jax.Array:
             mask = (tokens >= 0).astype(jnp.int32)
@@ -59,7 +59,7 @@ class Programs:
             )
             return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
 
-        self._run = jax.jit(run, static_argnums=2)
+        self._run = jax.jit(run, static_argnums=2, out_shardings=_on_the_host(devices))
 
     def __call__(self, tokens: np.ndarray, normalize: bool) -> jax.Array:
         """Starts the computation of one batch; returns before the device is done."""
@@ -109,6 +109,13 @@ class Programs:
         if self._kept and name:
             self._kept.save(name, compiled)
         return compiled
+
+
+def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:
+    """Where a GPU leaves embeddings: in memory of the host, which spares who reads them a copy with its own wait."""
+    if len(devices) != 1 or (device := next(iter(devices))).platform != "gpu":
+        return None
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
 def _key(shape: tuple[int, ...], normalize: bool) -> tuple[object, ...]:

@@ -248,7 +248,8 @@ def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any])
 
     @jax.custom_jvp
     def function(*arrays: Any) -> Any:
-        return forward(*arrays)
+        with _plain_settings(arrays):  # this is traced again where it is differentiated
+            return forward(*arrays)
 
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
