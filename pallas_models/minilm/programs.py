@@ -112,7 +112,7 @@ class Programs:
 
 
 def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:
-    """Where a GPU leaves embeddings: in memory of the host, which spares who reads them a copy with its own wait."""
+    """Where a GPU leaves embeddings: in memory of the host, since a copy asked for later is another wait."""
     if len(devices) != 1 or (device := next(iter(devices))).platform != "gpu":
         return None
     return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
