@@ -189,7 +189,7 @@ def test_lengths_of_batches():
     assert sorted(set(lengths)) == [16, 32, 64, 96, 128, 192, 256, 384, 512]
     assert lengths == sorted(lengths)
     for length, padded in enumerate(lengths, start=1):
-        assert length <= padded <= max(32, 1.5 * length)
+        assert length <= padded <= max(16, (2 if length <= 64 else 1.5) * length)
     assert batching.padded_length(18, 20) == 20 and batching.padded_length(9, 12) == 12
 
 
