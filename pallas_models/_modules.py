@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import check_implementation
+from pallas_models.ops.embedding import rows_of
 
 Params = dict[str, Any]
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
@@ -58,7 +59,7 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
     _checks.check_ids("ids", ids, table.shape[0], "rows of the vocabulary")
-    return jnp.take(table, ids, axis=0, mode="clip")
+    return rows_of(table, ids)
 
 
 def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -165,9 +165,10 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
     assert problem.op.startswith(op) or op.startswith(problem.op)
     with cuda_device(GPU, 132):
         for config in (min(candidates, key=str), max(candidates, key=str)):
-            function = call.function("triton", autotuner._Fixed(problem, config))
+            function = call.function(problem.backend, autotuner._Fixed(problem, config))
             jax.jit(function).trace(*call.arrays).lower(lowering_platforms=("cuda",))
     entry_of = {"op": problem.op, "shape": dict(problem.shape), "bucketed": problem.bucketed}
+    entry_of["backend"] = problem.backend
     fn, args, options = tunable.call(tunable.dtypes[0], *tunable.smaller(sizes))
     near = autotuner._Call(fn, args, options).problem(tunable.kernel)
     assert (

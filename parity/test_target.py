@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_models import ops, target
+from pallas_models import minilm, ops, target
 from pallas_models.tuning import Chooser, Problem
-from parity.common import ON_GPU, cuda_device
+from parity.common import MOSAIC_CALL, ON_GPU, TRITON_CALL, cuda_device
 
 KIB = 1024
 DEVICES = {
@@ -150,3 +150,24 @@ def test_a_named_kernel_says_which_gpu_it_needs():
             jax.eval_shape(functools.partial(ops.matmul, implementation="mosaic"), x, x)
         found = jax.eval_shape(functools.partial(ops.matmul, implementation=("mosaic", "triton")), x, x)
     assert found.shape == (128, 128)
+
+
+@pytest.mark.parametrize("size, hopper", [(128, True), (3, False)])
+def test_a_sequence_of_implementations_serves_a_whole_model(size, hopper):
+    """Each op takes the first that serves its call; one name alone serves no model whose ops are not all of it."""
+    config = minilm.MiniLMConfig(num_layers=1)
+    params = jax.eval_shape(lambda: minilm.init(jax.random.key(0), config, dtype=jnp.float16))
+    tokens = shaped("int32", 1, size)
+
+    def lowered(implementation: Any) -> str:
+        function = functools.partial(minilm.embed, config=config, implementation=implementation)
+        with cuda_device("NVIDIA H200", 132):
+            return jax.jit(function).trace(params, tokens, tokens).lower(lowering_platforms=("cuda",)).as_text()
+
+    text = lowered(["mosaic", "triton"])
+    assert (MOSAIC_CALL in text) == hopper and TRITON_CALL in text
+    assert "stablehlo.dot_general" not in text
+    with pytest.raises(NotImplementedError, match="implementation='mosaic' has no kernel for embed_tokens"):
+        lowered("mosaic")
+    with pytest.raises(ValueError, match=r"implementation=\('mosaic', 'cuda'\) is unknown"):
+        lowered(("mosaic", "cuda"))

@@ -118,13 +118,14 @@ def _rotary(dtype: str, b: int, s: int, h: int, g: int) -> Call:
     return ops.rotary, (qkv, *ops.rotary_table(jnp.arange(s), d)), options
 
 
-def _triangle_update(dtype: str, b: int, n: int, c: int) -> Call:
+def _triangle_update(dtype: str, b: int, n: int, c: int, **implementation: str) -> Call:
     h = 128  # hidden channels in all published models
     (x,) = operands("fp32", (b, n, n, c))
     vectors = operands("fp32", (c,), (c,), (h,), (h,))
     w_in, w_gate, w_out = (w * c**-0.5 for w in operands(dtype, (c, 4, h), (c, h), (h, c)))
     arrays = (x, *vectors[:2], w_in, *vectors[2:], w_gate, w_out)
-    return ops.triangle_update, arrays, {"direction": "outgoing", "compute_dtype": DTYPES[dtype]}
+    options = {"direction": "outgoing", "compute_dtype": DTYPES[dtype]} | implementation
+    return ops.triangle_update, arrays, options
 
 
 _ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
@@ -177,9 +178,18 @@ TUNABLES = {
     "rotary": Tunable(axes="BxSxHxG", shapes=((1, 4096, 32, 8), (8, 2048, 32, 8)), call=_rotary, nearby=(1, 0.75)),
 } | {
     kernel: Tunable(
-        axes="BxNxC", shapes=_PAIRS, call=_triangle_update, dtypes=("fp16",), nearby=(1, 0.875), kernel=kernel
+        axes="BxNxC",
+        shapes=_PAIRS,
+        call=functools.partial(_triangle_update, **implementation),
+        dtypes=("fp16",),
+        nearby=(1, 0.875),
+        kernel=kernel,
     )
-    for kernel in ("trimul_project", "trimul_product", "trimul_output")
+    for kernel, implementation in {
+        "trimul_project": {"implementation": "triton"},  # Mosaic's has no tiles to choose
+        "trimul_product": {},
+        "trimul_output": {},
+    }.items()
 }
 
 
@@ -198,13 +208,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def show(table: tuning.Table) -> str:
     """A table for people: how far the heuristic is from the fastest config, shape by shape."""
-    header = ["kernel", "dtype", "shape", "heuristic, us", "tuned, us", "heuristic / tuned", "tuned config"]
+    header = [
+        "kernel",
+        "backend",
+        "dtype",
+        "shape",
+        "heuristic, us",
+        "tuned, us",
+        "heuristic / tuned",
+        "tuned config",
+    ]
     rows = []
     for entry in table.entries:
         config = "heuristic's" if entry.config is None else ", ".join(f"{k} {v}" for k, v in entry.config.items())
         shape = " ".join(f"{axis}{size}" for axis, size in entry.shape.items())
         times = f"{entry.heuristic_us:.2f}", f"{entry.us:.2f}", f"{entry.speedup:.3f}"
-        rows.append([entry.op, entry.dtype, shape, *times, config])
+        rows.append([entry.op, entry.backend, entry.dtype, shape, *times, config])
     if not rows:
         return f"{table.path}: no entries"
     mean = tables.geometric_mean([entry.speedup for entry in table.entries])

@@ -250,6 +250,8 @@ def _choose(
 def _obstacle(*trees: Any) -> str | None:
     """What no kernel serves among the arrays; the empty string for axes of size 0, over which there is no grid."""
     leaves = jax.tree.leaves(trees)
+    if any(_is_spread(leaf) for leaf in leaves):
+        return "takes no arrays of an explicit mesh, nor of a shard_map with check_vma=True"
     if any(not isinstance(size, int) for leaf in leaves for size in leaf.shape):
         return "takes no symbolic sizes"
     if any(leaf.dtype.itemsize == 8 for leaf in leaves):
@@ -260,6 +262,14 @@ def _obstacle(*trees: Any) -> str | None:
     if max(sizes) > _MAX_SIZE:
         return f"takes arrays of up to {_MAX_SIZE} elements, not {max(sizes)}"
     return None
+
+
+def _is_spread(leaf: Any) -> bool:
+    """Whether the type of an array names axes of a mesh, as those of a kernel's outputs would have to."""
+    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+    varying = getattr(getattr(kind, "manual_axis_type", None), "varying", None)
+    spec = getattr(getattr(kind, "sharding", None), "spec", None) or ()
+    return bool(varying) or any(axis is not None for axis in spec)
 
 
 def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any]) -> Callable[..., Any]:

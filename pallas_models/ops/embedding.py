@@ -83,6 +83,14 @@ def embed_tokens(
     )
 
 
+def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows of table (V, D) at ids, (*ids.shape, D), spread over an explicit mesh as the ids are."""
+    spec = jax.typeof(ids).sharding.spec
+    if all(axis is None for axis in spec):
+        return jnp.take(table, ids, axis=0, mode="clip")
+    return table.at[ids].get(mode="clip", out_sharding=jax.sharding.PartitionSpec(*spec, None))
+
+
 def reference(
     ids: jax.Array,
     token_type_ids: jax.Array | None,
@@ -97,8 +105,8 @@ def reference(
     """The same in plain XLA. Ids outside their table are clamped to it."""
     if ids.size == 0:
         return jnp.zeros((*ids.shape, word.shape[1]), word.dtype)
-    types = token_type[:1] if token_type_ids is None else jnp.take(token_type, token_type_ids, axis=0, mode="clip")
-    total = jnp.take(word, ids, axis=0, mode="clip").astype(jnp.float32)
+    types = token_type[:1] if token_type_ids is None else rows_of(token_type, token_type_ids)
+    total = rows_of(word, ids).astype(jnp.float32)
     total += position[: ids.shape[1]].astype(jnp.float32) + types.astype(jnp.float32)
     return norm.reference(total, scale, bias, None, epsilon=epsilon).astype(word.dtype)
 
