@@ -144,7 +144,7 @@ def test_show(tmp_path, capsys):
     table(entry(), dataclasses.replace(entry(), op="rms_norm", config=None, us=12.0)).save(tmp_path / "t.json")
     assert run("--show", tmp_path / "t.json") == 0
     out = capsys.readouterr().out
-    assert "| softmax_fused | float32 | m64 n100 |         12.00 |     10.00 |" in out
+    assert "| softmax_fused |  triton | float32 | m64 n100 |         12.00 |     10.00 |" in out
     assert "1.200 | block_m 2, block_n 128, num_warps 2 |" in out and "heuristic's |" in out
     assert f"{GPU}, geometric mean 1.095, from {tmp_path / 't.json'}" in out
 
