@@ -14,6 +14,8 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 _CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+# JAX 0.12 lowers Triton kernels for a GPU that it knows: of those from Ampere on one with the least shared memory.
+_ANY_GPU = ("NVIDIA A10", 72)
 _MAGIC = b"pallas_models.export 1\n"
 
 
@@ -72,8 +74,12 @@ def export(
     Raises:
       ValueError: no platforms.
     """
+    from pallas_models import target  # not above: `deserialize` needs nothing of this library
+
     if not platforms:
         raise ValueError("platforms is empty; expected some of 'cpu', 'cuda', 'tpu', 'rocm'")
+    if device is None and not target.current().name:
+        device = _ANY_GPU
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
     programs = {}
