@@ -106,10 +106,8 @@ def run(
 
     Args:
       config: a config of one of the kernels, a table to ask first, or None.
-      implementation: `"triton"` and `"mosaic"` run a kernel compiled, `"interpret"` and `"mosaic_interpret"` run
-        the bodies of the same kernels in Pallas's interpreters, `"xla"` runs the reference; of a sequence the
-        first that serves the call. None is decided per lowering: on CUDA devices from Ampere on the first kernel
-        that serves the call and is preferred, on every other platform the reference.
+      implementation: as `pallas_models.ops` has it. None takes the first kernel that serves the call and is
+        preferred, on CUDA devices from Ampere on, and the reference elsewhere.
       **static: what else the reference and the kernels take, hashable; a scalar that is an array, as where it is
         traced, is for the reference alone.
 

@@ -48,7 +48,7 @@ class Config:
 
 
 def unsupported(
-    parts: tuple[jax.Array, ...],
+    qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
@@ -59,8 +59,8 @@ def unsupported(
     **_: Any,
 ) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
-    if parts[0].dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {parts[0].dtype}"
+    if qkv[0].dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {qkv[0].dtype}"
     if head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
     for name, x in (("mask", mask), ("bias", bias), ("segment_ids", segment_ids)):
@@ -71,9 +71,9 @@ def unsupported(
     return None
 
 
-def prefer(parts: tuple[jax.Array, ...], *_: jax.Array | None, **__: Any) -> bool:
+def prefer(qkv: tuple[jax.Array, ...], *_: jax.Array | None, **__: Any) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
-    seq, kv_seq = parts[0].shape[1], parts[-1].shape[1]
+    seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
@@ -416,7 +416,7 @@ def _attention_kernel(
 
 
 def attention(
-    parts: tuple[jax.Array, ...],
+    qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
@@ -436,8 +436,8 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention as the Triton kernel of this name computes it, for the calls that are not `unsupported`."""
     del mask, bias, segment_ids, kv_segment_ids, precision  # see `unsupported`
-    fused = len(parts) == 1
-    (batch, seq, _), kv_seq, dtype = parts[0].shape, parts[-1].shape[1], parts[0].dtype
+    fused = len(qkv) == 1
+    (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
     config = choose(
         config,
         Problem(
@@ -469,7 +469,7 @@ def attention(
         missing = max(pl.cdiv(x.shape[1], 8) * 8, least) - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
 
-    padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(parts)]
+    padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
     if interpret:
         check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], block_kv))
