@@ -99,6 +99,7 @@ def test_without_data_or_weights(measured, tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     assert not startup.has_weights(str(tmp_path / "absent"))
     assert "encode: left out (" in capsys.readouterr().out
+    monkeypatch.setattr(startup, "has_weights", lambda path: False)  # sentences are read first
     assert cli.main(["startup", "--data", str(tmp_path / "absent")]) == 2
     assert "stsb-en-test.csv" in capsys.readouterr().out
 

@@ -30,7 +30,7 @@ SHORT = _roundings(800)  # sums of up to 200 products, and an activation: gelu's
 LONG = _roundings(3200)  # sums of up to 1000 products; attention: two of them, and exponentials
 GRADIENT = OP["float32"]  # of one op: one product more, of what is as long as the op's own
 # Several ops in float32, each of which has an error of OP or less that the next may amplify:
-CHAIN = _roundings(20_000)  # an encoder of one layer; a triangle update
+CHAIN = _roundings(20_000)  # an encoder of one layer; a triangle update; logits of two layers, with sums of 3072
 DEEP = _roundings(80_000)  # a model against another library in float32; sums of gradients over a batch
 MODEL_GRADIENT = _roundings(320_000)  # of parameters of a model: forward and backward, twice as deep
 

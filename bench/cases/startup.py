@@ -231,11 +231,11 @@ def plan(args: argparse.Namespace, *, gpu: bool) -> dict[str, Callable[[], Case]
     found: dict[str, Callable[[], Case]] = {
         program.label: functools.partial(program_case, program, gpu=gpu) for program in programs
     }
+    sentences = [] if args.data is None else read_corpus(args.data)[: QUICK_SENTENCES if args.quick else None]
     there = has_weights(args.weights)
     if args.data is None:
         print("corpus: left out, as it needs --data")
     elif there:
-        sentences = read_corpus(args.data)[: QUICK_SENTENCES if args.quick else None]
         found[f"corpus of {len(sentences)} sentences"] = lambda: corpus_case(sentences, args.weights)
     found["embed"] = lambda: embed_case("fp16", gpu=gpu)
     if there:
