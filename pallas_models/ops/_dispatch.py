@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
+from pallas_models.ops._linear import linear
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Table
 from pallas_models.tuning.table import installed
@@ -46,8 +48,6 @@ class Kernel:
       config: the class of its configs; None if `config=` cannot set them.
       refuses: `refuses(*arrays, **static)` gives the reason why it does not serve a call; None where it does.
       preferred: `preferred(*arrays, **static)` says whether it is the fastest kernel for a call that it serves.
-      backward: `backward(arrays, out, cotangent, **static)` gives the cotangents of the arrays; where None, the
-        gradient is that of the op's reference.
       sharding: how it is partitioned, in place of the op's rule.
     """
 
@@ -56,8 +56,33 @@ class Kernel:
     config: type | None
     refuses: Callable[..., str | None] = _never
     preferred: Callable[..., bool] = _always
-    backward: Callable[..., Any] | None = None
     sharding: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Backward:
+    """A gradient of an op that is better than that of its reference, for calls whose result a kernel computes.
+
+    Derivatives in forward mode, and those of the gradient, are the reference's all the same.
+
+    Attributes:
+      backend: of its kernels, which need not be that of the forward; `"xla"` if it has none.
+      call: gives the cotangents of the arrays, a sequence like them with anything for those not wanted, called as
+        `call(*arrays, *kept, *cotangents, wanted=, config=, target=, interpret=, **static)`. `kept` are the first
+        results of the forward; `cotangents` one for each of its results, the first an array, any other None where
+        it is zero or not a result of this call; `wanted` says of each of the arrays whether its cotangent is
+        used; `config` is a table to ask first or None; `static` what the forward was called with.
+      keeps: how many results of the forward are kept for it.
+      options: those with which the forward gives these results: `{"return_lse": True}`. The result of a call
+        without them is the first of its results with them.
+      refuses: as that of a `Kernel`.
+    """
+
+    backend: Literal["mosaic", "triton", "xla"]
+    call: Callable[..., Any]
+    keeps: int = 0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    refuses: Callable[..., str | None] = _never
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,6 +94,8 @@ class Op:
       reference: the op in plain XLA, called as `reference(*arrays, **static)`.
       kernels: in the order in which they are preferred.
       derivative: a function that is differentiated in place of the reference, with the same arguments.
+      backward: what computes the gradient in place of that, the first that serves a call. Where implementations
+        are named, its backend is one of theirs.
       sharding: in einsum notation, which axes can be split over devices.
     """
 
@@ -76,6 +103,7 @@ class Op:
     reference: Callable[..., Any]
     kernels: tuple[Kernel, ...]
     derivative: Callable[..., Any] | None = None
+    backward: tuple[Backward, ...] = ()
     sharding: str | None = None
 
 
@@ -173,12 +201,7 @@ def _run(
                 scalars = ", ".join(traced)
                 raise NotImplementedError(f"implementation={names} takes {scalars} as a number, not as an array")
             return op.reference(*arrays, **options, **traced)
-        reference = functools.partial(op.reference, **options)
-        forward = _choose(op, arrays, options, config, names, target, reference)
-        if forward is reference and op.derivative is None:
-            return reference(*arrays)
-        derivative = reference if op.derivative is None else functools.partial(op.derivative, **options)
-        return _differentiable(forward, derivative)(*arrays)
+        return _differentiable(op, arrays, options, config, names, target)(*arrays)
 
 
 @contextlib.contextmanager
@@ -217,8 +240,7 @@ def _choose(
 
     if not names:
         for kernel in takers:
-            runs = target.is_hopper if kernel.backend == "mosaic" else target.capability >= (8, 0)
-            if obstacle or not runs or kernel.refuses(*arrays, **static):
+            if obstacle or not _runs(kernel.backend, target) or kernel.refuses(*arrays, **static):
                 continue
             if by_hand or kernel.preferred(*arrays, **static):
                 compiled = call(kernel, False)
@@ -270,10 +292,94 @@ def _is_spread(leaf: Any) -> bool:
     return bool(varying) or any(axis is not None for axis in spec)
 
 
-def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any]) -> Callable[..., Any]:
+def _runs(backend: str, target: Target) -> bool:
+    """Whether a target runs the kernels of a backend."""
+    return target.is_hopper if backend == "mosaic" else target.capability >= (8, 0)
+
+
+def _differentiable(
+    op: Op,
+    arrays: tuple[Any, ...],
+    static: dict[str, Any],
+    config: Any,
+    names: tuple[Name, ...],
+    target: Target,
+) -> Callable[..., Any]:
+    """The function of arrays like these that computes the op, with its derivatives."""
+    reference = functools.partial(op.reference, **static)
+    forward = _choose(op, arrays, static, config, names, target, reference)
+    derivative = reference if op.derivative is None else functools.partial(op.derivative, **static)
+    if forward is reference:
+        return reference if op.derivative is None else _with_derivative(reference, derivative)
+    found = _choose_backward(op, arrays, static, names, target)
+    if found is None:
+        return _with_derivative(forward, derivative)
+    backward, interpret = found
+    options = static | dict(backward.options)
+
+    def keep(*arrays: Any) -> tuple[Any, list[Any], int]:
+        results = _differentiable(op, arrays, options, config, names, target)(*arrays)
+        leaves = jax.tree.leaves(results)
+        return results if options == static else leaves[0], leaves[: backward.keeps], len(leaves)
+
+    def pull(
+        arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any], wanted: tuple[bool, ...]
+    ) -> list[Any]:
+        """The cotangents of all leaves of the wanted arrays."""
+
+        def in_kernels(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[Any]:
+            table = config if isinstance(config, Chooser) else None
+            options = dict(wanted=wanted, config=table, target=target, interpret=interpret, **static)
+            given = backward.call(*arrays, *kept, *cotangents, **options)
+            return jax.tree.leaves([x for x, w in zip(given, wanted, strict=True) if w])
+
+        def in_reference(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[Any]:
+            del kept
+
+            def of_wanted(*some: Any) -> list[Any]:
+                given = iter(some)
+                every = (next(given) if w else x for x, w in zip(arrays, wanted, strict=True))
+                return jax.tree.leaves(derivative(*every))
+
+            out, pullback = jax.vjp(of_wanted, *(x for x, w in zip(arrays, wanted, strict=True) if w))
+            given = cotangents[: len(out)]
+            full = [jnp.zeros_like(y) if c is None else c for y, c in zip(out, given, strict=True)]
+            return jax.tree.leaves(pullback(full))
+
+        def by_platform(*operands: Any) -> list[Any]:
+            return jax.lax.platform_dependent(*operands, cuda=in_kernels, default=in_reference)
+
+        gradient = _with_derivative(in_kernels if names else by_platform, in_reference)
+        return gradient(arrays, kept, cotangents)
+
+    return _with_derivative(forward, derivative, keep, pull)
+
+
+def _choose_backward(
+    op: Op, arrays: tuple[Any, ...], static: dict[str, Any], names: tuple[Name, ...], target: Target
+) -> tuple[Backward, bool] | None:
+    """What computes the gradient of a call that a kernel serves, and whether in an interpreter; else None."""
+    named = dict(_BACKENDS[name] for name in reversed(names) if name != "xla")
+    for backward in op.backward:
+        backend = backward.backend
+        serves = backend == "xla" or (backend in named if names else _runs(backend, target))
+        if serves and not backward.refuses(*arrays, **static):
+            return backward, named.get(backend, False)
+    return None
+
+
+def _with_derivative(
+    forward: Callable[..., Any],
+    derivative: Callable[..., Any],
+    keep: Callable[..., tuple[Any, list[Any], int]] | None = None,
+    pull: Callable[..., list[Any]] | None = None,
+) -> Callable[..., Any]:
     """`forward` with the derivative of another function, in forward and reverse mode and of any order.
 
-    The gradient keeps the operands alone: what else it needs of the forward pass is computed again.
+    The gradient keeps the operands, and computes what else it needs of the forward pass again; unless there is
+
+      keep: `keep(*arrays)` gives the result, what is kept of it, and how many results have a cotangent, and
+      pull: `pull(arrays, kept, cotangents, wanted)` the cotangents of the leaves of those arrays that are wanted.
     """
 
     @jax.custom_jvp
@@ -281,22 +387,50 @@ def _differentiable(forward: Callable[..., Any], derivative: Callable[..., Any])
         with _plain_settings(arrays):  # this is traced again where it is differentiated
             return forward(*arrays)
 
-    @function.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        with _plain_settings(primals):
+            out, kept, results = (function(*primals), [], 0) if keep is None else keep(*primals)
         leaves, tree = jax.tree.flatten(primals)
-        smooth = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-        moving = [t for t, s in zip(jax.tree.leaves(tangents), smooth, strict=True) if s]
+        changes = jax.tree.leaves(tangents)
+        moving = [i for i, t in enumerate(changes) if not isinstance(t, SymbolicZero)]
+        if not moving:
+            return out, jax.tree.map(jnp.zeros_like, out)
 
-        def tangent(leaves: list[jax.Array], moving: list[jax.Array]) -> Any:
-            def at(floats: list[jax.Array]) -> Any:
-                given = iter(floats)
-                mixed = [next(given) if s else leaf for leaf, s in zip(leaves, smooth, strict=True)]
-                return derivative(*jax.tree.unflatten(tree, mixed))
+        def tangent(residuals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
+            def at(*some: jax.Array) -> Any:
+                every = residuals[: len(leaves)]
+                for i, x in zip(moving, some, strict=True):
+                    every[i] = x
+                return derivative(*jax.tree.unflatten(tree, every))
 
-            floats = [leaf for leaf, s in zip(leaves, smooth, strict=True) if s]
-            with _plain_settings(leaves):
-                return jax.jvp(at, (floats,), (moving,))[1]
+            with _plain_settings(residuals):
+                primals = tuple(residuals[i] for i in moving)
+                return jax.tree.leaves(jax.jvp(at, primals, tuple(moved))[1])
 
-        return function(*primals), jax.checkpoint(tangent)(leaves, moving)
+        def transpose(residuals: list[Any], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
+            assert pull is not None
+            arrays = jax.tree.unflatten(tree, residuals[: len(leaves)])
+            used = {i for i, w in zip(moving, wanted, strict=True) if w}
+            indices = iter(range(len(leaves)))
+            owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
+            asked = tuple(not used.isdisjoint(own) for own in owned)
+            if cotangents[0] is None:
+                # Zeros that are mapped under vmap as the other cotangents are: JAX fails where a function with a
+                # derivative of its own has results that are mapped in the derivative alone.
+                other = next(c for c in cotangents if c is not None)
+                zero = jnp.where(other.ravel()[0] == 0, 0.0, 0.0)
+                first = jax.tree.leaves(out)[0]
+                cotangents = [jnp.broadcast_to(zero, first.shape).astype(first.dtype), *cotangents[1:]]
+            cotangents = cotangents + [None] * (results - len(cotangents))
+            given = pull(arrays, residuals[len(leaves) :], cotangents, asked)
+            found = dict(
+                zip((i for own, w in zip(owned, asked, strict=True) if w for i in own), given, strict=True)
+            )
+            return [found.get(i) for i in moving]
 
+        residuals = leaves + [jax.lax.stop_gradient(x) for x in kept]
+        moved = linear(tangent, None if pull is None else transpose, residuals, [changes[i] for i in moving])
+        return out, jax.tree.unflatten(jax.tree.structure(out), moved)
+
+    function.defjvp(jvp, symbolic_zeros=True)
     return function
