@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
+from pallas_models.kernels.mosaic.trimul_project import ALIGNMENT
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
@@ -21,6 +22,7 @@ from pallas_models.tuning import Chooser
 
 Direction = Literal["outgoing", "incoming"]
 _EQUATIONS: dict[Direction, str] = {"outgoing": "bikh,bjkh->bijh", "incoming": "bkih,bkjh->bijh"}
+_LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
 _WEIGHTS = (
     "norm_scale",
     "norm_bias",
@@ -209,16 +211,9 @@ def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: 
 
 def _mosaic(x: jax.Array, *arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
     """The update with projections and product for Hopper GPUs, where they serve; Triton's kernels do the rest."""
-    b, n, _, c = x.shape
-    w_in, w_gate, dtype = arrays[3], arrays[7], options["compute_dtype"]
-    rows, *weights = (
-        jax.ShapeDtypeStruct(shape, kind)
-        for shape, kind in (((b * n, n, c), x.dtype), (w_in.shape, dtype), (w_gate.shape, dtype))
-    )
-    project: Callable[..., Any] = functools.partial(trimul_project.project, precision=precision, config=config)
-    for module in (mosaic_project_wide, mosaic_project):  # the second where both serve
-        if module.unsupported(rows, *weights) is None:
-            project = module.project
+    project = _mosaic_projection(x, *arrays, **options)
+    if project is None:
+        project = functools.partial(trimul_project.project, precision=precision, config=config)
     return _update(
         x,
         *arrays,
@@ -230,8 +225,32 @@ def _mosaic(x: jax.Array, *arrays: Any, precision: jax.lax.Precision, config: An
     )
 
 
-def _unsupported_by_mosaic(x: jax.Array, *_: Any, compute_dtype: DTypeLike, **__: Any) -> str | None:
-    return mosaic_product.unsupported(x.shape[1], compute_dtype)
+def _mosaic_projection(
+    x: jax.Array, *arrays: Any, compute_dtype: DTypeLike, **_: Any
+) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+    """The projections of Hopper GPUs that serve a call, if any do."""
+    b, n, _, c = x.shape
+    rows, *weights = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((b * n, n, c), x.dtype),
+            (arrays[3].shape, compute_dtype),
+            (arrays[7].shape, compute_dtype),
+        )
+    )
+    for module in (mosaic_project, mosaic_project_wide):
+        if module.unsupported(rows, *weights) is None:
+            return module.project
+    return None
+
+
+def _unsupported_by_mosaic(x: jax.Array, *arrays: Any, **options: Any) -> str | None:
+    if reason := mosaic_product.unsupported(options["compute_dtype"]):
+        return reason
+    _, n, _, c = x.shape
+    if n % ALIGNMENT and _mosaic_projection(x, *arrays, **options) is None:
+        return f"takes N in multiples of {ALIGNMENT} where Triton projects, as of {c} channels, not {n}"
+    return None
 
 
 _OP = Op(
@@ -272,40 +291,67 @@ def _update(
     """
     b, n, _, c = x.shape
     lead, size = (b * n, n) if by_rows else (b, n * n)
-    if mask is not None:
-        if not jnp.issubdtype(mask.dtype, jnp.floating):
-            mask = mask.astype(compute_dtype)
-        mask = mask.reshape(lead, size)
     dtypes = (compute_dtype if name.startswith("w_") else jnp.float32 for name in _WEIGHTS)
     converted: Any = (None if w is None else w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True))
     norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out = converted
+    weighted = mask is not None and jnp.issubdtype(mask.dtype, jnp.floating)
+    if mask is not None:
+        mask = mask.astype(mask.dtype if weighted else compute_dtype).reshape(lead, size)
+    scales = _side_scales(mask if weighted else None, norm_scale, norm_bias, w_in, b_in)
+    one = jnp.ones_like(scales[0])
+    factors = jnp.stack([scales[0], one, scales[1], one])
+    w_in = (w_in * factors).astype(compute_dtype)
+    if b_in is not None:
+        b_in = b_in * factors
     runs: dict[str, Any] = dict(target=target, interpret=interpret)
     sides, gate = project(
         x.reshape(lead, size, c), mask, norm_scale, norm_bias, w_in, b_in, w_gate, b_gate, epsilon=epsilon, **runs
     )
-    # y grows as the square root of N: scaled by a power of two near it, it stays within float16. What scales y
-    # leaves its layer norm as it was once epsilon is scaled too.
-    factor = 1.0 if jnp.dtype(compute_dtype) == jnp.float32 else 2.0 ** -round(math.log2(n) / 2)
+    factor = 2.0 ** -(_LOG2_LARGEST + math.ceil(math.log2(n)))  # keeps N products where their factors are
     y = product(
-        sides.reshape((b, n, -1, n) if by_rows else (b, -1, n, n)),
+        sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n)),
         channels=w_in.shape[2],
         incoming=direction == "incoming",
         factor=factor,
         **runs,
     )
     out = output(
-        y.reshape(lead, -1, size),
+        y.reshape(lead, -1, y.shape[-1] if by_rows else size),
         gate,
+        scales,
         out_norm_scale,
         out_norm_bias,
         w_out,
         b_out,
         gate_after=gate_after,
-        epsilon=epsilon * factor**2,
+        factor=factor,
+        epsilon=epsilon,
         out_dtype=out_dtype,
+        size=size,
         **runs,
     )
     return out.reshape(b, n, n, c)
+
+
+def _side_scales(
+    mask: jax.Array | None, norm_scale: jax.Array, norm_bias: jax.Array, w_in: jax.Array, b_in: jax.Array | None
+) -> jax.Array:
+    """Powers of two (2, H) for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is.
+
+    The squares of a normalised row of C channels add up to C at most. So those of its channels, each scaled and
+    shifted, do to 2 C when divided by a = |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
+    Schwarz at most sqrt(2 C) |a w| + |bias|. NaN where even that is beyond float32.
+    """
+    a = jnp.abs(norm_scale) + jnp.abs(norm_bias)
+    squares = jnp.square(w_in[:, ::2].astype(jnp.float32) * a[:, None, None])
+    bound = jnp.sqrt(2.0 * len(a) * jnp.sum(squares, axis=0))
+    if b_in is not None:
+        bound += jnp.abs(b_in[::2])
+    if mask is not None:
+        size = jnp.abs(mask.astype(jnp.float32))
+        bound *= jnp.max(jnp.where(size < jnp.inf, size, 0.0))  # what is not finite is so in its own sums alone
+    exponent = jnp.maximum(jnp.frexp(bound)[1], _LOG2_LARGEST - 30)  # squares of scales stay within float32
+    return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), _LOG2_LARGEST - exponent), jnp.nan)
 
 
 def _check(

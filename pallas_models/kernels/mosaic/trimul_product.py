@@ -17,19 +17,17 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
-def unsupported(n: int, dtype: DTypeLike) -> str | None:
+def unsupported(dtype: DTypeLike) -> str | None:
     """Why `product` does not serve a call; None if it does."""
     if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {jnp.dtype(dtype)}"
-    if n % 64:
-        return f"takes N in multiples of 64, not {n}"
     return None
 
 
 def heuristic(n: int) -> Config:
     """Chooses tiles for matrices (n, n); measured on an H200."""
     if n <= 192:
-        return Config(block_m=64, block_n=n, num_stages=6, ping_pong=True)
+        return Config(block_m=64, block_n=64 * pl.cdiv(n, 64), num_stages=6, ping_pong=True)
     if n < 512 or pl.cdiv(n, 128) % 2:  # the latter would leave half of a tile of 256 columns empty
         return Config(block_m=128, block_n=128, num_stages=6, ping_pong=True)
     return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
@@ -54,15 +52,15 @@ def product(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """`factor` times the sums over k for left and right in sides (B, N, 2 H', N), H' >= channels.
+    """`factor` times the sums over k for left and right in sides (B, N, 2 H', N'), H' >= channels.
 
     Matrices of all channels lie row by row beside one another, so that who writes or reads all channels of a few
-    positions has them near one another.
+    positions has them near one another. N' is N in whole `trimul_project.ALIGNMENT`; what lies beyond N is 0.
 
     Returns:
-      (B, N, channels, N) in the dtype of `sides`.
+      (B, N, channels, N') in the dtype of `sides`; what lies beyond N means nothing.
     """
-    b, n, padded, _ = sides.shape
+    b, n, padded, width = sides.shape
     config = choose(
         config,
         Problem(
@@ -80,7 +78,6 @@ def product(
     )
     slots = _num_slots(config)
     parts = blocks(config, config.block_n, sides.dtype, slots)
-    largest = float(jnp.finfo(sides.dtype).max)
 
     def matrix(tile: Tile) -> tuple[jax.Array, jax.Array]:
         """Which item of the batch, and which channel of it."""
@@ -93,15 +90,14 @@ def product(
 
     def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
         def value(block: Block, _: Ref) -> jax.Array:
-            y = (block.of(sums[0]) * factor).astype(sides.dtype)  # clipped by pairs, at half the cost
-            return jnp.clip(y, -largest, largest)  # a norm of infinity would be NaN
+            return block.of(sums[0]) * factor
 
         item, channel = matrix(tile)
         store(refs.slots.at[warpgroup], refs.y.at[item, :, channel], tile, parts, value, wait=True)
 
     (y,) = gemm(
         dict(sides=sides),
-        dict(y=jax.ShapeDtypeStruct((b, n, channels, n), sides.dtype)),
+        dict(y=jax.ShapeDtypeStruct((b, n, channels, width), sides.dtype)),
         config=config,
         batch=b * channels,
         m=n,

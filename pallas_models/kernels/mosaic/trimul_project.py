@@ -15,11 +15,12 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import ROW_BYTES, load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
 
 ROWS = 64  # positions that are normalised and multiplied at a time
+ALIGNMENT = 8  # of rows of 16-bit elements in device memory, which are copied in units of 16 bytes
 COLUMNS = 64  # of projections, and as many of their gates, in one product
 _MULTIPLIERS = 3  # warpgroups that multiply
 _SHARED_MEMORY = 223 * 1024  # bytes of a CTA, less what barriers, sums over rows and alignment take
@@ -43,8 +44,6 @@ def unsupported_by_both(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array) -> st
         return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
     if w.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes weights in float16 and bfloat16, not {w.dtype}"
-    if x.shape[1] % ROWS:
-        return f"takes positions in multiples of {ROWS}, not {x.shape[1]}"
     return None
 
 
@@ -82,8 +81,20 @@ def arranged_biases(bias: jax.Array | None, b_gate: jax.Array | None, h: int, ga
 
 def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
     """What `project` returns: left and right, and the gate."""
-    rows = {"sides": 2 * h, "gate": gates}
-    return {name: jax.ShapeDtypeStruct((batch, n, size), dtype) for name, n in rows.items()}
+    rows, width = {"sides": 2 * h, "gate": gates}, ALIGNMENT * pl.cdiv(size, ALIGNMENT)
+    return {name: jax.ShapeDtypeStruct((batch, n, width), dtype) for name, n in rows.items()}
+
+
+def whole_mask(mask: jax.Array | None, batch: int, size: int, dtype: DTypeLike) -> jax.Array | None:
+    """The mask (B, M) of whole tiles of positions: 0 past the end, where a copy reads zeros.
+
+    None where there is no mask, and nothing past the end is written.
+    """
+    if mask is None:
+        if size % ALIGNMENT == 0:
+            return None
+        mask = jnp.ones((batch, size), dtype)
+    return jnp.pad(mask, ((0, 0), (0, -size % ROWS)))
 
 
 def along_rows(v: jax.Array, columns: int) -> jax.Array:
@@ -111,8 +122,11 @@ def store(y: jax.Array, slot: Ref, target: Ref, *, interpret: bool) -> None:
 
 
 def positions(tile: jax.Array, batch: int, size: int) -> tuple[jax.Array, pl.Slice]:
-    """Which item of the batch, and which `ROWS` of its `size` positions a tile has; past the end, the last has."""
-    per_item = size // ROWS
+    """Which item of the batch, and which `ROWS` of its `size` positions a tile has; past the end, the last has.
+
+    The last positions of an item may lie past its end: copies read zeros there, and write nothing.
+    """
+    per_item = pl.cdiv(size, ROWS)
     tile = jnp.minimum(tile, batch * per_item - 1)
     start = pl.multiple_of(jax.lax.rem(tile, per_item) * ROWS, ROWS)
     return jax.lax.div(tile, per_item), pl.Slice(start, ROWS)
@@ -173,20 +187,25 @@ def project(
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     Returns:
-      (B, 2 H, M), left and right, masked; and the gate, (B, G', M), G' >= G. Both in the dtype of w.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G. Both in the dtype of w. M' is M in
+      whole `ALIGNMENT`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
+    if interpret:
+        check_interpreted_sizes(positions=(size, ROWS))
+    mask = whole_mask(mask, batch, size, dtype)
     num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
     gates = 2 * COLUMNS * (num_products - side_products)
     operands = dict(
         x=x,
         mask=mask,
-        norm=jnp.stack([norm_scale, norm_bias]),
+        norm_scale=norm_scale,
+        norm_bias=norm_bias,
         w=jnp.moveaxis(arranged(w, w_gate), -2, 0),
         b=arranged_biases(bias, b_gate, h, w_gate.shape[1]),
     )
-    tiles = batch * (size // ROWS)
+    tiles = batch * pl.cdiv(size, ROWS)
     num_ctas = min(2 if interpret else target.num_cores, tiles)
     registers = plgpu.Layout.WGMMA
     piece = 64 if c % 64 == 0 else 32  # channels of a row of a tile of shared memory
@@ -297,7 +316,8 @@ def project(
         @pl.when(warpgroup == _MULTIPLIERS)
         def _() -> None:
             plgpu.set_max_registers(200, action="increase")
-            plgpu.copy_gmem_to_smem(refs.norm, refs.norm_smem, refs.weights_full)
+            plgpu.copy_gmem_to_smem(refs.norm_scale, refs.norm_smem.at[0], refs.weights_full)
+            plgpu.copy_gmem_to_smem(refs.norm_bias, refs.norm_smem.at[1], refs.weights_full)
             plgpu.copy_gmem_to_smem(refs.w, refs.w_smem, refs.weights_full)
             copy(jnp.int32(0))
             xs = read()
@@ -329,7 +349,7 @@ def project(
             x_full=plgpu.Barrier(num_arrivals=len(pieces)),
             z_full=plgpu.Barrier(),
             z_free=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
-            weights_full=plgpu.Barrier(num_arrivals=2),
+            weights_full=plgpu.Barrier(num_arrivals=3),
         ),
         name="trimul_project",
         num_ctas=num_ctas,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.kernels.mosaic.trimul_project import (
@@ -29,6 +29,7 @@ from pallas_models.kernels.mosaic.trimul_project import (
     positions,
     products_of,
     unsupported_by_both,
+    whole_mask,
 )
 from pallas_models.target import Target
 
@@ -70,10 +71,14 @@ def project(
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     Returns:
-      (B, 2 H, M), left and right, masked; and the gate, (B, G', M), G' >= G. Both in the dtype of w.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G. Both in the dtype of w. M' is M in
+      whole `ALIGNMENT`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
+    if interpret:
+        check_interpreted_sizes(positions=(size, ROWS))
+    mask = whole_mask(mask, batch, size, dtype)
     num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
     gates = 2 * COLUMNS * (num_products - side_products)
     pieces, w_steps = c // _PIECE, c // _STEP
@@ -87,7 +92,7 @@ def project(
         b += biases
     weights = (norm_scale[:, None, None] * weights).astype(dtype)
     registers = plgpu.Layout.WGMMA
-    rounds = pl.cdiv(batch * (size // ROWS), _CONSUMERS)  # in which each warpgroup takes a tile
+    rounds = pl.cdiv(batch * pl.cdiv(size, ROWS), _CONSUMERS)  # in which each warpgroup takes a tile
     num_ctas = min(2 if interpret else target.num_cores, rounds)
 
     def trimul_project(refs: Refs) -> None:

@@ -103,6 +103,7 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
 def _output_kernel(
     y_ref: Ref,  # (B, H, M)
     gate_ref: Ref,  # (B, G, M)
+    y_scales_ref: Ref,  # (2, H), powers of two
     scale_ref: Ref,  # (H,)
     shift_ref: Ref,  # (H,)
     w_ref: Ref,  # (H, C)
@@ -112,6 +113,7 @@ def _output_kernel(
     config: Config,
     programs: int,
     gate_after: bool,
+    factor: float,
     epsilon: float,
     precision: jax.lax.Precision,
 ) -> None:
@@ -122,6 +124,15 @@ def _output_kernel(
     all_row_blocks = batches * pl.cdiv(size, block_m)
     channels, h_mask = span(0, block_h), in_bounds(0, block_h, h)
     scale, shift = (load(ref.at[channels], h_mask)[:, None] for ref in (scale_ref, shift_ref))
+    # The norm needs channels of one scale; which, epsilon alone sees. That of the largest channel keeps all small.
+    left, right = (load(y_scales_ref.at[jnp.int32(side), channels], h_mask) for side in range(2))
+    y_scale = left * right
+    if h_mask is not None:
+        y_scale = jnp.where(h_mask, y_scale, jnp.inf)
+    least = jnp.min(y_scale)
+    to_least = (least / y_scale)[:, None]
+    # Where even the norm of zeros would be 0 / 0, it is to be 0.
+    least_epsilon = jnp.maximum((least * factor) * (least * factor) * epsilon, float(jnp.finfo(jnp.float32).tiny))
 
     def columns_of(j: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
         return span(j * block_n, block_n), in_bounds(j * block_n, block_n, c)
@@ -139,11 +150,11 @@ def _output_kernel(
         batch, row = jax.lax.div(i, row_blocks), jax.lax.rem(i, row_blocks) * block_m
         rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
         mask = tile_mask(h_mask, row_mask)
-        y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32)
+        y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32) * to_least
         d = y - jnp.sum(y, axis=0, keepdims=True) / h
         if h_mask is not None:
             d = jnp.where(h_mask[:, None], d, 0.0)
-        z = d * jax.lax.rsqrt(jnp.sum(d * d, axis=0, keepdims=True) / h + epsilon) * scale + shift
+        z = d * jax.lax.rsqrt(jnp.sum(d * d, axis=0, keepdims=True) / h + least_epsilon) * scale + shift
         if not gate_after:
             z *= load(gate_ref.at[batch, channels, rows], mask).astype(jnp.float32)
         z = z.astype(w_ref.dtype)
@@ -177,21 +188,27 @@ def _output_kernel(
 def output(
     y: jax.Array,
     gate: jax.Array,
+    y_scales: jax.Array,
     scale: jax.Array,
     shift: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
     *,
     gate_after: bool,
+    factor: float,
     epsilon: float,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    size: int,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """The output (B, M, C) for y (B, H, M), the gate (B, G', M) and w (H, C)."""
-    b, h, size = y.shape
+    """The output (B, size, C) for y (B, H, M), the gate (B, G', M) and w (H, C), M >= size.
+
+    Channel h of y is `y_scales[0, h] * y_scales[1, h] * factor` times what is to be normalised.
+    """
+    b, h, _ = y.shape
     c = w.shape[1]
     config = choose(
         config,
@@ -216,6 +233,7 @@ def output(
         config=config,
         programs=programs,
         gate_after=gate_after,
+        factor=factor,
         epsilon=epsilon,
         precision=precision,
     )
@@ -226,4 +244,4 @@ def output(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_output",
-    )(y, gate, scale, shift, w, bias)
+    )(y, gate, y_scales, scale, shift, w, bias)
