@@ -71,15 +71,20 @@ class Embeddings(nnx.Module):
         self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.position = Embedding(config.max_positions, config.hidden_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, ids: jax.Array, positions: jax.Array | None) -> jax.Array:
+    def __call__(self, ids: jax.Array, mask: jax.Array | None, positions: jax.Array | None) -> jax.Array:
         words, table = look_up(self.word.embedding[...], ids), self.position.embedding[...]
+        if mask is not None:
+            _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         if positions is None:
             if ids.shape[1] > len(table):
                 raise ValueError(f"ids has length {ids.shape[1]}; expected at most {len(table)} positions")
-            return words + table[None, : ids.shape[1]]
-        _checks.check_integer("positions", positions)
-        _checks.check_shape("positions", positions, ids.shape, "the shape of ids")
-        _checks.check_ids("positions", positions, len(table), "positions")
+            if mask is None:
+                return words + table[None, : ids.shape[1]]
+            positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+        else:
+            _checks.check_integer("positions", positions)
+            _checks.check_shape("positions", positions, ids.shape, "the shape of ids")
+            _checks.check_ids("positions", positions, len(table), "positions")
         return words + jnp.take(table, positions, axis=0, mode="clip")
 
 
@@ -174,9 +179,7 @@ class GPT2(nnx.Module):
         implementation: Implementation | None = None,
     ) -> jax.Array:
         """Computes the logits; arguments and errors are those of `logits`."""
-        x = self.embeddings(ids, positions)
-        if mask is not None:
-            _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
+        x = self.embeddings(ids, mask, positions)
         for layer in self.layers:
             x = call_layer(layer, x, mask, implementation=implementation)
         if last_only:
@@ -275,7 +278,8 @@ def logits(
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, or None where there is no padding. A
         token attends to the tokens up to itself.
-      positions: (B, S), integers below max_positions; 0 to S - 1 when None, also where padding comes first.
+      positions: (B, S), integers below max_positions. When None, a token's is the number of tokens before it,
+        padding not counted: the same wherever padding is, as when Hugging Face generates.
       last_only: whether to compute the logits of the last token of each sequence only.
       config: the model's sizes.
       implementation: as `pallas_models.ops` has it; None for the best available.

@@ -67,7 +67,9 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, config.epsilon)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        if positions is None:
+            counted = torch.ones_like(ids) if mask is None else mask.long()
+            positions = (counted.cumsum(1) - 1).clamp(min=0)
         x = self.wte(ids) + self.wpe(positions)
         for block in self.h:
             x = block(x, mask)

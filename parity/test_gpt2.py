@@ -112,10 +112,34 @@ def test_logits_of_hugging_face():
     params = params_of(config=SMALL)
     tensors = {f"transformer.{name}": torch.tensor(t) for name, t in gpt2_tensors(params).items()}
     model.load_state_dict(tensors | {"lm_head.weight": tensors["transformer.wte.weight"]})
+    ids_, mask_ = (torch.tensor(np.asarray(a)) for a in (ids, mask))
+    positions = jnp.broadcast_to(jnp.arange(19), ids.shape)  # which its forward pass takes, whatever the mask
     with torch.no_grad():
-        expected = model(torch.tensor(np.asarray(ids)), attention_mask=torch.tensor(np.asarray(mask))).logits
-    out = compiled("xla", SMALL)(params, ids, mask)
+        expected = model(ids_, attention_mask=mask_).logits
+    out = compiled("xla", SMALL)(params, ids, mask, positions=positions)
     assert_close(kept(out, mask), kept(expected, mask), DEEP)
+    # What it generates from takes positions from the mask: with padding first, and with holes.
+    options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0)
+    for masks in (jnp.arange(19) >= jnp.asarray([[3], [0], [11]]), mask.at[:, -1].set(1)):
+        generated = model.generate(
+            ids_,
+            attention_mask=torch.tensor(np.asarray(masks)).long(),
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        out = compiled("xla", SMALL, last_only=True)(params, ids, masks)
+        assert_close(out, generated.logits[0], DEEP)
+
+
+def test_padding_on_either_side_is_the_same():
+    ids, _ = tokens(1, 12)
+    out = compiled("xla")(params_of(), ids)
+    for before, after in ((5, 0), (0, 5), (2, 3)):
+        padding = ((0, 0), (before, after))
+        mask = jnp.pad(jnp.ones_like(ids), padding)
+        padded = compiled("xla")(params_of(), jnp.pad(ids, padding, constant_values=7), mask)
+        assert_close(padded[:, before : before + 12], out, LONG)
 
 
 def test_only_the_last():
