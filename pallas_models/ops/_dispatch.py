@@ -27,7 +27,8 @@ _BACKENDS = {
     "interpret": ("triton", True),
     "mosaic_interpret": ("mosaic", True),
 }
-_MAX_SIZE = 2**31 - 1  # offsets in kernels are signed 32-bit integers
+# Kernels count rows and columns in signed 32-bit integers, and the last tile reaches past the end.
+_MOST_ROWS = 2**31 - 2**16
 
 
 def _never(*_: Any, **__: Any) -> None:
@@ -276,12 +277,22 @@ def _obstacle(*trees: Any) -> str | None:
         return "takes no symbolic sizes"
     if any(leaf.dtype.itemsize == 8 for leaf in leaves):
         return "takes no 64-bit operands"
-    sizes = [leaf.size for leaf in leaves]
-    if min(sizes) == 0:
+    if min(leaf.size for leaf in leaves) == 0:
         return ""
-    if max(sizes) > _MAX_SIZE:
-        return f"takes arrays of up to {_MAX_SIZE} elements, not {max(sizes)}"
+    most = max(_most_rows(leaf) for leaf in leaves)
+    if most > _MOST_ROWS:
+        return f"takes arrays of up to {_MOST_ROWS} rows and as many columns, not {most}"
     return None
+
+
+def _most_rows(leaf: Any) -> int:
+    """Rows or columns of an array of which all axes but the last are one; its elements, where each is one byte.
+
+    Offsets in an array are 64-bit integers where they have to be; Triton's are from 2**32 bytes on.
+    """
+    if leaf.ndim == 0 or leaf.dtype.itemsize == 1:
+        return leaf.size
+    return max(leaf.shape[-1], leaf.size // leaf.shape[-1])
 
 
 def _is_spread(leaf: Any) -> bool:
