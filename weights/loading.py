@@ -1,19 +1,17 @@
 """How a model of any family is loaded: config.json, the checks, and one parameter after another."""
 
-import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from weights import checkpoint, hub, lazy, store, tree
 from weights.checkpoint import CheckpointError
-from weights.families import FAMILIES, Family, named
+from weights.families import FAMILIES, Family, Part, named
 
 
 def load(family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike) -> dict[str, Any]:
@@ -100,15 +98,16 @@ def convert(
     for name, other in tied.items():
         if name in tensors and not np.array_equal(tensors[name].read(), tensors[other].read()):
             raise CheckpointError(f"{source} holds {name} apart from {other}; expected the same, as they are tied")
-    flat = {}
-    for parameter, part in parts.items():
-        # Waiting for each lets go of what was read before more is.
-        read = [tensors[name].read() for name in part.tensors]
-        flat[parameter] = jax.block_until_ready(_join(part.join, dtype, *read))
+    # Waiting for each lets go of what was read before more is.
+    flat = {name: jax.block_until_ready(_parameter(part, tensors, dtype)) for name, part in parts.items()}
     return tree.unflatten(flat)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _join(join: Callable[..., jax.Array], dtype: DTypeLike, *tensors: jax.Array) -> jax.Array:
-    joined = join(*tensors)
-    return joined.astype(jnp.float32 if joined.ndim == 1 else dtype)
+def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike) -> jax.Array:
+    """Makes a parameter on the host: on a GPU, compiling a program for each shape would take longer.
+
+    JAX copies it, on a CPU too, so that it holds no memory of NumPy's.
+    """
+    joined = part.join(*(tensors[name].read() for name in part.tensors))
+    (cast,) = tree.astype({"": joined}, dtype).values()
+    return jax.device_put(cast, may_alias=False)

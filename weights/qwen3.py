@@ -15,8 +15,8 @@ from weights.families import Family, Part, gate_up, linear, register, same
 def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Any]:
     """Loads the weights of a dense Qwen3 model as parameters.
 
-    Tensors are read one after another and joined on the device, so that no more than one parameter is in
-    memory beside the model.
+    Tensors are read and joined one parameter after another, so that no more than one is in memory beside the
+    model.
 
     Args:
       path_or_name: a folder with config.json and model.safetensors, or with several such files and

@@ -25,7 +25,8 @@ def astype(flat: Mapping[str, np.ndarray], dtype: DTypeLike) -> dict[str, np.nda
     Biases and norm scales are a thousandth of the parameters, and in bfloat16 they would cause half of
     the error of the embeddings.
     """
-    return {name: leaf.astype(np.float32 if leaf.ndim == 1 else jnp.dtype(dtype)) for name, leaf in flat.items()}
+    target = jnp.dtype(dtype)
+    return {name: leaf.astype(np.float32 if leaf.ndim == 1 else target, copy=False) for name, leaf in flat.items()}
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
