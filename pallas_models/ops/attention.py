@@ -12,7 +12,7 @@ import numpy as np
 from pallas_models.kernels._common import LOWEST
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton import attention as triton
-from pallas_models.ops import _checks
+from pallas_models.ops import _checks, _products
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
@@ -356,7 +356,7 @@ def reference(
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     q = qkv[0].reshape(batch, seq, *grouped, head_dim)
     k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in qkv[1:])
-    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    einsum = functools.partial(_products.einsum, precision=precision)
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
     if bias is not None:
         scores += bias.astype(jnp.float32)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul import prefer
 from pallas_models.kernels.triton import gated_mlp as triton
-from pallas_models.ops import _checks, activations
+from pallas_models.ops import _checks, _products, activations
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
@@ -103,7 +103,7 @@ def reference(
     out_dtype: DTypeLike,
 ) -> jax.Array:
     """`gated_matmul` in plain XLA, for x (M, K)."""
-    y = jnp.einsum("mk,kgn->mgn", x, w_gate_up, precision=precision, preferred_element_type=jnp.float32)
+    y = _products.einsum("mk,kgn->mgn", x, w_gate_up, precision=precision)
     if bias is not None:
         y += bias.astype(jnp.float32)
     return (activations.apply(activation, y[:, 0]) * y[:, 1]).astype(out_dtype)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul as triton
-from pallas_models.ops import _checks, activations
+from pallas_models.ops import _checks, _products, activations
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.ops.activations import Activation
 from pallas_models.tuning import Chooser
@@ -122,8 +122,8 @@ def reference(
     **_: Any,
 ) -> jax.Array:
     """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
-    w = w.T if transpose_w else w
-    y = jnp.matmul(x, w, precision=precision, preferred_element_type=acc_dtype).astype(jnp.float32)
+    equation = "mk,nk->mn" if transpose_w else "mk,kn->mn"
+    y = _products.einsum(equation, x, w, precision=precision, acc_dtype=acc_dtype).astype(jnp.float32)
     if bias is not None:
         y += bias.astype(jnp.float32)
     y = activations.apply(activation, y)
