@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.triton import norm as triton
+from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -190,7 +191,10 @@ def reference(
     y = x.astype(jnp.float32)
     if residual is not None:
         y += residual.astype(jnp.float32)
-    d = y - jnp.mean(y, axis=-1, keepdims=True) if subtract_mean else y
+    d = y
+    if subtract_mean:
+        d -= jnp.mean(y, axis=-1, keepdims=True)
+        d -= jnp.mean(d, axis=-1, keepdims=True)  # what rounding the mean left: it counts in rows that vary less
     out = d * jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon) * scale.astype(jnp.float32)
     if bias is not None:
         out += bias.astype(jnp.float32)
@@ -202,4 +206,5 @@ _OP = Op(
     name="norm",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.norm, config=triton.Config),),
+    backward=(Backward(backend="triton", call=norm_backward, refuses=unsupported),),
 )

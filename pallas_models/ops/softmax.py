@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax import Algorithm
+from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -128,4 +129,5 @@ _OP = Op(
     name="softmax",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.softmax, config=triton.Config),),
+    backward=(Backward(backend="triton", call=softmax_backward, keeps=1),),
 )
