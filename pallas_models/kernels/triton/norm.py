@@ -94,8 +94,7 @@ def _norm_kernel(
             y += load(residual_ref.at[rows, columns], mask).astype(jnp.float32)
         return y, columns, column_mask
 
-    def deviation(y: jax.Array, mean: jax.Array, column_mask: jax.Array | None) -> jax.Array:
-        d = y - mean
+    def kept(d: jax.Array, column_mask: jax.Array | None) -> jax.Array:
         return d if column_mask is None else jnp.where(column_mask[None, :], d, 0.0)
 
     def write(
@@ -112,8 +111,14 @@ def _norm_kernel(
 
     if n <= block_n:
         y, columns, column_mask = read(0)
-        d = deviation(y, jnp.sum(y, axis=1, keepdims=True) / n, column_mask) if subtract_mean else y
-        write(y, d, jnp.sum(d * d, axis=1) / n, columns, column_mask)
+        d, correction = y, 0.0
+        if subtract_mean:
+            d = kept(y - jnp.sum(y, axis=1, keepdims=True) / n, column_mask)
+            correction = jnp.sum(d, axis=1) / n  # what rounding the mean left: it counts in rows that vary less
+        variance = jnp.sum(d * d, axis=1) / n - correction * correction
+        if subtract_mean:
+            d, variance = d - correction[:, None], jnp.maximum(variance, 0.0)
+        write(y, d, variance, columns, column_mask)
         return
 
     # One pass for the statistics, by Welford's method: each position in the block keeps a mean and a sum of
@@ -124,22 +129,23 @@ def _norm_kernel(
         y, _, column_mask = read(s)
         if not subtract_mean:
             return means, squares + y * y
-        d = deviation(y, means, column_mask)
+        d = kept(y - means, column_mask)
         step = d * (1.0 / (s + 1).astype(jnp.float32))
         return means + step, squares + d * (d - step)
 
     steps, zeros = pl.cdiv(n, block_n), jnp.zeros((block_m, block_n), jnp.float32)
     means, squares = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
-    mean = jnp.zeros((block_m, 1), jnp.float32)
+    mean = correction = jnp.zeros((block_m, 1), jnp.float32)
     if subtract_mean:
         counts = ((n - 1 - jnp.arange(block_n)) // block_n + 1).astype(jnp.float32)[None, :]
         mean = jnp.sum(means * counts, axis=1, keepdims=True) / n
-        squares += counts * jnp.square(means - mean)
+        correction = jnp.sum((means - mean) * counts, axis=1, keepdims=True) / n
+        squares += counts * jnp.square(means - mean - correction)
     variance = jnp.sum(squares, axis=1) / n
 
     def write_block(i: jax.Array, carry: None) -> None:
         y, columns, column_mask = read(steps - 1 - i)  # the last block read is the likeliest to be in cache still
-        d = deviation(y, mean, column_mask) if subtract_mean else y
+        d = y - mean - correction if subtract_mean else y
         write(y, d, variance, columns, column_mask)
 
     jax.lax.fori_loop(0, steps, write_block, None)
