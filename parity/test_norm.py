@@ -10,14 +10,19 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.triton.norm import Config
+from pallas_models.kernels.triton.norm_backward import Config as BackwardConfig
+from pallas_models.kernels.triton.norm_backward import norm_backward
+from pallas_models.ops.norm import reference as xla
 from parity.common import (
     KERNEL,
+    ON_GPU,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
     compiled,
     float64,
+    gpu,
     normal,
 )
 from parity.tolerances import CHAIN, GRADIENT, LONG, OP, SHORT
@@ -245,3 +250,117 @@ def test_gradients_through_both_results(reference):
     one = np.ones(())
     expected = reference.gradients(torch_loss, (x, scale, residual), one)
     assert_gradients_close(f, (x, scale, residual), jax.numpy.asarray(one), expected, GRADIENT)
+
+
+@pytest.mark.parametrize("block_n", [512, 128], ids=["held", "walked"])
+def test_rows_that_vary_less_than_their_mean_is_rounded(implementation, block_n):
+    """Rounding the mean must not look like deviation: constant rows give the bias, 1000 +- 0.01 unit variance."""
+    rng = np.random.default_rng(11)
+    scale, bias = normal(rng, 300, shift=1.0, scale=0.3), normal(rng, 300)
+    config = Config(block_m=2, block_n=block_n, num_warps=1)
+    f = functools.partial(compiled.layer_norm, config=config, epsilon=1e-12, implementation=implementation)
+    constant = jax.numpy.full((2, 300), 1.2345678, "float32")
+    # Rows of 300 equal numbers: what is left of their deviation after two means is below a rounding of a rounding.
+    np.testing.assert_allclose(float64(f(constant, scale, bias)), np.broadcast_to(bias, (2, 300)), atol=1e-6)
+    x = normal(rng, 4, 300, shift=1000.0, scale=0.01)
+    d = float64(x) - float64(x).mean(-1, keepdims=True)
+    expected = d / np.sqrt(np.square(d).mean(-1, keepdims=True) + 1e-12) * float64(scale) + float64(bias)
+    assert_close(f(x, scale, bias), expected, LONG if block_n > 300 else WELFORD)
+
+
+# Walked in blocks, each position of a block keeps a running mean, rounded to an ulp of 1000 a step: three steps
+# leave sqrt(3 / 12) ulp = 3e-5 on deviations of 0.01, of which averaging over 128 positions leaves a part in 11.
+WELFORD = 3e-4
+
+
+def calls_its_kernel(function, *arrays, name="norm_backward") -> bool:
+    return name in str(jax.make_jaxpr(function)(*arrays))
+
+
+def pulled_back(arrays, cotangents, name, implementation, config=None, **options):
+    """The gradients of a norm of x, scale(, bias) and residual for cotangents of the norm and of the sum."""
+    *vectors, residual = arrays[1:]
+
+    def f(x, *rest):
+        norm = getattr(ops, name)
+        return norm(
+            x, *rest[:-1], residual=rest[-1], return_residual=True, implementation=implementation, **options
+        )
+
+    return jax.vjp(f, arrays[0], *vectors, residual)[1](cotangents)
+
+
+@pytest.mark.parametrize("shape", [(37, 33), (1, 384), (9, 1000)], ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_gradients_in_every_dtype(reference, dtype, tolerance, name, shape):
+    x, scale, bias, residual = operands(shape, dtype, seed=12)
+    arrays = (x, scale, bias, residual) if name == "layer_norm" else (x, scale, residual)
+    cotangents = [normal(np.random.default_rng(seed), *shape, dtype=dtype) for seed in (13, 14)]
+    first, second = map(reference.tensor, cotangents)
+
+    def torch_loss(x, *rest):
+        out = getattr(reference, name)(x, *rest)
+        return (out * first + (x + rest[-1]) * second).sum()
+
+    f = jax.jit(lambda *arrays: pulled_back(arrays, tuple(cotangents), name, KERNEL))
+    assert calls_its_kernel(f, *arrays)
+    for out, wanted, array in zip(
+        f(*arrays), reference.gradients(torch_loss, arrays, np.ones(())), arrays, strict=True
+    ):
+        assert out.dtype == array.dtype
+        assert_close(out, wanted, max(tolerance, GRADIENT))
+
+
+@pytest.mark.parametrize("config", [(1, 1, 1, 1), (4, 1, 3, 2), (8, 2, 7, 1), (2, 4, 64, 2)], ids=str)
+@pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer", "rms"])
+def test_every_config_of_the_gradient(config, subtract_mean):
+    x, scale, bias, residual = operands((33, 50), seed=15)
+    cotangents = [normal(np.random.default_rng(seed), 33, 50) for seed in (16, 17)]
+    names = ("block_m", "num_warps", "num_programs", "num_stages")
+    arrays = (x, scale, bias if subtract_mean else None, residual)
+
+    # An epsilon of 0: rows past the last must not turn the sums into NaN.
+    options = dict(subtract_mean=subtract_mean, epsilon=0.0)
+    pull = jax.jit(
+        functools.partial(
+            norm_backward,
+            config=BackwardConfig(**dict(zip(names, config, strict=True))),
+            target=gpu(),
+            interpret=not ON_GPU,
+            **options,
+        )
+    )
+    _, expected = jax.vjp(lambda *arrays: xla(*arrays, return_residual=True, **options), *arrays)
+    for out, wanted in zip(pull(*arrays, *cotangents), expected(tuple(cotangents)), strict=True):
+        assert (out is None) == (wanted is None)
+        if out is not None:
+            assert_close(out, wanted, GRADIENT)
+
+
+def test_gradients_of_a_residual_of_another_dtype():
+    x, scale, bias, _ = operands((9, 40), "bfloat16", seed=18)
+    residual = operands((9, 40), seed=19)[3]
+    cotangents = (normal(np.random.default_rng(20), 9, 40, dtype="bfloat16"),) * 2
+    arrays = (x, scale, bias, residual)
+    out = pulled_back(arrays, cotangents, "layer_norm", KERNEL)
+    expected = pulled_back(arrays, cotangents, "layer_norm", "xla")
+    assert [a.dtype for a in out] == [a.dtype for a in arrays]
+    assert_close(out[3], expected[3], GRADIENT)  # float32, and not the bfloat16 of x
+    for a, b in zip(out[:3], expected[:3], strict=True):
+        assert_close(a, b, 2 * OP["bfloat16"])
+
+
+def test_gradients_of_rows_that_no_registers_hold_are_those_of_the_reference():
+    x, scale, bias, _ = operands((2, 16385), seed=21)
+
+    def loss(implementation):
+        return lambda x: jax.numpy.sum(ops.layer_norm(x, scale, bias, implementation=implementation) ** 3)
+
+    assert not calls_its_kernel(jax.grad(loss(KERNEL)), x)
+    assert_close(jax.grad(loss(KERNEL))(x), jax.grad(loss("xla"))(x), LONG)
+
+
+@pytest.mark.parametrize("changes", [dict(num_programs=0), dict(num_stages=3), dict(block_m=3)], ids=str)
+def test_a_config_of_the_gradient_that_cannot_be_is_refused(changes):
+    with pytest.raises(ValueError, match="|".join(changes)):
+        BackwardConfig(**{**dict(block_m=1, num_warps=1, num_programs=4), **changes})

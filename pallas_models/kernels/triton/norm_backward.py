@@ -108,12 +108,9 @@ def _kernel(
     def step(
         i: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        given, totals = carry
-        if config.num_stages == 1:
-            given = read(i)
-        values = iter(a.astype(jnp.float32) for a in given)
-        if config.num_stages == 2:
-            given = read(i + 1)
+        ahead, totals = carry
+        values = iter([a.astype(jnp.float32) for a in (ahead or read(i))])
+        ahead = read(i + 1) if ahead else []
         y = next(values)
         if residual_ref is not None:
             y += next(values)
@@ -138,7 +135,7 @@ def _kernel(
         store(dx_ref.at[rows, columns], dx, mask)
         if dresidual_ref is not None:
             store(dresidual_ref.at[rows, columns], dx, mask)
-        return given, totals
+        return ahead, totals
 
     first = read(0) if config.num_stages == 2 else []
     zeros = [jnp.zeros((block_n,), jnp.float32)] * dvectors_ref.shape[0]
