@@ -158,6 +158,11 @@ def kernel_calls(text: str) -> int:
     return count("main")
 
 
+def traces(kernel: str, function: Callable[..., Any], *arrays: Any) -> bool:
+    """Whether a kernel of that name is in the program of `function`."""
+    return re.search(rf"name={kernel}\b", str(jax.make_jaxpr(function)(*arrays))) is not None
+
+
 def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:
     """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")

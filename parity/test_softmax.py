@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from pallas_models import ops
 from pallas_models.kernels.triton import softmax
 from pallas_models.kernels.triton.softmax import ALGORITHMS, Config
+from pallas_models.kernels.triton.softmax_backward import Config as BackwardConfig
+from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from parity.common import (
     KERNEL,
+    ON_GPU,
     TRITON_CALL,
     assert_close,
     assert_equal,
@@ -24,6 +27,7 @@ from parity.common import (
     float64,
     gpu,
     normal,
+    traces,
 )
 from parity.tolerances import GRADIENT, LONG, OP, SHORT
 
@@ -305,3 +309,41 @@ def test_gradients(reference, options, masked):
 def test_nothing_to_sum():
     for shape in ((0, 5), (5, 0), (0,)):
         assert kernel(jnp.zeros(shape)).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (3, 9001), (2, 16400)], ids=str)
+def test_gradients_in_every_dtype(reference, dtype, tolerance, shape):
+    x = draw(*shape, dtype=dtype, seed=20)
+    cotangent = draw(*shape, dtype=dtype, seed=21)
+    expected = reference.gradients(lambda x: reference.softmax(x, scale=0.5), [x], cotangent)
+
+    def f(x):
+        return kernel(x, scale=0.5)
+
+    assert traces("softmax_backward", jax.grad(lambda x: jnp.sum(f(x))), x)
+    assert_gradients_close(f, [x], cotangent, expected, max(tolerance, GRADIENT))
+
+
+@pytest.mark.parametrize("config", [(1, 16, 1), (4, 64, 2), (16, 256, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 200), (16, 64)], ids=str)
+def test_every_config_of_the_gradient(shape, config):
+    out = ops.softmax(draw(*shape, seed=22), implementation="xla")
+    cotangent = draw(*shape, seed=23)
+    block_m, block_n, num_warps = config
+    config = BackwardConfig(block_m=block_m, block_n=block_n, num_warps=num_warps)
+    options = dict(scale=0.3, config=config, target=gpu(), interpret=not ON_GPU)
+    dx, none = jax.jit(functools.partial(softmax_backward, **options))(out, None, out, cotangent)
+    assert none is None
+    y, dy = float64(out), float64(cotangent)
+    assert_close(dx, y * (dy - np.sum(y * dy, axis=-1, keepdims=True)) * 0.3, GRADIENT)
+
+
+@pytest.mark.parametrize("garbage", [np.inf, np.nan])
+def test_what_is_masked_has_no_gradient_whatever_its_cotangent(garbage):
+    x = draw(4, 33, seed=24)
+    where = jnp.asarray(np.random.default_rng(25).integers(0, 2, (4, 33)), jnp.int32).at[1].set(0)
+    cotangent = draw(4, 33, seed=26)
+    _, pull = jax.vjp(lambda x: kernel(x, where=where), x)
+    (expected,), (out,) = pull(cotangent), pull(jnp.where(where == 0, garbage, cotangent))
+    assert_equal(out, expected)
+    assert not np.any(float64(out)[np.asarray(where) == 0])
