@@ -119,6 +119,33 @@ def test_tiny_and_huge_means(reference, implementation, scale):
     assert_close(out, reference.compute(reference.mean_pool, x, mask), LONG)
 
 
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-20, 1e-30, 0.0])
+def test_any_epsilon(implementation, epsilon):
+    """Neither its square nor that of a mean may leave float32: no token gives zeros, all others a unit norm."""
+    x, mask = operands((4, 9, 33), seed=10)
+    mask = mask.at[1].set(0)
+    scale = jnp.asarray([1.0, 1.0, 1e-8, 1e25])[:, None, None]
+    out = compiled.mean_pool(x * scale, mask, epsilon=epsilon, implementation=implementation)
+    expected = compiled.mean_pool(x, mask, implementation="xla")
+    assert not np.any(float64(out[1]))
+    assert_close(out, expected, LONG)
+    gradient = jax.grad(
+        lambda x: jnp.sum(ops.mean_pool(x, mask, epsilon=epsilon, implementation=implementation)[0] ** 3)
+    )(x)
+    assert np.all(np.isfinite(float64(gradient)))
+
+
+@pytest.mark.parametrize("token", [1, 255, -1])
+def test_under_jit_anything_but_zero_is_a_token(implementation, token):
+    # Concrete masks of anything but 0 and 1 are refused; those that are traced cannot be looked at.
+    x, mask = operands((2, 9, 33), seed=11)
+    f = functools.partial(compiled.mean_pool, x, implementation=implementation)
+    integers = np.asarray(mask) * token
+    assert_equal(f(integers.astype("uint8" if token > 0 else "int8")), f(mask))
+    with jax.enable_x64(True):
+        assert_equal(f(integers.astype("int64") * 2**32), f(mask))
+
+
 @pytest.mark.parametrize("block_s, num_warps", [(1, 1), (8, 2), (64, 4)])
 @pytest.mark.parametrize("shape", [(3, 37, 33), (2, 64, 64)], ids=str)
 def test_every_tile_config(shape, block_s, num_warps):

@@ -27,6 +27,8 @@ class Backend:
 # What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
 LOWEST = -1e30
 
+TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: what is smaller counts for 0 on a GPU
+
 # log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of
 # gelu: below 5e-7 everywhere, in float32. Another power gives 1e-7 and costs a product 4% of its time.
 GELU_POLYNOMIAL = (

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_models.kernels._common import TINY
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
@@ -59,9 +60,13 @@ def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float)
     mean = jnp.sum(kept, axis=1) / jnp.maximum(tokens, 1)
     if not normalize:
         return mean
-    # max(|m|, epsilon), written so that the gradient at m = 0 is finite
+    # By its largest part first, so that no square leaves float32. The result does not depend on that part, nor does
+    # its gradient. The floor under the square keeps m = 0 and its gradient finite.
+    peak = jax.lax.stop_gradient(jnp.max(jnp.abs(mean), axis=-1, keepdims=True))
+    peak = jnp.where(peak == 0.0, 1.0, peak)
+    mean /= peak
     square = jnp.sum(jnp.square(mean), axis=-1, keepdims=True)
-    return mean * jax.lax.rsqrt(jnp.maximum(square, epsilon**2))
+    return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), TINY)))
 
 
 _OP = Op(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
+from pallas_models.kernels._common import TINY, Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -74,8 +74,12 @@ def _mean_pool_kernel(
     carry = jnp.zeros((block_n,), jnp.float32), jnp.float32(0)
     total, tokens = jax.lax.fori_loop(0, pl.cdiv(seq, block_s), step, carry)
     mean = total / jnp.maximum(tokens, 1.0)
-    if normalize:
-        mean *= jax.lax.rsqrt(jnp.maximum(jnp.sum(mean * mean), epsilon**2))
+    if normalize:  # by its largest part first, so that no square leaves float32
+        peak = jnp.max(jnp.abs(mean))
+        peak = jnp.where(peak == 0.0, 1.0, peak)
+        mean /= peak
+        floor = jnp.maximum((epsilon / peak) * (epsilon / peak), TINY)
+        mean *= jax.lax.rsqrt(jnp.maximum(jnp.sum(mean * mean), floor))
     store(o_ref.at[batch, columns], mean, column_mask)
 
 
