@@ -20,6 +20,7 @@ from pallas_models.ops.activations import ACTIVATIONS, Activation
 from pallas_models.ops.attention import attention, attention_qkv, segment_ids_from_cu_seqlens
 from pallas_models.ops.embedding import embed_tokens
 from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
+from pallas_models.ops.linear_cross_entropy import linear_cross_entropy
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm, rms_norm
@@ -39,6 +40,7 @@ __all__ = [
     "gated_matmul",
     "gated_mlp",
     "layer_norm",
+    "linear_cross_entropy",
     "matmul",
     "matmul_layer_norm",
     "mean_pool",

@@ -1,0 +1,200 @@
+"""Losses of rows of logits, and the gradient of their weighted sum in place of the logits, a program per row."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.triton._common import (
+    block_size,
+    check_powers_of_two,
+    exp2,
+    in_bounds,
+    load,
+    plgpu,
+    span,
+    store,
+)
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+_LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`block_v` logits of a row per step."""
+
+    block_v: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_v", "num_warps")
+
+
+def heuristic(width: int) -> Config:
+    """Chooses blocks for rows of `width` logits.
+
+    A row is read twice. Programs of many warps are few at a time, so that their rows stay in the L2 cache between.
+    """
+    block_v = block_size(width, 16, 8192)
+    return Config(block_v=block_v, num_warps=block_size(block_v // 256, 1, 32))
+
+
+def configs(width: int) -> Iterator[Config]:
+    """The blocks worth measuring for rows of `width` logits: 4 to 32 elements a thread."""
+    for block_v, num_warps in itertools.product((1024, 2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32)):
+        if block_v < 2 * max(width, 1024) and 4 <= block_v // (32 * num_warps) <= 32:
+            yield Config(block_v=block_v, num_warps=num_warps)
+
+
+def _loss_kernel(
+    logits_ref: Ref,  # (M, W)
+    bias_ref: Ref | None,  # (V,)
+    labels_ref: Ref,  # (M,)
+    weights_ref: Ref,  # (M,)
+    loss_ref: Ref,  # (M,)
+    gradient_ref: Ref | None = None,  # (M, W), the memory of logits_ref
+    *,
+    vocab: int,
+    label_smoothing: float,
+    logit_softcap: float | None,
+    z_loss: float,
+    config: Config,
+    interpret: bool,
+) -> None:
+    width, block_v = logits_ref.shape[1], config.block_v
+    steps = pl.cdiv(width, block_v)
+    row = pl.program_id(0)
+
+    def exp(y: jax.Array) -> jax.Array:
+        return exp2(y * _LOG2_E, interpret=interpret)
+
+    def adjust(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = y.astype(jnp.float32)
+        if bias is not None:
+            y += bias.astype(jnp.float32)
+        if logit_softcap is not None:
+            y = logit_softcap * (1.0 - 2.0 / (1.0 + exp(y * (2.0 / logit_softcap))))
+        return y
+
+    def read(s: jax.Array, eviction_policy: str) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Block `s` of the row, -inf past the vocabulary, its columns, and which are in the vocabulary."""
+        columns = s * block_v + jnp.arange(block_v)
+        valid = in_bounds(s * block_v, block_v, vocab)
+        view = logits_ref.at[row, span(s * block_v, block_v)]
+        # The mask is that of the padded row: it allows loads of whole vectors, as that of the vocabulary does not.
+        y = load(view, in_bounds(s * block_v, block_v, width), eviction_policy=eviction_policy)
+        y = adjust(y, None if bias_ref is None else load(bias_ref.at[span(s * block_v, block_v)], valid))
+        return (y if valid is None else jnp.where(valid, y, -jnp.inf)), columns, valid
+
+    def add(s: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # Each position in the block keeps a maximum and a sum of its own. The new maximum is the old one or the
+        # new value: one exponential of their distance serves to rescale the sum or to add to it.
+        peak, total, *plain = carry
+        y, _, valid = read(s, "evict_last")
+        e = exp(-jnp.abs(y - peak))
+        above = y > peak
+        if plain:
+            plain = [plain[0] + (y if valid is None else jnp.where(valid, y, 0.0))]
+        return jnp.where(above, y, peak), jnp.where(above, total * e + 1.0, total + e), *plain
+
+    label, weight = plgpu.load(labels_ref.at[row]), plgpu.load(weights_ref.at[row])
+    in_vocabulary = (label >= 0) & (label < vocab)
+    place = jnp.where(in_vocabulary, label, 0)
+    # Before the sums, after which other threads write where this is read.
+    chosen = adjust(
+        plgpu.load(logits_ref.at[row, place]), None if bias_ref is None else plgpu.load(bias_ref.at[place])
+    )
+    zeros = jnp.zeros((block_v,), jnp.float32)
+    carry = (zeros + _LOWEST, zeros, *((zeros,) if label_smoothing else ()))
+    peaks, totals, *plain = jax.lax.fori_loop(0, steps, add, carry)
+    peak = jnp.max(peaks)
+    total = jnp.sum(totals * exp(peaks - peak))
+    total = jnp.where(in_vocabulary, total, jnp.nan)  # and with it the loss and the gradient
+    lse = peak + jnp.log(total)
+    loss = lse - (1.0 - label_smoothing) * chosen
+    if label_smoothing:
+        loss -= label_smoothing / vocab * jnp.sum(plain[0])
+    if z_loss:
+        loss += z_loss * lse * lse
+    plgpu.store(loss_ref.at[row], jnp.where(weight == 0.0, 0.0, loss))
+    if gradient_ref is None:
+        return
+    factor = (1.0 + 2.0 * z_loss * lse) / total
+
+    def write(i: jax.Array, carry: None) -> None:
+        s = steps - 1 - i  # the latest first, as it is likeliest in cache
+        y, columns, valid = read(s, "evict_first")
+        g = exp(y - peak) * factor - jnp.where(columns == label, 1.0 - label_smoothing, 0.0)
+        if label_smoothing:
+            g -= label_smoothing / vocab
+        if logit_softcap is not None:
+            g *= 1.0 - jnp.square(y * (1.0 / logit_softcap))
+        g = jnp.where(weight == 0.0, 0.0, g * weight)
+        if valid is not None:
+            g = jnp.where(valid, g, 0.0)
+        store(gradient_ref.at[row, span(s * block_v, block_v)], g, in_bounds(s * block_v, block_v, width))
+
+    jax.lax.fori_loop(0, steps, write, None)
+
+
+def cross_entropy(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    weights: jax.Array,
+    *,
+    vocab: int,
+    label_smoothing: float,
+    logit_softcap: float | None,
+    z_loss: float,
+    gradient: bool,
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> list[jax.Array]:
+    """The loss of each row of logits (M, W), and if `gradient` that of `sum(weights * losses)`, in their memory.
+
+    Columns from `vocab` on are padding: they do not count, and their gradient is 0.
+    """
+    m, width = logits.shape
+    config = choose(
+        config,
+        Problem(
+            backend="triton",
+            op="linear_cross_entropy",
+            shape={"width": width} | ({"gradient": 1} if gradient else {}),
+            bucketed=("width",),
+            dtype=logits.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, width),
+            candidates=functools.partial(configs, width),
+        ),
+        target,
+    )
+    out = [jax.ShapeDtypeStruct((m,), jnp.float32)]
+    return pl.pallas_call(
+        functools.partial(
+            _loss_kernel,
+            vocab=vocab,
+            label_smoothing=label_smoothing,
+            logit_softcap=logit_softcap,
+            z_loss=z_loss,
+            config=config,
+            interpret=interpret,
+        ),
+        out_shape=[*out, logits] if gradient else out,
+        grid=(m,),
+        input_output_aliases={0: 1} if gradient else {},
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        interpret=interpret,
+        name="linear_cross_entropy",
+    )(logits, bias, labels, weights)
