@@ -75,6 +75,35 @@ def gated_mlp(
     return y if residual is None else y + residual
 
 
+def linear_cross_entropy(
+    x: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    labels: Tensor,
+    transposed: bool = False,
+    label_smoothing: float = 0.0,
+    logit_softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str | None = "mean",
+) -> Tensor:
+    y = F.linear(x, kernel if transposed else kernel.T, bias)
+    if logit_softcap is not None:
+        y = logit_softcap * torch.tanh(y / logit_softcap)
+    loss = F.cross_entropy(y.mT if y.ndim > 2 else y, labels, reduction="none", label_smoothing=label_smoothing)
+    loss = loss + z_loss * torch.logsumexp(y, -1) ** 2
+    weights = torch.ones_like(loss) if weights is None else weights
+    loss = loss * weights
+    match reduction:
+        case "mean":
+            return loss.sum() / weights.sum()
+        case "sum":
+            return loss.sum()
+        case _:
+            return loss
+
+
 def layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor | None = None, *, epsilon: float = 1e-5
 ) -> Tensor:

@@ -93,6 +93,7 @@ def linear_cross_entropy(
             label_smoothing=float(label_smoothing),
             logit_softcap=None if logit_softcap is None else float(logit_softcap),
             z_loss=float(z_loss),
+            chunk=_chunk(labels.size, vocab),
             precision=_checks.as_precision(precision),
         )
 
@@ -154,6 +155,12 @@ def _is_integer(x: Any) -> bool:
     return getattr(x, "dtype", None) is not None and jnp.issubdtype(x.dtype, jnp.integer)
 
 
+def _chunk(tokens: int, vocab: int) -> int:
+    """How many of `tokens` are computed at a time: as many in each chunk, up to a power of two."""
+    most = 1 << max(_MOST_LOGITS // vocab, 1).bit_length() - 1
+    return max(pl.cdiv(tokens, max(pl.cdiv(tokens, most), 1)), 1)
+
+
 def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
     """`sum(weights * losses)` of what `call` computes, with the gradient that it computes along with the losses.
 
@@ -163,7 +170,7 @@ def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
 
     @jax.custom_jvp
     def total(*arrays: Any) -> jax.Array:
-        return jnp.vdot(arrays[-1], call(*arrays, gradient=False))
+        return jnp.sum(arrays[-1] * call(*arrays, gradient=False))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         *_, weights = primals
@@ -173,7 +180,7 @@ def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
             for gradient, tangent in zip((dx, dkernel, dbias, None, losses), tangents, strict=True)
             if gradient is not None and not isinstance(tangent, SymbolicZero)
         ]
-        return jnp.vdot(weights, losses), sum(moving, jnp.float32(0.0))
+        return jnp.sum(weights * losses), sum(moving, jnp.float32(0.0))
 
     total.defjvp(rule, symbolic_zeros=True)
     return total
@@ -192,6 +199,7 @@ def _over_chunks(
     *,
     transposed: bool,
     precision: jax.lax.Precision,
+    chunk: int,
     gradient: bool,
 ) -> Any:
     """The losses of all tokens and, if `gradient`, that of their weighted sum: (losses, dx, dkernel, dbias).
@@ -200,8 +208,7 @@ def _over_chunks(
       rows: `rows(logits, bias, labels, weights)` gives the losses of a chunk, and the gradient of its logits.
     """
     tokens, vocab = len(x), kernel.shape[0 if transposed else 1]
-    steps = pl.cdiv(tokens, 1 << max(_MOST_LOGITS // vocab, 1).bit_length() - 1)
-    chunk = pl.cdiv(tokens, max(steps, 1))
+    steps = pl.cdiv(tokens, chunk)
     padding = steps * chunk - tokens
     dot = functools.partial(jax.lax.dot_general, precision=precision)
     inputs, outputs = (1, 0) if transposed else (0, 1)
@@ -255,15 +262,17 @@ def _plain_rows(
             y += bias.astype(jnp.float32)
         if logit_softcap is not None:
             y = logit_softcap * jnp.tanh(y / logit_softcap)
-        chosen = jnp.take_along_axis(y, labels[:, None], axis=1, mode="clip")[:, 0]
+        chosen = jnp.sum(jnp.where(labels[:, None] == jnp.arange(y.shape[1]), y, 0.0), axis=1)
         lse = jax.nn.logsumexp(y, axis=1)
-        loss = jnp.where(labels < 0, jnp.nan, lse - (1.0 - label_smoothing) * chosen)
+        loss = lse - (1.0 - label_smoothing) * chosen
         if label_smoothing:
             loss -= label_smoothing * jnp.mean(y, axis=1)
         if z_loss:
             loss += z_loss * jnp.square(lse)
-        return jnp.where(weights == 0.0, 0.0, loss)
+        loss *= jnp.where((labels < 0) & counts, jnp.nan, 1.0)  # a product, for it to reach the gradient
+        return jnp.where(counts, loss, 0.0)
 
+    counts = weights != 0.0
     if not gradient:
         return (losses(logits),)
     loss, pullback = jax.vjp(losses, logits)
@@ -274,6 +283,7 @@ def reference(
     *arrays: Any,
     transposed: bool,
     precision: jax.lax.Precision,
+    chunk: int,
     gradient: bool,
     **form: Any,
 ) -> Any:
@@ -283,7 +293,9 @@ def reference(
     dkernel and dbias in float32.
     """
     rows = functools.partial(_plain_rows, gradient=gradient, **form)
-    return _over_chunks(rows, *arrays, transposed=transposed, precision=precision, gradient=gradient)
+    return _over_chunks(
+        rows, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient
+    )
 
 
 def _with_kernel(
@@ -292,6 +304,7 @@ def _with_kernel(
     *arrays: Any,
     transposed: bool,
     precision: jax.lax.Precision,
+    chunk: int,
     gradient: bool,
     config: triton.Config | Chooser | None,
     target: Target,
@@ -308,7 +321,9 @@ def _with_kernel(
     rows = functools.partial(
         triton.cross_entropy, vocab=vocab, gradient=gradient, config=config, target=target, interpret=interpret, **form
     )
-    out = _over_chunks(rows, x, kernel, *arrays, transposed=transposed, precision=precision, gradient=gradient)
+    out = _over_chunks(
+        rows, x, kernel, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient
+    )
     if not gradient:
         return out
     losses, dx, dkernel, dbias = out
@@ -320,4 +335,5 @@ _OP = Op(
     name="linear_cross_entropy",
     reference=reference,
     kernels=(Kernel(backend="triton", call=_with_kernel, config=triton.Config),),
+    derivative=reference,  # whose gradient then keeps its operands alone, where XLA computes it too
 )

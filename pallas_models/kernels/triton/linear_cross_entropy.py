@@ -40,12 +40,9 @@ class Config:
 
 
 def heuristic(width: int) -> Config:
-    """Chooses blocks for rows of `width` logits.
-
-    A row is read twice. Programs of many warps are few at a time, so that their rows stay in the L2 cache between.
-    """
-    block_v = block_size(width, 16, 8192)
-    return Config(block_v=block_v, num_warps=block_size(block_v // 256, 1, 32))
+    """Chooses blocks for rows of `width` logits: 8 a thread, which is 16 bytes of half precision."""
+    block_v = block_size(width, 16, 2048)
+    return Config(block_v=block_v, num_warps=block_size(block_v // 256, 1, 8))
 
 
 def configs(width: int) -> Iterator[Config]:
@@ -71,8 +68,9 @@ def _loss_kernel(
     interpret: bool,
 ) -> None:
     width, block_v = logits_ref.shape[1], config.block_v
-    steps = pl.cdiv(width, block_v)
     row = pl.program_id(0)
+    within = jnp.arange(block_v)
+    whole = vocab // block_v  # blocks; one more has the rest of the vocabulary and the padding
 
     def exp(y: jax.Array) -> jax.Array:
         return exp2(y * _LOG2_E, interpret=interpret)
@@ -81,25 +79,26 @@ def _loss_kernel(
         y = y.astype(jnp.float32)
         if bias is not None:
             y += bias.astype(jnp.float32)
-        if logit_softcap is not None:
+        if logit_softcap is not None:  # tanh(z) = 1 - 2 / (1 + exp(2 z))
             y = logit_softcap * (1.0 - 2.0 / (1.0 + exp(y * (2.0 / logit_softcap))))
         return y
 
-    def read(s: jax.Array, eviction_policy: str) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Block `s` of the row, -inf past the vocabulary, its columns, and which are in the vocabulary."""
-        columns = s * block_v + jnp.arange(block_v)
-        valid = in_bounds(s * block_v, block_v, vocab)
-        view = logits_ref.at[row, span(s * block_v, block_v)]
+    def read(start: jax.Array | int, valid: jax.Array | None, eviction_policy: str) -> jax.Array:
+        """The block of logits at `start`, -inf where it is not `valid`."""
+        columns = span(start, block_v)
         # The mask is that of the padded row: it allows loads of whole vectors, as that of the vocabulary does not.
-        y = load(view, in_bounds(s * block_v, block_v, width), eviction_policy=eviction_policy)
-        y = adjust(y, None if bias_ref is None else load(bias_ref.at[span(s * block_v, block_v)], valid))
-        return (y if valid is None else jnp.where(valid, y, -jnp.inf)), columns, valid
+        padded = None if valid is None else within < width - start
+        y = load(logits_ref.at[row, columns], padded, eviction_policy=eviction_policy)
+        y = adjust(y, None if bias_ref is None else load(bias_ref.at[columns], valid))
+        return y if valid is None else jnp.where(valid, y, -jnp.inf)
 
-    def add(s: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    Sums = tuple[jax.Array, ...]
+
+    def add(start: jax.Array | int, valid: jax.Array | None, carry: Sums) -> Sums:
         # Each position in the block keeps a maximum and a sum of its own. The new maximum is the old one or the
         # new value: one exponential of their distance serves to rescale the sum or to add to it.
         peak, total, *plain = carry
-        y, _, valid = read(s, "evict_last")
+        y = read(start, valid, "evict_last")
         e = exp(-jnp.abs(y - peak))
         above = y > peak
         if plain:
@@ -108,14 +107,19 @@ def _loss_kernel(
 
     label, weight = plgpu.load(labels_ref.at[row]), plgpu.load(weights_ref.at[row])
     in_vocabulary = (label >= 0) & (label < vocab)
-    place = jnp.where(in_vocabulary, label, 0)
-    # Before the sums, after which other threads write where this is read.
-    chosen = adjust(
-        plgpu.load(logits_ref.at[row, place]), None if bias_ref is None else plgpu.load(bias_ref.at[place])
+    # Before the sums, after which other threads write where this is read. A span of one, as exp takes no scalars.
+    place = span(jnp.where(in_vocabulary, label, 0), 1)
+    chosen = jnp.sum(
+        adjust(load(logits_ref.at[row, place]), None if bias_ref is None else load(bias_ref.at[place]))
     )
+    rest = whole * block_v
+    valid = within < vocab - rest
     zeros = jnp.zeros((block_v,), jnp.float32)
-    carry = (zeros + _LOWEST, zeros, *((zeros,) if label_smoothing else ()))
-    peaks, totals, *plain = jax.lax.fori_loop(0, steps, add, carry)
+    carry: Sums = (zeros + _LOWEST, zeros, *((zeros,) if label_smoothing else ()))
+    carry = jax.lax.fori_loop(0, whole, lambda i, carry: add(i * block_v, None, carry), carry)
+    if rest < vocab:
+        carry = add(rest, valid, carry)
+    peaks, totals, *plain = carry
     peak = jnp.max(peaks)
     total = jnp.sum(totals * exp(peaks - peak))
     total = jnp.where(in_vocabulary, total, jnp.nan)  # and with it the loss and the gradient
@@ -128,22 +132,25 @@ def _loss_kernel(
     plgpu.store(loss_ref.at[row], jnp.where(weight == 0.0, 0.0, loss))
     if gradient_ref is None:
         return
-    factor = (1.0 + 2.0 * z_loss * lse) / total
+    factor = jnp.where(weight == 0.0, 0.0, weight * (1.0 + 2.0 * z_loss * lse) / total)
+    at_label, anywhere = weight * (1.0 - label_smoothing), weight * (label_smoothing / vocab)
 
-    def write(i: jax.Array, carry: None) -> None:
-        s = steps - 1 - i  # the latest first, as it is likeliest in cache
-        y, columns, valid = read(s, "evict_first")
-        g = exp(y - peak) * factor - jnp.where(columns == label, 1.0 - label_smoothing, 0.0)
+    def write(start: jax.Array | int, valid: jax.Array | None) -> None:
+        y = read(start, valid, "evict_first")
+        g = exp(y - peak) * factor - jnp.where(within == label - start, at_label, 0.0)
         if label_smoothing:
-            g -= label_smoothing / vocab
+            g -= anywhere
         if logit_softcap is not None:
             g *= 1.0 - jnp.square(y * (1.0 / logit_softcap))
-        g = jnp.where(weight == 0.0, 0.0, g * weight)
+        padded = None
         if valid is not None:
-            g = jnp.where(valid, g, 0.0)
-        store(gradient_ref.at[row, span(s * block_v, block_v)], g, in_bounds(s * block_v, block_v, width))
+            padded, g = within < width - start, jnp.where(valid, g, 0.0)
+        store(gradient_ref.at[row, span(start, block_v)], g, padded)
 
-    jax.lax.fori_loop(0, steps, write, None)
+    # The latest first, as it is likeliest in cache.
+    if rest < width:
+        write(rest, valid)
+    jax.lax.fori_loop(0, whole, lambda i, _: write((whole - 1 - i) * block_v, None), None)
 
 
 def cross_entropy(
