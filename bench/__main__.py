@@ -29,6 +29,7 @@ BENCHMARKS = (
     "norm",
     "attention",
     "gated-mlp",
+    "linear-cross-entropy",
     "trimul",
     "gpt2",
     "qwen3",

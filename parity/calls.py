@@ -167,6 +167,18 @@ def _embedding(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
+def _vocabulary(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, k, n = _sizes(size)
+    rng = np.random.default_rng(30)
+    return (
+        normal(rng, b, s, k, dtype=dtype),
+        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, n, dtype=dtype),
+        normal(rng, b, s, dtype=dtype, shift=1, scale=0.3),
+        jnp.asarray(rng.integers(0, n, (b, s)), jnp.int32),
+    )
+
+
 def _call_matmul(x, residual, w, bias, **options):
     return ops.matmul(x, w, bias=bias, residual=residual, activation="gelu", **options)
 
@@ -236,6 +248,16 @@ def _call_embed_tokens(word, position, token_type, scale, bias, ids, types, **op
     )
 
 
+def _call_linear_cross_entropy(x, kernel, bias, weights, labels, **options):
+    options = dict(bias=bias, weights=weights, label_smoothing=0.1, reduction=None) | options
+    return ops.linear_cross_entropy(x, kernel, labels, **options)
+
+
+def _call_mean_linear_cross_entropy(x, kernel, bias, weights, labels, **options):
+    mean = _call_linear_cross_entropy(x, kernel, bias, weights, labels, reduction="mean", **options)
+    return jnp.broadcast_to(mean, labels.shape)  # the tests ask for the axes of the operands
+
+
 def _call_triangle_update(x, *weights_and_mask, **options):
     norm_scale, norm_bias, w_in, b_in, out_scale, out_bias, w_gate, b_gate, w_out, b_out, mask = weights_and_mask
     biases = dict(b_in=b_in, b_gate=b_gate, b_out=b_out)
@@ -261,5 +283,7 @@ CALLS = [
     Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),
     Call("rotary", _call_rotary, _rotary, 5, (0, 1, 2)),
     Call("mean_pool", ops.mean_pool, _pooling, 1, (0, 1)),
+    Call("linear_cross_entropy", _call_linear_cross_entropy, _vocabulary, 4, (0, 3, 4)),
+    Call("linear_cross_entropy_mean", _call_mean_linear_cross_entropy, _vocabulary, 4, (0, 3, 4)),
     Call("triangle_update", _call_triangle_update, _triangle_update, 11, (0, 11)),
 ]

@@ -220,7 +220,13 @@ def test_capture():
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes"), [("gemm", "33x65x17"), ("softmax", "5x70"), ("norm", "5x70,5x70+rms")]
+    ("name", "shapes"),
+    [
+        ("gemm", "33x65x17"),
+        ("softmax", "5x70"),
+        ("norm", "5x70,5x70+rms"),
+        ("linear-cross-entropy", "7x50x33,7x50x33+forward"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_operations(monkeypatch, tmp_path, name, shapes, dtype):

@@ -33,6 +33,10 @@ def triangle_update(x=PAIRS, norm_scale=N6, w_in=W_IN, out_norm_scale=N8, w_gate
     return ops.triangle_update(x, norm_scale, N6, w_in, out_norm_scale, N8, w_gate, w_out, **options)
 
 
+def cross_entropy(x=X, kernel=W, labels=INTS[0, :5], **options):
+    return ops.linear_cross_entropy(x, kernel, labels, **options)
+
+
 def attention(q=Q4, k=Q4[:, :3, :2], v=Q4[:, :3, :2], **options):
     return ops.attention(q, k, v, **options)
 
@@ -63,6 +67,46 @@ CASES = {
         (lambda: ops.matmul(X, W, acc_dtype=jnp.bfloat16), ValueError, "is not supported; expected float32 or"),
         (lambda: ops.matmul(X, W, acc_dtype=jnp.float16), ValueError, "needs float16 operands, got float32"),
         (lambda: ops.matmul(X, W, precision="some"), ValueError, "some"),
+    ],
+    "linear_cross_entropy": [
+        (lambda: cross_entropy(x=INTS), TypeError, "x has dtype int32; expected float16, bfloat16 or float32"),
+        (lambda: cross_entropy(kernel=INTS), TypeError, "kernel has dtype int32; expected float16"),
+        (lambda: cross_entropy(kernel=W.astype("float16")), TypeError, "float32 and kernel has dtype float16"),
+        (lambda: cross_entropy(kernel=N6), ValueError, "kernel has shape (6,); expected 2 axes, (D, V)"),
+        (lambda: cross_entropy(kernel=W.T), ValueError, "kernel has shape (8, 6); expected (..., D) and (D, V)"),
+        (lambda: cross_entropy(transposed=True), ValueError, "(6, 8); expected (..., D) and (V, D)"),
+        (lambda: cross_entropy(x=X[0, 0]), ValueError, "x has shape () and kernel has shape (6, 8); expected (.."),
+        (
+            lambda: cross_entropy(kernel=W[:, :0]),
+            ValueError,
+            "shape (6, 0); expected at least one label in (D, V)",
+        ),
+        (lambda: cross_entropy(labels=[1]), TypeError, "labels must be an array, got list"),
+        (lambda: cross_entropy(labels=X[:, 0]), TypeError, "labels has dtype float32; expected an integer dtype"),
+        (lambda: cross_entropy(labels=INTS), ValueError, "labels has shape (5, 6); expected (5,), that of x but"),
+        (lambda: cross_entropy(bias=INTS[0]), TypeError, "bias has dtype int32; expected float16"),
+        (lambda: cross_entropy(bias=N6), ValueError, "bias has shape (6,); expected (8,), (V,)"),
+        (lambda: cross_entropy(weights=[1]), TypeError, "weights must be an array, got list"),
+        (lambda: cross_entropy(weights=DOUBLE[:, 0]), TypeError, "weights has dtype float64; expected float16"),
+        (lambda: cross_entropy(weights=X), ValueError, "weights has shape (5, 6); expected (5,), that of x but"),
+        (
+            lambda: cross_entropy(label_smoothing=1.5),
+            ValueError,
+            "label_smoothing=1.5 is out of range; expected 0",
+        ),
+        (lambda: cross_entropy(logit_softcap=0.0), ValueError, "logit_softcap=0.0 is out of range; expected None"),
+        (lambda: cross_entropy(z_loss=-1.0), ValueError, "z_loss=-1.0 is out of range; expected 0 or a positive"),
+        (
+            lambda: cross_entropy(reduction="none"),
+            ValueError,
+            "reduction='none' is unknown; expected 'mean', 'sum'",
+        ),
+        (lambda: cross_entropy(precision="some"), ValueError, "some"),
+        (
+            lambda: cross_entropy(implementation="mosaic"),
+            NotImplementedError,
+            "no kernel for linear_cross_entropy",
+        ),
     ],
     "matmul_layer_norm": [
         (lambda: ops.matmul_layer_norm(X, W.T, N8, N8), ValueError, "expected (..., K) and (K, N)"),

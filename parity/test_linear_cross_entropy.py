@@ -157,7 +157,9 @@ def test_no_further_off_than_torch_in_bfloat16(reference, implementation):
 def test_tokens_of_weight_0_have_no_effect(small_chunks, reduction, implementation):
     x, kernel, bias, weights, labels = draw(37, 33, 50)
     left_out = np.asarray(weights) == 0.0
-    garbage = jnp.where(left_out[:, None], jnp.asarray([jnp.nan, jnp.inf, -jnp.inf])[jnp.arange(37) % 3][:, None], x)
+    garbage = jnp.where(
+        left_out[:, None], jnp.asarray([jnp.nan, jnp.inf, -jnp.inf])[jnp.arange(37) % 3][:, None], x
+    )
     wrong = jnp.where(left_out, jnp.asarray([-100, 50, 2**31 - 1])[jnp.arange(37) % 3], labels)
 
     def run(x, labels, rows):
@@ -360,7 +362,9 @@ def test_every_tile_config(reference, block_v, num_warps):
     def expected(*arrays):
         return reference.linear_cross_entropy(*arrays, labels=targets, label_smoothing=0.1)
 
-    assert_close(jax.jit(function)(x, kernel, bias, weights), reference.compute(expected, x, kernel, bias, weights), LONG)
+    assert_close(
+        jax.jit(function)(x, kernel, bias, weights), reference.compute(expected, x, kernel, bias, weights), LONG
+    )
     assert_differentiates(reference, function, expected, [x, kernel, bias, weights], jnp.asarray(1.0))
 
 

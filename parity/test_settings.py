@@ -191,6 +191,14 @@ EMPTY = {
         (2, 3, 2, 16),
     ),
     "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
+    "linear_cross_entropy": (
+        lambda **o: ops.linear_cross_entropy(Z((0, 3)), Z((3, 4)), Z(0, jnp.int32), reduction=None, **o),
+        (0,),
+    ),
+    "linear_cross_entropy-mean": (
+        lambda **o: ops.linear_cross_entropy(Z((2, 0, 3)), Z((3, 4)), Z((2, 0), jnp.int32), **o),
+        (),
+    ),
     "embed_tokens": (
         lambda **o: ops.embed_tokens(Z((2, 0), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4), **o),
         (2, 0, 4),
@@ -210,6 +218,11 @@ def test_axes_of_size_0(name, implementation):
 def test_an_empty_vocabulary_has_nothing_to_look_up():
     with pytest.raises(ValueError, match=r"word has shape \(0, 4\); expected at least one row"):
         ops.embed_tokens(Z((2, 3), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4))
+
+
+def test_an_empty_vocabulary_has_no_label():
+    with pytest.raises(ValueError, match=r"kernel has shape \(3, 0\); expected at least one label in \(D, V\)"):
+        ops.linear_cross_entropy(Z((2, 3)), Z((3, 0)), Z(2, jnp.int32))
 
 
 @pytest.mark.parametrize("implementation", ["xla", None, KERNEL])

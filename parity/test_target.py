@@ -110,6 +110,10 @@ CALLS = {
             (shaped(dtype, 8192, 4096), *[shaped("float32", 4096)] * 2),
         ),
         "softmax": lambda dtype: (ops.softmax, (shaped(dtype, 128, 65536),)),
+        "linear-cross-entropy": lambda dtype: (
+            ops.linear_cross_entropy,
+            (shaped(dtype, 8192, 768), shaped(dtype, 768, 50257), shaped("int32", 8192)),
+        ),
         "mean-pool": lambda dtype: (ops.mean_pool, (shaped(dtype, 64, 512, 384), shaped("int32", 64, 512))),
     }.items()
 }

@@ -111,6 +111,12 @@ def _rms_norm(dtype: str, m: int, n: int) -> Call:
     return ops.rms_norm, operands(dtype, (m, n), (n,)), {}
 
 
+def _linear_cross_entropy(dtype: str, tokens: int, vocab: int, width: int) -> Call:
+    x, kernel = operands(dtype, (tokens, width), (vocab, width))
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, vocab, tokens), jnp.int32)
+    return ops.linear_cross_entropy, (x, kernel, labels), {"transposed": True}
+
+
 def _rotary(dtype: str, b: int, s: int, h: int, g: int) -> Call:
     d = 128  # of Qwen3 and of most others
     qkv, q_scale, k_scale = operands(dtype, (b, s, (h + 2 * g) * d), (d,), (d,))
@@ -175,6 +181,12 @@ TUNABLES = {
     "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
     "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),
     "rms_norm": Tunable(axes="MxN", shapes=_ROWS, call=_rms_norm),
+    "linear_cross_entropy": Tunable(
+        axes="TxVxD",
+        shapes=((2048, 50257, 768), (1024, 151_936, 1024), (4096, 32_000, 4096)),
+        call=_linear_cross_entropy,
+        nearby=(1, 0.75),
+    ),
     "rotary": Tunable(axes="BxSxHxG", shapes=((1, 4096, 32, 8), (8, 2048, 32, 8)), call=_rotary, nearby=(1, 0.75)),
 } | {
     kernel: Tunable(

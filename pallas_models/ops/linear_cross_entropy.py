@@ -41,28 +41,28 @@ def linear_cross_entropy(
     """Computes `-sum_j target_j log(softmax(y)_j)` for each token, `y = x @ kernel + bias`, and their mean or sum.
 
     `target` is 1 at the label, or `1 - label_smoothing` there and `label_smoothing / V` more everywhere, as in
-    `torch.nn.functional.cross_entropy`. Logits exist for a chunk of tokens at a time, never as (tokens, V). Where the
-    mean or the sum is differentiated, the pass over the chunks that computes it computes its gradient too, as in
+    `torch.nn.functional.cross_entropy`. Logits exist for a chunk of tokens at a time, never as (tokens, V). Where
+    the mean or the sum is differentiated, the pass that computes it computes its gradient too, as in
     [Liger](https://arxiv.org/abs/2410.10989), so that no product is computed twice; with `reduction=None` the
-    gradient computes the logits again. The products are cuBLAS's on a GPU; the kernel turns the logits of a chunk
+    gradient computes the logits again. XLA multiplies, on a GPU by cuBLAS; the kernel turns the logits of a chunk
     into losses and, in their memory, into their gradient.
 
     Args:
       x: (..., D), float16, bfloat16 or float32.
       kernel: (D, V), the dtype of `x`. V that is no multiple of 8 costs the kernels a padded copy.
-      labels: (...), any integer dtype, from 0 to V - 1. A token with another label, and with it the mean or the sum,
-        is NaN, unless its weight is 0: torch's `ignore_index=-100` is `weights=labels != -100` here.
+      labels: (...), any integer dtype, from 0 to V - 1. The loss of a token with another label is NaN, and so are
+        mean and sum, unless its weight is 0: torch's `ignore_index=-100` is `weights=labels != -100` here.
       bias: (V,), any float dtype, or None.
-      weights: (...), bool, integer or float; None for 1 everywhere. A token of weight 0 has no effect on any result
-        or gradient, whatever `x` and `labels` hold there, NaN included, and the gradient of its weight is 0.
+      weights: (...), bool, integer or float; None for 1 everywhere. A token of weight 0 has no effect on results
+        and gradients, whatever `x` and `labels` hold there, NaN included, and the gradient of its weight is 0.
       transposed: whether `kernel` is given as (V, D), the layout of embeddings and of torch's linear layers.
       label_smoothing: from 0 to 1.
       logit_softcap: a bound c of the logits, which become `c tanh(y / c)`, as in
         [Gemma 2](https://arxiv.org/abs/2408.00118); None for none.
       z_loss: adds `z_loss * log(sum(exp(y)))**2` to each token's loss, as in
         [PaLM](https://arxiv.org/abs/2204.02311).
-      reduction: `"mean"` is `sum(weights * loss) / sum(weights)`, 0 where the weights sum to 0, `"sum"` the dividend,
-        None `weights * loss` for each token.
+      reduction: `"mean"` is `sum(weights * loss) / sum(weights)`, 0 where the weights sum to 0, `"sum"` its
+        numerator, None `weights * loss` for each token.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on
         a GPU. Ignored for the half precisions.
       config: block size of the Triton kernel; chosen as `pallas_models.tuning` says when None.
@@ -128,7 +128,9 @@ def _check(
     _checks.check_rank("kernel", kernel, 2, axes)
     depth, vocab = kernel.shape[::-1] if transposed else kernel.shape
     if x.ndim < 1 or x.shape[-1] != depth:
-        raise ValueError(f"x has shape {x.shape} and kernel has shape {kernel.shape}; expected (..., D) and {axes}")
+        raise ValueError(
+            f"x has shape {x.shape} and kernel has shape {kernel.shape}; expected (..., D) and {axes}"
+        )
     if vocab == 0:
         raise ValueError(f"kernel has shape {kernel.shape}; expected at least one label in {axes}")
     _checks.check_integer("labels", labels)
@@ -164,8 +166,8 @@ def _chunk(tokens: int, vocab: int) -> int:
 def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
     """`sum(weights * losses)` of what `call` computes, with the gradient that it computes along with the losses.
 
-    The gradient is all but a scalar known in the forward pass. A rule of forward mode that is linear in the tangents
-    serves all modes: reverse mode keeps the gradient and multiplies it by that scalar.
+    In the forward pass the gradient is known but for a scalar. A rule of forward mode, linear in the tangents, serves
+    all modes: reverse mode keeps the gradient and multiplies it by that scalar.
     """
 
     @jax.custom_jvp
@@ -254,7 +256,7 @@ def _plain_rows(
     logit_softcap: float | None,
     z_loss: float,
 ) -> tuple[jax.Array, ...]:
-    """The losses of the rows of logits (M, V) and, if `gradient`, that of `sum(weights * losses)`, in plain XLA."""
+    """The losses of rows of logits (M, V) and, if `gradient`, that of `sum(weights * losses)`, in plain XLA."""
 
     def losses(logits: jax.Array) -> jax.Array:
         y = logits.astype(jnp.float32)
@@ -289,13 +291,11 @@ def reference(
 ) -> Any:
     """The same in plain XLA, for x (T, D), labels (T,), -1 where out of range, and weights (T,).
 
-    It gives the losses (T,) and, if `gradient`, that of `sum(weights * losses)`: (losses, dx, dkernel, dbias), with
-    dkernel and dbias in float32.
+    It gives the losses (T,) and, if `gradient`, that of `sum(weights * losses)` with it: (losses, dx, dkernel,
+    dbias), dkernel and dbias in float32.
     """
     rows = functools.partial(_plain_rows, gradient=gradient, **form)
-    return _over_chunks(
-        rows, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient
-    )
+    return _over_chunks(rows, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient)
 
 
 def _with_kernel(
@@ -319,7 +319,13 @@ def _with_kernel(
         widths[axis] = (0, -vocab % 128)
         kernel = jnp.pad(kernel, widths)
     rows = functools.partial(
-        triton.cross_entropy, vocab=vocab, gradient=gradient, config=config, target=target, interpret=interpret, **form
+        triton.cross_entropy,
+        vocab=vocab,
+        gradient=gradient,
+        config=config,
+        target=target,
+        interpret=interpret,
+        **form,
     )
     out = _over_chunks(
         rows, x, kernel, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient

@@ -15,7 +15,6 @@ from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
     exp2,
-    in_bounds,
     load,
     plgpu,
     span,
