@@ -334,6 +334,21 @@ def test_nothing_is_computed_twice_or_in_vain(argnums, products, implementation)
     assert value.count("stablehlo.dot_general") == 1
 
 
+def test_the_gradient_of_every_loss_is_a_kernel_too():
+    x, kernel, bias, weights, labels = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in draw(37, 33, 50))
+
+    def pull_back(x, kernel, bias, weights, labels, cotangent):
+        return jax.vjp(loss(labels, reduction=None), x, kernel, bias, weights)[1](cotangent)
+
+    with cuda_device("NVIDIA H200", 132):
+        arrays = (x, kernel, bias, weights, labels, weights)
+        text = jax.jit(pull_back).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert (
+        kernel_calls(text) == 2
+    )  # of the losses, which the gradient of the weights is made of, and of x and kernel
+    assert text.count("stablehlo.dot_general") == 4
+
+
 @pytest.mark.parametrize("implementation", [None, KERNEL])
 @every_reduction
 def test_second_order(small_chunks, reduction, implementation):

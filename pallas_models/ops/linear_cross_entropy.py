@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -97,10 +97,10 @@ def linear_cross_entropy(
             precision=_checks.as_precision(precision),
         )
 
-    arrays = x.reshape(-1, x.shape[-1]), kernel, bias, labels, weights
+    arrays = x.reshape(-1, x.shape[-1]), kernel, bias, labels
     if reduction is None:
-        return (weights * call(*arrays, gradient=False)).reshape(shape)
-    total = _sum(call)(*arrays)
+        return (weights * call(*arrays, jax.lax.stop_gradient(weights), gradient=False)).reshape(shape)
+    total = _sum(call)(*arrays, weights)
     if reduction == "sum":
         return total
     divisor = jnp.sum(weights)
@@ -166,7 +166,7 @@ def _chunk(tokens: int, vocab: int) -> int:
 def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
     """`sum(weights * losses)` of what `call` computes, with the gradient that it computes along with the losses.
 
-    In the forward pass the gradient is known but for a scalar. A rule of forward mode, linear in the tangents, serves
+    In the forward pass the gradient is known but for a scalar. A rule of forward mode, linear in tangents, serves
     all modes: reverse mode keeps the gradient and multiplies it by that scalar.
     """
 
@@ -337,9 +337,32 @@ def _with_kernel(
     return losses, dx, dkernel, None if dbias is None else dbias[:vocab]
 
 
+def _backward(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    weights: jax.Array,
+    cotangent: jax.Array,
+    *,
+    wanted: tuple[bool, ...],
+    **options: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of x, kernel and bias, for that of the losses: the gradient of a sum with other weights."""
+    del wanted  # XLA leaves out the products that nothing needs
+    weights = jnp.where(weights == 0.0, 0.0, cotangent)
+    _, dx, dkernel, dbias = _with_kernel(x, kernel, bias, labels, weights, **(options | {"gradient": True}))
+    return dx, dkernel.astype(kernel.dtype), None if bias is None else dbias.astype(bias.dtype), None, None
+
+
+def _refuses_backward(*_: Any, gradient: bool, **__: Any) -> str | None:
+    return "has no kernel for the gradient of a gradient" if gradient else None
+
+
 _OP = Op(
     name="linear_cross_entropy",
     reference=reference,
     kernels=(Kernel(backend="triton", call=_with_kernel, config=triton.Config),),
+    backward=(Backward(backend="triton", call=_backward, refuses=_refuses_backward),),
     derivative=reference,  # whose gradient then keeps its operands alone, where XLA computes it too
 )
