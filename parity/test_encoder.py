@@ -22,7 +22,7 @@ from pallas_models.minilm import encoder as encoder_module
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
 from parity.common import assert_close, cosines
-from weights import checkpoint
+from weights import checkpoint, lazy
 
 
 def random_sentences(count: int, longest: int = 30) -> list[str]:
@@ -465,7 +465,7 @@ REAL_SENTENCES = [*EXAMPLES, "", "Ünïcödé 文字 🙂", "a " * 300]
 def real_embeddings(reference, real_encoder) -> np.ndarray:
     """Of `REAL_SENTENCES`, by torch in float32."""
     ids, mask = batch_of(real_encoder, REAL_SENTENCES)
-    tensors = checkpoint.read_tensors(weights.resolve())
+    tensors = lazy.read_tensors(weights.resolve())
     del tensors["embeddings.position_ids"]
     model = reference.Encoder(tensors, num_heads=12)
     return reference.compute(model.embed, jnp.asarray(ids), jnp.asarray(mask))

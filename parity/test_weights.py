@@ -370,9 +370,10 @@ def test_load_checks_its_file(tmp_path, folder):
     }
     tensors = load_file(path)
     for change, message in [
-        ({}, "not a minilm config.*depth"),
+        ({}, "'depth' is no field of a minilm config"),
         ({"model": "other"}, "holds a model 'other'; expected one of gpt2, minilm, qwen3"),
-        ({"config": "{}"}, "does not fit its config"),
+        ({"config": "{}"}, "hidden_size is None; expected a positive integer"),
+        ({"config": "{"}, "not a minilm config"),
     ]:
         other = tmp_path / "other.safetensors"
         save_file(tensors, other, metadata | change)

@@ -89,7 +89,7 @@ def changed(rng: Rng, value: Any) -> tuple[Any, str]:
     paths = places(value)
     if not paths or rng.random() < 0.02:
         new = hostile(rng, value)
-        return new, f"all = {str(new):.40}"
+        return new, f"all = {new!s:.40}"
     *parents, last = pick(rng, paths)
     node = value
     for key in parents:
@@ -98,7 +98,7 @@ def changed(rng: Rng, value: Any) -> tuple[Any, str]:
     kind = pick(rng, ("set", "set", "set", "set", "remove", "rename"))
     if kind == "set" or isinstance(node, list):
         node[last] = hostile(rng, node[last])
-        return value, f"{where:.80} = {str(node[last]):.40}"
+        return value, f"{where:.80} = {node[last]!s:.40}"
     old = node.pop(last)
     if kind == "remove":
         return value, f"without {where:.80}"

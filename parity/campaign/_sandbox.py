@@ -1,4 +1,4 @@
-"""A process in which files are read that may be hostile: one that hangs, dies or eats memory is noticed and replaced."""
+"""A process that reads files that may be hostile: where it hangs, dies or eats memory, another takes its place."""
 
 import atexit
 import contextlib
@@ -23,8 +23,8 @@ ADDRESSES = 2 << 30  # that a process may reserve on top of those it has when it
 class Sandbox:
     """Calls `attempt(request)` of a module in another process.
 
-    The module says with `CLEAR` which exceptions are good answers, if they name what the request has under "named".
-    Its `warm_up()` runs first.
+    Its `warm_up()` runs first. Its `CLEAR` are the exceptions that are good answers, if they name one of what the
+    request has under "named".
     """
 
     def __init__(self, module: str):

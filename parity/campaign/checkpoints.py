@@ -1,4 +1,4 @@
-"""Damaged checkpoints of every kind that is read: each loads, or is refused by name, in time and in little memory."""
+"""Damaged checkpoints of every kind: each loads, or is refused by name, in time and in little memory."""
 
 import functools
 import importlib.util

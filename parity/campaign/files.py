@@ -1,4 +1,4 @@
-"""Damaged files other than weights: tuning tables, benchmark results, sentences; each is used, left out or refused."""
+"""Damaged tuning tables, benchmark results and texts: each is used, left out or refused by name."""
 
 import contextlib
 import dataclasses
