@@ -1,8 +1,8 @@
 """How files are written: whole or not at all, even where a writer is killed or a disk is full.
 
-What is written lies in a draft beside the file, `.<random>.draft`, and takes the file's name once it is on the disk. A
-writer that fails removes its draft. A killed one leaves it behind, and the next writer in the folder removes it: it can
-tell, as the lock on a draft ends with its writer.
+What is written lies in a draft beside the file, `.<random>.draft`, and takes the file's name once it is on the
+disk. A writer that fails removes its draft. A killed one leaves it behind, and the next writer in the folder
+removes it: it can tell, as the lock on a draft ends with its writer.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     replaced. What is no regular file, such as /dev/stdout, is written to directly.
 
     Raises:
-      OSError: `path` is a folder, or its folder does not exist or cannot be written. It is raised at the beginning,
-        so that no work is done in vain.
+      OSError: `path` is a folder, or its folder does not exist or cannot be written: raised at the beginning, so
+        that no work is done in vain; or the disk is full.
     """
     path = Path(path)
     if path.is_dir():

@@ -40,7 +40,7 @@ def test_file_to_npy(folder, tmp_path, capsys):
 
 
 def test_stdin_to_table(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a man [is]\na woman"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a man [is]\na woman")))
     assert main(["embed", "-", "--model", str(folder)]) == 0
     similarity = np.prod(Encoder.from_pretrained(folder).encode(["a man [is]", "a woman"]), axis=0).sum()
     out = capsys.readouterr().out

@@ -267,7 +267,7 @@ class TestBadTables:
 
     def test_a_foreign_one_is_left_out(self):
         table(with_warps(2), gpu="NVIDIA Other").save(tables.cache_path(GPU))
-        with pytest.warns(UserWarning, match=f"is for NVIDIA Other, not {GPU}"):
+        with pytest.warns(UserWarning, match=f"is for 'NVIDIA Other', not {GPU}"):
             assert lowered(X) == BY_HEURISTIC
 
     @pytest.mark.parametrize(

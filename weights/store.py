@@ -50,7 +50,7 @@ def save(
       OSError: `dst` cannot be written.
       TypeError: `dtype` is none of the above, or `config` is of no model.
     """
-    path, family = _file(dst), families.of(config)
+    path, family = file_of(dst), families.of(config)
     configs.from_fields(family, dataclasses.asdict(config), "config")  # what is written can be read
     tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
     checkpoint.check_tensors("params", tensors, families.shapes(config))
@@ -79,7 +79,7 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
       CheckpointError: the file is truncated, corrupt, not written by `save`, or does not fit its config.
       TypeError: `dtype` is none of the above.
     """
-    path = _file(path)
+    path = file_of(path)
     target = None if dtype is None else checkpoint.float_dtype(dtype)
     config = load_config(path)
     flat: dict[str, jax.Array] = {}
@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
 
 def load_config(path: str | os.PathLike[str]) -> Any:
     """Reads the config of the file that `save` wrote; path and errors as in `load`."""
-    path = _file(path)
+    path = file_of(path)
     metadata = _metadata(path)
     family = families.named(metadata.get("model"), path)
     try:
@@ -118,16 +118,17 @@ def load_config_of(family: Family, path: Path) -> Any:
 
 def model_name(path: Path) -> str | None:
     """The family's name that the file of `save` states; path and errors as in `load`."""
-    return _metadata(_file(path)).get("model")
+    return _metadata(file_of(path)).get("model")
 
 
 def is_stored(path: Path) -> bool:
     """Whether `path` is a file of `save`, or a folder that holds one as params.safetensors."""
-    path = _file(path)
+    path = file_of(path)
     return path.suffix == ".safetensors" and path.is_file() and _is_ours(lazy.read_metadata(path))
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """The file that `path` names: itself if it ends in .safetensors, else params.safetensors in that folder."""
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / FILE_NAME
 

@@ -99,19 +99,14 @@ def _use_table(folder: Path) -> str | None:
     os.environ["XDG_CACHE_HOME"] = str(folder)
     gpu = target.Target(name=GPU, capability=(9, 0), num_cores=132, shared_memory=232_448)
     path = tuning.cache_path(GPU)
-    with contextlib.suppress(tuning.TableError, ValueError):
-        for row in json.loads(path.read_text())["entries"]:  # what it holds, as far as it can be asked for
-            with contextlib.suppress(TypeError, KeyError, AttributeError):
-                kind = classes[row["backend"], row["op"]]
-                shape, bucketed = dict(row["shape"]), tuple(row["bucketed"])
-                if not all(type(size) is int and 0 < size < 2**31 for size in shape.values()):
-                    continue
-                problem = tuning.Problem(
-                    backend=row["backend"], op=row["op"], shape=shape, bucketed=bucketed, dtype=row["dtype"],
-                    config=kind, heuristic=lambda: None, candidates=tuple,
-                )  # fmt: skip
-                if wrong := _choose(problem, gpu):
-                    return wrong
+    for entry in tuning.Table.load(TABLE).entries:
+        if (entry.backend, entry.op) in classes:
+            problem = tuning.Problem(
+                backend=entry.backend, op=entry.op, shape=entry.shape, bucketed=entry.bucketed, dtype=entry.dtype,
+                config=classes[entry.backend, entry.op], heuristic=lambda: None, candidates=tuple,
+            )  # fmt: skip
+            if wrong := _choose(problem, gpu):
+                return wrong
     try:
         tuning.Table.load(path)
     except tuning.TableError as error:

@@ -1,7 +1,7 @@
 """Writers that are killed at a random moment: what lies under a final name is the older file or the newer one.
 
-A writer runs the program itself in a loop, by turns with two inputs, so that it writes much of the time. It is killed
-by SIGKILL, and started anew in the same folder for the next case.
+A writer runs the program itself in a loop, by turns with two inputs, so that it writes much of the time. It is
+killed by SIGKILL, and started anew in the same folder for the next case.
 """
 
 import contextlib
