@@ -12,6 +12,7 @@ import re
 import reprlib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -189,21 +190,23 @@ def _check(result: Result) -> None:
         datetime.datetime.fromisoformat(result.date)
     except ValueError:
         raise _MismatchError(f"date: expected ISO 8601, got {reprlib.repr(result.date)}") from None
-    counts: dict[str, float | None] = {f"ceilings.{name}": value for name, value in result.ceilings.items()}
-    rates: dict[str, float] = {}
+    _check_numbers("ceilings", result.ceilings)
     for case in result.cases:
-        counts |= {f"{case.label}, flop": case.flop, f"{case.label}, bytes": case.bytes}
+        _check_numbers(case.label, {"flop": case.flop, "bytes": case.bytes})
         for entry in case.entries:
             place = f"{case.label}, {entry.name}"
-            counts |= {f"{place}, peak_bytes": entry.peak_bytes, f"{place}, compile_s": entry.compile_s}
-            rates |= {f"{place}, {name}": x for name, x in entry.metrics.items() if name.endswith(("_s", "_us"))}
+            _check_numbers(place, {"compile_s": entry.compile_s, "peak_bytes": entry.peak_bytes})
+            times = {name: value for name, value in entry.metrics.items() if name.endswith(("_s", "_us"))}
+            _check_numbers(place, times, least=math.ulp(0))
             for time in (entry.device, entry.wall):
                 if time and not 0 < time.p20_us <= time.median_us <= time.p80_us < math.inf:
                     raise _MismatchError(f"{place}: impossible times {time}")
-    for place, value in (counts | rates).items():
-        if value is not None and not 0 <= value < math.inf or value == 0 and place in rates:
-            least = "above 0" if place in rates else "of at least 0"
-            raise _MismatchError(f"{place}: expected a finite number {least}, got {value}")
+
+
+def _check_numbers(place: str, values: Mapping[str, float | None], least: float = 0.0) -> None:
+    for name, value in values.items():
+        if value is not None and not least <= value < math.inf:
+            raise _MismatchError(f"{place}: {name} is {value}; expected a finite number from {least:g}")
 
 
 class _MismatchError(ValueError):
