@@ -268,6 +268,12 @@ def test_warm_up_of_lengths(folder, compiled):
         encoder.warm_up([3])
 
 
+@pytest.mark.parametrize("sentences, name", [("a \ud800", "sentences"), (["é", "\udfff"], r"sentences\[1\]")])
+def test_half_of_a_surrogate_pair(folder, sentences, name):
+    with pytest.raises(ValueError, match=rf"{name} holds '.ud(800|fff)' at [02], half of a surrogate pair"):
+        Encoder.from_pretrained(folder).encode(sentences)
+
+
 def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compiled, monkeypatch):
     together, first_ran = threading.Barrier(2, timeout=60), threading.Event()
     compile_, run = programs.Programs._compile, programs.Programs.__call__

@@ -1,6 +1,7 @@
 """How files are written: whole or not at all, by one writer or many, killed or not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,3 +133,20 @@ def test_many_writers_of_one_file(tmp_path):
             assert writer.wait() == 0
     assert found <= {digit * 300_000 for digit in "0123"} and len(found) > 1
     assert names(tmp_path) == ["a"]
+
+
+ROOT = Path(__file__).parents[1]
+WRITES = re.compile(
+    r"""\.write_(text|bytes)\(|open\(.*["'][wxa]b?["']|os\.(replace|rename)\(|(np\.save|save_file)\((?!file,)"""
+)
+# A scratch file for a process that is started next, an example in a docstring, and the function itself.
+ELSEWHERE = {"bench/cases/startup.py": 1, "pallas_models/exporting.py": 1, "pallas_models/files.py": 2}
+
+
+def test_nothing_is_written_elsewhere():
+    found = {}
+    for package in ("pallas_models", "weights", "bench"):
+        for path in (ROOT / package).rglob("*.py"):
+            if count := sum(1 for line in path.read_text().splitlines() if WRITES.search(line.partition("#")[0])):
+                found[path.relative_to(ROOT).as_posix()] = count
+    assert found == ELSEWHERE
