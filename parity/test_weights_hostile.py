@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 
 import weights
 from pallas_models import gpt2, qwen3
-from parity import decoder_checkpoints
+from parity import checkpoints, decoder_checkpoints
 from parity.checkpoints import CONFIG, bert_config, bert_tensors
 from parity.common import random_params
-from weights import families, loading
+from weights import families, loading, text
 
 GPT2 = gpt2.GPT2Config(vocab_size=12, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=24)
 QWEN3 = qwen3.Qwen3Config(
@@ -368,3 +368,20 @@ def test_a_block_beyond_float16():
     assert jnp.isfinite(weights.load_gpt2_block(flat, dtype="bfloat16")["mlp"]["down"]["kernel"]).all()
     with pytest.raises(weights.CheckpointError, match=r"the buffer holds mlp\.down\.kernel .* up to 100000"):
         weights.load_gpt2_block(flat, dtype="float16")
+
+
+# The tokenizer
+
+
+@pytest.mark.parametrize("where", ["vocabulary", "added token"])
+@pytest.mark.parametrize("token_id", [2**31, -1, 10**30])
+def test_ids_of_tokens(tmp_path, where, token_id):
+    path = checkpoints.write(tmp_path / "model") / "tokenizer.json"
+    content = json.loads(path.read_text())
+    if where == "vocabulary":
+        content["model"]["vocab"]["the"] = token_id
+    else:
+        content["added_tokens"] = [{"id": token_id, "content": "the"}]
+    path.write_text(json.dumps(content))
+    with pytest.raises(weights.CheckpointError, match=rf"tokenizer\.json gives 'the' the id {token_id}"):
+        text.read_tokenizer(path.parent)
