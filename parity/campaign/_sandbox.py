@@ -67,7 +67,7 @@ class Sandbox:
         assert self._process is not None
         process, self._process = self._process, None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2)
+            process.wait(0.5)
         code = process.poll()
         process.kill()
         with process:

@@ -17,52 +17,45 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as serialize
 
+import weights
+from pallas_models import gpt2, qwen3
+from pallas_models.gpt2 import GPT2Config
+from pallas_models.minilm import Encoder, MiniLMConfig
+from pallas_models.qwen3 import Qwen3Config
 from parity import checkpoints, decoder_checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, changed, changed_text, damaged, dumps, pick
 from parity.campaign._sandbox import Sandbox
 from parity.common import random_params
+from parity.decoder_checkpoints import gpt2_json, qwen3_json
+from weights import families, loading
 
+DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F4": 4, "F8_E4M3": 8, "F8_E5M2": 8, "F16": 16, "BF16": 16, "U16": 16}
+DTYPE_BITS |= {"F64": 64, "I64": 64, "C64": 64}
 TORCH = importlib.util.find_spec("torch") is not None
 
 # What may be written
 
 
-def _gpt2_config() -> Any:
-    from pallas_models.gpt2 import GPT2Config
-
-    return GPT2Config(
-        vocab_size=17, hidden_size=8, num_layers=2, num_heads=2, intermediate_size=12, max_positions=10
-    )
-
-
-def _qwen3_config() -> Any:
-    from pallas_models.qwen3 import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=17, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=12,
-        max_positions=32,
-    )  # fmt: skip
+MINILM = MiniLMConfig(
+    vocab_size=19, hidden_size=8, num_layers=2, num_heads=2, intermediate_size=12, max_positions=10
+)
+GPT2 = GPT2Config(vocab_size=17, hidden_size=8, num_layers=2, num_heads=2, intermediate_size=12, max_positions=10)
+QWEN3 = Qwen3Config(
+    vocab_size=17, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=12,
+    max_positions=32,
+)  # fmt: skip
+CONFIGS = {"minilm": MINILM, "gpt2": GPT2, "qwen3": QWEN3}
 
 
 def _tensors(family: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Official tensors of a small model, and its config.json."""
-    from pallas_models import gpt2, qwen3
-
     if family == "minilm":
-        config = {**checkpoints.bert_config(SMALL)}
-        return checkpoints.bert_tensors(SMALL), config
+        return checkpoints.bert_tensors(MINILM), checkpoints.bert_config(MINILM)
     if family == "gpt2":
-        config = decoder_checkpoints.gpt2_json(_gpt2_config())
-        return decoder_checkpoints.gpt2_tensors(random_params(_gpt2_config(), init=gpt2.init)), config
-    config = decoder_checkpoints.qwen3_json(_qwen3_config())
-    params = random_params(_qwen3_config(), init=qwen3.init)
-    return decoder_checkpoints.qwen3_tensors(params, _qwen3_config()), config
-
-
-SMALL = checkpoints.MiniLMConfig(
-    vocab_size=19, hidden_size=8, num_layers=2, num_heads=2, intermediate_size=12, max_positions=10
-)
+        return decoder_checkpoints.gpt2_tensors(random_params(GPT2, init=gpt2.init)), gpt2_json(GPT2)
+    params = random_params(QWEN3, init=qwen3.init)
+    return decoder_checkpoints.qwen3_tensors(params, QWEN3), qwen3_json(QWEN3)
 
 
 def _folder(family: str, folder: Path) -> None:
@@ -80,14 +73,11 @@ def _sharded(family: str, folder: Path) -> None:
 
 
 def _stored(family: str, folder: Path) -> None:
-    import weights
-    from weights import families
-
-    if family == "minilm":
-        config: Any = SMALL
-    else:
-        config = _gpt2_config() if family == "gpt2" else _qwen3_config()
-    weights.save(random_params(config, init=families.of(config).init), folder, config=config)
+    config = CONFIGS[family]
+    path = weights.save(random_params(config, init=families.of(config).init), folder, config=config)
+    header, data = _tensor_file(path.read_bytes())
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # the library writes it in any order
+    path.write_bytes(_with_header(header, data))
 
 
 def _torch(family: str, folder: Path, *, legacy: bool) -> None:
@@ -117,8 +107,6 @@ def _trimul(folder: Path) -> None:
 
 
 def _block(folder: Path) -> None:
-    from pallas_models import gpt2
-
     folder.mkdir()
     np.save(folder / "block.npy", np.random.default_rng(0).normal(size=gpt2.FLAT_SIZE).astype(np.float32))
 
@@ -147,6 +135,11 @@ def _tensor_file(content: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
+def _with_header(header: dict[str, Any], data: bytes) -> bytes:
+    text = dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
 def change_header(rng: Rng, content: bytes) -> tuple[bytes, str]:
     """A safetensors file with another header: names, dtypes, shapes, offsets or metadata."""
     header, data = _tensor_file(content)
@@ -158,23 +151,12 @@ def change_header(rng: Rng, content: bytes) -> tuple[bytes, str]:
         header["__metadata__"]["config"] = dumps(config)
         what = f"config in the metadata: {what}"
     elif kind == "dtype":
-        dtype = pick(
-            rng, ("F8_E4M3", "F8_E5M2", "F16", "BF16", "F64", "I8", "U8", "BOOL", "I64", "U16", "F4", "C64")
-        )
-        header[name]["dtype"], what = dtype, f"{name} is {dtype}"
-        bits = {"F4": 4, "F16": 16, "BF16": 16, "U16": 16, "F64": 64, "I64": 64, "C64": 64}.get(dtype, 8)
-        count = math.prod(header[name]["shape"])
-        for other in tensors:  # all of it, so that the file is a valid one
-            header[other] = {
-                "dtype": dtype,
-                "shape": header[other]["shape"],
-                "data_offsets": [0, 0],
-            }
-        place = 0
-        for other in tensors:
-            count = math.prod(header[other]["shape"]) * bits // 8
-            header[other]["data_offsets"] = [place, place + count]
-            place += count
+        dtype = pick(rng, DTYPE_BITS)
+        what, place = f"all are {dtype}", 0
+        for tensor in tensors:  # so that the file is a valid one
+            size = math.prod(header[tensor]["shape"]) * DTYPE_BITS[dtype] // 8
+            header[tensor] |= {"dtype": dtype, "data_offsets": [place, place + size]}
+            place += size
         data = rng.bytes(place)
     elif kind == "shape":
         shape = header[name]["shape"]
@@ -196,8 +178,7 @@ def change_header(rng: Rng, content: bytes) -> tuple[bytes, str]:
         what = f"metadata: {what}"
     else:
         header, what = changed(rng, header)
-    text = dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data, what
+    return _with_header(header, data), what
 
 
 def change_values(rng: Rng, content: bytes) -> tuple[bytes, str]:
@@ -206,8 +187,7 @@ def change_values(rng: Rng, content: bytes) -> tuple[bytes, str]:
     values = np.frombuffer(data[: len(data) // 4 * 4], np.float32).copy()
     value = pick(rng, (65504.0, 65519.0, 65520.0, 7e4, -1e5, 3e38, np.inf, np.nan, 1e-45))
     values[rng.integers(values.size, size=3)] = value
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + values.tobytes(), f"values of {value:g}"
+    return _with_header(header, values.tobytes()), f"values of {value:g}"
 
 
 def change_state(rng: Rng, folder: Path, legacy: bool) -> str:
@@ -276,16 +256,12 @@ def change(rng: Rng, template: str, folder: Path) -> str:
 
 # What reads it, in another process
 
-CLEAR: tuple[type[BaseException], ...] = ()  # set by `warm_up`, as this module is imported where nothing is loaded
+CLEAR = (weights.CheckpointError, FileNotFoundError, NotImplementedError)
 _LOADERS = ("load", "load_config", "find_family", "encoder", "float16")
 
 
 def attempt(request: dict[str, Any]) -> str | None:
     """Loads what a request names; says what is wrong with what came back."""
-    import weights
-    from pallas_models.minilm import Encoder
-    from weights import families, loading
-
     path, (kind, form), loader = Path(request["path"]), request["template"].split(), request["loader"]
     if kind == "block":
         return _unsound({}, weights.load_gpt2_block(path / "block.npy", dtype=_dtype(loader)), loader)
@@ -296,15 +272,15 @@ def attempt(request: dict[str, Any]) -> str | None:
         return None if loading.find_family(path) is family else "another family"
     if loader == "encoder" and kind == "minilm" and form == "folder":
         encoder = Encoder.from_pretrained(path, implementation="xla")
-        return _unsound(vars_of(encoder.config), encoder.params, loader)
+        return _unsound(_fields(encoder.config), encoder.params, loader)
     if loader == "load_config":
-        return _unsound(vars_of(loading.load_config(family, path)), {}, loader)
+        return _unsound(_fields(loading.load_config(family, path)), {}, loader)
     read = weights.load if form == "stored" else functools.partial(loading.load, family)
     params = read(path, dtype=_dtype(loader))  # type: ignore[operator]
-    return _unsound(vars_of(loading.load_config(family, path)), params, loader)
+    return _unsound(_fields(loading.load_config(family, path)), params, loader)
 
 
-def vars_of(config: Any) -> dict[str, Any]:
+def _fields(config: Any) -> dict[str, Any]:
     """The fields of a config."""
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
@@ -329,10 +305,6 @@ def _unsound(config: dict[str, Any], params: Any, loader: str) -> str | None:
 
 def warm_up() -> None:
     """Loads everything once as it is, so that what a process needs for the first time is not counted."""
-    global CLEAR
-    from weights import CheckpointError
-
-    CLEAR = (CheckpointError, FileNotFoundError, NotImplementedError)
     with tempfile.TemporaryDirectory() as root:
         for template, write in TEMPLATES.items():
             write(Path(root, template))

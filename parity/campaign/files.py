@@ -17,6 +17,13 @@ from typing import Any
 
 import numpy as np
 
+import bench.__main__ as benchmarks
+import pallas_models.__main__ as program
+from bench.measuring.results import ResultError
+from pallas_models import target, tuning
+from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic import attention as mosaic_attention
+from pallas_models.kernels.triton import attention, matmul, norm, softmax
 from parity import checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, changed_text, damaged, pick
@@ -28,7 +35,7 @@ RESULTS = ROOT / "bench" / "results" / "nvidia-h200"
 MARKUP = "<script>alert(1)</script>\n# Heading\n\n| a | [b](javascript:c) |\x1b[31m"
 LARGEST = 1 << 16  # no field of a config is above it
 KINDS = ("table", "table", "result", "result", "markup", "sentences")
-CLEAR: tuple[type[BaseException], ...] = ()  # set by `warm_up`
+CLEAR = (ResultError, tuning.TableError)
 
 
 def change(rng: Rng, kind: str, folder: Path) -> str:
@@ -82,11 +89,6 @@ def attempt(request: dict[str, Any]) -> str | None:
 
 
 def _use_table(folder: Path) -> str | None:
-    from pallas_models import target, tuning
-    from pallas_models.kernels.mosaic import _gemm
-    from pallas_models.kernels.mosaic import attention as mosaic_attention
-    from pallas_models.kernels.triton import attention, matmul, norm, softmax
-
     classes: dict[tuple[str, str], Any] = {
         ("triton", "matmul"): matmul.Config,
         ("triton", "attention"): attention.Config,
@@ -117,8 +119,6 @@ def _use_table(folder: Path) -> str | None:
 
 def _choose(problem: Any, gpu: Any) -> str | None:
     """What is wrong with the config that a problem gets; whatever is raised here is."""
-    from pallas_models import tuning
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -133,11 +133,9 @@ def _choose(problem: Any, gpu: Any) -> str | None:
 
 
 def _embed(folder: Path) -> str | None:
-    from pallas_models.__main__ import main
-
     path, output, said = folder / "sentences.txt", folder / "out.npy", io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = main(["embed", str(path), "--model", str(_model()), "--output", str(output)])
+        code = program.main(["embed", str(path), "--model", str(_model()), "--output", str(output)])
     try:
         lines = len(re.findall(r".*?(?:\r\n|\r|\n)|.+$", path.read_bytes().decode(), re.DOTALL))
     except UnicodeDecodeError:
@@ -153,16 +151,14 @@ def _model() -> Path:
 
 
 def _report(folder: Path, *, marked: bool) -> str | None:
-    from bench.__main__ import main
-
     readme, results = folder / "README.md", folder / "results"
     readme.write_text("before\n<!-- bench:summary -->\n<!-- /bench:summary -->\nafter\n")
     (result,) = results.rglob("*.json")
     shutil.copyfile(RESULTS / "sts.json", folder / "other.json")
     said, shown = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
-        code = main(["report", "--results", str(results), "--readme", str(readme), "--no-html"])
-        compared = main(["compare", str(result), str(folder / "other.json")])
+        code = benchmarks.main(["report", "--results", str(results), "--readme", str(readme), "--no-html"])
+        compared = benchmarks.main(["compare", str(result), str(folder / "other.json")])
     if code not in (0, 1) or compared not in (0, 2):
         return f"code {code} of report, {compared} of compare"
     if code == 1 and str(result) not in said.getvalue():
@@ -179,11 +175,6 @@ def _report(folder: Path, *, marked: bool) -> str | None:
 
 def warm_up() -> None:
     """Uses every kind of file once as it is."""
-    global CLEAR
-    from bench.measuring.results import ResultError
-    from pallas_models.tuning import TableError
-
-    CLEAR = (ResultError, TableError)
     with tempfile.TemporaryDirectory() as root:
         for kind in dict.fromkeys(KINDS):
             folder = Path(root, kind)
