@@ -118,7 +118,7 @@ def test_a_number_that_is_none(tmp_path, form, family, field, value):
 def test_deep_json(tmp_path):
     folder = unconverted("minilm", tmp_path / "model", "hidden_size", 64)
     (folder / "config.json").write_text(DEEP)
-    refused("is not valid JSON", "minilm", folder)
+    refused("is not valid JSON|holds a JSON list", "minilm", folder)  # newer Pythons read it
     path = stored("minilm", tmp_path / "stored", "hidden_size", DEEP)
     with pytest.raises(weights.CheckpointError, match=r"params\.safetensors"):
         weights.load(path)
