@@ -84,7 +84,7 @@ def attempt(request: dict[str, Any]) -> str | None:
     if request["kind"] == "table":
         return _use_table(folder)
     if request["kind"] == "sentences":
-        return _embed(folder)
+        return _embed(folder, request["model"])
     return _report(folder, marked=request["kind"] == "markup")
 
 
@@ -132,10 +132,10 @@ def _choose(problem: Any, gpu: Any) -> str | None:
     return None
 
 
-def _embed(folder: Path) -> str | None:
+def _embed(folder: Path, model: str) -> str | None:
     path, output, said = folder / "sentences.txt", folder / "out.npy", io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = program.main(["embed", str(path), "--model", str(_model()), "--output", str(output)])
+        code = program.main(["embed", str(path), "--model", model, "--output", str(output)])
     try:
         lines = len(re.findall(r".*?(?:\r\n|\r|\n)|.+$", path.read_bytes().decode(), re.DOTALL))
     except UnicodeDecodeError:
@@ -143,11 +143,6 @@ def _embed(folder: Path) -> str | None:
     if code or np.load(output).shape[0] != lines:
         return f"code {code} for {lines} lines: {said.getvalue():.200}"
     return None
-
-
-@functools.cache
-def _model() -> Path:
-    return checkpoints.write(Path(tempfile.mkdtemp(prefix="campaign-")) / "model")
 
 
 def _report(folder: Path, *, marked: bool) -> str | None:
@@ -176,6 +171,7 @@ def _report(folder: Path, *, marked: bool) -> str | None:
 def warm_up() -> None:
     """Uses every kind of file once as it is."""
     with tempfile.TemporaryDirectory() as root:
+        model = checkpoints.write(Path(root, "model"))
         for kind in dict.fromkeys(KINDS):
             folder = Path(root, kind)
             if kind == "sentences":
@@ -187,11 +183,18 @@ def warm_up() -> None:
             else:
                 (folder / "results" / "nvidia-h200").mkdir(parents=True)
                 shutil.copy(RESULTS / "sts.json", folder / "results" / "nvidia-h200")
-            if wrong := attempt({"path": str(folder), "kind": kind}):
+            if wrong := attempt({"path": str(folder), "kind": kind, "model": str(model)}):
                 raise AssertionError(f"{kind}: {wrong}, as it is")
 
 
 _sandbox = Sandbox(__name__)
+
+
+@functools.cache
+def _model() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="campaign-")
+    checkpoints.write(Path(folder.name))
+    return folder
 
 
 def _run(seed: int, number: int, kind: str) -> str | None:
@@ -199,7 +202,7 @@ def _run(seed: int, number: int, kind: str) -> str | None:
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:
         what = change(rng, kind, Path(name))
         size = sum(path.stat().st_size for path in Path(name).rglob("*") if path.is_file())
-        wrong = _sandbox.ask({"path": name, "kind": kind, "size": size, "named": [name]})
+        wrong = _sandbox.ask({"path": name, "kind": kind, "size": size, "named": [name], "model": _model().name})
         return wrong and f"{what}: {wrong}"
 
 

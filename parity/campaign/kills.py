@@ -115,9 +115,9 @@ def main(writer: str, folder: Path) -> None:
 
 
 @functools.cache
-def _folder(writer: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=f"campaign-{writer}-"))
-    checkpoints.write(folder / "model", checkpoints.bert_tensors(MODEL), checkpoints.bert_config(MODEL))
+def _folder(writer: str) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix=f"campaign-{writer}-")
+    checkpoints.write(Path(folder.name, "model"), checkpoints.bert_tensors(MODEL), checkpoints.bert_config(MODEL))
     return folder
 
 
@@ -158,7 +158,7 @@ def _wrong(path: Path, content: bytes, whole: list[dict[Path, bytes]]) -> str | 
 
 def _kill(writer: str, delay: float) -> str | None:
     """Kills a writer; says what is wrong with what it left."""
-    folder = _folder(writer)
+    folder = Path(_folder(writer).name)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "parity.campaign.kills", writer, str(folder)],
