@@ -1,13 +1,15 @@
 """Embeds text: `python -m pallas_models embed sentences.txt --output embeddings.npy`."""
 
 import argparse
+import contextlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pallas_models import compilation_cache
+from pallas_models import compilation_cache, files
 from pallas_models.ops._dispatch import IMPLEMENTATIONS, check_implementation
 
 EXAMPLES = (
@@ -17,6 +19,7 @@ EXAMPLES = (
     "The chef cuts an onion.",
     "The stock market fell sharply today.",
 )
+_LINE_END = re.compile("\r\n|\r|\n")
 # A wider table does not fit a terminal.
 _TABLE_SIZE = 12
 
@@ -24,8 +27,14 @@ _TABLE_SIZE = 12
 def _read_lines(file: str | None) -> list[str]:
     if file is None:
         return list(EXAMPLES)
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    return text.removesuffix("\n").split("\n") if text else []
+    content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = len(_LINE_END.split(content[: error.start].decode()))
+        raise ValueError(f"{'stdin' if file == '-' else file}, line {line}: {error}; expected UTF-8") from error
+    lines = _LINE_END.split(text)
+    return lines if lines[-1] else lines[:-1]
 
 
 def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
@@ -41,8 +50,9 @@ def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
     for j in range(shown):
         table.add_column(str(j + 1), justify="right", no_wrap=True)
     for i, row in enumerate(embeddings[:shown] @ embeddings[:shown].T):
-        # Text, as square brackets in a plain string would be read as markup.
-        table.add_row(str(i + 1), Text(sentences[i]), *(f"{similarity:.2f}" for similarity in row))
+        # Text, as square brackets in a plain string would be read as markup, and without what a terminal obeys.
+        sentence = Text("".join(c if c.isprintable() else "\ufffd" for c in sentences[i]))
+        table.add_row(str(i + 1), sentence, *(f"{similarity:.2f}" for similarity in row))
     console = Console()
     if not console.is_terminal:
         console.width = 200
@@ -53,15 +63,16 @@ def _embed(args: argparse.Namespace) -> None:
     from pallas_models.minilm import Encoder
 
     sentences = _read_lines(args.file)
-    encoder = Encoder.from_pretrained(
-        args.model,
-        dtype=args.dtype,
-        implementation=args.implementation,
-        compilation_cache=args.compilation_cache,
-    )
-    embeddings = encoder.encode(sentences, batch_size=args.batch_size)
-    if args.output:
-        with args.output.open("wb") as file:  # np.save given a path would append .npy to other names
+    # Opened before the work, so that none is done for a path that cannot be written.
+    with files.replacing(args.output) if args.output else contextlib.nullcontext() as file:
+        encoder = Encoder.from_pretrained(
+            args.model,
+            dtype=args.dtype,
+            implementation=args.implementation,
+            compilation_cache=args.compilation_cache,
+        )
+        embeddings = encoder.encode(sentences, batch_size=args.batch_size)
+        if file:
             np.save(file, embeddings)
     if args.similarities or not args.output:
         _print_similarities(sentences, embeddings)

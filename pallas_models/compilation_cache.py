@@ -14,7 +14,6 @@ import importlib
 import os
 import pickle
 import platform
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from pallas_models import target, tuning
+from pallas_models import files, target, tuning
 
 _PACKAGE = Path(__file__).parent
 
@@ -126,15 +125,7 @@ class Executables:
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Under a name of its own until it is complete: several processes may write the same program.
-            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".partial", delete=False) as file:
-                try:
-                    file.write(hashlib.sha256(payload).digest() + payload)
-                    file.close()
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            files.write(path, hashlib.sha256(payload).digest() + payload)
         except Exception as error:
             self._warn(f"{path} cannot be written: {type(error).__name__}: {error}")
 
@@ -147,9 +138,9 @@ class Executables:
 @functools.cache
 def _circumstances() -> tuple[object, ...]:
     """What any program depends on: versions, this package's code, tables of tiles, XLA's flags."""
-    files = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json"), *tuning.cache_path("").parent.glob("*.json")]
+    found = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json"), *tuning.cache_path("").parent.glob("*.json")]
     digest = hashlib.sha256()
-    for file in sorted(files):
+    for file in sorted(found):
         content = file.read_bytes()
         digest.update(f"{file} {len(content)}\n".encode() + content)
     prefixes = ("XLA_", "MOSAIC_", "TRITON_")

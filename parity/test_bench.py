@@ -211,6 +211,21 @@ class TestResults:
             ),
             (lambda d: d["cases"][0]["entries"][0]["wall"].update(p80_us=9), "impossible times"),
             (lambda d: d["cases"][0].update(flop=10**400), "flop: an integer of 1329 bits is no float"),
+            (
+                lambda d: d["cases"][0].update(flop=float("nan")),
+                "1x16 fp16: flop is nan; expected a finite",
+            ),
+            (lambda d: d["cases"][0].update(bytes=-1), "1x16 fp16: bytes is -1.0; expected a finite number"),
+            (lambda d: d["ceilings"].update(copy=float("inf")), "ceilings: copy is inf; expected a finite number"),
+            (
+                lambda d: d["cases"][0]["entries"][0].update(metrics={"total_s": 0}),
+                "total_s is 0.0; expected a",
+            ),
+            (lambda d: d["cases"][0]["entries"][0].update(peak_bytes=-5), "peak_bytes is -5.0; expected a finite"),
+            (lambda d: d.update(benchmark="../minilm"), "benchmark: expected a name such as gated-mlp"),
+            (lambda d: d.update(benchmark="<script>"), "benchmark: expected a name such as gated-mlp"),
+            (lambda d: d.update(date="<script>"), "date: expected ISO 8601, got '<script>'"),
+            (lambda d: d.update(cases=[[[[[[[[[[]]]]]]]]]]), r"cases\[0\]: expected an object, got \[\["),
         ],
     )
     def test_invalid(self, tmp_path, change, message):
@@ -392,6 +407,28 @@ class TestReport:
             text = path.read_text()
             assert r"a\|b  [31m&lt;script&gt;" in text
             assert not {"<script", "<img", "\x1b"} & set(re.findall(r"<\w+|\x1b", text))
+
+    def test_no_text_of_a_file_is_markup(self, tmp_path):
+        """Every text that is not one of a few words, in all that the report writes."""
+        evil = "<script>alert(1)</script>\n# Heading\n\n| a |\x1b[31m"
+        path = results.save(make_result(), tmp_path)
+        words = {"pallas_models.bench", "minilm", "ok", "wrong", "failed", "skipped", *tables.FAMILIES, "ladder"}
+
+        def spoil(value):
+            if isinstance(value, dict):
+                return {key: spoil(inner) for key, inner in value.items() if key != "date"} | {
+                    key: inner for key, inner in value.items() if key == "date"
+                }
+            if isinstance(value, list):
+                return [spoil(inner) for inner in value]
+            return evil if isinstance(value, str) and value not in words else value
+
+        path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+        assert self.run(tmp_path, MARKED)[0] == 0
+        for page in (tmp_path / "README.md", path.parent / "README.md"):
+            text = page.read_text()
+            assert "&lt;script&gt;" in text
+            assert "<script" not in text and "\x1b" not in text and "\n# Heading" not in text
 
     def test_generated_files_are_those_of_the_committed_results(self, tmp_path):
         """Run `python -m bench report` after a new result, or a change to a table."""

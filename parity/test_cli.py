@@ -1,6 +1,7 @@
 """`python -m pallas_models`: what it reads, writes, prints and refuses."""
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_file_to_npy(folder, tmp_path, capsys):
 
 
 def test_stdin_to_table(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a man [is]\na woman"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a man [is]\na woman")))
     assert main(["embed", "-", "--model", str(folder)]) == 0
     similarity = np.prod(Encoder.from_pretrained(folder).encode(["a man [is]", "a woman"]), axis=0).sum()
     out = capsys.readouterr().out
@@ -114,6 +115,56 @@ def test_compiled_code_is_kept(folder, tmp_path, cache, monkeypatch):
     assert kept.name not in {path.name for path in before}
     assert main(embed) == 0
     assert set(cache.iterdir()) - before == {cache / kept.name}
+
+
+def test_a_full_disk_leaves_the_older_file(folder, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "out" / "embeddings.npy"
+    output.parent.mkdir()
+    assert main(["embed", "--model", str(folder), "--output", str(output)]) == 0
+    before = output.read_bytes()
+
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    assert main(["embed", "--model", str(folder), "--output", str(output), "--no-compilation-cache"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert output.read_bytes() == before and list(output.parent.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("path", ["absent/out.npy", "checkpoint", "checkpoint/config.json/out.npy"])
+def test_an_impossible_output_is_found_before_the_work(folder, tmp_path, capsys, monkeypatch, path):
+    monkeypatch.setattr(Encoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded"))
+    assert main(["embed", "--model", str(folder), "--output", str(tmp_path / path)]) == 1
+    assert str(tmp_path / path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_text_that_is_not_utf_8(folder, tmp_path, capsys, monkeypatch, line_end):
+    content = line_end.join((b"a man", "Ü".encode(), b"caf\xe9", b"a woman"))
+    (tmp_path / "latin.txt").write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="latin-1"))
+    for file in (str(tmp_path / "latin.txt"), "-"):
+        assert main(["embed", file, "--model", str(folder)]) == 1
+        name = "stdin" if file == "-" else file
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {name}, line 3: 'utf-8' codec can't decode byte 0xe9")
+
+
+def test_stdin_is_utf_8_in_any_locale(folder, tmp_path, monkeypatch):
+    sentences = ["Über den Mann", "今日 guitar"]
+    stdin = io.TextIOWrapper(io.BytesIO("\n".join(sentences).encode()), encoding="ascii")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["embed", "-", "--model", str(folder), "--output", str(tmp_path / "out.npy")]) == 0
+    expected = Encoder.from_pretrained(folder).encode(sentences)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+
+
+def test_a_table_passes_nothing_on_that_a_terminal_obeys(folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a \x1b[31mman\x07\na \x9b2Jwoman \u202e\n")
+    assert main(["embed", str(tmp_path / "text.txt"), "--model", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "a \ufffd[31mman\ufffd" in out and not set("\x1b\x07\x9b\u202e") & set(out)
 
 
 def test_help(capsys):

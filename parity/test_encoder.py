@@ -22,7 +22,7 @@ from pallas_models.minilm import encoder as encoder_module
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
 from parity.common import assert_close, cosines
-from weights import checkpoint
+from weights import checkpoint, lazy
 
 
 def random_sentences(count: int, longest: int = 30) -> list[str]:
@@ -268,6 +268,12 @@ def test_warm_up_of_lengths(folder, compiled):
         encoder.warm_up([3])
 
 
+@pytest.mark.parametrize("sentences, name", [("a \ud800", "sentences"), (["é", "\udfff"], r"sentences\[1\]")])
+def test_half_of_a_surrogate_pair(folder, sentences, name):
+    with pytest.raises(ValueError, match=rf"{name} holds '.ud(800|fff)' at [02], half of a surrogate pair"):
+        Encoder.from_pretrained(folder).encode(sentences)
+
+
 def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compiled, monkeypatch):
     together, first_ran = threading.Barrier(2, timeout=60), threading.Event()
     compile_, run = programs.Programs._compile, programs.Programs.__call__
@@ -465,7 +471,7 @@ REAL_SENTENCES = [*EXAMPLES, "", "Ünïcödé 文字 🙂", "a " * 300]
 def real_embeddings(reference, real_encoder) -> np.ndarray:
     """Of `REAL_SENTENCES`, by torch in float32."""
     ids, mask = batch_of(real_encoder, REAL_SENTENCES)
-    tensors = checkpoint.read_tensors(weights.resolve())
+    tensors = lazy.read_tensors(weights.resolve())
     del tensors["embeddings.position_ids"]
     model = reference.Encoder(tensors, num_heads=12)
     return reference.compute(model.embed, jnp.asarray(ids), jnp.asarray(mask))

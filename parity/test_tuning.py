@@ -265,9 +265,71 @@ class TestBadTables:
             assert lowered(jax.ShapeDtypeStruct((65, 100), jnp.float32)) == (65, 2)
         assert sum("left out" in str(warning.message) for warning in seen) == 1
 
+    @pytest.mark.parametrize("content", ["[" * 100_000, "[" * 3000 + "]" * 3000, "[1]", "null"])
+    def test_no_table_stops_an_op(self, content):
+        path = tables.cache_path(GPU)
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+        with pytest.raises(TableError, match=re.escape(str(path))):
+            Table.load(path)
+        with pytest.warns(UserWarning, match=f"left out a table .*{re.escape(str(path))}"):
+            assert lowered(X) == BY_HEURISTIC
+
+    @pytest.mark.parametrize("change", [{"num_stages": -1}, {"num_stages": "3"}, {"group_m": 0}, {"group_m": 1.5}])
+    def test_fields_of_a_product(self, change):
+        self.check_product(matmul.Config, "triton", change, "expected an integer from 1 to")
+
+    @pytest.mark.parametrize("change", [{"ping_pong": 1}, {"num_slots": 0}])
+    def test_fields_of_a_product_in_mosaic(self, change):
+        self.check_product(_gemm.Config, "mosaic", change, "expected an integer from 1 to|expected true or false")
+
+    def test_more_shared_memory_than_there_is(self):
+        self.check_product(matmul.Config, "triton", {"block_m": 256, "num_stages": 16}, "bytes of shared memory")
+
+    def check_product(self, kind: type[Any], backend: str, change: dict[str, Any], message: str) -> None:
+        """The entry is used as it is, and left out with a warning once it is changed."""
+        fields = {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 3}
+        fields |= {"num_warps": 4} if backend == "triton" else {"ping_pong": False}
+        problem: Problem[Any] = Problem(
+            backend=backend,
+            op="matmul",
+            shape={"m": 256},
+            bucketed=(),
+            dtype="float16",
+            config=kind,
+            heuristic=lambda: kind(**fields),
+            candidates=tuple,
+            shared_memory=lambda config: (
+                (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
+            ),
+        )
+        gpu = target.Target(name=GPU, capability=(9, 0), num_cores=132, shared_memory=232_448)
+        for config in (fields, fields | change):
+            found = entry(
+                op="matmul", backend=backend, dtype="float16", shape={"m": 256}, bucketed=(), config=config
+            )
+            table(found).save(tables.cache_path(GPU))
+            if config == fields:
+                assert choose(None, problem, gpu) == kind(**fields)
+            else:
+                with pytest.warns(UserWarning, match=f"left out a tuned config: .*({message})"):
+                    assert choose(None, problem, gpu) == problem.heuristic()
+                with pytest.raises(TableError, match=message):
+                    choose(table(found), problem, gpu)
+
+    def test_every_shipped_entry_is_used(self):
+        for path in Path(tables.__file__).parent.glob("tables/*.json"):
+            for found in Table.load(path).entries:
+                kind = (CONFIGS if found.backend == "triton" else MOSAIC_CONFIGS)[found.op]
+                problem: Problem[Any] = Problem(
+                    backend=found.backend, op=found.op, shape=found.shape, bucketed=found.bucketed,
+                    dtype=found.dtype, config=kind, heuristic=lambda: None, candidates=tuple,
+                )  # fmt: skip
+                assert table(found).choose(problem) == (kind(**found.config) if found.config else None)
+
     def test_a_foreign_one_is_left_out(self):
         table(with_warps(2), gpu="NVIDIA Other").save(tables.cache_path(GPU))
-        with pytest.warns(UserWarning, match=f"is for NVIDIA Other, not {GPU}"):
+        with pytest.warns(UserWarning, match=f"is for 'NVIDIA Other', not {GPU}"):
             assert lowered(X) == BY_HEURISTIC
 
     @pytest.mark.parametrize(
@@ -275,6 +337,15 @@ class TestBadTables:
         [
             ({"block_m": 3, "block_n": 128, "num_warps": 1}, "block_m=3 must be a power of two"),
             ({"block_m": 2, "no_such_field": 1}, "no_such_field"),
+            (
+                {"block_m": 1, "block_n": 2**20, "num_warps": 1},
+                "block_n is 1048576; expected an integer from 1 to",
+            ),
+            ({"block_m": 1, "block_n": 128, "num_warps": 64}, "num_warps is 64; expected an integer from 1 to 32"),
+            ({"block_m": None, "block_n": 128, "num_warps": 1}, "block_m is None; expected an integer"),
+            ({"block_m": 1, "block_n": 128, "num_warps": 1, "splits": 1.5}, "splits is 1.5; expected an integer"),
+            ({"block_m": 1, "block_n": "128", "num_warps": 1}, "block_n is '128'; expected an integer"),
+            ({"block_m": True, "block_n": 128, "num_warps": 1}, "block_m is True; expected an integer"),
         ],
     )
     def test_a_config_of_another_version(self, config, message):

@@ -1,6 +1,7 @@
 """PyTorch checkpoints to parameters: numbers, names, and an error that says what is wrong."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import weights
 from pallas_models import gpt2, minilm, qwen3
+from pallas_models.minilm import Encoder
 from parity import checkpoints, decoder_checkpoints
 from parity.checkpoints import CONFIG, bert_config, bert_tensors
 from parity.common import assert_close, random_params
@@ -370,9 +372,10 @@ def test_load_checks_its_file(tmp_path, folder):
     }
     tensors = load_file(path)
     for change, message in [
-        ({}, "not a minilm config.*depth"),
+        ({}, "'depth' is no field of a minilm config"),
         ({"model": "other"}, "holds a model 'other'; expected one of gpt2, minilm, qwen3"),
-        ({"config": "{}"}, "does not fit its config"),
+        ({"config": "{}"}, "hidden_size is None; expected a positive integer"),
+        ({"config": "{"}, "not a minilm config"),
     ]:
         other = tmp_path / "other.safetensors"
         save_file(tensors, other, metadata | change)
@@ -495,6 +498,43 @@ def test_command_line_converts(folder, tmp_path, capsys):
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert main(["minilm", str(folder), str(tmp_path / "alone.safetensors")]) == 0
     assert_trees_equal(weights.load(tmp_path / "alone.safetensors"), weights.load_minilm(folder))
+
+
+def test_a_folder_has_nothing_of_the_model_before(folder, tmp_path):
+    """Its length, its pooling and its tokenizer would be taken for those of the new one."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 8}')
+    other, new = checkpoints.write(tmp_path / "other"), tmp_path / "new"
+    assert main(["minilm", str(folder), str(new)]) == 0
+    assert Encoder.from_pretrained(new).max_length == 8
+    (new / "notes.txt").write_text("ours")
+    assert main(["minilm", str(other), str(new)]) == 0
+    assert Encoder.from_pretrained(new).max_length == CONFIG.max_positions
+    left = {str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()}
+    assert left == {"params.safetensors", "tokenizer.json", "notes.txt"}
+
+
+def test_a_folder_of_others_keeps_its_files(folder, tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "sentence_bert_config.json").write_text("{}")
+    assert main(["minilm", str(folder), str(new)]) == 0
+    assert (new / "sentence_bert_config.json").exists()
+
+
+def test_a_failure_leaves_the_converted_model_as_it_was(folder, tmp_path, capsys, monkeypatch):
+    new = tmp_path / "new"
+    assert main(["minilm", str(folder), str(new)]) == 0
+    before = {path: path.read_bytes() for path in new.iterdir()}
+    (folder / "tokenizer.json").write_text("{}")
+
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    assert main(["minilm", str(folder), str(new), "--dtype", "float16"]) == 1
+    assert {path: path.read_bytes() for path in new.iterdir()} == before
 
 
 def test_command_line_reports_errors(folder, tmp_path, capsys):

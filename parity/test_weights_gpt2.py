@@ -118,7 +118,7 @@ def test_every_disagreement_of_config_and_tensors_is_listed(tmp_path):
         ({"n_embd": "64", "n_inner": None}, "n_embd is '64'; expected a positive integer"),
         ({"n_layer": 0}, "n_layer is 0; expected a positive integer"),
         ({"n_head": 5}, "hidden_size=64 is not a multiple of num_heads=5"),
-        ({"layer_norm_epsilon": "tiny"}, "layer_norm_epsilon is 'tiny'; expected a float"),
+        ({"layer_norm_epsilon": "tiny"}, "layer_norm_epsilon is 'tiny'; expected a positive number"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

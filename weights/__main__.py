@@ -1,10 +1,11 @@
 """Converts a PyTorch checkpoint: `python -m weights minilm|gpt2|qwen3 SRC DST [--dtype float16]`."""
 
 import argparse
-import shutil
+import contextlib
 import sys
 from pathlib import Path
 
+from pallas_models import files
 from weights import hub, loading, store
 from weights.checkpoint import CheckpointError
 from weights.families import FAMILIES, Family
@@ -13,13 +14,20 @@ from weights.families import FAMILIES, Family
 def _convert(family: Family, src: str, dst: Path, dtype: str) -> None:
     source = hub.resolve(src)
     config = loading.load_config(family, source)
-    written = store.save(loading.load(family, source, dtype), dst, config=config)
+    params = loading.load(family, source, dtype)
+    written = store.file_of(dst)
+    alone = written == dst or not source.is_dir() or source.resolve() == dst.resolve()
+    text = () if alone else [name for name in hub.TEXT_FILES if (source / name).is_file()]
+    # What the model that was converted into this folder before had, and this one has not.
+    stale = [name for name in hub.TEXT_FILES if name not in text] if written.is_file() and not alone else ()
+    with contextlib.ExitStack() as drafts:  # they get their names together, once all is on the disk
+        for name in text:
+            (dst / name).parent.mkdir(parents=True, exist_ok=True)
+            drafts.enter_context(files.replacing(dst / name)).write((source / name).read_bytes())
+        store.save(params, dst, config=config)
+    for name in stale:
+        (dst / name).unlink(missing_ok=True)
     print(f"{written}: {dtype}, {written.stat().st_size:,} bytes; {config}")
-    if written.parent == dst and source.is_dir():
-        for name in hub.TEXT_FILES:
-            if (source / name).is_file() and source.resolve() != dst.resolve():
-                (dst / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source / name, dst / name)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,19 +1,18 @@
-"""Reads checkpoints: config.json and the tensors beside it, each failure naming its file and its cause."""
+"""What all readers of checkpoints share: the error, JSON, and the checks of tensors against what is expected."""
 
-import contextlib
 import json
-import pickle
-from collections.abc import Collection, Iterator, Mapping
+import reprlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 
-TENSOR_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 _FLOAT_DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 class CheckpointError(ValueError):
@@ -38,99 +37,28 @@ def float_dtype(dtype: DTypeLike) -> np.dtype:
     return result
 
 
+def shown(value: object) -> str:
+    """A value as a message can hold it: in one line, and short however large or deep it is."""
+    return _SHORT.repr(value)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object; FileNotFoundError or CheckpointError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: a checkpoint folder holds a {path.name}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Reads the tensors of a checkpoint.
-
-    Args:
-      path: a .safetensors, .bin or .pt file, or a folder with one of `TENSOR_FILES`, the first that exists.
-
-    Returns:
-      Every tensor by its name. PyTorch's bfloat16 comes back as float32, which holds the same values.
-
-    Raises:
-      FileNotFoundError: nothing to read.
-      CheckpointError: the file is truncated, corrupt or not a checkpoint.
-      ImportError: a .bin or .pt file without torch installed.
-    """
-    if path.is_dir():
-        found = [path / name for name in TENSOR_FILES if (path / name).is_file()]
-        if not found:
-            raise FileNotFoundError(f"{path} holds no checkpoint; expected one of {', '.join(TENSOR_FILES)}")
-        path = found[0]
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    return _read_torch(path)
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Reads the tensors of a safetensors file by name. Errors as in `read_tensors`."""
-    with open_safetensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Reads the metadata of a safetensors file, and no tensor. Errors as in `read_tensors`."""
-    with open_safetensors(path) as file:
-        return file.metadata() or {}
-
-
-@contextlib.contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file as `safetensors.safe_open` does. Errors as in `read_tensors`."""
-    _check_content(path)
-    try:
-        with safe_open(path, "numpy") as file:
-            yield file
-    except SafetensorError as error:
-        raise _unreadable(path, "safetensors", error) from error
-
-
-def _read_torch(path: Path) -> dict[str, np.ndarray]:
-    _check_content(path)
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
-            f"reading {path} needs PyTorch: install torch, or convert the checkpoint to safetensors"
-        ) from error
-    try:
-        # weights_only: a pickle may run any code, this keeps it to tensors and containers.
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors, or is corrupt; it was not loaded, as a pickle may run code: {error}"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
-        raise _unreadable(path, "PyTorch", error) from error
-    if not isinstance(content, Mapping) or not all(isinstance(t, torch.Tensor) for t in content.values()):
-        raise CheckpointError(
-            f"{path} holds no state dict: expected tensors by name, as `state_dict()` returns them"
-        )
-    return {name: to_numpy(tensor) for name, tensor in content.items()}
-
-
-def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor of PyTorch, or an array, as a NumPy array; PyTorch's bfloat16 as float32."""
-    if not hasattr(tensor, "detach"):
-        return np.asarray(tensor)
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
-
-
-def _check_content(path: Path) -> None:
+def check_content(path: Path) -> None:
+    """FileNotFoundError where there is no such file, CheckpointError where a pointer stands in its place."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     with path.open("rb") as file:
@@ -138,7 +66,8 @@ def _check_content(path: Path) -> None:
             raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` there")
 
 
-def _unreadable(path: Path, kind: str, error: Exception) -> CheckpointError:
+def unreadable(path: Path, kind: str, error: Exception) -> CheckpointError:
+    """The error about a file that its format's library cannot read."""
     size = path.stat().st_size
     return CheckpointError(
         f"{path} is not a readable {kind} file; truncated or corrupt? ({size:,} bytes): {error}"
@@ -176,3 +105,24 @@ def check_tensors(
             wrong.append(f"not float   {name} {tensor.dtype}")
     if wrong:
         raise CheckpointError(f"{source} does not fit {what}:\n  " + "\n  ".join(wrong))
+
+
+def check_range(source: object, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
+    """Raises a CheckpointError where a number of `tensors` would become infinite in `dtype`.
+
+    Vectors are exempt unless they are wider than float32, in which they are kept (`tree.astype`).
+    """
+    for name, tensor in tensors.items():
+        target = jnp.dtype(np.float32 if tensor.ndim == 1 else dtype)
+        most = jnp.finfo(target).max
+        if not tensor.size or jnp.finfo(tensor.dtype).max <= most:
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):
+            if max(tensor.max(), -tensor.min()) <= most:  # quick, and False where something is no number
+                continue
+            lost = tensor[np.isfinite(tensor) & np.isinf(tensor.astype(target))]
+        if lost.size:
+            raise CheckpointError(
+                f"{source} holds {name} with values up to {float(np.abs(lost).max()):g}; "
+                f"expected at most {float(most):g}, what {target} can hold"
+            )

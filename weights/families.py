@@ -69,11 +69,13 @@ class Family:
       config: the class of its configs.
       init: makes random parameters from a key and a config.
       model_type: what config.json calls it.
-      sizes: the key in config.json of every field of the config that is a positive integer.
-      others: the same for the fields that are not integers, each with its default where the key is absent.
+      keys: what config.json calls each field of the config.
+      defaults: the values of those fields whose key may be absent.
       values: the values of other keys in config.json that the forward pass implements; an absent key means the
         first of them.
-      adapt: brings all of these keys to the top level of config.json.
+      adapt: brings all of these keys to the top level of config.json; ValueError where they are not what they
+        should be.
+      unbounded: the integers among the fields that the shapes of the tensors do not depend on.
       parts: for a config, how each parameter is made, by its dotted name.
       prefix: with which the names of tensors may begin; it is dropped.
       ignored: names of tensors that are allowed and not used.
@@ -87,11 +89,12 @@ class Family:
     config: type[Any]
     init: Callable[..., Any]
     model_type: str
-    sizes: Mapping[str, str]
-    others: Mapping[str, tuple[str, Any]]
+    keys: Mapping[str, str]
     values: Mapping[str, tuple[Any, ...]]
     parts: Callable[[Any], dict[str, Part]]
     prefix: str
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unbounded: Collection[str] = ()
     adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     ignored: Callable[[Any], Collection[str]] = lambda config: ()
     tied: Callable[[Any], Mapping[str, str]] = lambda config: {}

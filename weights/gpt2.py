@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from pallas_models import gpt2
 from pallas_models.gpt2 import GPT2Config
-from weights import checkpoint, loading
+from weights import checkpoint, loading, tree
+from weights.checkpoint import CheckpointError
 from weights.families import Family, Part, register, same
 
 
@@ -58,23 +59,31 @@ def load_gpt2_block(
 
     Raises:
       FileNotFoundError: no such file.
-      CheckpointError: the buffer is not of that size, or not floating point.
+      CheckpointError: the file is no .npy file in spite of its name, or the buffer is not of that size, not
+        floating point, or beyond what `dtype` can hold.
       TypeError: `dtype` is none of the above.
     """
     target = checkpoint.float_dtype(dtype)
-    if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        flat = np.load(path) if path.suffix == ".npy" else np.fromfile(path, np.float32)
-    else:
-        flat = np.asarray(source)
-    checkpoint.check_tensors(
-        source if isinstance(source, str | os.PathLike) else "the buffer",
-        {"weights": flat},
-        {"weights": (gpt2.FLAT_SIZE,)},
-        what="a block of GPT-2 small",
-    )
+    place = source if isinstance(source, str | os.PathLike) else "the buffer"
+    flat = _read_buffer(Path(source)) if isinstance(source, str | os.PathLike) else np.asarray(source)
+    expected = {"weights": (gpt2.FLAT_SIZE,)}
+    checkpoint.check_tensors(place, {"weights": flat}, expected, what="a block of GPT-2 small")
+    checkpoint.check_range(place, {"weights": flat}, jnp.float32)
     params = gpt2.unpack(jnp.asarray(flat, jnp.float32))
+    checkpoint.check_range(place, {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}, target)
     return jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf.astype(target), params)
+
+
+def _read_buffer(path: Path) -> np.ndarray:
+    """The array of a file, still in it: whatever size it claims, nothing is allocated."""
+    checkpoint.check_content(path)
+    try:
+        flat = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, np.float32, "r")
+    except Exception as error:  # what NumPy raises depends on where the header is damaged
+        raise checkpoint.unreadable(path, "NumPy", error) from error
+    if not isinstance(flat, np.ndarray):  # a .npz archive under the name of an array
+        raise CheckpointError(f"{path} is an archive; expected one array, as np.save writes it")
+    return flat
 
 
 def _adapt(config: dict[str, Any]) -> dict[str, Any]:
@@ -120,15 +129,16 @@ _FAMILY = register(
         config=GPT2Config,
         init=gpt2.init,
         model_type="gpt2",
-        sizes={
+        keys={
             "vocab_size": "vocab_size",
             "hidden_size": "n_embd",
             "num_layers": "n_layer",
             "num_heads": "n_head",
             "intermediate_size": "n_inner",
             "max_positions": "n_positions",
+            "epsilon": "layer_norm_epsilon",
         },
-        others={"epsilon": ("layer_norm_epsilon", 1e-5)},
+        defaults={"epsilon": 1e-5},
         values={
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
             "scale_attn_weights": (True,),

@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
-import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from weights import checkpoint
+from weights import checkpoint, pickles
 from weights.checkpoint import CheckpointError
 
+TENSOR_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {
     "BOOL": np.bool_,
@@ -48,7 +51,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, LazyTensor]]:
         are read at once.
 
     Returns:
-      Every tensor by its name.
+      Every tensor by its name. PyTorch's bfloat16 comes back as float32, which holds the same values.
 
     Raises:
       FileNotFoundError: nothing to read, or a file that the index names is missing.
@@ -56,24 +59,52 @@ def open_tensors(path: Path) -> Iterator[dict[str, LazyTensor]]:
       ImportError: a .bin or .pt file without torch installed.
     """
     with contextlib.ExitStack() as stack:
-        if path.is_dir() and not (path / "model.safetensors").is_file() and (path / INDEX_FILE).is_file():
-            yield _open_indexed(path / INDEX_FILE, stack)
-            return
-        if path.is_dir() and (path / "model.safetensors").is_file():
-            path = path / "model.safetensors"
-        if path.suffix == ".safetensors":
-            yield _open(path, stack)
-            return
-        yield in_memory(checkpoint.read_tensors(path))
+        if path.is_dir():
+            found = [path / name for name in TENSOR_FILES if (path / name).is_file()]
+            if (path / INDEX_FILE).is_file() and path / "model.safetensors" not in found:
+                yield _open_indexed(path / INDEX_FILE, stack)
+                return
+            if not found:
+                raise FileNotFoundError(f"{path} holds no checkpoint; expected one of {', '.join(TENSOR_FILES)}")
+            path = found[0]
+        yield _open(path, stack) if path.suffix == ".safetensors" else in_memory(pickles.read(path))
 
 
-def in_memory(tensors: Mapping[str, np.ndarray]) -> dict[str, LazyTensor]:
-    """Wraps tensors that are in memory already."""
-    return {name: LazyTensor(t.shape, t.dtype, functools.partial(np.asarray, t)) for name, t in tensors.items()}
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Reads all tensors of a checkpoint; argument and errors as in `open_tensors`."""
+    with open_tensors(path) as tensors:
+        return {name: tensor.read() for name, tensor in tensors.items()}
+
+
+def in_memory(tensors: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """Wraps tensors that are there already: arrays, or tensors of PyTorch."""
+
+    def lazy(tensor: Any) -> LazyTensor:
+        if hasattr(tensor, "detach"):
+            return LazyTensor(tuple(tensor.shape), pickles.dtype_of(tensor), lambda: pickles.to_numpy(tensor))
+        return LazyTensor(tensor.shape, tensor.dtype, lambda: np.asarray(tensor))
+
+    return {name: lazy(tensor) for name, tensor in tensors.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Reads the metadata of a safetensors file, and no tensor. Errors as in `open_tensors`."""
+    with _open_safetensors(path) as file:
+        return file.metadata() or {}
+
+
+@contextlib.contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    checkpoint.check_content(path)
+    try:
+        with safe_open(path, "numpy") as file:
+            yield file
+    except SafetensorError as error:
+        raise checkpoint.unreadable(path, "safetensors", error) from error
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, LazyTensor]:
-    file = stack.enter_context(checkpoint.open_safetensors(path))
+    file = stack.enter_context(_open_safetensors(path))
 
     def lazy(name: str) -> LazyTensor:
         view = file.get_slice(name)
@@ -90,6 +121,11 @@ def _open_indexed(path: Path, stack: contextlib.ExitStack) -> dict[str, LazyTens
     if not isinstance(places, Mapping) or not all(isinstance(place, str) for place in places.values()):
         raise CheckpointError(f"{path} has no weight_map from names of tensors to names of files")
     files = sorted(set(places.values()))
+    # The files lie beside the index: a name with a folder in it might lead anywhere.
+    if strange := [file for file in files if not re.fullmatch(r"(?!\.)[\w.-]{1,200}\.safetensors", file)]:
+        raise CheckpointError(
+            f"{path} names the file {checkpoint.shown(strange[0])}; expected that of a .safetensors file beside it"
+        )
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(f"{path.parent} lacks {', '.join(missing)}, named in {path.name}")

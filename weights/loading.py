@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from weights import checkpoint, hub, lazy, store, tree
-from weights.checkpoint import CheckpointError
+from weights import checkpoint, configs, hub, lazy, store, tree
+from weights.checkpoint import CheckpointError, shown
 from weights.families import FAMILIES, Family, Part, named
 
 
@@ -21,7 +21,7 @@ def load(family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike)
     if store.is_stored(path):
         store.load_config_of(family, path)
         return store.load(path, dtype=target)
-    config = _read_config(family, path)
+    config = configs.read(family, _config_path(path))
     with lazy.open_tensors(path) as tensors:
         return convert(family, tensors, config, dtype=target, source=path)
 
@@ -29,7 +29,9 @@ def load(family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike)
 def load_config(family: Family, path_or_name: str | os.PathLike[str]) -> Any:
     """Reads the config alone."""
     path = hub.resolve(path_or_name)
-    return store.load_config_of(family, path) if store.is_stored(path) else _read_config(family, path)
+    if store.is_stored(path):
+        return store.load_config_of(family, path)
+    return configs.read(family, _config_path(path))
 
 
 def find_family(path: Path) -> Family:
@@ -42,43 +44,11 @@ def find_family(path: Path) -> Family:
         if family.model_type == model_type:
             return family
     known = " or ".join(repr(family.model_type) for family in FAMILIES.values())
-    raise CheckpointError(f"{path} describes a model of type {model_type!r}; expected {known}")
+    raise CheckpointError(f"{path} describes a model of type {shown(model_type)}; expected {known}")
 
 
 def _config_path(path: Path) -> Path:
     return (path if path.is_dir() else path.parent) / "config.json"
-
-
-def _read_config(family: Family, path: Path) -> Any:
-    path = _config_path(path)
-    given = checkpoint.read_json(path)
-    if given.get("model_type") != family.model_type:
-        raise CheckpointError(
-            f"{path} describes a model of type {given.get('model_type')!r}; expected {family.model_type!r}"
-        )
-    given = family.adapt(given)
-    fields: dict[str, Any] = {field: given.get(key) for field, key in family.sizes.items()}
-    wrong = [
-        f"{key} is {given[key]!r}; expected {' or '.join(map(repr, allowed))}"
-        for key, allowed in family.values.items()
-        if given.get(key, allowed[0]) not in allowed
-    ]
-    wrong += [
-        f"{family.sizes[field]} is {size!r}; expected a positive integer"
-        for field, size in fields.items()
-        if type(size) is not int or size < 1
-    ]
-    for field, (key, default) in family.others.items():
-        fields[field] = value = given.get(key, default)
-        kinds = (bool,) if isinstance(default, bool) else (int, float)
-        if type(value) not in kinds:
-            wrong.append(f"{key} is {value!r}; expected a {kinds[-1].__name__}")
-    if wrong:
-        raise CheckpointError(f"{path} describes no model that this library runs:\n  " + "\n  ".join(wrong))
-    try:
-        return family.config(**fields)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def convert(
@@ -90,24 +60,40 @@ def convert(
     source: object,
 ) -> dict[str, Any]:
     """Converts the tensors of a checkpoint to parameters; CheckpointError lists all that do not fit."""
-    parts = family.parts(config)
+    configs.check_sizes(family, config, stored, source)
+    parts, tied = family.parts(config), family.tied(config)
+    tensors = _without_prefix(stored, family.prefix, source)
     expected = {name: shape for part in parts.values() for name, shape in part.tensors.items()}
-    tied = family.tied(config)
-    tensors = {name.removeprefix(family.prefix): tensor for name, tensor in stored.items()}
-    checkpoint.check_tensors(source, tensors, expected, ignored={*family.ignored(config), *tied})
+    expected |= {name: expected[other] for name, other in tied.items() if name in tensors}
+    checkpoint.check_tensors(source, tensors, expected, ignored=family.ignored(config))
     for name, other in tied.items():
         if name in tensors and not np.array_equal(tensors[name].read(), tensors[other].read()):
             raise CheckpointError(f"{source} holds {name} apart from {other}; expected the same, as they are tied")
     # Waiting for each lets go of what was read before more is.
-    flat = {name: jax.block_until_ready(_parameter(part, tensors, dtype)) for name, part in parts.items()}
+    flat = {name: jax.block_until_ready(_parameter(part, tensors, dtype, source)) for name, part in parts.items()}
     return tree.unflatten(flat)
 
 
-def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike) -> jax.Array:
+def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike, source: object) -> jax.Array:
     """Makes a parameter on the host: on a GPU, compiling a program for each shape would take longer.
 
     JAX copies it, on a CPU too, so that it holds no memory of NumPy's.
     """
-    joined = part.join(*(tensors[name].read() for name in part.tensors))
-    (cast,) = tree.astype({"": joined}, dtype).values()
+    read = {name: tensors[name].read() for name in part.tensors}
+    checkpoint.check_range(source, read, dtype)
+    (cast,) = tree.astype({"": part.join(*read.values())}, dtype).values()
     return jax.device_put(cast, may_alias=False)
+
+
+def _without_prefix(
+    stored: Mapping[str, lazy.LazyTensor], prefix: str, source: object
+) -> dict[str, lazy.LazyTensor]:
+    tensors: dict[str, lazy.LazyTensor] = {}
+    for name, tensor in stored.items():
+        short = name.removeprefix(prefix)
+        if short in tensors:
+            raise CheckpointError(
+                f"{source} holds {short} twice, with and without {prefix!r}; expected one of them"
+            )
+        tensors[short] = tensor
+    return tensors

@@ -100,7 +100,7 @@ _FAMILY = register(
         config=MiniLMConfig,
         init=minilm.init,
         model_type="bert",
-        sizes={
+        keys={
             "vocab_size": "vocab_size",
             "hidden_size": "hidden_size",
             "num_layers": "num_hidden_layers",
@@ -108,8 +108,9 @@ _FAMILY = register(
             "intermediate_size": "intermediate_size",
             "max_positions": "max_position_embeddings",
             "num_token_types": "type_vocab_size",
+            "epsilon": "layer_norm_eps",
         },
-        others={"epsilon": ("layer_norm_eps", 1e-12)},
+        defaults={"epsilon": 1e-12},
         values={
             "hidden_act": ("gelu",),
             "position_embedding_type": ("absolute",),

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from pallas_models import qwen3
 from pallas_models.qwen3 import Qwen3Config
 from weights import loading
+from weights.checkpoint import shown
 from weights.families import Family, Part, gate_up, linear, register, same
 
 
@@ -47,8 +48,12 @@ def load_qwen3_config(path_or_name: str | os.PathLike[str]) -> Qwen3Config:
 def _adapt(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes {"rope_parameters": {"rope_type": "default", "rope_theta": ...}}, 4 the keys below.
     rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters is {shown(rope)}; expected an object")
     config = {"rope_theta": rope.get("rope_theta", 1e6), "rope_type": rope.get("rope_type", "default")} | config
     kinds = config.get("layer_types") or ["full_attention"]
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types is {shown(kinds)}; expected a list")
     return config | {"layer_types": next((kind for kind in kinds if kind != "full_attention"), "full_attention")}
 
 
@@ -89,7 +94,7 @@ _FAMILY = register(
         config=Qwen3Config,
         init=qwen3.init,
         model_type="qwen3",
-        sizes={
+        keys={
             "vocab_size": "vocab_size",
             "hidden_size": "hidden_size",
             "num_layers": "num_hidden_layers",
@@ -98,12 +103,12 @@ _FAMILY = register(
             "head_dim": "head_dim",
             "intermediate_size": "intermediate_size",
             "max_positions": "max_position_embeddings",
+            "rope_theta": "rope_theta",
+            "epsilon": "rms_norm_eps",
+            "tie_embeddings": "tie_word_embeddings",
         },
-        others={
-            "rope_theta": ("rope_theta", 1e6),
-            "epsilon": ("rms_norm_eps", 1e-6),
-            "tie_embeddings": ("tie_word_embeddings", False),
-        },
+        defaults={"rope_theta": 1e6, "epsilon": 1e-6, "tie_embeddings": False},
+        unbounded=("max_positions",),
         values={
             "hidden_act": ("silu",),
             "attention_bias": (False,),

@@ -15,8 +15,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save as serialize
 
+from pallas_models import files
 from pallas_models.minilm import MiniLMConfig
-from weights import checkpoint, families, lazy, tree
+from weights import checkpoint, configs, families, lazy, tree
 from weights.checkpoint import CheckpointError
 from weights.families import Family
 
@@ -45,20 +46,20 @@ def save(
       The path of the file.
 
     Raises:
-      CheckpointError: `params` do not fit `config`; lists every parameter at fault.
+      CheckpointError: `config` describes no model, or `params` do not fit it or `dtype`; lists all at fault.
+      OSError: `dst` cannot be written.
       TypeError: `dtype` is none of the above, or `config` is of no model.
     """
-    path, family = _file(dst), families.of(config)
+    path, family = file_of(dst), families.of(config)
+    configs.from_fields(family, dataclasses.asdict(config), "config")  # what is written can be read
     tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
     checkpoint.check_tensors("params", tensors, families.shapes(config))
     if dtype is not None:
-        tensors = tree.astype(tensors, checkpoint.float_dtype(dtype))
+        checkpoint.check_range("params", tensors, checkpoint.float_dtype(dtype))
+        tensors = tree.astype(tensors, dtype)
     metadata = {"format": _FORMAT, "model": family.name, "config": json.dumps(dataclasses.asdict(config))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    # As bytes: safetensors' own save_file makes a file that nobody but its owner may read.
-    partial.write_bytes(serialize({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata))
-    partial.replace(path)
+    files.write(path, serialize({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata))
     return path
 
 
@@ -78,27 +79,32 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
       CheckpointError: the file is truncated, corrupt, not written by `save`, or does not fit its config.
       TypeError: `dtype` is none of the above.
     """
-    path = _file(path)
+    path = file_of(path)
     target = None if dtype is None else checkpoint.float_dtype(dtype)
     config = load_config(path)
-    flat = {}
+    flat: dict[str, jax.Array] = {}
     with lazy.open_tensors(path) as tensors:
+        configs.check_sizes(families.of(config), config, tensors, path)
         checkpoint.check_tensors(path, tensors, families.shapes(config))
         for name, tensor in tensors.items():  # one after another: no model is in memory twice
-            value = tensor.read()
-            flat[name] = jax.device_put(value if target is None else tree.astype({name: value}, target)[name])
+            read = {name: tensor.read()}
+            if target is not None:
+                checkpoint.check_range(path, read, target)
+                read = tree.astype(read, target)
+            flat |= jax.device_put(read)
     return tree.unflatten(flat)
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
     """Reads the config of the file that `save` wrote; path and errors as in `load`."""
-    path = _file(path)
+    path = file_of(path)
     metadata = _metadata(path)
     family = families.named(metadata.get("model"), path)
     try:
-        return family.config(**json.loads(metadata["config"]))
-    except (KeyError, TypeError, ValueError) as error:
+        fields = json.loads(metadata.get("config", "null"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has metadata that is not a {family.name} config: {error}") from error
+    return configs.from_fields(family, fields, path)
 
 
 def load_config_of(family: Family, path: Path) -> Any:
@@ -112,16 +118,17 @@ def load_config_of(family: Family, path: Path) -> Any:
 
 def model_name(path: Path) -> str | None:
     """The family's name that the file of `save` states; path and errors as in `load`."""
-    return _metadata(_file(path)).get("model")
+    return _metadata(file_of(path)).get("model")
 
 
 def is_stored(path: Path) -> bool:
     """Whether `path` is a file of `save`, or a folder that holds one as params.safetensors."""
-    path = _file(path)
-    return path.suffix == ".safetensors" and path.is_file() and _is_ours(checkpoint.read_metadata(path))
+    path = file_of(path)
+    return path.suffix == ".safetensors" and path.is_file() and _is_ours(lazy.read_metadata(path))
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """The file that `path` names: itself if it ends in .safetensors, else params.safetensors in that folder."""
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / FILE_NAME
 
@@ -131,7 +138,7 @@ def _is_ours(metadata: Mapping[str, str]) -> bool:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    metadata = checkpoint.read_metadata(path)
+    metadata = lazy.read_metadata(path)
     if not _is_ours(metadata):
         raise CheckpointError(
             f"{path} was not written by weights.save (its metadata: {metadata}); "

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models.ops.trimul import Direction
-from weights import checkpoint
+from weights import checkpoint, lazy
 from weights.checkpoint import CheckpointError
 
 
@@ -97,19 +97,17 @@ def load_trimul(
 
     Raises:
       FileNotFoundError: the file was not found.
-      CheckpointError: a file is truncated or corrupt, the names are of none of these, or tensors are missing,
-        unexpected or misshapen (all are listed).
+      CheckpointError: a file is truncated or corrupt, the names are of none of these, tensors are missing,
+        unexpected or misshapen (all are listed), or a number is beyond what `dtype` can hold.
       ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
       TypeError: `dtype` is none of the above.
       ValueError: `direction` is unknown.
     """
     target = checkpoint.float_dtype(dtype)
-    tensors: Mapping[str, Any]
     if isinstance(source, Mapping):
-        tensors, place = source, "the state dict"
-    else:
-        tensors, place = checkpoint.read_tensors(Path(source)), os.fspath(source)
-    return jax.device_put(convert(tensors, direction=direction, prefix=prefix, dtype=target, source=place))
+        return jax.device_put(convert(source, direction=direction, prefix=prefix, dtype=target))
+    with lazy.open_tensors(Path(source)) as tensors:
+        return jax.device_put(_convert(tensors, direction, prefix, target, os.fspath(source)))
 
 
 def convert(
@@ -125,16 +123,18 @@ def convert(
     Returns:
       Nested dict of NumPy arrays: kernels (in, out), the four projections in one, (C, 4H).
     """
+    return _convert(lazy.in_memory(tensors), direction, prefix, dtype, source)
+
+
+def _convert(
+    stored: Mapping[str, lazy.LazyTensor], direction: Direction, prefix: str, dtype: DTypeLike, source: object
+) -> dict[str, Any]:
     if direction not in get_args(Direction):
         raise ValueError(f"{direction=} is unknown; expected one of {get_args(Direction)}")
-    family = _detect(tensors, prefix, source)
-    tensors = {
-        name.removeprefix(prefix): checkpoint.to_numpy(tensor)
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-    c = _size(tensors, source, (f"{family.norm}.weight", 0), (f"{family.out}.weight", 0))
-    h = _size(tensors, source, (f"{family.out_norm}.weight", 0), (f"{family.out}.weight", 1))
+    family = _detect(stored, prefix, source)
+    lazily = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    c = _size(lazily, source, (f"{family.norm}.weight", 0), (f"{family.out}.weight", 0))
+    h = _size(lazily, source, (f"{family.out_norm}.weight", 0), (f"{family.out}.weight", 1))
     rows = dict.fromkeys(family.projections, 4 * h // len(family.projections))
     rows |= {family.gate: c if family.gate_after else h, family.out: c}
     expected: dict[str, tuple[int, ...]] = {
@@ -142,9 +142,11 @@ def convert(
     }
     expected |= {f"{family.norm}.{leaf}": (c,) for leaf in ("weight", "bias")}
     expected |= {f"{family.out_norm}.{leaf}": (h,) for leaf in ("weight", "bias")}
-    biases = {f"{name}.bias": (size,) for name, size in rows.items() if f"{name}.bias" in tensors}
+    biases = {f"{name}.bias": (size,) for name, size in rows.items() if f"{name}.bias" in lazily}
     what = f"a triangle multiplicative update of {family.name} with C={c} and H={h}"
-    checkpoint.check_tensors(source, tensors, expected | biases, what=what)
+    checkpoint.check_tensors(source, lazily, expected | biases, what=what)
+    tensors = {name: tensor.read() for name, tensor in lazily.items()}
+    checkpoint.check_range(source, tensors, dtype)
 
     def norm(name: str) -> dict[str, np.ndarray]:
         return {
@@ -189,9 +191,9 @@ def _detect(tensors: Collection[str], prefix: str, source: object) -> _Family:
     raise CheckpointError(message)
 
 
-def _size(tensors: Mapping[str, np.ndarray], source: object, *places: tuple[str, int]) -> int:
+def _size(tensors: Mapping[str, checkpoint.Described], source: object, *places: tuple[str, int]) -> int:
     """The length of the first of these axes of tensors that is there."""
     for name, axis in places:
-        if name in tensors and tensors[name].ndim > axis:
+        if name in tensors and len(tensors[name].shape) > axis:
             return tensors[name].shape[axis]
     raise CheckpointError(f"{source} has none of {', '.join(name for name, _ in places)}, which tell its sizes")

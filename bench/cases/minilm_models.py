@@ -17,7 +17,7 @@ import weights
 from bench.measuring.contenders import DTYPES
 from pallas_models import ops
 from pallas_models.minilm import MiniLMConfig
-from weights.checkpoint import read_tensors
+from weights.lazy import read_tensors
 from weights.minilm import convert
 
 

@@ -5,16 +5,19 @@ they are shown (`bench.reporting.tables`), so that a file cannot contradict itse
 """
 
 import dataclasses
+import datetime
 import json
 import math
-import os
 import re
+import reprlib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from bench.measuring.timing import Timing
+from pallas_models import files
 
 FORMAT = "pallas_models.bench"
 VERSION = 2  # 2 has more families, and peak_bytes
@@ -148,9 +151,7 @@ def save(result: Result, folder: Path) -> Path:
     path = path_of(result, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(result)}
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    files.write(path, json.dumps(data, indent=1) + "\n")
     return path
 
 
@@ -175,18 +176,46 @@ def load(path: Path) -> Result:
         raise ResultError(f"{path}: has version {version!r} of the schema; this program reads {known}")
     try:
         result: Result = _build(Result, data, "")
-        for case in result.cases:
-            for entry in case.entries:
-                for time in (entry.device, entry.wall):
-                    if time and not 0 < time.p20_us <= time.median_us <= time.p80_us < math.inf:
-                        raise _MismatchError(f"{case.label}, {entry.name}: impossible times {time}")
+        _check(result)
         return result
     except _MismatchError as error:
         raise ResultError(f"{path}: {error}") from error
 
 
+def _check(result: Result) -> None:
+    """Raises _MismatchError for values that have the right type and cannot be."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.-]*", result.benchmark):  # it is part of names and links
+        raise _MismatchError(f"benchmark: expected a name such as gated-mlp, got {reprlib.repr(result.benchmark)}")
+    try:
+        datetime.datetime.fromisoformat(result.date)
+    except ValueError:
+        raise _MismatchError(f"date: expected ISO 8601, got {reprlib.repr(result.date)}") from None
+    _check_numbers("ceilings", result.ceilings)
+    for case in result.cases:
+        _check_numbers(case.label, {"flop": case.flop, "bytes": case.bytes})
+        for entry in case.entries:
+            place = f"{case.label}, {entry.name}"
+            _check_numbers(place, {"compile_s": entry.compile_s, "peak_bytes": entry.peak_bytes})
+            times = {name: value for name, value in entry.metrics.items() if name.endswith(("_s", "_us"))}
+            _check_numbers(place, times, least=math.ulp(0))
+            for time in (entry.device, entry.wall):
+                if time and not 0 < time.p20_us <= time.median_us <= time.p80_us < math.inf:
+                    raise _MismatchError(f"{place}: impossible times {time}")
+
+
+def _check_numbers(place: str, values: Mapping[str, float | None], least: float = 0.0) -> None:
+    for name, value in values.items():
+        if value is not None and not least <= value < math.inf:
+            raise _MismatchError(f"{place}: {name} is {value}; expected a finite number from {least:g}")
+
+
 class _MismatchError(ValueError):
     pass
+
+
+def _printable(text: str) -> str:
+    """The text in one line, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _build(expected: Any, data: Any, where: str) -> Any:
@@ -194,7 +223,7 @@ def _build(expected: Any, data: Any, where: str) -> Any:
     here = where or "the file"
     if isinstance(expected, type) and dataclasses.is_dataclass(expected):
         if not isinstance(data, dict):
-            raise _MismatchError(f"{here}: expected an object, got {data!r:.60}")
+            raise _MismatchError(f"{here}: expected an object, got {reprlib.repr(data)}")
         fields = {field.name: field for field in dataclasses.fields(expected)}
         hints = typing.get_type_hints(expected)
         if unknown := sorted(data.keys() - fields.keys()):
@@ -206,19 +235,21 @@ def _build(expected: Any, data: Any, where: str) -> Any:
     if origin is list and isinstance(data, list):
         return [_build(arguments[0], value, f"{where}[{i}]") for i, value in enumerate(data)]
     if origin is dict and isinstance(data, dict):
-        return {key: _build(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+        return {_printable(key): _build(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
     if origin is types.UnionType:  # X | None
         return None if data is None else _build(arguments[0], data, where)
     if origin is Literal:
         if data in arguments:
             return data
-        raise _MismatchError(f"{here}: expected one of {', '.join(arguments)}, got {data!r:.60}")
+        raise _MismatchError(f"{here}: expected one of {', '.join(arguments)}, got {reprlib.repr(data)}")
     if expected is float and type(data) in (int, float):
         try:
             return float(data)
         except OverflowError:
             raise _MismatchError(f"{here}: an integer of {data.bit_length()} bits is no float") from None
+    if expected is str and isinstance(data, str):
+        return _printable(data)
     if type(data) is not expected:
         name = getattr(origin or expected, "__name__", str(expected))
-        raise _MismatchError(f"{here}: expected {name}, got {data!r:.60}")
+        raise _MismatchError(f"{here}: expected {name}, got {reprlib.repr(data)}")
     return data

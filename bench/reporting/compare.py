@@ -84,7 +84,7 @@ def differences(before: Result, after: Result) -> list[str]:
             if a.get(name) != b.get(name):
                 lines.append(f"{title}{name}: {a.get(name, 'absent')} in A, {b.get(name, 'absent')} in B")
     for name in before.ceilings.keys() & after.ceilings.keys():
-        ratio = after.ceilings[name] / before.ceilings[name]
+        ratio = after.ceilings[name] / before.ceilings[name] if before.ceilings[name] else math.nan
         if abs(ratio - 1) > 0.01:
             lines.append(f"measured ceiling {name}: B has {ratio:.3f} times that of A")
     for file, result, other in (("A", before, after), ("B", after, before)):

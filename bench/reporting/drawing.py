@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measuring.results import Family
+from pallas_models import files
 
 WIDTH = 4.0  # inches
 INK = "#212529"
@@ -86,13 +87,13 @@ class Plot:
 
     def save(self, folder: Path) -> None:
         """Writes NAME.svg, which adapts to light and dark, and NAME.png, on white."""
-        (folder / f"{self.name}.svg").write_text(self.svg(inline=False), encoding="utf-8")
+        files.write(folder / f"{self.name}.svg", self.svg(inline=False))
         self.save_png(folder)
 
     def save_png(self, folder: Path) -> None:
         """Writes NAME.png, on white."""
-        with style():
-            self.figure.savefig(folder / f"{self.name}.png", dpi=200, facecolor="white")
+        with style(), files.replacing(folder / f"{self.name}.png") as file:
+            self.figure.savefig(file, format="png", dpi=200, facecolor="white")
 
 
 def style() -> Any:

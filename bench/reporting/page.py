@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.measuring.results import Result, slug
 from bench.reporting import plots, tables
 from bench.reporting.drawing import Plot
+from pallas_models import files
 
 NAME = "index.html"
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
@@ -125,10 +126,13 @@ def write(results: Sequence[Result], summaries: Sequence[str], folder: Path) -> 
     """
     overview, drawn = plots.overview(results), [plots.plots(result) for result in results]
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("*.svg"), *folder.glob("*.png")):
-        old.unlink()
-    for plot in (plot for of in (overview, *drawn) for plot in of):
+    every = [plot for of in (overview, *drawn) for plot in of]
+    for plot in every:
         plot.save(folder)
     path = folder / NAME
-    path.write_text(page(results, summaries, overview, drawn), encoding="utf-8")
+    files.write(path, page(results, summaries, overview, drawn))
+    names = {plot.name for plot in every}
+    for old in (*folder.glob("*.svg"), *folder.glob("*.png")):
+        if old.stem not in names:
+            old.unlink()
     return path

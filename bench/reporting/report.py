@@ -10,6 +10,7 @@ from bench.__main__ import BENCHMARKS
 from bench.measuring import results
 from bench.measuring.results import Result
 from bench.reporting import readme, tables
+from pallas_models import files
 
 HELP = "make pages with tables and plots from the results, and the summary in README.md"
 
@@ -52,7 +53,7 @@ def write_markdown(complete: list[Result], folder: Path) -> bool:
     path = folder / readme.NAME
     try:
         there = [name for name in readme.PLOTS if (folder / PLOTS / f"{name}.png").is_file()]
-        path.write_text(readme.page(complete, there), encoding="utf-8")
+        files.write(path, readme.page(complete, there))
     except OSError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return False

@@ -198,10 +198,11 @@ class Encoder:
 
         Raises:
           TypeError: a sentence is not a string, or sentences are a mapping or a table.
-          ValueError: `batch_size` is below 1.
+          ValueError: `batch_size` is below 1, or a sentence is no valid Unicode.
         """
         if isinstance(sentences, str):
             _check_batch_size(batch_size)
+            _check_unicode(sentences, "sentences")
             return self._encode_one(sentences, normalize_embeddings)
         sentences = _as_list(sentences)
         embeddings = np.empty((len(sentences), self.config.hidden_size), np.float32)
@@ -306,7 +307,19 @@ def _as_list(sentences: Iterable[str]) -> list[str]:
     for i, sentence in enumerate(sentences):
         if not isinstance(sentence, str):
             raise TypeError(f"sentences[{i}] is of type {type(sentence).__name__}; expected str")
+        if not sentence.isascii():
+            _check_unicode(sentence, f"sentences[{i}]")
     return sentences
+
+
+def _check_unicode(sentence: str, name: str) -> None:
+    try:
+        sentence.encode()
+    except UnicodeEncodeError as error:
+        found = ascii(sentence[error.start])
+        raise ValueError(
+            f"{name} holds {found} at {error.start}, half of a surrogate pair; expected valid Unicode"
+        ) from error
 
 
 def _shows(asked: bool | None, long: bool) -> bool:

@@ -25,7 +25,7 @@ def choose(config: Config | Chooser | None, problem: Problem[Config], target: Ta
       TableError: `config` is a table whose entry for the problem cannot be used.
     """
     if isinstance(config, Chooser):
-        chosen = config.choose(problem)
+        chosen = _from(config, problem, target)
         if chosen is not None:
             return chosen
     elif config is not None:
@@ -35,13 +35,26 @@ def choose(config: Config | Chooser | None, problem: Problem[Config], target: Ta
         return config
     for table in installed(target.name):
         try:
-            chosen = table.choose(problem)
+            chosen = _from(table, problem, target)
         except TableError as error:  # from another version: no reason for an op to fail
             warnings.warn(f"left out a tuned config: {error}", stacklevel=2)
         else:
             if chosen is not None:
                 return chosen
     return problem.heuristic()
+
+
+def _from(table: Chooser, problem: Problem[Config], target: Target) -> Config | None:
+    """What a table chooses; TableError where the target has not the shared memory for it."""
+    chosen = table.choose(problem)
+    if chosen is not None and problem.shared_memory is not None:
+        size = problem.shared_memory(chosen)
+        if size > target.shared_memory and chosen != problem.heuristic():
+            raise TableError(
+                f"{chosen} of {problem} takes {size} bytes of shared memory; {target.name or 'the GPU'} has "
+                f"{target.shared_memory}"
+            )
+    return chosen
 
 
 def lookup(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,17 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models import files
 from pallas_models.tuning.problem import Chooser, Problem
 
 Config = TypeVar("Config")
 
 FORMAT = "pallas_models.tuning"
 VERSION = 1
+
+# The largest values of a config's fields: a CTA has 1024 threads at most, and no kernel gains from more stages.
+_MOST = {"num_warps": 32, "num_stages": 16}
+_MOST_OTHERS = 1 << 16
 
 
 class TableError(ValueError):
@@ -118,6 +124,7 @@ class Table(Chooser):
         if entry.config is None:
             return problem.heuristic()
         try:
+            _check_fields(problem.config, entry.config)
             return problem.config(**entry.config)
         except (TypeError, ValueError) as error:
             raise TableError(f"{self.path or 'table'}: the config of {problem} does not fit ({error})") from error
@@ -133,9 +140,7 @@ class Table(Chooser):
         head = {"format": FORMAT, "version": VERSION, "gpu": self.gpu}
         text = f'{json.dumps(head)[:-1]}, "entries": [\n  {rows}\n]}}\n'
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        files.write(path, text)
         _read.cache_clear()
 
     @staticmethod
@@ -150,12 +155,14 @@ class Table(Chooser):
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise TableError(f"{path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:  # not UTF-8 or not JSON
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
             raise TableError(f"{path}: is not a JSON file, or was cut short ({error})") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise TableError(f'{path}: is not a table of tuned configs (no "format": "{FORMAT}")')
         if data.get("version") != VERSION:
-            raise TableError(f"{path}: has version {data.get('version')!r}; this program reads version {VERSION}")
+            raise TableError(
+                f"{path}: has version {reprlib.repr(data.get('version'))}; this program reads version {VERSION}"
+            )
         if not isinstance(data.get("gpu"), str) or not isinstance(data.get("entries"), list):
             raise TableError(f"{path}: lacks the name of its GPU or its entries")
         entries = []
@@ -167,22 +174,34 @@ class Table(Chooser):
         return Table(gpu=data["gpu"], entries=tuple(entries), path=path)
 
 
+def _check_fields(kind: type[Any], values: Mapping[str, Any]) -> None:
+    """Raises ValueError where a value cannot be that of the field of a kernel's config class."""
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    for name, value in values.items():
+        if fields.get(name) is int:
+            most = _MOST.get(name, _MOST_OTHERS)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} is {reprlib.repr(value)}; expected an integer from 1 to {most}")
+        elif fields.get(name) is bool and type(value) is not bool:
+            raise ValueError(f"{name} is {reprlib.repr(value)}; expected true or false")
+
+
 def _entry(row: Any) -> Entry:
     """Builds an entry from what JSON gave; raises TypeError or ValueError if it is none."""
     if not isinstance(row, dict):
-        raise TypeError(f"expected an object, got {row!r:.60}")
+        raise TypeError(f"expected an object, got {reprlib.repr(row)}")
     entry = Entry(**row)
     if not all(
         isinstance(text, str) for text in (entry.op, entry.backend, entry.dtype, entry.date, entry.versions)
     ):
         raise TypeError("op, backend, dtype, date and versions must be strings")
     if not isinstance(entry.shape, dict) or not all(type(size) is int for size in entry.shape.values()):
-        raise TypeError(f"shape must hold integers, got {entry.shape!r:.60}")
+        raise TypeError(f"shape must hold integers, got {reprlib.repr(entry.shape)}")
     if not isinstance(entry.bucketed, list) or not set(entry.bucketed) <= set(entry.shape):
-        raise ValueError(f"bucketed must name sizes of the shape, got {entry.bucketed!r:.60}")
+        raise ValueError(f"bucketed must name sizes of the shape, got {reprlib.repr(entry.bucketed)}")
     if not isinstance(entry.heuristic, dict) or not isinstance(entry.config, dict | None):
         raise TypeError("config and heuristic must be objects")
-    if not all(isinstance(us, int | float) and 0 < us < math.inf for us in (entry.us, entry.heuristic_us)):
+    if not all(type(us) in (int, float) and 0 < us < 1e12 for us in (entry.us, entry.heuristic_us)):
         raise ValueError("us and heuristic_us must be positive numbers")
     return dataclasses.replace(entry, bucketed=tuple(entry.bucketed))
 
@@ -226,6 +245,8 @@ def _read(path: Path, gpu: str) -> Table | None:
         warnings.warn(f"left out a table of tuned configs: {error}", stacklevel=2)
         return None
     if table.gpu != gpu:
-        warnings.warn(f"left out a table of tuned configs: {path}: is for {table.gpu}, not {gpu}", stacklevel=2)
+        warnings.warn(
+            f"left out a table of tuned configs: {path}: is for {reprlib.repr(table.gpu)}, not {gpu}", stacklevel=2
+        )
         return None
     return table

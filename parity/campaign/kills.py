@@ -1,0 +1,197 @@
+"""Writers that are killed at a random moment: what lies under a final name is the older file or the newer one.
+
+A writer runs the program itself in a loop, by turns with two inputs, so that it writes much of the time. It is
+killed by SIGKILL, and started anew in the same folder for the next case.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+
+from parity import checkpoints
+from parity.campaign._case import Case
+from parity.campaign._damage import pick
+from parity.campaign._sandbox import ROOT
+
+MODEL = checkpoints.MiniLMConfig(
+    vocab_size=2000, hidden_size=256, num_layers=2, num_heads=4, intermediate_size=1024, max_positions=64
+)
+RESULTS = ROOT / "bench" / "results" / "nvidia-h200"
+LONGEST_S = 0.6  # until the kill, once a writer is in its loop
+
+
+def _weights(folder: Path) -> Callable[[int], int]:
+    from weights.__main__ import main
+
+    dtypes = ("float16", "float32")
+    return lambda turn: main(["minilm", str(folder / "model"), str(folder / "out"), "--dtype", dtypes[turn]])
+
+
+def _embed(folder: Path) -> Callable[[int], int]:
+    from pallas_models.__main__ import main
+
+    for turn in range(2):
+        lines = [f"{word} guitar {turn}" for word in checkpoints.WORDS] * 40
+        (folder / f"{turn}.txt").write_text("\n".join(lines[: 400 + turn]))
+    options = ["--model", str(folder / "model"), "--output", str(folder / "out" / "embeddings.npy")]
+    options += ["--batch-size", "256", "--no-compilation-cache"]
+    return lambda turn: main(["embed", str(folder / f"{turn}.txt"), *options])
+
+
+def _bench(folder: Path) -> Callable[[int], int]:
+    from bench.__main__ import main
+
+    options = ["--quick", "--no-compile", "--dtype", "fp32", "--output", str(folder / "out")]
+    return lambda turn: main(["softmax", "--shapes", ("16x64", "16x64,8x128")[turn], *options])
+
+
+def _results(folder: Path) -> Callable[[int], int]:
+    from bench.measuring import results
+
+    loaded = [results.load(RESULTS / f"{name}.json") for name in ("trimul", "attention")]
+    both = [result.__class__(**{**vars(result), "benchmark": "gemm"}) for result in loaded]
+    return lambda turn: int(not results.save(both[turn], folder / "out"))
+
+
+def _report(folder: Path) -> Callable[[int], int]:
+    from bench.__main__ import main
+
+    (folder / "out").mkdir(exist_ok=True)
+    readme = folder / "out" / "README.md"
+    readme.write_text("text\n" * 10_000 + "<!-- bench:summary -->\n<!-- /bench:summary -->\n")
+    for turn, names in enumerate((("gemm", "norm"), ("gemm", "norm", "softmax"))):
+        for name in names:
+            gpu = folder / f"results-{turn}" / "nvidia-h200"
+            gpu.mkdir(parents=True, exist_ok=True)
+            shutil.copy(RESULTS / f"{name}.json", gpu)
+    return lambda turn: main(
+        ["report", "--results", str(folder / f"results-{turn}"), "--readme", str(readme), "--no-html"]
+    )
+
+
+def _table(folder: Path) -> Callable[[int], int]:
+    from pallas_models.tuning import Table, shipped_path
+
+    table = Table.load(shipped_path("NVIDIA H200"))
+    other = Table(gpu=table.gpu, entries=table.entries[::2])
+    return lambda turn: int((table, other)[turn].save(folder / "out" / "table.json") is not None)
+
+
+WRITERS: dict[str, Callable[[Path], Callable[[int], int]]] = {
+    "weights": _weights,
+    "embed": _embed,
+    "bench": _bench,
+    "results": _results,
+    "report": _report,
+    "table": _table,
+}
+
+
+def main(writer: str, folder: Path) -> None:
+    """Writes without end, after a line and a wait once there is a file of each input."""
+    say = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    (folder / "out").mkdir(exist_ok=True)
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        write = WRITERS[writer](folder)
+        for turn in (0, 1):
+            if write(turn):
+                raise SystemExit(f"{writer} fails")
+            print(turn, file=say, flush=True)
+            sys.stdin.readline()
+        for turn in itertools.cycle((0, 1)):
+            write(turn)
+
+
+@functools.cache
+def _folder(writer: str) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix=f"campaign-{writer}-")
+    checkpoints.write(Path(folder.name, "model"), checkpoints.bert_tensors(MODEL), checkpoints.bert_config(MODEL))
+    return folder
+
+
+def _written(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+
+
+def _same(path: Path, content: bytes, other: bytes | None) -> bool:
+    """Whether two files hold the same; the metadata of a safetensors file stands in no order."""
+    if content == other or other is None or path.suffix != ".safetensors":
+        return content == other
+    try:
+        found, expected = safetensors.numpy.load(content), safetensors.numpy.load(other)
+    except safetensors.SafetensorError:
+        return False
+    return found.keys() == expected.keys() and all(
+        tensor.dtype == expected[name].dtype and np.array_equal(tensor, expected[name])
+        for name, tensor in found.items()
+    )
+
+
+def _is_draft(path: Path) -> bool:
+    return path.suffix == ".draft" and path.name.startswith(".")
+
+
+def _wrong(path: Path, content: bytes, whole: list[dict[Path, bytes]]) -> str | None:
+    """What is wrong with a file after the kill, given what writers that were let alone leave."""
+    if _is_draft(path) or any(_same(path, content, files.get(path)) for files in whole):
+        return None
+    if path.suffix == ".json" and "softmax" in path.name:  # times differ from run to run
+        from bench.measuring import results
+
+        with contextlib.suppress(results.ResultError):
+            results.load(path)
+            return None
+    return f"{path.name} is neither the older nor the newer file ({len(content)} bytes)"
+
+
+def _kill(writer: str, delay: float) -> str | None:
+    """Kills a writer; says what is wrong with what it left."""
+    folder = Path(_folder(writer).name)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parity.campaign.kills", writer, str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    whole = []
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            for _ in range(2):
+                if not process.stdout.readline():
+                    return f"{writer} fails"
+                whole.append(_written(folder))
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            time.sleep(delay)
+        finally:
+            process.kill()
+    if drafts := [path.name for files in whole for path in files if _is_draft(path)]:
+        return f"{drafts} of a killed writer are left after another one"
+    left = _written(folder)
+    if missing := [path.name for path in whole[0] if path not in left and path in whole[1]]:
+        return f"{missing} are gone"
+    return next(filter(None, (_wrong(path, content, whole) for path, content in left.items())), None)
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """A writer, and a moment."""
+    for number in itertools.count():
+        rng = np.random.default_rng([seed, number])
+        writer, delay = pick(rng, WRITERS), float(rng.uniform(0, LONGEST_S))
+        yield Case(name=f"{writer} killed after {delay:.3f} s", run=functools.partial(_kill, writer, delay))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,152 @@
+"""How files are written: whole or not at all, by one writer or many, killed or not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from pallas_models import files
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Starts a program that may import `files` alone; it is ready once it has printed a line."""
+    given = [f"import runpy, sys; files = runpy.run_path({files.__file__!r})\n" + textwrap.dedent(code)]
+    command = [sys.executable, "-c", *given, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_text_and_bytes(tmp_path):
+    files.write(tmp_path / "a", "é\n")
+    files.write(tmp_path / "b", b"\xff")
+    assert (tmp_path / "a").read_bytes() == "é\n".encode() and (tmp_path / "b").read_bytes() == b"\xff"
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_others_may_read_it_as_any_other_file(tmp_path):
+    (tmp_path / "usual").touch()
+    files.write(tmp_path / "ours", "x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_the_older_file_alone(tmp_path, error):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(error), files.replacing(tmp_path / "a") as file:
+        file.write(b"ne")
+        file.flush()
+        raise error
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+
+
+def test_a_full_disk_leaves_the_older_file_alone(tmp_path, monkeypatch):
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a").write_text("old")
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+
+
+def test_nothing_is_in_place_before_all_is_on_the_disk(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((tmp_path / "a").read_text()))
+    (tmp_path / "a").write_text("old")
+    with files.replacing(tmp_path / "a") as file:
+        file.write(b"new")
+        assert (tmp_path / "a").read_text() == "old"
+    assert seen == ["old", "new"]  # the file, and then its folder
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    files.write(tmp_path / "a", "x")
+    assert (tmp_path / "a").is_symlink() and (tmp_path / "b").read_text() == "x"
+
+
+def test_what_is_no_regular_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    files.write(pipe, "through")
+    assert reader.communicate()[0] == b"through"
+    assert names(tmp_path) == ["pipe"]
+
+
+def test_impossible_paths_are_found_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for path, error in (
+        (tmp_path, IsADirectoryError),
+        (tmp_path / "absent" / "a", FileNotFoundError),
+        (tmp_path / "file" / "a", NotADirectoryError),
+        ("/proc/a", OSError),
+    ):
+        with pytest.raises(error, match=str(path)), files.replacing(path):
+            pytest.fail("the work was begun")
+
+
+def test_drafts_of_killed_writers_are_removed_and_no_others(tmp_path):
+    program = """
+    with files["replacing"](sys.argv[1]) as file:
+        file.write(b"half")
+        file.flush()
+        print("begun", flush=True)
+        sys.stdin.read()
+    """
+    killed, other = start(program, tmp_path / "a"), start(program, tmp_path / "b")
+    with killed, other:
+        assert killed.stdout.readline() == other.stdout.readline() == "begun\n"
+        killed.kill()
+        killed.wait()
+        assert len(names(tmp_path)) == 2
+        files.write(tmp_path / "c", "x")
+        assert len(names(tmp_path)) == 2 and "c" in names(tmp_path)  # that of the writer that goes on is there
+        other.send_signal(signal.SIGKILL)
+
+
+def test_many_writers_of_one_file(tmp_path):
+    """Whoever reads the file finds what one of them wrote, and nothing but the file is left."""
+    program = """
+    for _ in range(40):
+        files["write"](sys.argv[1], sys.argv[2] * 300_000)
+    """
+    path = tmp_path / "a"
+    path.write_text("0" * 300_000)
+    writers = [start(program, path, digit) for digit in "123"]
+    found = set()
+    while any(writer.poll() is None for writer in writers):
+        found.add(path.read_text())
+        time.sleep(1e-3)
+    for writer in writers:
+        with writer:
+            assert writer.wait() == 0
+    assert found <= {digit * 300_000 for digit in "0123"} and len(found) > 1
+    assert names(tmp_path) == ["a"]
+
+
+ROOT = Path(__file__).parents[1]
+WRITES = re.compile(
+    r"""\.write_(text|bytes)\(|open\(.*["'][wxa]b?["']|os\.(replace|rename)\(|(np\.save|save_file)\((?!file,)"""
+)
+# A scratch file for a process that is started next, an example in a docstring, and the function itself.
+ELSEWHERE = {"bench/cases/startup.py": 1, "pallas_models/exporting.py": 1, "pallas_models/files.py": 2}
+
+
+def test_nothing_is_written_elsewhere():
+    found = {}
+    for package in ("pallas_models", "weights", "bench"):
+        for path in (ROOT / package).rglob("*.py"):
+            if count := sum(1 for line in path.read_text().splitlines() if WRITES.search(line.partition("#")[0])):
+                found[path.relative_to(ROOT).as_posix()] = count
+    assert found == ELSEWHERE

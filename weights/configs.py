@@ -1,0 +1,92 @@
+"""The schema of configs, which is their class: one for config.json and for the metadata of our own files."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weights.checkpoint import CheckpointError, Described, read_json, shown
+from weights.families import Family
+
+_FLOAT32 = np.finfo(np.float32)
+_KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
+    int: (lambda value: type(value) is int and 0 < value < 2**31, "a positive integer below 2**31"),
+    float: (
+        lambda value: type(value) in (int, float) and float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max),
+        f"a positive number from {_FLOAT32.tiny:.0e} to {_FLOAT32.max:.0e}",
+    ),
+    bool: (lambda value: type(value) is bool, "true or false"),
+}
+
+
+def read(family: Family, path: Path) -> Any:
+    """Reads the config of a model of `family` from a config.json.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: it describes a model of another type, or one that this library does not run; all that is
+        wrong is listed.
+    """
+    given = read_json(path)
+    if given.get("model_type") != family.model_type:
+        found = shown(given.get("model_type"))
+        raise CheckpointError(f"{path} describes a model of type {found}; expected {family.model_type!r}")
+    try:
+        given = family.adapt(given)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    wrong = [
+        f"{key} is {shown(given[key])}; expected {' or '.join(map(repr, allowed))}"
+        for key, allowed in family.values.items()
+        if given.get(key, allowed[0]) not in allowed
+    ]
+    fields = {field: given.get(key, family.defaults.get(field)) for field, key in family.keys.items()}
+    return _build(family, fields, path, names=family.keys, wrong=wrong)
+
+
+def from_fields(family: Family, fields: object, source: object) -> Any:
+    """The config with these fields, which must all be there; CheckpointError listing what is wrong with them."""
+    known = {field.name for field in dataclasses.fields(family.config)}
+    if not isinstance(fields, Mapping):
+        raise CheckpointError(f"{source} has a config that is {shown(fields)}; expected an object")
+    wrong = [f"{shown(name)} is no field of a {family.name} config" for name in fields if name not in known]
+    return _build(family, fields, source, names={}, wrong=wrong)
+
+
+def _build(
+    family: Family, fields: Mapping[str, Any], source: object, *, names: Mapping[str, str], wrong: list[str]
+) -> Any:
+    values = {}
+    for name, kind in typing.get_type_hints(family.config).items():
+        value = fields.get(name)
+        fits, expected = _KINDS[kind]
+        if fits(value):
+            values[name] = kind(value)
+        else:
+            wrong.append(f"{names.get(name, name)} is {shown(value)}; expected {expected}")
+    if wrong:
+        raise CheckpointError(f"{source} describes no model that this library runs:\n  " + "\n  ".join(wrong))
+    try:
+        return family.config(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def check_sizes(family: Family, config: Any, tensors: Mapping[str, Described], source: object) -> None:
+    """CheckpointError where the tensors cannot be those of so large a model.
+
+    To be called before anything is made, or walked through, that is as large as the config says.
+    """
+    layers, values = len(tensors), sum(math.prod(tensor.shape) for tensor in tensors.values())
+    wrong = [
+        f"{name} is {getattr(config, name)}; expected at most {most:,}, the number of {of} that there are"
+        for name, kind in typing.get_type_hints(family.config).items()
+        for most, of in [(layers, "tensors") if name == "num_layers" else (values, "values in the tensors")]
+        if kind is int and name not in family.unbounded and getattr(config, name) > most
+    ]
+    if wrong:
+        raise CheckpointError(f"{source} does not fit its config:\n  " + "\n  ".join(wrong))
