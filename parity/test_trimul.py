@@ -14,7 +14,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 import weights
-from pallas_models import ops, trimul
+from pallas_models import ops, target, trimul
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops.trimul import Config
 from parity.common import (
@@ -304,44 +304,80 @@ def test_range(implementation):
         assert_close(f(params, x), exact(params, x), 3e-3)
 
 
-def scaled(norm=1.0, mask=None, channels=16, n=16):
-    """Parameters whose norm of x has `norm` times its scale, x, and a mask of 0 and `mask`."""
-    params = random_params(trimul.TriMulConfig(channels=channels, hidden=16, use_bias=True))
+def large_sides(norm, mask=None):
+    """Parameters, x and mask that make left and right as large as is wanted.
+
+    The norm of x is `norm` times as large; its gates are not, or they would be 0 or 1 by the last bit of a weight.
+    The mask is 0 and `mask`.
+    """
+    params = random_params(trimul.TriMulConfig(channels=16, hidden=16))
+    kernel = params["projections"]["kernel"].reshape(16, 4, 16)
+    params["projections"]["kernel"] = kernel.at[:, 1::2].set(0.0).reshape(16, 64)
+    params["gate_before"]["kernel"] *= 0.0
     params["norm"] = {name: p * norm for name, p in params["norm"].items()}
-    factors = None if mask is None else mask * pair_mask("random", 1, n, n).astype(jnp.float32)
-    return params, pairs(1, n, n, channels), factors
+    return params, pairs(1, 16, 16, 16), None if mask is None else mask * pair_mask("random", 1, 16, 16)
+
+
+HALF_PRECISION = {"float16": 2e-3, "bfloat16": 1.5e-2, "float32": CHAIN}
+
+
+@pytest.mark.parametrize("norm, mask", [(200.0, None), (1000.0, None), (1.0, 300.0), (1e-3, 1e-3)])
+@pytest.mark.parametrize(
+    "direction, compute_dtype", [("outgoing", "float16"), ("incoming", "bfloat16"), ("incoming", "float32")]
+)
+def test_sums_beyond_half_precision(implementation, direction, compute_dtype, norm, mask):
+    # Left and right grow with the scale of the norm and with the mask, their products with the square of both.
+    operands = large_sides(norm, mask)
+    out = update(direction=direction, implementation=implementation, compute_dtype=compute_dtype)(*operands)
+    exact = update(direction=direction, implementation="xla", compute_dtype="float32")(*operands)
+    assert_close(out, exact, HALF_PRECISION[compute_dtype])
+
+
+@pytest.mark.parametrize("norm, mask", [(1000.0, 300.0), (30.0, 5000.0), (1.0, 1e5), (1.0, 1e-12)])
+@pytest.mark.parametrize("compute_dtype", HALF_PRECISION)
+def test_left_and_right_beyond_half_precision(compute_dtype, norm, mask):
+    # Epsilon is nothing beside the larger sums, all beside the least: then the norm of the sums is its bias.
+    operands = large_sides(norm, mask)
+    out = update(direction="outgoing", implementation=KERNEL, compute_dtype=compute_dtype)(*operands)
+    exact = update(direction="outgoing", implementation="xla", compute_dtype="float32")(*operands)
+    assert_close(out, exact, HALF_PRECISION[compute_dtype])
 
 
 @both_directions
-@pytest.mark.parametrize("norm, mask", [(200.0, None), (1000.0, None), (1.0, 300.0), (1e-3, 1e-3)])
-@pytest.mark.parametrize("compute_dtype", ["float16", "bfloat16", "float32"])
-def test_sums_beyond_half_precision(torch_trimul, implementation, compute_dtype, norm, mask, direction):
-    # Left and right grow with the scale of the norm and with the mask, their products with the square.
-    params, x, factors = scaled(norm, mask)
-    out = update(direction=direction, implementation=implementation, compute_dtype=compute_dtype)(params, x, factors)
-    exact = update(direction=direction, implementation="xla", compute_dtype="float32")(params, x, factors)
-    assert_close(out, exact, {"float16": 2e-3, "bfloat16": 1.5e-2, "float32": CHAIN}[compute_dtype])
+def test_product_has_no_bounds_of_its_own(direction):
+    sides = jnp.full((1, 4, 16, 16), 100.0, "float16").at[0, 1].set(-100.0)
+    f = functools.partial(trimul_product.product, channels=2, incoming=direction == "incoming", config=None)
+    runs = dict(precision=jax.lax.Precision.DEFAULT, target=target.current(), interpret=not ON_GPU)
+    out = jax.jit(functools.partial(f, factor=1.0, **runs))(sides)
+    assert np.all(out[0, 0] == jnp.inf) and np.all(out[0, 1] == -jnp.inf)
+    out = jax.jit(functools.partial(f, factor=2.0**-4, **runs))(sides)
+    assert np.all(out[0, 0] == 1e4) and np.all(out[0, 1] == -1e4)
 
 
-@pytest.mark.parametrize("norm, mask", [(1000.0, 300.0), (1000.0, 1e6), (1.0, 1e8)])
-def test_left_and_right_beyond_half_precision(norm, mask):
-    params, x, factors = scaled(norm, mask)
-    out = update(direction="outgoing", implementation=KERNEL)(params, x, factors)
-    exact = update(direction="outgoing", implementation="xla", compute_dtype="float32")(params, x, factors)
-    assert_close(out, exact, 2e-3)
+@pytest.mark.parametrize("compute_dtype", HALF_PRECISION)
+@pytest.mark.parametrize("norm", [3e3, 1e5, 1e10, 1e19, 1e30, 3e38, jnp.nan])
+def test_no_number_is_wrong(compute_dtype, norm):
+    # Beside large sums epsilon is nothing: the norm takes out what they have grown by.
+    exact = float64(update(direction="outgoing", implementation="xla", compute_dtype="float32")(*large_sides(1e3)))
+    operands = large_sides(norm)
+    out = update(direction="outgoing", implementation=KERNEL, compute_dtype=compute_dtype)(*operands)
+    out = float64(out)
+    finite = np.isfinite(out)
+    assert np.all(np.abs(out - exact)[finite] <= 0.05 * np.std(exact))
+    if norm <= (3e3 if compute_dtype == "float16" else 1e10):
+        assert np.all(finite)
+    if norm != norm or norm >= 3e38:
+        assert not np.any(finite)
 
 
-@pytest.mark.parametrize("norm", [1e5, 1e10, 1e20, 1e38])
-@pytest.mark.parametrize("compute_dtype", ["float16", "bfloat16", "float32"])
-def test_what_cannot_be_represented_is_not_finite(compute_dtype, norm):
-    # A number is right, or it is none. Where all channels grow alike, the norm of the sums takes the growth out.
-    params, x, _ = scaled()
-    params["norm"]["scale"] *= 1000.0  # epsilon has no part in it any more
-    expected = float64(update(direction="outgoing", implementation="xla", compute_dtype="float32")(params, x))
-    params["norm"] = {name: p * norm for name, p in params["norm"].items()}
-    params["projections"]["kernel"] = params["projections"]["kernel"].at[:, 16:32].set(0.0).at[:, 48:].set(0.0)
-    out = float64(update(direction="outgoing", implementation=KERNEL, compute_dtype=compute_dtype)(params, x))
-    print(norm, compute_dtype, np.isfinite(out).mean(), np.abs(out).max(), expected.std())
+def test_a_mask_that_is_not_finite_spoils_its_own_sums_alone(implementation):
+    params, x, mask = large_sides(1.0, 1.0)
+    f = update(direction="outgoing", implementation=implementation)
+    out, expected = f(params, x, mask.at[0, 3, 5].set(jnp.inf)), f(params, x, mask)
+    untouched = np.ones((16, 16), bool)
+    untouched[3] = untouched[:, 3] = False
+    assert_equal(out[0][untouched], expected[0][untouched])
+    assert not np.any(np.isfinite(out[0][~untouched]))
 
 
 # Gradients
@@ -525,8 +561,6 @@ def most_elements(line: str) -> int:
     ids=["hopper-mosaic", "hopper-triton", "ampere"],
 )
 def test_nothing_but_kernels_of_ours(device, implementation, n, c, h, direction, gate_after):
-    if implementation == "mosaic" and n % 64:
-        pytest.skip("Triton serves other sizes")
     config = trimul.TriMulConfig(channels=c, hidden=h, gate_after=gate_after, use_bias=gate_after)
     params = jax.eval_shape(functools.partial(trimul.init, config=config, dtype="float16"), jax.random.key(0))
     x, mask = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, n, n, c), (1, n, n)))
@@ -541,7 +575,8 @@ def test_nothing_but_kernels_of_ours(device, implementation, n, c, h, direction,
     of_pairs = [line for line in text.splitlines() if most_elements(line) >= n * n * min(c, h)]
     operations = {operation for line in of_pairs for operation in re.findall(r"stablehlo\.(\w+)", line)}
     assert "custom_call" in operations
-    assert operations <= {"custom_call", "reshape", "case", "return"}
+    padded = {"pad", "slice"} if implementation == "mosaic" and n % 8 else set()
+    assert operations <= {"custom_call", "reshape", "case", "return"} | padded
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: its compiler plans the memory")

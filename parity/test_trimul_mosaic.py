@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models import target
+from pallas_models import target, trimul
 from pallas_models.kernels.mosaic import _common, _launch, trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
+from pallas_models.ops import trimul as update
 from parity.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal
 from parity.tolerances import OP
 
@@ -79,10 +80,45 @@ def test_product(n, channels, config, dtype, incoming):
 
 
 @needs_jax_011
-def test_product_stays_finite():
+@both_directions
+def test_product_channel_by_channel(incoming):
+    n, config = by_device(cpu=[64, None], gpu=[1088, None])
+    sides = normal(np.random.default_rng(0), 2, n, 6, n, dtype="bfloat16")
+    out = product(sides.swapaxes(1, 2), 2, incoming, config=config, by_rows=False)
+    assert_equal(out.swapaxes(1, 2), product(sides, 2, incoming, config=config))
+
+
+@needs_jax_011
+def test_product_has_no_bounds_of_its_own():
     sides = jnp.full((1, 64, 2, 64), 100.0, "float16").at[0, 1, 0].set(-100.0)
     out = np.asarray(product(sides, 1, incoming=False))
-    assert np.all(out[0, 0] == 65504.0) and np.all(out[0, 1] == -65504.0)
+    assert np.all(out[0, 0] == np.inf) and np.all(out[0, 1] == -np.inf)
+    out = np.asarray(product(sides, 1, incoming=False, factor=2.0**-6))
+    assert np.all(out[0, 0] == 1e4) and np.all(out[0, 1] == -1e4)
+
+
+# The whole update, of sizes that are no whole tiles
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize(
+    "n, c, masked, by_rows",
+    by_device(
+        cpu=[(72, 64, False, True), (70, 64, True, True), (24, 192, False, True), (60, 64, False, False)],
+        gpu=[(n, 128, masked, n < 1500) for n in (24, 200, 1000, 1030, 1600, 1700) for masked in (False, True)],
+    ),
+)
+def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
+    monkeypatch.setattr(update, "_BY_ROWS", n if by_rows else n - 1)
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
+    rng = np.random.default_rng(n)
+    params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
+    x, mask = normal(rng, 2, n, n, c), jnp.asarray(rng.integers(0, 2, (2, n, n)), bool) if masked else None
+    f = functools.partial(trimul.trimul, direction="incoming" if incoming else "outgoing")
+    out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x, mask)
+    expected = jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x, mask)
+    assert_close(out, expected, 1.5e-3)  # four tensors between kernels, rounded to float16
 
 
 @both_directions
@@ -100,7 +136,8 @@ def test_product_lowers(n, incoming):
             interpret=False,
         )
 
-    assert lowered_calls(f, jax.ShapeDtypeStruct((2, n, 8, n), "bfloat16")) == 1
+    shape = (2, n, 8, n) if n < 1088 else (2, 8, n, n)
+    assert lowered_calls(f, jax.ShapeDtypeStruct(shape, "bfloat16")) == 1
 
 
 def test_product_refuses():

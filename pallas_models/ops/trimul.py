@@ -352,18 +352,23 @@ def _side_scales(
     The squares of a normalised row of C channels add up to C at most. So those of its channels, each scaled and
     shifted, do to 2 C when divided by a = |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
     Schwarz at most sqrt(2 C) |a w| + |bias|. NaN where even that is beyond float32.
+
+    The scales are to be those of weights, too, which bounds them: float16 needs weights from where it is exact.
     """
-    a = jnp.abs(norm_scale) + jnp.abs(norm_bias)
-    squares = jnp.square(w_in[:, ::2].astype(jnp.float32) * a[:, None, None])
-    bound = jnp.sqrt(2.0 * len(a) * jnp.sum(squares, axis=0))
+    a, w = jnp.abs(norm_scale) + jnp.abs(norm_bias), w_in[:, ::2].astype(jnp.float32)
+    norm, bound = (jnp.sqrt(jnp.sum(jnp.square(v), axis=0)) for v in (w, w * a[:, None, None]))
+    bound *= math.sqrt(2 * len(a))
     if b_in is not None:
         bound += jnp.abs(b_in[::2])
-    bound = jnp.max(bound, axis=1)
+    norm, bound = jnp.max(norm, axis=1), jnp.max(bound, axis=1)
     if mask is not None:
         size = jnp.abs(mask.astype(jnp.float32))
         bound *= jnp.max(jnp.where(size < jnp.inf, size, 0.0))  # what is not finite is so in its own sums alone
-    exponent = jnp.maximum(jnp.frexp(bound)[1], _LOG2_LARGEST - 30)  # squares of scales stay within float32
-    return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), _LOG2_LARGEST - exponent), jnp.nan)
+    log2_norm, log2_bound = jnp.frexp(norm)[1], jnp.frexp(bound)[1]
+    least = -3 - log2_norm if w_in.dtype == jnp.float16 else -100
+    most = jnp.minimum(_LOG2_LARGEST - log2_norm, 30)  # the square of both is within float32
+    exponent = jnp.clip(_LOG2_LARGEST - log2_bound, least, most)
+    return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
 
 
 def _check(

@@ -56,9 +56,9 @@ def product(
 ) -> jax.Array:
     """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
 
-    With `by_rows`, sides are (B, N, 2 H', N'), and so is the result: matrices of all channels lie row by row beside
-    one another, so that who writes or reads all channels of a few positions has them near one another. N' is N in
-    multiples of 64; what lies beyond N is 0 in sides, and means nothing in the result.
+    With `by_rows`, sides are (B, N, 2 H', N'), and so is the result: matrices of all channels lie row by row
+    beside one another, so that who writes or reads all channels of a few positions has them near one another. N'
+    is N in multiples of 64; what lies beyond N is 0 in sides, and means nothing in the result.
 
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.

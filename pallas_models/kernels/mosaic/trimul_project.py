@@ -85,7 +85,7 @@ def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> di
 
 
 def whole_mask(mask: jax.Array | None, batch: int, size: int, dtype: DTypeLike) -> jax.Array | None:
-    """The mask (B, M) in whole tiles of positions, 0 past the end; None where there is neither a mask nor an end."""
+    """The mask (B, M) in whole tiles of positions, 0 past the end; None where it would be 1 everywhere."""
     if mask is None:
         if size % ROWS == 0:
             return None
