@@ -85,7 +85,10 @@ def triangle_update(
     module and in GPU MODE's TriMul.
 
     Products take operands of `compute_dtype` and accumulate in float32; norms, sigmoids and gradients are
-    float32. Layer norm bounds what is rounded, so float16 has range enough where bfloat16 would lose three bits.
+    float32. Kernels scale left and right by powers of two from the norm, the weights and the largest factor of a
+    float mask, so that neither they nor their sums leave the range of float16, whatever x is; the layer norm of y
+    takes the scales out again. What has no such scale, as normalised channels or weights beyond `compute_dtype`
+    and in float16 masks of more than 1024 may have none, comes out as infinity or NaN.
 
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
@@ -110,7 +113,7 @@ def triangle_update(
       out_dtype: dtype of the result; that of `x` when None.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
-        `compute_dtype` of 16 bits and N in multiples of 64.
+        `compute_dtype` of 16 bits.
 
     Returns:
       (..., N, N, C) in `out_dtype`.
@@ -225,7 +228,7 @@ def _mosaic(
     # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
     if padding := -n % (8 if by_rows and project is not None else 64):
         pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
-        mask = pad(jnp.ones(x.shape[:3], options["compute_dtype"]) if mask is None else mask)
+        mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
         x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
     if project is None:
         project = functools.partial(trimul_project.project, precision=precision, config=config)
@@ -247,18 +250,14 @@ def _mosaic_projection(
 ) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
     """The projections for Hopper GPUs that serve a call, if any do."""
     b, n, _, c = x.shape
-    rows, *weights = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((b, n * n, c), x.dtype),
-            (arrays[3].shape, compute_dtype),
-            (arrays[7].shape, compute_dtype),
-        )
-    )
-    for module in (mosaic_project, mosaic_project_wide):
-        if module.unsupported(rows, *weights) is None:
-            return module.project
-    return None
+    w_in, w_gate = arrays[3], arrays[7]
+    operands: list[Any] = [
+        jax.ShapeDtypeStruct((b, n * n, c), x.dtype),
+        *(jax.ShapeDtypeStruct(w.shape, compute_dtype) for w in (w_in, w_gate)),
+    ]
+    if mosaic_project.unsupported(*operands) is None:
+        return mosaic_project.project
+    return mosaic_project_wide.project if mosaic_project_wide.unsupported(*operands) is None else None
 
 
 def _unsupported_by_mosaic(x: jax.Array, *arrays: Any, **options: Any) -> str | None:
@@ -350,24 +349,23 @@ def _side_scales(
     """Powers of two for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is: (2,).
 
     The squares of a normalised row of C channels add up to C at most. So those of its channels, each scaled and
-    shifted, do to 2 C when divided by a = |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
+    shifted, do to 2 C when divided by a >= |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
     Schwarz at most sqrt(2 C) |a w| + |bias|. NaN where even that is beyond float32.
 
-    The scales are to be those of weights, too, which bounds them: float16 needs weights from where it is exact.
+    Weights take these scales, too: neither a nor the mask counts as less than 1, which keeps them from growing
+    beyond their own range, nor a mask for so much that float16 rounds them. Sums of such masks may be infinite.
     """
-    a, w = jnp.abs(norm_scale) + jnp.abs(norm_bias), w_in[:, ::2].astype(jnp.float32)
-    norm, bound = (jnp.sqrt(jnp.sum(jnp.square(v), axis=0)) for v in (w, w * a[:, None, None]))
-    bound *= math.sqrt(2 * len(a))
+    a = jnp.maximum(jnp.abs(norm_scale) + jnp.abs(norm_bias), 1.0)[:, None, None]
+    squares = jnp.sum(jnp.square(w_in[:, ::2].astype(jnp.float32) * a), axis=0)
+    bound = jnp.sqrt(2.0 * len(a) * squares)
     if b_in is not None:
         bound += jnp.abs(b_in[::2])
-    norm, bound = jnp.max(norm, axis=1), jnp.max(bound, axis=1)
+    bound = jnp.max(bound, axis=1)
     if mask is not None:
         size = jnp.abs(mask.astype(jnp.float32))
-        bound *= jnp.max(jnp.where(size < jnp.inf, size, 0.0))  # what is not finite is so in its own sums alone
-    log2_norm, log2_bound = jnp.frexp(norm)[1], jnp.frexp(bound)[1]
-    least = -3 - log2_norm if w_in.dtype == jnp.float16 else -100
-    most = jnp.minimum(_LOG2_LARGEST - log2_norm, 30)  # the square of both is within float32
-    exponent = jnp.clip(_LOG2_LARGEST - log2_bound, least, most)
+        size = jnp.where(size < jnp.inf, size, 1.0)  # what is not finite is so in its own sums alone
+        bound *= jnp.clip(jnp.max(size), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf)
+    exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], 30)  # the squares of both are within float32
     return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
 
 
