@@ -249,7 +249,7 @@ def _mosaic_projection(
     x: jax.Array, *arrays: Any, compute_dtype: DTypeLike, **_: Any
 ) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
     """The projections for Hopper GPUs that serve a call, if any do."""
-    b, n, _, c = x.shape
+    (b, n), c = x.shape[:2], x.shape[-1]
     w_in, w_gate = arrays[3], arrays[7]
     operands: list[Any] = [
         jax.ShapeDtypeStruct((b, n * n, c), x.dtype),
