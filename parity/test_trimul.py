@@ -380,6 +380,45 @@ def test_a_mask_that_is_not_finite_spoils_its_own_sums_alone(implementation):
     assert not np.any(np.isfinite(out[0][~untouched]))
 
 
+# Sizes beyond 2^31 elements
+
+
+@functools.partial(jax.jit, static_argnames="piece")
+def rows_in_float32(params, x, rows, piece):
+    """Some rows i of the outgoing update of x (N, N, C) for all j, `piece` of them at a time."""
+    hidden = params["out_norm"]["scale"].shape[0]
+    kernel = params["projections"]["kernel"].reshape(x.shape[-1], 4, hidden)
+    dot = functools.partial(jnp.matmul, precision="highest")
+
+    def normed(y, norm):
+        d = y.astype(jnp.float32) - jnp.mean(y.astype(jnp.float32), axis=-1, keepdims=True)
+        return d * jax.lax.rsqrt(jnp.mean(d * d, -1, keepdims=True) + 1e-5) * norm["scale"] + norm["bias"]
+
+    def side(x, first):
+        z = normed(x, params["norm"])
+        return dot(z, kernel[:, first]) * jax.nn.sigmoid(dot(z, kernel[:, first + 1]))
+
+    left = side(x[rows], 0)
+
+    def sums(x):
+        return jnp.einsum("rkh,jkh->rjh", left, side(x, 2), precision="highest")
+
+    y = jax.lax.map(sums, x.reshape(-1, piece, *x.shape[1:])).swapaxes(0, 1).reshape(*x[rows].shape[:2], hidden)
+    gate = jax.nn.sigmoid(dot(normed(x[rows], params["norm"]), params["gate_before"]["kernel"]))
+    return dot(normed(y, params["out_norm"]) * gate, params["out"]["kernel"])
+
+
+def test_sampled_rows(implementation):
+    if ON_GPU and implementation == "xla":
+        pytest.skip("XLA holds all projections in float32")
+    n, c, piece = by_device(cpu=(24, 8, 8), gpu=(4096, 128, 64))
+    params = random_params(trimul.TriMulConfig(channels=c, hidden=c))
+    x = jax.random.normal(jax.random.key(0), (n, n, c), jnp.bfloat16)
+    out = update(direction="outgoing", compute_dtype="bfloat16", implementation=implementation)(params, x)
+    rows = jnp.asarray([0, 1, n // 2 - 1, n // 2, n - 1])
+    assert_close(out[rows], rows_in_float32(params, x, rows, piece), 1.5e-2)
+
+
 # Gradients
 
 
