@@ -10,6 +10,7 @@ import pytest
 
 from pallas_models import minilm, ops
 from pallas_models.kernels.triton.attention import Config as Blocks
+from pallas_models.ops import _dispatch
 from parity.calls import CALLS, Call
 from parity.common import ON_GPU, normal, random_params
 
@@ -365,14 +366,30 @@ def test_unknown_implementation(call: Call):
 
 
 def test_arrays_too_large_for_the_kernels():
-    x = jax.ShapeDtypeStruct((2**21, 384), jnp.float16)
-    w = jax.ShapeDtypeStruct((384, 1536), jnp.float16)  # the result has 3 * 2**30 elements
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((2**31, 16), (16, 16)))
     with pytest.raises(
         NotImplementedError,
-        match=r"takes arrays of up to 2147483647 elements, not 3221225472; use another .* 'xla'",
+        match=r"takes arrays of up to 2147418112 rows and as many columns, not 2147483648; use another .* 'xla'",
     ):
         jax.eval_shape(functools.partial(ops.matmul, implementation="triton"), x, w)
-    assert jax.eval_shape(ops.matmul, x, w).shape == (2**21, 1536)
+    assert jax.eval_shape(ops.matmul, x, w).shape == (2**31, 16)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((2**21, 384), (384, 1536)))
+    out = jax.eval_shape(functools.partial(ops.matmul, implementation="triton"), x, w)
+    assert out.size == 3 * 2**30
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, rows",
+    [
+        ((2**12, 2**12, 2**7), "bfloat16", 2**24),
+        ((2**20, 2**20, 2), "bfloat16", 2**40),
+        ((2, 2**33), "float32", 2**33),
+        ((2**16, 2**16), "bool", 2**32),  # offsets of up to 4 GiB are 32-bit integers, which may be signed
+        ((), "float32", 1),
+    ],
+)
+def test_what_is_counted_in_32_bits(shape, dtype, rows):
+    assert _dispatch._most_rows(jax.ShapeDtypeStruct(shape, dtype)) == rows
 
 
 @pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models import target
+from pallas_models import target, trimul
 from pallas_models.kernels.mosaic import _common, _launch, trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
+from pallas_models.ops import trimul as update
 from parity.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal
 from parity.tolerances import OP
 
@@ -33,10 +34,11 @@ def lowered_calls(f, *args) -> int:
 # Product over third positions
 
 
-def product(sides, channels, incoming, factor=1.0, config=None):
+def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True):
     f = functools.partial(
         trimul_product.product,
         channels=channels,
+        by_rows=by_rows,
         incoming=incoming,
         factor=factor,
         config=config,
@@ -78,10 +80,45 @@ def test_product(n, channels, config, dtype, incoming):
 
 
 @needs_jax_011
-def test_product_stays_finite():
+@both_directions
+def test_product_channel_by_channel(incoming):
+    n, config = by_device(cpu=[64, None], gpu=[1088, None])
+    sides = normal(np.random.default_rng(0), 2, n, 6, n, dtype="bfloat16")
+    out = product(sides.swapaxes(1, 2), 2, incoming, config=config, by_rows=False)
+    assert_equal(out.swapaxes(1, 2), product(sides, 2, incoming, config=config))
+
+
+@needs_jax_011
+def test_product_has_no_bounds_of_its_own():
     sides = jnp.full((1, 64, 2, 64), 100.0, "float16").at[0, 1, 0].set(-100.0)
     out = np.asarray(product(sides, 1, incoming=False))
-    assert np.all(out[0, 0] == 65504.0) and np.all(out[0, 1] == -65504.0)
+    assert np.all(out[0, 0] == np.inf) and np.all(out[0, 1] == -np.inf)
+    out = np.asarray(product(sides, 1, incoming=False, factor=2.0**-6))
+    assert np.all(out[0, 0] == 1e4) and np.all(out[0, 1] == -1e4)
+
+
+# The whole update, of sizes that are no whole tiles
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize(
+    "n, c, masked, by_rows",
+    by_device(
+        cpu=[(72, 64, False, True), (70, 64, True, True), (24, 192, False, True), (60, 64, False, False)],
+        gpu=[(n, 128, masked, n < 1500) for n in (24, 200, 1000, 1030, 1600, 1700) for masked in (False, True)],
+    ),
+)
+def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
+    monkeypatch.setattr(update, "_BY_ROWS", n if by_rows else n - 1)
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
+    rng = np.random.default_rng(n)
+    params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
+    x, mask = normal(rng, 2, n, n, c), jnp.asarray(rng.integers(0, 2, (2, n, n)), bool) if masked else None
+    f = functools.partial(trimul.trimul, direction="incoming" if incoming else "outgoing")
+    out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x, mask)
+    expected = jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x, mask)
+    assert_close(out, expected, 1.5e-3)  # four tensors between kernels, rounded to float16
 
 
 @both_directions
@@ -91,6 +128,7 @@ def test_product_lowers(n, incoming):
         return trimul_product.product(
             sides,
             channels=3,
+            by_rows=n < 1088,
             incoming=incoming,
             factor=0.5,
             config=None,
@@ -98,19 +136,13 @@ def test_product_lowers(n, incoming):
             interpret=False,
         )
 
-    assert lowered_calls(f, jax.ShapeDtypeStruct((2, n, 8, n), "bfloat16")) == 1
+    shape = (2, n, 8, n) if n < 1088 else (2, 8, n, n)
+    assert lowered_calls(f, jax.ShapeDtypeStruct(shape, "bfloat16")) == 1
 
 
-@pytest.mark.parametrize(
-    "n, dtype, message",
-    [
-        (64, "float32", "takes float16 and bfloat16, not float32"),
-        (72, "float16", "takes N in multiples of 64, not 72"),
-    ],
-)
-def test_product_refuses(n, dtype, message):
-    assert message in trimul_product.unsupported(n, dtype)
-    assert trimul_product.unsupported(64, "bfloat16") is None
+def test_product_refuses():
+    assert trimul_product.unsupported("float32") == "takes float16 and bfloat16, not float32"
+    assert trimul_product.unsupported("bfloat16") is None
 
 
 # Projections: all weights in shared memory, or in turns, where they do not fit
@@ -246,12 +278,10 @@ def test_narrow_project_takes_what_fits(c, x_dtype):
     "module, m, c, h, dtype, message",
     [
         (trimul_project, 128, 128, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
-        (trimul_project, 96, 128, 64, "float16", "takes positions in multiples of 64, not 96"),
         (trimul_project, 128, 160, 64, "float16", "takes 64, 96 or 128 channels"),
         (trimul_project, 128, 128, 48, "float16", "hidden channels in multiples of 32, not 128 and 48"),
         (trimul_project, 128, 128, 256, "float16", "does not fit weights of 128 channels for 512 projections"),
         (trimul_project_wide, 128, 256, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
-        (trimul_project_wide, 96, 256, 64, "float16", "takes positions in multiples of 64, not 96"),
         (trimul_project_wide, 128, 448, 64, "float16", "takes up to 384 channels in multiples of 64"),
         (trimul_project_wide, 128, 160, 64, "float16", "not 160 and 64"),
         (trimul_project_wide, 128, 256, 48, "float16", "hidden channels in multiples of 32, not 256 and 48"),
@@ -276,6 +306,7 @@ def test_equal_kernels_are_equal_code():
                 trimul_product.product(
                     sides * i,
                     channels=2,
+                    by_rows=True,
                     incoming=False,
                     factor=1.0,
                     config=None,

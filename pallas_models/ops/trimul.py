@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
-from pallas_models.kernels.mosaic.trimul_project import ALIGNMENT
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
@@ -86,7 +85,10 @@ def triangle_update(
     module and in GPU MODE's TriMul.
 
     Products take operands of `compute_dtype` and accumulate in float32; norms, sigmoids and gradients are
-    float32. Layer norm bounds what is rounded, so float16 has range enough where bfloat16 would lose three bits.
+    float32. Kernels scale left and right by powers of two from the norm, the weights and the largest factor of a
+    float mask, so that neither they nor their sums leave the range of float16, whatever x is; the layer norm of y
+    takes the scales out again. What has no such scale, as normalised channels or weights beyond `compute_dtype`
+    and in float16 masks of more than 1024 may have none, comes out as infinity or NaN.
 
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
@@ -111,7 +113,7 @@ def triangle_update(
       out_dtype: dtype of the result; that of `x` when None.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
-        `compute_dtype` of 16 bits and N in multiples of 64.
+        `compute_dtype` of 16 bits.
 
     Returns:
       (..., N, N, C) in `out_dtype`.
@@ -209,48 +211,57 @@ def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: 
     )
 
 
-def _mosaic(x: jax.Array, *arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
+_BY_ROWS = 2048  # the largest N at which channels of a row side by side are faster, measured on an H200
+
+
+def _mosaic(
+    x: jax.Array,
+    mask: jax.Array | None,
+    *weights: Any,
+    precision: jax.lax.Precision,
+    config: Any,
+    **options: Any,
+) -> jax.Array:
     """The update with projections and product for Hopper GPUs, where they serve; Triton's kernels do the rest."""
-    project = _mosaic_projection(x, *arrays, **options)
+    n, project = x.shape[1], _mosaic_projection(x, mask, *weights, **options)
+    by_rows = n <= _BY_ROWS
+    # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
+    if padding := -n % (8 if by_rows and project is not None else 64):
+        pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
+        mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
+        x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
     if project is None:
         project = functools.partial(trimul_project.project, precision=precision, config=config)
-    return _update(
+    out = _update(
         x,
-        *arrays,
+        mask,
+        *weights,
         project=project,
-        product=functools.partial(mosaic_product.product, config=config),
+        product=functools.partial(mosaic_product.product, by_rows=by_rows, config=config),
         output=functools.partial(trimul_output.output, precision=precision, config=config),
-        by_rows=True,
+        by_rows=by_rows,
         **options,
     )
+    return out[:, :n, :n]
 
 
 def _mosaic_projection(
     x: jax.Array, *arrays: Any, compute_dtype: DTypeLike, **_: Any
 ) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
-    """The projections of Hopper GPUs that serve a call, if any do."""
-    b, n, _, c = x.shape
-    rows, *weights = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((b * n, n, c), x.dtype),
-            (arrays[3].shape, compute_dtype),
-            (arrays[7].shape, compute_dtype),
-        )
-    )
-    for module in (mosaic_project, mosaic_project_wide):
-        if module.unsupported(rows, *weights) is None:
-            return module.project
-    return None
+    """The projections for Hopper GPUs that serve a call, if any do."""
+    (b, n), c = x.shape[:2], x.shape[-1]
+    w_in, w_gate = arrays[3], arrays[7]
+    operands: list[Any] = [
+        jax.ShapeDtypeStruct((b, n * n, c), x.dtype),
+        *(jax.ShapeDtypeStruct(w.shape, compute_dtype) for w in (w_in, w_gate)),
+    ]
+    if mosaic_project.unsupported(*operands) is None:
+        return mosaic_project.project
+    return mosaic_project_wide.project if mosaic_project_wide.unsupported(*operands) is None else None
 
 
 def _unsupported_by_mosaic(x: jax.Array, *arrays: Any, **options: Any) -> str | None:
-    if reason := mosaic_product.unsupported(options["compute_dtype"]):
-        return reason
-    _, n, _, c = x.shape
-    if n % ALIGNMENT and _mosaic_projection(x, *arrays, **options) is None:
-        return f"takes N in multiples of {ALIGNMENT} where Triton projects, as of {c} channels, not {n}"
-    return None
+    return mosaic_product.unsupported(options["compute_dtype"])
 
 
 _OP = Op(
@@ -298,8 +309,7 @@ def _update(
     if mask is not None:
         mask = mask.astype(mask.dtype if weighted else compute_dtype).reshape(lead, size)
     scales = _side_scales(mask if weighted else None, norm_scale, norm_bias, w_in, b_in)
-    one = jnp.ones_like(scales[0])
-    factors = jnp.stack([scales[0], one, scales[1], one])
+    factors = jnp.stack([scales[0], jnp.float32(1.0), scales[1], jnp.float32(1.0)])[:, None]
     w_in = (w_in * factors).astype(compute_dtype)
     if b_in is not None:
         b_in = b_in * factors
@@ -307,7 +317,7 @@ def _update(
     sides, gate = project(
         x.reshape(lead, size, c), mask, norm_scale, norm_bias, w_in, b_in, w_gate, b_gate, epsilon=epsilon, **runs
     )
-    factor = 2.0 ** -(_LOG2_LARGEST + math.ceil(math.log2(n)))  # keeps N products where their factors are
+    factor = 2.0 ** -(_LOG2_LARGEST + math.ceil(math.log2(n)))  # sums of N products are as large as left and right
     y = product(
         sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n)),
         channels=w_in.shape[2],
@@ -336,22 +346,27 @@ def _update(
 def _side_scales(
     mask: jax.Array | None, norm_scale: jax.Array, norm_bias: jax.Array, w_in: jax.Array, b_in: jax.Array | None
 ) -> jax.Array:
-    """Powers of two (2, H) for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is.
+    """Powers of two for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is: (2,).
 
     The squares of a normalised row of C channels add up to C at most. So those of its channels, each scaled and
-    shifted, do to 2 C when divided by a = |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
+    shifted, do to 2 C when divided by a >= |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
     Schwarz at most sqrt(2 C) |a w| + |bias|. NaN where even that is beyond float32.
+
+    Weights take these scales, too: neither a nor the mask counts as less than 1, which keeps them from growing
+    beyond their own range, nor a mask for so much that float16 rounds them. Sums of such masks may be infinite.
     """
-    a = jnp.abs(norm_scale) + jnp.abs(norm_bias)
-    squares = jnp.square(w_in[:, ::2].astype(jnp.float32) * a[:, None, None])
-    bound = jnp.sqrt(2.0 * len(a) * jnp.sum(squares, axis=0))
+    a = jnp.maximum(jnp.abs(norm_scale) + jnp.abs(norm_bias), 1.0)[:, None, None]
+    squares = jnp.sum(jnp.square(w_in[:, ::2].astype(jnp.float32) * a), axis=0)
+    bound = jnp.sqrt(2.0 * len(a) * squares)
     if b_in is not None:
         bound += jnp.abs(b_in[::2])
+    bound = jnp.max(bound, axis=1)
     if mask is not None:
         size = jnp.abs(mask.astype(jnp.float32))
-        bound *= jnp.max(jnp.where(size < jnp.inf, size, 0.0))  # what is not finite is so in its own sums alone
-    exponent = jnp.maximum(jnp.frexp(bound)[1], _LOG2_LARGEST - 30)  # squares of scales stay within float32
-    return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), _LOG2_LARGEST - exponent), jnp.nan)
+        size = jnp.where(size < jnp.inf, size, 1.0)  # what is not finite is so in its own sums alone
+        bound *= jnp.clip(jnp.max(size), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf)
+    exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], 30)  # the squares of both are within float32
+    return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
 
 
 def _check(

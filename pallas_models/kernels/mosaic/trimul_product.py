@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +47,24 @@ def product(
     sides: jax.Array,
     *,
     channels: int,
+    by_rows: bool,
     incoming: bool,
     factor: float,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """`factor` times the sums over k for left and right in sides (B, N, 2 H', N'), H' >= channels.
+    """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
 
-    Matrices of all channels lie row by row beside one another, so that who writes or reads all channels of a few
-    positions has them near one another. N' is N in whole `trimul_project.ALIGNMENT`; what lies beyond N is 0.
+    With `by_rows`, sides are (B, N, 2 H', N'), and so is the result: matrices of all channels lie row by row
+    beside one another, so that who writes or reads all channels of a few positions has them near one another. N'
+    is N in multiples of 64; what lies beyond N is 0 in sides, and means nothing in the result.
 
     Returns:
-      (B, N, channels, N') in the dtype of `sides`; what lies beyond N means nothing.
+      (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
-    b, n, padded, width = sides.shape
+    b, width = sides.shape[0], sides.shape[3]
+    n, padded = sides.shape[1:3] if by_rows else sides.shape[2:0:-1]
     config = choose(
         config,
         Problem(
@@ -79,25 +83,25 @@ def product(
     slots = _num_slots(config)
     parts = blocks(config, config.block_n, sides.dtype, slots)
 
-    def matrix(tile: Tile) -> tuple[jax.Array, jax.Array]:
-        """Which item of the batch, and which channel of it."""
-        return jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+    def at(ref: Ref, tile: Tile, side: int, rows: Any, columns: Any) -> Ref:
+        """Part of the matrix that a tile belongs to, of channels from `side` on."""
+        item, channel = jax.lax.div(tile.batch, channels), side + jax.lax.rem(tile.batch, channels)
+        return ref.at[item, rows, channel, columns] if by_rows else ref.at[item, channel, rows, columns]
 
     def part(refs: Refs, tile: Tile, side: int, positions: pl.Slice, ks: pl.Slice) -> Ref:
-        item, channel = matrix(tile)
-        rows, columns = (ks, positions) if incoming else (positions, ks)
-        return refs.sides.at[item, rows, side + channel, columns]
+        return at(refs.sides, tile, side, *((ks, positions) if incoming else (positions, ks)))
 
     def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(sums[0]) * factor
 
-        item, channel = matrix(tile)
-        store(refs.slots.at[warpgroup], refs.y.at[item, :, channel], tile, parts, value, wait=True)
+        y = at(refs.y, tile, 0, slice(None), slice(None))
+        store(refs.slots.at[warpgroup], y, tile, parts, value, wait=True)
 
+    shape = (b, n, channels, width) if by_rows else (b, channels, n, n)
     (y,) = gemm(
         dict(sides=sides),
-        dict(y=jax.ShapeDtypeStruct((b, n, channels, width), sides.dtype)),
+        dict(y=jax.ShapeDtypeStruct(shape, sides.dtype)),
         config=config,
         batch=b * channels,
         m=n,

@@ -20,7 +20,6 @@ from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
 
 ROWS = 64  # positions that are normalised and multiplied at a time
-ALIGNMENT = 8  # of rows of 16-bit elements in device memory, which are copied in units of 16 bytes
 COLUMNS = 64  # of projections, and as many of their gates, in one product
 _MULTIPLIERS = 3  # warpgroups that multiply
 _SHARED_MEMORY = 223 * 1024  # bytes of a CTA, less what barriers, sums over rows and alignment take
@@ -81,17 +80,14 @@ def arranged_biases(bias: jax.Array | None, b_gate: jax.Array | None, h: int, ga
 
 def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
     """What `project` returns: left and right, and the gate."""
-    rows, width = {"sides": 2 * h, "gate": gates}, ALIGNMENT * pl.cdiv(size, ALIGNMENT)
+    rows, width = {"sides": 2 * h, "gate": gates}, ROWS * pl.cdiv(size, ROWS)
     return {name: jax.ShapeDtypeStruct((batch, n, width), dtype) for name, n in rows.items()}
 
 
 def whole_mask(mask: jax.Array | None, batch: int, size: int, dtype: DTypeLike) -> jax.Array | None:
-    """The mask (B, M) of whole tiles of positions: 0 past the end, where a copy reads zeros.
-
-    None where there is no mask, and nothing past the end is written.
-    """
+    """The mask (B, M) in whole tiles of positions, 0 past the end; None where it would be 1 everywhere."""
     if mask is None:
-        if size % ALIGNMENT == 0:
+        if size % ROWS == 0:
             return None
         mask = jnp.ones((batch, size), dtype)
     return jnp.pad(mask, ((0, 0), (0, -size % ROWS)))
@@ -124,7 +120,7 @@ def store(y: jax.Array, slot: Ref, target: Ref, *, interpret: bool) -> None:
 def positions(tile: jax.Array, batch: int, size: int) -> tuple[jax.Array, pl.Slice]:
     """Which item of the batch, and which `ROWS` of its `size` positions a tile has; past the end, the last has.
 
-    The last positions of an item may lie past its end: copies read zeros there, and write nothing.
+    The last positions of an item may lie past its end, where copies read zeros.
     """
     per_item = pl.cdiv(size, ROWS)
     tile = jnp.minimum(tile, batch * per_item - 1)
@@ -186,9 +182,11 @@ def project(
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
+    M is a multiple of 8.
+
     Returns:
       (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G. Both in the dtype of w. M' is M in
-      whole `ALIGNMENT`, and left and right are 0 beyond M.
+      whole `ROWS`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype

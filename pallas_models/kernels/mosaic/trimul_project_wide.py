@@ -70,9 +70,11 @@ def project(
 ) -> tuple[jax.Array, jax.Array]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
+    M is a multiple of 8.
+
     Returns:
       (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G. Both in the dtype of w. M' is M in
-      whole `ALIGNMENT`, and left and right are 0 beyond M.
+      whole `ROWS`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype

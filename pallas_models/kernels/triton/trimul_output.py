@@ -103,7 +103,7 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
 def _output_kernel(
     y_ref: Ref,  # (B, H, M)
     gate_ref: Ref,  # (B, G, M)
-    y_scales_ref: Ref,  # (2, H), powers of two
+    y_scales_ref: Ref,  # (2,)
     scale_ref: Ref,  # (H,)
     shift_ref: Ref,  # (H,)
     w_ref: Ref,  # (H, C)
@@ -124,15 +124,9 @@ def _output_kernel(
     all_row_blocks = batches * pl.cdiv(size, block_m)
     channels, h_mask = span(0, block_h), in_bounds(0, block_h, h)
     scale, shift = (load(ref.at[channels], h_mask)[:, None] for ref in (scale_ref, shift_ref))
-    # The norm needs channels of one scale; which, epsilon alone sees. That of the largest channel keeps all small.
-    left, right = (load(y_scales_ref.at[jnp.int32(side), channels], h_mask) for side in range(2))
-    y_scale = left * right
-    if h_mask is not None:
-        y_scale = jnp.where(h_mask, y_scale, jnp.inf)
-    least = jnp.min(y_scale)
-    to_least = (least / y_scale)[:, None]
-    # Where even the norm of zeros would be 0 / 0, it is to be 0.
-    least_epsilon = jnp.maximum((least * factor) * (least * factor) * epsilon, float(jnp.finfo(jnp.float32).tiny))
+    y_scale = load(y_scales_ref.at[jnp.int32(0)]) * load(y_scales_ref.at[jnp.int32(1)]) * factor
+    # What scales y leaves its norm as it was once epsilon is scaled too; not to 0, or zeros would become NaN.
+    y_epsilon = jnp.maximum(y_scale * y_scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
 
     def columns_of(j: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
         return span(j * block_n, block_n), in_bounds(j * block_n, block_n, c)
@@ -150,11 +144,11 @@ def _output_kernel(
         batch, row = jax.lax.div(i, row_blocks), jax.lax.rem(i, row_blocks) * block_m
         rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
         mask = tile_mask(h_mask, row_mask)
-        y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32) * to_least
+        y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32)
         d = y - jnp.sum(y, axis=0, keepdims=True) / h
         if h_mask is not None:
             d = jnp.where(h_mask[:, None], d, 0.0)
-        z = d * jax.lax.rsqrt(jnp.sum(d * d, axis=0, keepdims=True) / h + least_epsilon) * scale + shift
+        z = d * jax.lax.rsqrt(jnp.sum(d * d, axis=0, keepdims=True) / h + y_epsilon) * scale + shift
         if not gate_after:
             z *= load(gate_ref.at[batch, channels, rows], mask).astype(jnp.float32)
         z = z.astype(w_ref.dtype)
@@ -206,7 +200,7 @@ def output(
 ) -> jax.Array:
     """The output (B, size, C) for y (B, H, M), the gate (B, G', M) and w (H, C), M >= size.
 
-    Channel h of y is `y_scales[0, h] * y_scales[1, h] * factor` times what is to be normalised.
+    y is `factor`, times both of `y_scales`, times what is to be normalised.
     """
     b, h, _ = y.shape
     c = w.shape[1]
