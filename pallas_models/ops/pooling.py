@@ -45,7 +45,7 @@ def mean_pool(
     return run(
         _OP,
         x,
-        mask.astype(jnp.int32),
+        (mask != 0).astype(jnp.int32),
         config=config,
         implementation=implementation,
         normalize=normalize,
