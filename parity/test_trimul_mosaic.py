@@ -140,6 +140,47 @@ def test_product_lowers(n, incoming):
     assert lowered_calls(f, jax.ShapeDtypeStruct(shape, "bfloat16")) == 1
 
 
+PAIR = ((0, None), (0, 0), (None, 0))
+
+
+@pytest.mark.parametrize("weights", [None, 0], ids=["same-weights", "many-weights"])
+@pytest.mark.parametrize("x, mask", PAIR, ids=["x", "x-and-mask", "mask"])
+def test_vmap_makes_a_batch_or_several_calls(x, mask, weights):
+    shapes = []
+
+    def sums(x, mask, scale, bias):
+        shapes.append(x.shape)
+        assert bias is None
+        return jnp.einsum("bijc,bij,c->bij", x, mask, scale)
+
+    rng = np.random.default_rng(5)
+    axes = (x, mask, weights, None)
+    sizes = ((2, 4, 4, 3), (2, 4, 4), (3,))
+    operands = [
+        normal(rng, *(() if axis is None else (5,)), *size) for size, axis in zip(sizes, axes, strict=False)
+    ]
+    out = jax.vmap(update._batchable(sums), axes)(*operands, None)
+    assert shapes[-1][0] == (10 if weights is None else 2)
+    for i in range(5):
+        one = [y if axis is None else y[i] for y, axis in zip(operands, axes, strict=False)]
+        assert_close(out[i], sums(*one, None), OP["float32"])
+
+
+@pytest.mark.parametrize("axes, loops", [((None, 0), 0), ((0, None), 1), ((0, 0), 1)], ids=["x", "params", "both"])
+def test_update_lowers_under_vmap(axes, loops):
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=128, hidden=128))
+    x = jax.ShapeDtypeStruct((1, 128, 128, 128), "float32")
+    f = functools.partial(trimul.trimul, direction="outgoing", implementation="mosaic")
+    one = lowered_calls(f, params, x)
+    several = [
+        jax.tree.map(lambda w, axis=axis: jax.ShapeDtypeStruct((3, *w.shape)[axis is None :], w.dtype), y)
+        for axis, y in zip(axes, (params, x), strict=True)
+    ]
+    with cuda_device(*HOPPER):
+        text = jax.jit(jax.vmap(f, axes)).trace(*several).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{MOSAIC_CALL}") == one and text.count("stablehlo.while") == loops
+
+
 def test_product_refuses():
     assert trimul_product.unsupported("float32") == "takes float16 and bfloat16, not float32"
     assert trimul_product.unsupported("bfloat16") is None

@@ -232,17 +232,48 @@ def _mosaic(
         x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
     if project is None:
         project = functools.partial(trimul_project.project, precision=precision, config=config)
-    out = _update(
-        x,
-        mask,
-        *weights,
-        project=project,
-        product=functools.partial(mosaic_product.product, by_rows=by_rows, config=config),
-        output=functools.partial(trimul_output.output, precision=precision, config=config),
-        by_rows=by_rows,
-        **options,
+    update = _batchable(
+        functools.partial(
+            _update,
+            project=project,
+            product=functools.partial(mosaic_product.product, by_rows=by_rows, config=config),
+            output=functools.partial(trimul_output.output, precision=precision, config=config),
+            by_rows=by_rows,
+            **options,
+        )
     )
-    return out[:, :n, :n]
+    return update(x, mask, *weights)[:, :n, :n]
+
+
+def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`update(x, mask, *weights)` for vmap: operands have as many axes as a copy to shared memory can take.
+
+    The pairs of equal weights become a batch; for several sets of weights there is a call each.
+    """
+    function = jax.custom_batching.custom_vmap(update)
+
+    @function.def_vmap
+    def _(size: int, mapped: Any, x: jax.Array, mask: jax.Array | None, *weights: Any) -> tuple[jax.Array, bool]:
+        if any(jax.tree.leaves(mapped[2:])):
+            arrays = (x, mask, *weights)
+            leaves, tree = jax.tree.flatten(arrays)
+            axes = jax.tree.leaves(mapped)
+
+            def one(some: list[jax.Array]) -> jax.Array:
+                given = iter(some)
+                each = [next(given) if m else leaf for leaf, m in zip(leaves, axes, strict=True)]
+                return function(*jax.tree.unflatten(tree, each))
+
+            return jax.lax.map(one, [leaf for leaf, m in zip(leaves, axes, strict=True) if m]), True
+
+        def fold(y: jax.Array, mapped: bool) -> jax.Array:
+            y = y if mapped else jnp.broadcast_to(y, (size, *y.shape))
+            return y.reshape(-1, *y.shape[2:])
+
+        out = function(fold(x, mapped[0]), None if mask is None else fold(mask, mapped[1]), *weights)
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return function
 
 
 def _mosaic_projection(
