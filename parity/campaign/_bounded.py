@@ -160,6 +160,7 @@ def disagreement(out: Any, expected: Bounded, dtype: str) -> tuple[str | None, f
     if out.shape != value.shape:
         return f"shape {out.shape}, expected {value.shape}", np.inf, np.inf
     bound = expected.error + (HALF_ULP[dtype] * np.abs(value) + SMALLEST[dtype])
+    bound = np.where(np.isnan(bound), np.inf, bound)  # infinite errors times 0
     finite = np.isfinite(value)
     beyond = finite & (np.abs(value) + bound > float(jnp.finfo(dtype).max)) & ~np.isfinite(out)
     off = np.abs(out - np.where(finite, value, 0.0))
