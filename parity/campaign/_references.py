@@ -31,7 +31,9 @@ def _product(x: Array, w: Array, dtype: str, precision: str | None, acc_dtype: s
     y = b.dot(exact(x), exact(w), operand=_operand(dtype, precision))
     if acc_dtype == "float16":  # every partial sum is rounded; where one leaves float16, so may the result
         size = x.shape[-1] * (np.abs(x) @ np.abs(w))
-        y = y.off(np.where(size > 65504, np.inf, HALF_ULP["float16"] * 2 * size + x.shape[-1] * b.SMALLEST["float16"]))
+        y = y.off(
+            np.where(size > 65504, np.inf, HALF_ULP["float16"] * 2 * size + x.shape[-1] * b.SMALLEST["float16"])
+        )
     return y
 
 
@@ -148,7 +150,13 @@ def rms_norm(
 
 
 def softmax(
-    *, dtype: str, x: Array, where: Array | None = None, axis: int = -1, scale: Array | float | None = None, **_: Any
+    *,
+    dtype: str,
+    x: Array,
+    where: Array | None = None,
+    axis: int = -1,
+    scale: Array | float | None = None,
+    **_: Any,
 ) -> Bounded:
     kept = np.broadcast_to(np.ones_like(x, bool) if where is None else where != 0, x.shape)
     x, kept = np.moveaxis(x, axis, -1), np.moveaxis(kept, axis, -1)

@@ -1,0 +1,260 @@
+"""`python -m parity campaign`: random trials for as long as wanted, and a report of what failed.
+
+Worker processes make the cases, so that one that crashes or never ends is a failure like any other.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pkgutil
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parity import campaign
+
+PARTS = tuple(module.name for module in pkgutil.iter_modules(campaign.__path__) if not module.name.startswith("_"))
+_CHUNK = 16  # cases that one worker makes one after another: calls of ops share a program
+_SHOWN = 40  # failures, one of each name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """A case that went wrong, and the command that makes it again."""
+
+    part: str
+    case: int
+    name: str
+    message: str
+    command: str
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """What came of a campaign."""
+
+    cases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    rows: dict[tuple[str, ...], dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def add(self, row: tuple[str, ...], measured: dict[str, float]) -> None:
+        """Counts what is named after cases, and keeps the largest of everything else."""
+        kept = self.rows.setdefault(row, {})
+        for column, value in measured.items():
+            counted = not column.startswith("largest")
+            kept[column] = kept.get(column, 0.0) + value if counted else max(kept.get(column, 0.0), value)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cases": dict(self.cases),
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "rows": [{"row": row, **columns} for row, columns in sorted(self.rows.items())],
+        }
+
+    def table(self) -> str:
+        """The rows as Markdown."""
+        columns = list(dict.fromkeys(itertools.chain.from_iterable(self.rows.values())))
+        width = max(map(len, self.rows), default=0)
+        lines = [
+            "| " + " | ".join(["", *[""] * (width - 1), *columns]) + " |",
+            "|---" * (width + len(columns)) + "|",
+        ]
+        for row, measured in sorted(self.rows.items()):
+            cells = [f"{measured[c]:.3g}" if c in measured else "" for c in columns]
+            lines.append("| " + " | ".join([*row, *[""] * (width - len(row)), *cells]) + " |")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        lines = [f"{part}: {count} cases" for part, count in self.cases.items()]
+        alike: dict[tuple[str, str], list[Failure]] = {}
+        for failure in self.failures:
+            alike.setdefault((failure.part, failure.name), []).append(failure)
+        for first, *others in itertools.islice(alike.values(), _SHOWN):
+            more = f" and {len(others)} more of it" if others else ""
+            lines.append(f"FAILED {first.command}{more}\n  {first.name}\n  {first.message}")
+        lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures")
+        return "\n".join(lines)
+
+
+def make_cases(connection: multiprocessing.connection.Connection, seed: int, options: dict[str, Any]) -> None:
+    """What a worker does: makes the cases that it is told, and tells of each when it begins and ends."""
+    import jax
+
+    if jax.default_backend() == "cpu":  # compiling well takes longer than running badly
+        jax.config.update("jax_disable_most_optimizations", True)
+    while (task := connection.recv()) is not None:
+        part, start, stop = task
+        module = importlib.import_module(f"{campaign.__name__}.{part}")
+        cases = module.cases(seed, **options.get(part, {}))
+        for number, case in zip(range(start, stop), itertools.islice(cases, start, stop), strict=False):
+            connection.send((number, case.name, None))
+            try:
+                message = case.run()
+            except Exception:
+                message = traceback.format_exc(limit=-4)
+            connection.send((number, case.name, (message, case.row, case.measured)))
+        connection.send(None)
+
+
+class _Worker:
+    """A process that makes cases, and another one after it where it crashed or did not end."""
+
+    def __init__(self, seed: int, options: dict[str, Any], patience: float) -> None:
+        self.seed, self.options, self.patience = seed, options, patience
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=make_cases, args=(other, self.seed, self.options), daemon=True)
+        self.process.start()
+        other.close()
+
+    def make(self, part: str, start: int, stop: int) -> list[tuple[int, str, Any]]:
+        """The results of cases [start, stop): number, name, and message, row and what was measured."""
+        results, begun, name = [], start, ""
+        self.connection.send((part, start, stop))
+        while True:
+            try:
+                if not self.connection.poll(self.patience):
+                    raise TimeoutError(f"no answer in {self.patience:.0f} s")
+                answer = self.connection.recv()
+            except (EOFError, OSError, TimeoutError) as error:
+                self.process.kill()
+                self.process.join()
+                what = str(error) if isinstance(error, TimeoutError) else f"crashed with {self.process.exitcode}"
+                results.append((begun, name, (f"the process {what}", (), {})))
+                self._start()
+                if begun + 1 >= stop:
+                    return results
+                begun += 1
+                self.connection.send((part, begun, stop))
+                continue
+            if answer is None:
+                return results
+            begun, name, result = answer
+            if result is not None:
+                results.append(answer)
+
+    def end(self) -> None:
+        self.connection.send(None)
+        self.process.join(10)
+        self.process.kill()
+
+
+def run(
+    parts: Sequence[str],
+    seed: int,
+    *,
+    cases: int | None = None,
+    minutes: float | None = None,
+    first: int = 0,
+    workers: int = 1,
+    patience: float = 300.0,
+    options: dict[str, Any] | None = None,
+    command: str = "python -m parity campaign",
+) -> Report:
+    """Makes cases of every part in turn, from `first` on.
+
+    Args:
+      parts: modules of this package.
+      cases: how many of each part; without end when None.
+      minutes: after which no more are begun.
+      workers: processes.
+      patience: seconds after which a case that does not end has failed.
+      options: keyword arguments of the `cases` of parts, by part.
+      command: what failures are made again with.
+    """
+    options = options or {}
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    report, lock = Report(), threading.Lock()
+    chunks: queue.Queue[tuple[str, int, int] | None] = queue.Queue(maxsize=workers)
+
+    def work() -> None:
+        worker = _Worker(seed, options, patience)
+        while (chunk := chunks.get()) is not None:
+            part, start, stop = chunk
+            results = worker.make(part, start, stop)
+            with lock:
+                for number, name, (message, row, measured) in results:
+                    report.cases[part] += 1
+                    if row:
+                        report.add(row, measured)
+                    if message is not None:
+                        line = f"{command} --only {part} --seed {seed} --case {number}"
+                        report.failures.append(Failure(part, number, name, message, line))
+        worker.end()
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    last = None if cases is None else first + cases
+    for start in itertools.count(first, _CHUNK):
+        if (last is not None and start >= last) or (until is not None and time.monotonic() >= until):
+            break
+        for part in parts:
+            chunks.put((part, start, start + _CHUNK if last is None else min(start + _CHUNK, last)))
+    for _ in threads:
+        chunks.put(None)
+    for thread in threads:
+        thread.join()
+    report.failures.sort(key=lambda failure: (failure.part, failure.case))
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a campaign; returns the exit code, 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m parity campaign", description=__doc__)
+    parser.add_argument("--minutes", type=float, metavar="N", help="stop after so long")
+    parser.add_argument("--cases", type=int, metavar="N", help="stop after so many cases of each part")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another one gives other cases")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--case", type=int, metavar="I", help="case I alone, of --only")
+    parser.add_argument("--implementation", metavar="NAME", help="of ops, in place of those that are drawn")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; one a core"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for campaign.json and campaign.md")
+    args = parser.parse_args(arguments)
+    if args.case is not None and args.only is None:
+        parser.error("--case needs --only")
+    if args.minutes is None and args.cases is None and args.case is None:
+        parser.error("--minutes or --cases says when to stop")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share a GPU
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads for the interpreter of Mosaic GPU
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    command = "python -m parity campaign"
+    command += f" --implementation {args.implementation}" if args.implementation else ""
+    started = time.monotonic()
+    report = run(
+        [args.only] if args.only else PARTS,
+        args.seed,
+        cases=args.cases if args.case is None else 1,
+        minutes=args.minutes,
+        first=args.case or 0,
+        workers=args.workers if args.case is None else 1,
+        options={"ops": {"implementation": args.implementation}},
+        command=command,
+    )
+    text = f"{report.summary()}\n\n{report.table()}\n\nseed {args.seed}, {time.monotonic() - started:.0f} s"
+    print(text)
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "campaign.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        (args.output / "campaign.md").write_text(text + "\n", encoding="utf-8")
+    return int(bool(report.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
