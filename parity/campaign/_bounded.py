@@ -1,8 +1,8 @@
 """Arithmetic on values whose error is bounded: what a float32 kernel may be off by, step by step.
 
 Running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3), to first order and in
-float64: a formula written with these functions gives the exact value and a bound for whoever computes it in float32,
-in any order. Nothing in the bounds is fitted.
+float64: a formula written with these functions gives the exact value and a bound for whoever computes it in
+float32, in any order. Nothing in the bounds is fitted.
 """
 
 import dataclasses
@@ -151,7 +151,7 @@ def activation(name: str | None, x: Bounded, dtype: str = "float32") -> Bounded:
 
 
 def disagreement(out: Any, expected: Bounded, dtype: str) -> tuple[str | None, float, float]:
-    """What is wrong with an array computed in `dtype`, its error as a part of the bound, and in relation to the norm.
+    """What is wrong with an array computed in `dtype`, its error as a part of the bound, and relative to the norm.
 
     What cannot be represented may be infinite or NaN; NaN is to be NaN, infinities are to be the same.
     """

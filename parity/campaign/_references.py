@@ -214,7 +214,7 @@ def attention(
     precision: str | None = None,
     **masks: Any,
 ) -> Bounded | tuple[Bounded, ...]:
-    (_, seq, heads, head_dim), kv_seq, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
+    (_, seq, _, head_dim), kv_seq, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
     operand = _operand(dtype, precision)
     by_head = exact(q.transpose(0, 2, 1, 3))
     if isinstance(sm_scale, np.ndarray):  # it goes into the queries, which are rounded again

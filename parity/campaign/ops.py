@@ -468,7 +468,7 @@ def _values(rng: np.random.Generator, spec: Input, special: bool) -> Array:
 
 
 def _special(rng: np.random.Generator, spec: Input, x: Array) -> Array:
-    """Values that are rare: large, small, constant, far from their deviation, on the edge of what a dtype holds."""
+    """Values that are rare: large, small, constant, far from 0, on the edge of what a dtype holds."""
     largest = min(spec.limit, float(jnp.finfo(spec.dtype).max))
     match rng.integers(0, 9 if spec.kind != "weight" else 5):
         case 0:
