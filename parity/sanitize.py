@@ -2,7 +2,8 @@
 
 memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
 threads reach. Each runs all calls of `BY_BACKEND` in `parity/calls.py` and their gradients, at odd and at even
-sizes, in a process of its own. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run, and that is said.
+sizes, in a process of its own. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run, and
+that is said.
 """
 
 import argparse
