@@ -18,13 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parity import campaign
 
-PARTS = tuple(module.name for module in pkgutil.iter_modules(campaign.__path__) if not module.name.startswith("_"))
+# By name, the modules of this package.
+PARTS = {
+    module.name: f"{campaign.__name__}.{module.name}"
+    for module in pkgutil.iter_modules(campaign.__path__)
+    if not module.name.startswith("_")
+}
 _CHUNK = 16  # cases that one worker makes one after another: calls of ops share a program
 _SHOWN = 40  # failures, one of each name
 
@@ -95,8 +100,7 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
         jax.config.update("jax_disable_most_optimizations", True)
     while (task := connection.recv()) is not None:
         part, start, stop = task
-        module = importlib.import_module(f"{campaign.__name__}.{part}")
-        cases = module.cases(seed, **options.get(part, {}))
+        cases = importlib.import_module(part).cases(seed, **options.get(part, {}))
         for number, case in zip(range(start, stop), itertools.islice(cases, start, stop), strict=False):
             connection.send((number, case.name, None))
             try:
@@ -154,7 +158,7 @@ class _Worker:
 
 
 def run(
-    parts: Sequence[str],
+    parts: Mapping[str, str],
     seed: int,
     *,
     cases: int | None = None,
@@ -168,12 +172,12 @@ def run(
     """Makes cases of every part in turn, from `first` on.
 
     Args:
-      parts: modules of this package.
+      parts: modules with `cases(seed)`, by name.
       cases: how many of each part; without end when None.
       minutes: after which no more are begun.
       workers: processes.
       patience: seconds after which a case that does not end has failed.
-      options: keyword arguments of the `cases` of parts, by part.
+      options: keyword arguments of `cases`, by module.
       command: what failures are made again with.
     """
     options = options or {}
@@ -185,7 +189,7 @@ def run(
         worker = _Worker(seed, options, patience)
         while (chunk := chunks.get()) is not None:
             part, start, stop = chunk
-            results = worker.make(part, start, stop)
+            results = worker.make(parts[part], start, stop)
             with lock:
                 for number, name, (message, row, measured) in results:
                     report.cases[part] += 1
@@ -238,13 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += f" --implementation {args.implementation}" if args.implementation else ""
     started = time.monotonic()
     report = run(
-        [args.only] if args.only else PARTS,
+        {args.only: PARTS[args.only]} if args.only else PARTS,
         args.seed,
         cases=args.cases if args.case is None else 1,
         minutes=args.minutes,
         first=args.case or 0,
         workers=args.workers if args.case is None else 1,
-        options={"ops": {"implementation": args.implementation}},
+        options={PARTS["ops"]: {"implementation": args.implementation}},
         command=command,
     )
     text = f"{report.summary()}\n\n{report.table()}\n\nseed {args.seed}, {time.monotonic() - started:.0f} s"

@@ -150,6 +150,7 @@ def activation(name: str | None, x: Bounded, dtype: str = "float32") -> Bounded:
     return Bounded(value, error)
 
 
+@np.errstate(all="ignore")
 def disagreement(out: Any, expected: Bounded, dtype: str) -> tuple[str | None, float, float]:
     """What is wrong with an array computed in `dtype`, its error as a part of the bound, and relative to the norm.
 
