@@ -33,7 +33,7 @@ def test_every_op_is_drawn():
 def test_a_case_is_the_same_alone():
     p = ops.program(3, 7)
     assert str(p) == str(ops.program(3, 7)) != str(ops.program(4, 7))
-    first, second = (ops.arrays_of(p, np.random.default_rng([3, 7, 5])) for _ in range(2))
+    (first, _), (second, _) = (ops.arrays_of(p, np.random.default_rng([3, 7, 5])) for _ in range(2))
     for name, x in first.items():
         assert x.dtype == second[name].dtype
         np.testing.assert_array_equal(x, second[name])

@@ -111,6 +111,12 @@ def rounded(x: Bounded, dtype: str) -> Bounded:
     return x.off(HALF_ULP[dtype] * (np.abs(x.value) + x.error) + SMALLEST[dtype])
 
 
+def held(x: Bounded, dtype: str) -> Bounded:
+    """What goes through memory in `dtype`: nothing is known of what is beyond its range."""
+    beyond = np.abs(x.value) + x.error > float(jnp.finfo(dtype).max)
+    return x.off(np.where(beyond, np.inf, 0.0))
+
+
 def centred(y: Bounded) -> Bounded:
     """y less its mean over the last axis."""
     return y - mean(y)

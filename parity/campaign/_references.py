@@ -85,7 +85,7 @@ def gated_mlp(
     **_: Any,
 ) -> Bounded:
     hidden = gated_matmul(dtype=dtype, x=x, w_gate_up=w_gate_up, activation=activation, precision=precision)
-    y = b.dot(hidden, exact(w_down), operand=_operand(dtype, precision))
+    y = b.dot(b.held(hidden, dtype), exact(w_down), operand=_operand(dtype, precision))
     return b.rounded(_plus(y, residual), dtype)
 
 
@@ -212,9 +212,11 @@ def attention(
     sm_scale: Array | float | None = None,
     return_lse: bool = False,
     precision: str | None = None,
+    config: Any = None,
     **masks: Any,
 ) -> Bounded | tuple[Bounded, ...]:
     (_, seq, _, head_dim), kv_seq, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
+    del config
     operand = _operand(dtype, precision)
     by_head = exact(q.transpose(0, 2, 1, 3))
     if isinstance(sm_scale, np.ndarray):  # it goes into the queries, which are rounded again

@@ -39,6 +39,8 @@ TRANSFORMATIONS = {"jit": 0.55, "eager": 0.05, "vmap": 0.12, "vjp": 0.1, "jvp": 
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72)
 LARGE = (*SIZES, 80, 96, 127, 128, 129, 160, 192, 200, 255, 256, 257, 320)
 _COPIES = 3  # that vmap maps over
+# Scores are then below 2**24, where float32 still tells neighbours apart by a factor of e.
+_LARGEST_OF_ATTENTION = 1e3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,8 +299,8 @@ def _attention(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     if seq * kv_seq > 2**20:
         batch, heads = 1, kv_heads
     masks, options = _masks(pick, batch, seq, kv_seq, heads, dtype, mosaic)
-    kv = Input((batch, kv_seq, kv_heads, head_dim), dtype, limit=1e9)
-    inputs = {"q": Input((batch, seq, heads, head_dim), dtype, limit=1e9), "k": kv, "v": kv}
+    kv = Input((batch, kv_seq, kv_heads, head_dim), dtype, limit=_LARGEST_OF_ATTENTION)
+    inputs = {"q": dataclasses.replace(kv, shape=(batch, seq, heads, head_dim)), "k": kv, "v": kv}
     return inputs | masks, options | pick.precision(dtype)
 
 
@@ -306,7 +308,7 @@ def _attention_qkv(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     batch, heads, kv_heads, head_dim = _heads(pick, mosaic)
     seq = pick.size()
     masks, options = _masks(pick, batch, seq, seq, heads, dtype, mosaic)
-    inputs = {"qkv": Input((batch, seq, (heads + 2 * kv_heads) * head_dim), dtype, limit=1e9)}
+    inputs = {"qkv": Input((batch, seq, (heads + 2 * kv_heads) * head_dim), dtype, limit=_LARGEST_OF_ATTENTION)}
     heads_of = {"num_heads": heads} | ({} if heads == kv_heads else {"num_kv_heads": kv_heads})
     return inputs | masks, heads_of | options | pick.precision(dtype)
 
@@ -496,13 +498,16 @@ def _bias(rng: np.random.Generator, spec: Input, x: Array) -> Array:
     return np.where(rng.random(x.shape) < rng.choice((0.0, 0.3)), lowest, x).astype(jnp.dtype(spec.dtype))
 
 
-def arrays_of(program: Program, rng: np.random.Generator) -> dict[str, Array]:
-    """What the arrays of a call hold, masked places and what is documented of infinities included."""
+def arrays_of(program: Program, rng: np.random.Generator) -> tuple[dict[str, Array], bool]:
+    """What the arrays of a call hold, and whether there are rare values in them.
+
+    These are in masked places too, and so are infinities and NaN where it is documented what becomes of them.
+    """
     derived = program.transformation in ("vjp", "jvp")
-    special = not derived and rng.random() < 0.6
+    special = not derived and bool(rng.random() < 0.6)
     out = {name: _values(rng, spec, special and rng.random() < 0.6) for name, spec in program.inputs.items()}
     if derived:
-        return out
+        return out, False
     if program.op == "softmax":
         _fill(rng, out, "x", "where", program)
         if rng.random() < 0.2:
@@ -511,7 +516,7 @@ def arrays_of(program: Program, rng: np.random.Generator) -> dict[str, Array]:
         _fill(rng, out, "x", "mask", program)
     if program.op == "triangle_update" and "mask" in out:
         _fill(rng, out, "x", "mask", program)
-    return out
+    return out, special
 
 
 def _fill(rng: np.random.Generator, arrays: dict[str, Array], name: str, mask: str, program: Program) -> None:
@@ -657,7 +662,7 @@ class _Trial:
     def __call__(self) -> str | None:
         p, function = _compiled(self.seed, self.index // DRAWS, self.implementation)
         rng = np.random.default_rng([self.seed, *divmod(self.index, DRAWS)])
-        arrays = arrays_of(p, rng)
+        arrays, special = arrays_of(p, rng)
         self.measured["cases"] = 1
         try:
             with np.errstate(all="ignore"):  # infinities and NaN are among the values
@@ -668,7 +673,8 @@ class _Trial:
             self.measured["refused"] = 1
             return None
         self.measured["largest part of its bound"] = part
-        self.measured["largest relative error"] = relative
+        if not special:  # of others it says little: most of the norm may be a value that is far from the rest
+            self.measured["largest relative error"] = relative
         return message
 
 
