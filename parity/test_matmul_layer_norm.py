@@ -1,6 +1,5 @@
 """`ops.matmul_layer_norm` against torch: fused and unfused, operands absent and present, gradients."""
 
-import dataclasses
 import functools
 
 import hypothesis
@@ -121,14 +120,6 @@ def test_every_tile_config(width, block_m, block_k):
     x, w, scale, offset, bias, residual = operands((37, 50, width), seed=4)
     out = kernel(x, w, scale, offset, bias=bias, residual=residual, config=fused(width, block_m, block_k))
     expected = compiled.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, implementation="xla")
-    assert_close(out, expected, LONG)
-
-
-def test_tiles_of_whole_rows_that_are_split(reference):
-    x, w, scale, offset, bias, residual = operands((9, 70, 38), seed=5)
-    config = dataclasses.replace(fused(38), splits=2)
-    out = kernel(x, w, scale, offset, bias=bias, residual=residual, config=config)
-    expected = reference.compute(reference.matmul_layer_norm, x, w, scale, offset, bias, residual)
     assert_close(out, expected, LONG)
 
 
