@@ -360,7 +360,9 @@ def triangle_update(
     def operand(y: Bounded, scale: Array, bias: Array) -> Bounded:
         """The operand and, as the scale may be in the weights instead, their rounding in relation to its parts."""
         parts = np.abs(y.value * scale) + np.abs(bias)
-        return b.rounded(_plus(y * exact(scale), bias), compute_dtype).off(2 * half_ulp * parts)
+        return b.held(
+            b.rounded(_plus(y * exact(scale), bias), compute_dtype).off(2 * half_ulp * parts), compute_dtype
+        )
 
     def product(y: Bounded, w: Array, bias: Array | None) -> Bounded:
         return _plus(b.dot(y, exact(w).off(half_ulp * np.abs(w))), bias)
@@ -378,7 +380,7 @@ def triangle_update(
         y = values * sigmoid(gate)
         if mask is not None:
             y = b.where((mask != 0)[..., None], y * exact(mask[..., None]), 0.0)
-        y = b.rounded(y, compute_dtype)
+        y = b.held(b.rounded(y, compute_dtype), compute_dtype)
         if mask is not None:
             y = b.where((mask != 0)[..., None], y, 0.0)
         # (..., H, i, k), so that y[i, j] is the sum over k of left[i, k] right[j, k]

@@ -49,7 +49,8 @@ class Input:
     """An array of a call.
 
     Attributes:
-      kind: `"normal"`, drawn in every way; `"mask"`, `"ids"` (segments), `"rows"` (of a table), `"cos"`.
+      kind: what it is: `"normal"`, drawn in every way; `"weight"`, not too large; `"bias"` of scores, `"cos"`;
+        of integers `"mask"`, `"ids"` of segments, `"rows"` of a table; a traced `"scale"`.
       scale: standard deviation where it is normal, `shift` the mean; of rows, how many there are.
       limit: the largest that it may hold, so that squares and products of float32 are finite.
     """
@@ -81,7 +82,7 @@ class Program:
     @property
     def floats(self) -> list[str]:
         """The arrays that have gradients."""
-        return [name for name, i in self.inputs.items() if i.kind in ("normal", "cos")]
+        return [name for name, i in self.inputs.items() if i.kind not in ("mask", "ids", "rows", "scale")]
 
     def call(self, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
         """The results of the op, one or more."""
@@ -128,6 +129,18 @@ class _Pick:
             return 8 * self.size(most=64), 64 * self.size(most=8), 64 * self.size(most=8)
         return self.rows(), self.size(), self.size()
 
+    def tiles(self, *, splits: Sequence[int] = (1,)) -> triton_matmul.Config:
+        """Small tiles of a product, so that small arrays have several."""
+        return triton_matmul.Config(
+            block_m=self.of((16, 32)),
+            block_n=self.of((32, 48)),
+            block_k=self.of((16, 32)),
+            num_warps=self.of((1, 2)),
+            num_stages=self.of((1, 2)),
+            group_m=self.of((1, 2, 8)),
+            splits=self.of(splits),
+        )
+
     def other(self, dtype: str) -> str:
         """The dtype of an operand that need not be that of the others."""
         return dtype if self.chance(0.7) else self.of(DTYPES)
@@ -155,6 +168,8 @@ def _matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
         options["acc_dtype"] = "float16"
     if not mosaic and not batch and pick.chance(0.3):
         options["algorithm"] = pick.of(triton_matmul.ALGORITHMS)
+    elif not mosaic and pick.chance(0.3):
+        options["config"] = pick.tiles(splits=(1, 2, 3))
     w = (*batch, n, k) if options.get("transpose_w") else (*batch, k, n)
     inputs = {
         "x": Input((*batch, m, k) if batch or pick.chance(0.6) else (k,), dtype),
@@ -182,6 +197,7 @@ def _gated(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
 
 def _gated_matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     inputs, options = _gated(pick, dtype, mosaic)
+    options |= {"config": pick.tiles()} if not mosaic and pick.chance(0.3) else {}
     if pick.chance(0.5):
         inputs["bias"] = Input((2, inputs["w_gate_up"].shape[2]), pick.other(dtype), limit=1e9)
     return inputs, options | ({} if mosaic else pick.out_dtype(dtype))
@@ -213,7 +229,8 @@ def _matmul_layer_norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
         inputs["bias"] = Input((n,), pick.other(dtype))
     if pick.chance(0.5):
         inputs["residual"] = Input((m, n), pick.other(dtype))
-    return inputs, pick.precision(dtype) | {"epsilon": _epsilon(pick)}
+    options = pick.precision(dtype) | {"epsilon": _epsilon(pick)}
+    return inputs, options | ({"config": pick.tiles(splits=(1, 2))} if pick.chance(0.3) else {})
 
 
 def _norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
@@ -247,7 +264,7 @@ def _softmax(pick: _Pick, dtype: str, _: bool) -> _Drawn:
             )
     if pick.chance(0.5):
         options["scale"] = pick.of((0.5, 0.125, 3.0, -1.0, 1e-3))
-    inputs = {"x": Input(shape, dtype, "logits", scale=2.0, limit=1e30)}
+    inputs = {"x": Input(shape, dtype, scale=2.0, limit=1e30)}
     if pick.chance(0.5):
         kept = [shape, (shape[0], 1, shape[2]), (1, *shape[1:]), shape[2:], shape[1:]]
         inputs["where"] = Input(pick.of(kept), pick.of(("bool", "int32", "int8")), "mask")
@@ -350,7 +367,7 @@ def _rotary(pick: _Pick, dtype: str, _: bool) -> _Drawn:
 def _mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     batch, seq, n = pick.of((1, 2, 5)), pick.rows(), pick.size()
     inputs = {
-        "x": Input((batch, seq, n), dtype, "tokens"),
+        "x": Input((batch, seq, n), dtype),
         "mask": Input((batch, seq), pick.of(("bool", "int32", "int8")), "mask"),
     }
     return inputs, {"normalize": pick.chance(0.7), "epsilon": pick.of((1e-12, 1e-6, 0.1))}
