@@ -2,13 +2,15 @@
 
 memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
 threads reach. Each runs all calls of `BY_BACKEND` in `parity/calls.py` and their gradients, at odd and at even
-sizes, in a process of its own. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run, and
+sizes, in processes of its own. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run, and
 that is said.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -36,16 +38,15 @@ def runs() -> Iterator[tuple[str, Any, str, int]]:
                 yield backend, call, dtype, size
 
 
-def run_calls() -> None:
-    """Runs all calls that this GPU serves, and their gradients, and names each on stdout."""
+def run_calls(part: int, parts: int) -> None:
+    """Runs one of equal parts of the calls that this GPU serves, and their gradients, and names each on stdout."""
     import jax
     import jax.numpy as jnp
 
     from parity.common import ON_HOPPER
 
-    for backend, call, dtype, size in runs():
-        if backend == "mosaic" and not ON_HOPPER:
-            continue
+    served = [run for run in runs() if run[0] != "mosaic" or ON_HOPPER]
+    for backend, call, dtype, size in served[part::parts]:
         arrays = call.arrays(dtype, size)
         floats, rest = arrays[: call.floats], arrays[call.floats :]
 
@@ -74,8 +75,15 @@ def parse(tool: str, log: str, code: int) -> Outcome:
     return Outcome(tool, _CALL.findall(log), sum(counts) if ended else None, log)
 
 
-def sanitize(tool: str, program: str, seconds: float) -> Outcome:
-    """Runs all calls under one tool."""
+def merged(parts: Sequence[Outcome]) -> Outcome:
+    """What the processes of a tool found together."""
+    findings = None if any(part.findings is None for part in parts) else sum(part.findings or 0 for part in parts)
+    calls = [call for part in parts for call in part.calls]
+    return Outcome(parts[0].tool, calls, findings, "\n".join(part.log for part in parts if part.findings != 0))
+
+
+def sanitize(tool: str, part: int, parts: int, *, program: str, seconds: float) -> Outcome:
+    """Runs a part of the calls under one tool."""
     # Buffers of their own, so that memcheck sees the end of each.
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -84,7 +92,7 @@ def sanitize(tool: str, program: str, seconds: float) -> Outcome:
         ),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",  # no kernels but ours
     }
-    python = [sys.executable, "-c", "from parity import sanitize; sanitize.run_calls()"]
+    python = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_calls({part}, {parts})"]
     command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20", *python]
     try:
         done = subprocess.run(
@@ -100,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tools; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m parity sanitize", description=__doc__)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="one of them; all when not given")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes of each tool")
     parser.add_argument("--seconds", type=float, default=1800, metavar="N", help="for each tool")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of what was run and found")
     args = parser.parse_args(arguments)
@@ -113,8 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     tools = args.tool or TOOLS
-    with concurrent.futures.ThreadPoolExecutor(len(tools)) as pool:
-        outcomes = list(pool.map(lambda tool: sanitize(tool, program, args.seconds), tools))
+    run = functools.partial(sanitize, program=program, seconds=args.seconds)
+    jobs = list(itertools.product(tools, range(args.workers), (args.workers,)))
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        parts = list(pool.map(run, *zip(*jobs, strict=True)))
+    outcomes = [merged([part for part in parts if part.tool == tool]) for tool in tools]
     for outcome in outcomes:
         found = "did not get to the end" if outcome.findings is None else f"{outcome.findings} findings"
         print(f"{outcome.tool}: {len(outcome.calls)} calls, {found}")

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import re
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -168,6 +169,13 @@ def test_a_campaign_goes_on_after_failures(fake_part):
     assert report.rows["row", "0"] == {"cases": 11, "largest": 22}  # all but the one that did not end
     assert "| row | 1 | 11 | 23 |" in report.table()
     assert "24 cases, 4 failures" in report.summary()
+
+
+def test_a_campaign_ends_in_time(fake_part):
+    started = time.monotonic()
+    report = campaign.run(fake_part, 10, minutes=0.06, first=20, workers=2)  # case 20 would go on
+    assert time.monotonic() - started < 20
+    assert not report.failures
 
 
 def test_a_case_is_made_again_by_its_number(fake_part, monkeypatch, tmp_path, capsys):

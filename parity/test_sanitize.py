@@ -86,4 +86,5 @@ def test_a_report_is_written(monkeypatch, tmp_path, capsys):
     assert '"findings": 1' in output.read_text()
     text = capsys.readouterr().out
     assert "memcheck: 1 calls, 1 findings" in text and "racecheck: 1 calls, 0 findings" in text
-    assert sanitize.main(["--tool", "synccheck"]) == 0
+    assert sanitize.main(["--tool", "synccheck", "--workers", "2"]) == 0
+    assert "synccheck: 2 calls, 0 findings" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -98,8 +99,8 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
 
     if jax.default_backend() == "cpu":  # compiling well takes longer than running badly
         jax.config.update("jax_disable_most_optimizations", True)
-    while (task := connection.recv()) is not None:
-        part, start, stop = task
+    while True:
+        part, start, stop = connection.recv()
         cases = importlib.import_module(part).cases(seed, **options.get(part, {}))
         for number, case in zip(range(start, stop), itertools.islice(cases, start, stop), strict=False):
             connection.send((number, case.name, None))
@@ -114,8 +115,8 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
 class _Worker:
     """A process that makes cases, and another one after it where it crashed or did not end."""
 
-    def __init__(self, seed: int, options: dict[str, Any], patience: float) -> None:
-        self.seed, self.options, self.patience = seed, options, patience
+    def __init__(self, seed: int, options: dict[str, Any], patience: float, until: float) -> None:
+        self.seed, self.options, self.patience, self.until = seed, options, patience, until
         self._start()
 
     def _start(self) -> None:
@@ -126,12 +127,17 @@ class _Worker:
         other.close()
 
     def make(self, part: str, start: int, stop: int) -> list[tuple[int, str, Any]]:
-        """The results of cases [start, stop): number, name, and message, row and what was measured."""
+        """The results of cases [start, stop): number, name, and message, row and what was measured.
+
+        Those that are not there in time are left out.
+        """
         results, begun, name = [], start, ""
         self.connection.send((part, start, stop))
-        while True:
+        while (left := self.until - time.monotonic()) > 0:
             try:
-                if not self.connection.poll(self.patience):
+                if not self.connection.poll(min(self.patience, left)):
+                    if left < self.patience:
+                        break
                     raise TimeoutError(f"no answer in {self.patience:.0f} s")
                 answer = self.connection.recv()
             except (EOFError, OSError, TimeoutError) as error:
@@ -150,11 +156,11 @@ class _Worker:
             begun, name, result = answer
             if result is not None:
                 results.append(answer)
+        return results
 
     def end(self) -> None:
-        self.connection.send(None)
-        self.process.join(10)
         self.process.kill()
+        self.process.join()
 
 
 def run(
@@ -174,19 +180,19 @@ def run(
     Args:
       parts: modules with `cases(seed)`, by name.
       cases: how many of each part; without end when None.
-      minutes: after which no more are begun.
+      minutes: after which no more are made.
       workers: processes.
       patience: seconds after which a case that does not end has failed.
       options: keyword arguments of `cases`, by module.
       command: what failures are made again with.
     """
     options = options or {}
-    until = None if minutes is None else time.monotonic() + 60 * minutes
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     report, lock = Report(), threading.Lock()
     chunks: queue.Queue[tuple[str, int, int] | None] = queue.Queue(maxsize=workers)
 
     def work() -> None:
-        worker = _Worker(seed, options, patience)
+        worker = _Worker(seed, options, patience, until)
         while (chunk := chunks.get()) is not None:
             part, start, stop = chunk
             results = worker.make(parts[part], start, stop)
@@ -205,7 +211,7 @@ def run(
         thread.start()
     last = None if cases is None else first + cases
     for start in itertools.count(first, _CHUNK):
-        if (last is not None and start >= last) or (until is not None and time.monotonic() >= until):
+        if (last is not None and start >= last) or time.monotonic() >= until:
             break
         for part in parts:
             chunks.put((part, start, start + _CHUNK if last is None else min(start + _CHUNK, last)))
