@@ -406,6 +406,53 @@ def triangle_update(
     return out
 
 
+def linear_cross_entropy(
+    *,
+    dtype: str,
+    x: Array,
+    kernel: Array,
+    labels: Array,
+    bias: Array | None = None,
+    weights: Array | None = None,
+    transposed: bool = False,
+    label_smoothing: float = 0.0,
+    logit_softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str | None = "mean",
+    precision: str | None = None,
+) -> Bounded:
+    given = np.ones(labels.shape) if weights is None else weights
+    counts = given != 0
+    x = np.where(counts[..., None], x, 0.0)
+    products = _product(x, kernel.T if transposed else kernel, dtype, precision)
+    # The product may be rounded before the bias is added, and the sum again.
+    y = b.held(_plus(b.rounded(b.rounded(products, dtype), dtype), bias), dtype)
+    y = b.rounded(y, dtype) if bias is not None else y
+    if logit_softcap is not None:
+        capped = logit_softcap * np.tanh(y.value / logit_softcap)
+        y = Bounded(capped, y.error + 8 * b.UNIT * logit_softcap)
+    size = y.value.shape[-1]
+    peak = np.max(y.value, -1, keepdims=True)
+    lse = peak + np.log(np.sum(np.exp(y.value - peak), -1, keepdims=True))
+    # No logit moves it by more than it moves itself; the sum has terms of one sign.
+    off = np.max(y.error, -1, keepdims=True) + b.UNIT * (size + 8 + 4 * np.abs(peak) + np.abs(lse))
+    total = Bounded(lse, off)
+    known = np.where(counts, labels, 0).astype(int)[..., None]
+    label = y.map(lambda a: np.take_along_axis(a, known, -1))
+    loss = total - label * exact(1.0 - label_smoothing) - b.mean(y) * exact(label_smoothing)
+    loss = (loss + total * total * exact(z_loss)).map(lambda a: a[..., 0])
+    weighted = b.where(counts, loss * exact(given), 0.0)
+    if reduction is None:
+        return weighted
+    summed = b.total(weighted.map(np.ravel)).map(lambda a: a[0])
+    divisor = np.sum(given)
+    return (
+        summed
+        if reduction == "sum" or divisor == 0
+        else summed / b.total(exact(np.ravel(given))).map(lambda a: a[0])
+    )
+
+
 REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
     function.__name__: function
     for function in (
@@ -422,5 +469,6 @@ REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
         rotary,
         mean_pool,
         triangle_update,
+        linear_cross_entropy,
     )
 }

@@ -408,6 +408,26 @@ def _triangle_update(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs, options
 
 
+def _linear_cross_entropy(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+    m, k, v = pick.size(), pick.size(), pick.rows()
+    options: dict[str, Any] = pick.precision(dtype) | {"reduction": pick.of(("mean", "sum", None))}
+    if pick.chance(0.4):
+        options["transposed"] = True
+    for name, values in (("label_smoothing", (0.1, 1.0)), ("logit_softcap", (5.0, 30.0)), ("z_loss", (1e-3, 0.1))):
+        if pick.chance(0.3):
+            options[name] = pick.of(values)
+    inputs = {
+        "x": Input((m, k), dtype, limit=1e4),
+        "kernel": Input((v, k) if options.get("transposed") else (k, v), dtype, scale=k**-0.5, limit=1e4),
+        "labels": Input((m,), pick.of(("int32", "int16")), "rows", scale=v),
+    }
+    if pick.chance(0.4):
+        inputs["bias"] = Input((v,), pick.other(dtype), "weight")
+    if pick.chance(0.5):
+        inputs["weights"] = Input((m,), pick.of(("bool", "int32", "float32")), "mask")
+    return inputs, options
+
+
 _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
     "matmul": _matmul,
     "gated_matmul": _gated_matmul,
@@ -422,6 +442,7 @@ _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
     "rotary": _rotary,
     "mean_pool": _mean_pool,
     "triangle_update": _triangle_update,
+    "linear_cross_entropy": _linear_cross_entropy,
 }
 
 
@@ -530,8 +551,11 @@ def arrays_of(program: Program, rng: np.random.Generator) -> tuple[dict[str, Arr
             out["x"] = np.where(rng.random(out["x"].shape) < 0.1, -np.inf, out["x"]).astype(out["x"].dtype)
     if program.op == "mean_pool":
         _fill(rng, out, "x", "mask", program)
-    if program.op == "triangle_update" and "mask" in out:
+    if program.op == "triangle_update":
         _fill(rng, out, "x", "mask", program)
+    if program.op == "linear_cross_entropy":
+        _fill(rng, out, "x", "weights", program)
+        _fill(rng, out, "labels", "weights", program)
     return out, special
 
 
@@ -539,10 +563,10 @@ def _fill(rng: np.random.Generator, arrays: dict[str, Array], name: str, mask: s
     """Puts NaN or infinities where a mask is 0."""
     if mask not in arrays or "vmap" in program.transformation or rng.random() < 0.5:
         return
-    masked = arrays[mask] == 0
-    if program.op != "softmax":
+    masked, x = arrays[mask] == 0, arrays[name]
+    if program.op != "softmax" and x.ndim > masked.ndim:
         masked = masked[..., None]
-    fill = rng.choice((np.nan, np.inf, -np.inf, 1e4))
+    fill = -100 if x.dtype.kind == "i" else rng.choice((np.nan, np.inf, -np.inf, 1e4))
     arrays[name] = np.where(np.broadcast_to(masked, arrays[name].shape), fill, arrays[name]).astype(
         arrays[name].dtype
     )
