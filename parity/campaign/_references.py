@@ -367,8 +367,8 @@ def triangle_update(
     def product(y: Bounded, w: Array, bias: Array | None) -> Bounded:
         return _plus(b.dot(y, exact(w).off(half_ulp * np.abs(w))), bias)
 
-    def sigmoid(y: Bounded) -> Bounded:
-        return b.activation("sigmoid", y, compute_dtype)
+    def sigmoid(y: Bounded) -> Bounded:  # half of 1 + tanh, which has 11 bits where operands have as many or fewer
+        return b.activation("sigmoid", y).off(0.0 if compute_dtype == "float32" else 2.0**-12)
 
     if mask is not None:  # what a masked position holds reaches its own result alone, which is compared elsewhere
         unknown = ~np.isfinite(x).all(-1, keepdims=True)
