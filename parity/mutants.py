@@ -393,7 +393,7 @@ MUTANTS = [
         ("checkpoint.py", "elif tensor.dtype not in _FLOAT_DTYPES:", "elif False:", "test_weights.py"),
         ("checkpoint.py", "if not isinstance(value, dict):", "if False:", "test_weights.py"),
         (
-            "checkpoint.py",
+            "pickles.py",
             'map_location="cpu", weights_only=True',
             'map_location="cpu", weights_only=False',
             "test_weights.py",
