@@ -14,7 +14,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pkgutil
-import queue
 import sys
 import threading
 import time
@@ -31,7 +30,9 @@ PARTS = {
     for module in pkgutil.iter_modules(campaign.__path__)
     if not module.name.startswith("_")
 }
-_CHUNK = 16  # cases that one worker makes one after another: calls of ops share a program
+# Cases that a worker makes one after another: calls of ops share a program. Of other parts, one.
+_CHUNKS = {"ops": 16, "checkpoints": 16, "files": 16}
+_EXPECTED = 5.0  # seconds that they take, until that is known
 _SHOWN = 40  # failures, one of each name
 
 
@@ -175,7 +176,7 @@ def run(
     options: dict[str, Any] | None = None,
     command: str = "python -m parity campaign",
 ) -> Report:
-    """Makes cases of every part in turn, from `first` on.
+    """Makes cases of every part, from `first` on, of all for as long.
 
     Args:
       parts: modules with `cases(seed)`, by name.
@@ -189,14 +190,32 @@ def run(
     options = options or {}
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     report, lock = Report(), threading.Lock()
-    chunks: queue.Queue[tuple[str, int, int] | None] = queue.Queue(maxsize=workers)
+    last = math.inf if cases is None else first + cases
+    begun, spent = dict.fromkeys(parts, first), dict.fromkeys(parts, 0.0)
+
+    def next_chunk() -> tuple[str, int, int] | None:
+        """Cases of the part that has had the least time, counting what others do of it now."""
+        left = [part for part in parts if begun[part] < last]
+        if not left or time.monotonic() >= until:
+            return None
+        part = min(left, key=lambda part: spent[part])
+        start = begun[part]
+        begun[part] = int(min(start + _CHUNKS.get(part, 1), last))
+        spent[part] += _EXPECTED
+        return part, start, begun[part]
 
     def work() -> None:
         worker = _Worker(seed, options, patience, until)
-        while (chunk := chunks.get()) is not None:
+        while True:
+            with lock:
+                chunk = next_chunk()
+            if chunk is None:
+                break
             part, start, stop = chunk
+            started = time.monotonic()
             results = worker.make(parts[part], start, stop)
             with lock:
+                spent[part] += time.monotonic() - started - _EXPECTED
                 for number, name, (message, row, measured) in results:
                     report.cases[part] += 1
                     if row:
@@ -209,14 +228,6 @@ def run(
     threads = [threading.Thread(target=work) for _ in range(workers)]
     for thread in threads:
         thread.start()
-    last = None if cases is None else first + cases
-    for start in itertools.count(first, _CHUNK):
-        if (last is not None and start >= last) or time.monotonic() >= until:
-            break
-        for part in parts:
-            chunks.put((part, start, start + _CHUNK if last is None else min(start + _CHUNK, last)))
-    for _ in threads:
-        chunks.put(None)
     for thread in threads:
         thread.join()
     report.failures.sort(key=lambda failure: (failure.part, failure.case))
