@@ -9,6 +9,7 @@ DTYPE ?= float32
 OUTPUT ?= embeddings.npy
 # Compiling takes longer than running, on a GPU too.
 WORKERS ?= auto
+MINUTES ?= 2
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -25,13 +26,14 @@ override FILE := $(value FILE)
 export TEXT FILE
 
 .DELETE_ON_ERROR:
-.PHONY: help embed test gpu lint types wheel clean distclean
+.PHONY: help embed test campaign gpu lint types wheel clean distclean
 
 help:
 	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
 	@echo '              TEXT="One sentence.|Another."  or  FILE=sentences.txt   your own instead'
 	@echo '              OUTPUT=embeddings.npy  DTYPE=float32|float16|bfloat16  MODEL=folder or hub id'
 	@echo 'make test     run the whole suite (PYTEST_ARGS="-k softmax -x", WORKERS=2)'
+	@echo 'make campaign random trials for MINUTES=2 and a report of what failed'
 	@echo 'make gpu      on an NVIDIA GPU: the suite, then the benchmarks shortened; all results in build/check'
 	@echo 'make lint     ruff          make types    mypy          make wheel    dist/*.whl'
 	@echo 'make clean    remove build outputs and caches; distclean: the environment and models too'
@@ -44,6 +46,9 @@ embed: $(VENV)/.run$(CUDA) $(if $(filter $(MINILM),$(MODEL)),$(MINILM)/params.sa
 
 test: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+campaign: $(VENV)/.test$(CUDA) $(VENV)/.weights
+	$(BIN)/python -m parity campaign --minutes $(MINUTES)
 
 gpu: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m parity

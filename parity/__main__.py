@@ -2,12 +2,15 @@
 
 Runs the whole suite on CUDA, then every benchmark shortened, and leaves logs, results, a page with plots and a
 summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there is no CUDA device.
+
+`python -m parity campaign`, `sanitize` and `mutate` are programs of their own; each has `--help`.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -18,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+PROGRAMS = {"campaign": "parity.campaign.__main__", "sanitize": "parity.sanitize", "mutate": "parity.mutate"}
 
 DESCRIBE = """
 import jax
@@ -103,7 +108,10 @@ def counts(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the check; returns the exit code."""
+    """Runs the check or another program; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in PROGRAMS:
+        return importlib.import_module(PROGRAMS[arguments[0]]).main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
     parser.add_argument("--output", type=Path, help="folder of logs and results; a new one under build/check")
     parser.add_argument("--only", choices=("parity", "bench"), help="one half of it")

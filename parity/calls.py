@@ -287,3 +287,70 @@ CALLS = [
     Call("linear_cross_entropy_mean", _call_mean_linear_cross_entropy, _vocabulary, 4, (0, 3, 4)),
     Call("triangle_update", _call_triangle_update, _triangle_update, 11, (0, 11)),
 ]
+
+
+def _hopper_matmul(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, k, n = (72, 192, 320) if size == 1 else (128, 128, 256)
+    rng = np.random.default_rng(31)
+    return (
+        normal(rng, m, k, dtype=dtype),
+        normal(rng, m, n, dtype=dtype),
+        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, n, dtype=dtype, shift=0.5),
+    )
+
+
+def _hopper_gated(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, k, n = (72, 192, 192) if size == 1 else (128, 128, 256)
+    rng = np.random.default_rng(32)
+    return (
+        normal(rng, m, k, dtype=dtype),
+        normal(rng, k, 2, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, 2, n, dtype=dtype, shift=0.5),
+    )
+
+
+def _hopper_attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    seq, kv_seq, head_dim = (131, 205, 64) if size == 1 else (256, 256, 128)
+    rng = np.random.default_rng(33)
+    q = normal(rng, 2, seq, 4, head_dim, dtype=dtype)
+    return q, *(normal(rng, 2, kv_seq, 2, head_dim, dtype=dtype) for _ in range(2))
+
+
+def _hopper_attention_qkv(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    seq, head_dim = (131, 64) if size == 1 else (256, 128)
+    return (normal(np.random.default_rng(34), 2, seq, 3 * 2 * head_dim, dtype=dtype),)
+
+
+def _hopper_triangle(size: int, dtype: str, c: int = 128) -> tuple[jax.Array, ...]:
+    b, n, h = (1, 64, 32) if size == 1 else (2, 128, 128)
+    rng = np.random.default_rng(35)
+    shapes = ((c,), (c,), (c, 4, h), (4, h), (h,), (h,), (c, c), (c,), (h, c), (c,))
+    weights = (normal(rng, *shape, dtype=dtype, scale=c**-0.5) for shape in shapes)
+    return normal(rng, b, n, n, c, dtype=dtype), *weights, jnp.asarray(rng.integers(0, 2, (b, n, n)), jnp.int32)
+
+
+def _hopper_wide_triangle(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    return _hopper_triangle(size, dtype, 256)
+
+
+def _call_hopper_attention(q, k, v, **options):
+    return ops.attention(q, k, v, causal=True, window=70, **options)
+
+
+def _call_hopper_attention_qkv(qkv, **options):
+    return ops.attention_qkv(qkv, num_heads=2, **options)
+
+
+# Calls that the kernels for Hopper serve: tiles of 64, half precisions. With size 1 the last tile reaches past the
+# end where a kernel allows it.
+HOPPER_CALLS = [
+    Call("matmul", _call_matmul, _hopper_matmul, 4),
+    Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
+    Call("attention", _call_hopper_attention, _hopper_attention, 3),
+    Call("attention_qkv", _call_hopper_attention_qkv, _hopper_attention_qkv, 1),
+    Call("triangle_update", _call_triangle_update, _hopper_triangle, 11),
+    Call("triangle_update_wide", _call_triangle_update, _hopper_wide_triangle, 11),
+]
+# What calls every kernel of a backend.
+BY_BACKEND = {"triton": CALLS, "mosaic": HOPPER_CALLS}

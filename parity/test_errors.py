@@ -365,6 +365,12 @@ def test_unknown_implementation(call: Call):
         call("cuda")(*call.arrays())
 
 
+def test_no_implementation_at_all():
+    call = CALLS[0]
+    with pytest.raises(ValueError, match=r"implementation=\(\) is unknown; expected None or one of"):
+        call(())(*call.arrays())
+
+
 def test_arrays_too_large_for_the_kernels():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((2**31, 16), (16, 16)))
     with pytest.raises(

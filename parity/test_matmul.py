@@ -259,9 +259,10 @@ def test_every_algorithm_takes_any_shape(algorithm, m, k, n, transpose_w):
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8])
-def test_parts_of_the_contraction(reference, splits):
-    # 5 blocks of K: parts of several, the last ragged, and with 8 parts some with nothing at all.
-    x, w, bias, residual = operands((21, 75, 37), seed=13)
+@pytest.mark.parametrize("k", [75, 80])
+def test_parts_of_the_contraction(reference, k, splits):
+    # 5 blocks of K, the last ragged or whole: parts of several, and with 8 parts some with nothing at all.
+    x, w, bias, residual = operands((21, k, 37), seed=13)
     config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=2, splits=splits)
     for algorithm in (None, "split_k"):
         out = kernel(x, w, bias=bias, residual=residual, activation="silu", algorithm=algorithm, config=config)

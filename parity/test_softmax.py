@@ -198,6 +198,14 @@ def test_extreme_values(reference, algorithm, splits):
     assert np.all(np.isfinite(expected[:6])) and np.all(np.isnan(expected[6:]))
 
 
+def test_parts_of_rows_far_below_zero():
+    # Three parts are merged as four, of which the last must not count, nor its maximum.
+    x = draw(5, 200) - 1000.0
+    config = Config(block_m=2, block_n=16, num_warps=1, splits=3)
+    out = kernel(x, algorithm="online", config=config)
+    assert_close(out, compiled.softmax(x, implementation="xla"), SHORT)
+
+
 @every_form
 def test_kept_entries_that_are_all_minus_infinity(options):
     x = jnp.full((2, 20), -jnp.inf).at[:, 3].set(1.0)

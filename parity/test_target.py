@@ -147,6 +147,23 @@ def test_the_gpu_decides_on_kernels_and_tiles():
     assert ampere != ada
 
 
+@pytest.mark.parametrize(
+    "device, rows, columns, expected",
+    [
+        (("NVIDIA H200", 132), 256, 256, {MOSAIC_CALL}),
+        (("NVIDIA H200", 132), 64, 256, {TRITON_CALL}),  # it serves few rows, and is not the faster
+        (("NVIDIA H200", 132), 256, 100, {TRITON_CALL}),  # it does not serve half a tile
+        (("NVIDIA A100-SXM4-80GB", 108), 256, 256, {TRITON_CALL}),
+        (("Tesla T4", 40), 256, 256, set()),
+    ],
+)
+def test_the_default_is_the_first_kernel_that_runs_serves_and_is_preferred(device, rows, columns, expected):
+    function, arrays = matmul("bfloat16", rows, columns, 128)
+    with cuda_device(*device):
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert {call for call in (MOSAIC_CALL, TRITON_CALL) if call in text} == expected
+
+
 def test_a_named_kernel_says_which_gpu_it_needs():
     x = jnp.ones((128, 128), jnp.bfloat16)
     with cuda_device("NVIDIA A100", 108):

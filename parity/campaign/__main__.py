@@ -1,0 +1,281 @@
+"""`python -m parity campaign`: random trials for as long as wanted, and a report of what failed.
+
+Worker processes make the cases, so that one that crashes or never ends is a failure like any other.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import pkgutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parity import campaign
+
+# By name, the modules of this package.
+PARTS = {
+    module.name: f"{campaign.__name__}.{module.name}"
+    for module in pkgutil.iter_modules(campaign.__path__)
+    if not module.name.startswith("_")
+}
+# Cases that a worker makes one after another: calls of ops share a program. Of other parts, one.
+_CHUNKS = {"ops": 16, "checkpoints": 16, "files": 16}
+_EXPECTED = 5.0  # seconds that they take, until that is known
+_SHOWN = 40  # failures, one of each name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """A case that went wrong, and the command that makes it again."""
+
+    part: str
+    case: int
+    name: str
+    message: str
+    command: str
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """What came of a campaign."""
+
+    cases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    rows: dict[tuple[str, ...], dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def add(self, row: tuple[str, ...], measured: dict[str, float]) -> None:
+        """Counts what is named after cases, and keeps the largest of everything else."""
+        kept = self.rows.setdefault(row, {})
+        for column, value in measured.items():
+            counted = not column.startswith("largest")
+            kept[column] = kept.get(column, 0.0) + value if counted else max(kept.get(column, 0.0), value)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cases": dict(self.cases),
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "rows": [{"row": row, **columns} for row, columns in sorted(self.rows.items())],
+        }
+
+    def table(self) -> str:
+        """The rows as Markdown."""
+        columns = list(dict.fromkeys(itertools.chain.from_iterable(self.rows.values())))
+        width = max(map(len, self.rows), default=0)
+        lines = [
+            "| " + " | ".join(["", *[""] * (width - 1), *columns]) + " |",
+            "|---" * (width + len(columns)) + "|",
+        ]
+        for row, measured in sorted(self.rows.items()):
+            cells = [f"{measured[c]:.3g}" if c in measured else "" for c in columns]
+            lines.append("| " + " | ".join([*row, *[""] * (width - len(row)), *cells]) + " |")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        lines = [f"{part}: {count} cases" for part, count in self.cases.items()]
+        alike: dict[tuple[str, str], list[Failure]] = {}
+        for failure in self.failures:
+            alike.setdefault((failure.part, failure.name), []).append(failure)
+        for first, *others in itertools.islice(alike.values(), _SHOWN):
+            more = f" and {len(others)} more of it" if others else ""
+            lines.append(f"FAILED {first.command}{more}\n  {first.name}\n  {first.message}")
+        lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures")
+        return "\n".join(lines)
+
+
+def make_cases(connection: multiprocessing.connection.Connection, seed: int, options: dict[str, Any]) -> None:
+    """What a worker does: makes the cases that it is told, and tells of each when it begins and ends."""
+    import jax
+
+    if jax.default_backend() == "cpu":  # compiling well takes longer than running badly
+        jax.config.update("jax_disable_most_optimizations", True)
+    while True:
+        part, start, stop = connection.recv()
+        cases = importlib.import_module(part).cases(seed, **options.get(part, {}))
+        for number, case in zip(range(start, stop), itertools.islice(cases, start, stop), strict=False):
+            connection.send((number, case.name, None))
+            try:
+                message = case.run()
+            except Exception:
+                message = traceback.format_exc(limit=-4)
+            connection.send((number, case.name, (message, case.row, case.measured)))
+        connection.send(None)
+
+
+class _Worker:
+    """A process that makes cases, and another one after it where it crashed or did not end."""
+
+    def __init__(self, seed: int, options: dict[str, Any], patience: float, until: float) -> None:
+        self.seed, self.options, self.patience, self.until = seed, options, patience, until
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=make_cases, args=(other, self.seed, self.options), daemon=True)
+        self.process.start()
+        other.close()
+
+    def make(self, part: str, start: int, stop: int) -> list[tuple[int, str, Any]]:
+        """The results of cases [start, stop): number, name, and message, row and what was measured.
+
+        Those that are not there in time are left out.
+        """
+        results, begun, name = [], start, ""
+        self.connection.send((part, start, stop))
+        while (left := self.until - time.monotonic()) > 0:
+            try:
+                if not self.connection.poll(min(self.patience, left)):
+                    if left < self.patience:
+                        break
+                    raise TimeoutError(f"no answer in {self.patience:.0f} s")
+                answer = self.connection.recv()
+            except (EOFError, OSError, TimeoutError) as error:
+                self.process.kill()
+                self.process.join()
+                what = str(error) if isinstance(error, TimeoutError) else f"crashed with {self.process.exitcode}"
+                results.append((begun, name, (f"the process {what}", (), {})))
+                self._start()
+                if begun + 1 >= stop:
+                    return results
+                begun += 1
+                self.connection.send((part, begun, stop))
+                continue
+            if answer is None:
+                return results
+            begun, name, result = answer
+            if result is not None:
+                results.append(answer)
+        return results
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def run(
+    parts: Mapping[str, str],
+    seed: int,
+    *,
+    cases: int | None = None,
+    minutes: float | None = None,
+    first: int = 0,
+    workers: int = 1,
+    patience: float = 300.0,
+    options: dict[str, Any] | None = None,
+    command: str = "python -m parity campaign",
+) -> Report:
+    """Makes cases of every part, from `first` on, of all for as long.
+
+    Args:
+      parts: modules with `cases(seed)`, by name.
+      cases: how many of each part; without end when None.
+      minutes: after which no more are made.
+      workers: processes.
+      patience: seconds after which a case that does not end has failed.
+      options: keyword arguments of `cases`, by module.
+      command: what failures are made again with.
+    """
+    options = options or {}
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    report, lock = Report(), threading.Lock()
+    last = math.inf if cases is None else first + cases
+    begun, spent = dict.fromkeys(parts, first), dict.fromkeys(parts, 0.0)
+
+    def next_chunk() -> tuple[str, int, int] | None:
+        """Cases of the part that has had the least time, counting what others do of it now."""
+        left = [part for part in parts if begun[part] < last]
+        if not left or time.monotonic() >= until:
+            return None
+        part = min(left, key=lambda part: spent[part])
+        start = begun[part]
+        begun[part] = int(min(start + _CHUNKS.get(part, 1), last))
+        spent[part] += _EXPECTED
+        return part, start, begun[part]
+
+    def work() -> None:
+        worker = _Worker(seed, options, patience, until)
+        while True:
+            with lock:
+                chunk = next_chunk()
+            if chunk is None:
+                break
+            part, start, stop = chunk
+            started = time.monotonic()
+            results = worker.make(parts[part], start, stop)
+            with lock:
+                spent[part] += time.monotonic() - started - _EXPECTED
+                for number, name, (message, row, measured) in results:
+                    report.cases[part] += 1
+                    if row:
+                        report.add(row, measured)
+                    if message is not None:
+                        line = f"{command} --only {part} --seed {seed} --case {number}"
+                        report.failures.append(Failure(part, number, name, message, line))
+        worker.end()
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report.failures.sort(key=lambda failure: (failure.part, failure.case))
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a campaign; returns the exit code, 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m parity campaign", description=__doc__)
+    parser.add_argument("--minutes", type=float, metavar="N", help="stop after so long")
+    parser.add_argument("--cases", type=int, metavar="N", help="stop after so many cases of each part")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another one gives other cases")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--case", type=int, metavar="I", help="case I alone, of --only")
+    parser.add_argument("--implementation", metavar="NAME", help="of ops, in place of those that are drawn")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; one a core"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for campaign.json and campaign.md")
+    args = parser.parse_args(arguments)
+    if args.case is not None and args.only is None:
+        parser.error("--case needs --only")
+    if args.minutes is None and args.cases is None and args.case is None:
+        parser.error("--minutes or --cases says when to stop")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share a GPU
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads for the interpreter of Mosaic GPU
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    command = "python -m parity campaign"
+    command += f" --implementation {args.implementation}" if args.implementation else ""
+    started = time.monotonic()
+    report = run(
+        {args.only: PARTS[args.only]} if args.only else PARTS,
+        args.seed,
+        cases=args.cases if args.case is None else 1,
+        minutes=args.minutes,
+        first=args.case or 0,
+        workers=args.workers if args.case is None else 1,
+        options={PARTS["ops"]: {"implementation": args.implementation}},
+        command=command,
+    )
+    text = f"{report.summary()}\n\n{report.table()}\n\nseed {args.seed}, {time.monotonic() - started:.0f} s"
+    print(text)
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "campaign.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        (args.output / "campaign.md").write_text(text + "\n", encoding="utf-8")
+    return int(bool(report.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+"""Small breaks of kernels, dispatch, models and loaders, and the tests that are to see each: see `mutate.py`."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mutant:
+    """A break.
+
+    Attributes:
+      file: of the project.
+      old: what is in it, exactly once.
+      new: what takes its place.
+      tests: arguments of pytest: a file of `parity` and, after it, which of its tests.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+def _of(folder: str, *mutants: tuple[str, str, str, str]) -> list[Mutant]:
+    return [Mutant(f"{folder}/{file}", old, new, tests) for file, old, new, tests in mutants]
+
+
+MUTANTS = [
+    *_of(
+        "pallas_models",
+        (
+            "ops/_dispatch.py",
+            '"mosaic" else target.capability >= (8, 0)',
+            '"mosaic" else target.capability > (8, 0)',
+            "test_target.py -k first_kernel",
+        ),
+        (
+            "ops/_dispatch.py",
+            "or kernel.refuses(*arrays, **static):",
+            "or False:",
+            "test_target.py -k first_kernel",
+        ),
+        ("ops/_dispatch.py", "if most > _MOST_ROWS:", "if most > 4 * _MOST_ROWS:", "test_errors.py -k too_large"),
+        (
+            "ops/_dispatch.py",
+            "if min(leaf.size for leaf in leaves) == 0:",
+            "if max(leaf.size for leaf in leaves) == 0:",
+            "test_settings.py -k axes_of_size_0",
+        ),
+        (
+            "ops/_dispatch.py",
+            'jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")',
+            'jax.numpy_dtype_promotion("standard")',
+            "test_settings.py -k 'ops_compute and rank_promotion'",
+        ),
+        (
+            "ops/_dispatch.py",
+            "wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(arrays))",
+            "wide = True",
+            "test_settings.py -k 'ops_compute and enable_x64'",
+        ),
+        (
+            "ops/_dispatch.py",
+            "if not names or not set(names) <= set(IMPLEMENTATIONS):",
+            "if not set(names) <= set(IMPLEMENTATIONS):",
+            "test_errors.py -k no_implementation",
+        ),
+        (
+            "ops/_dispatch.py",
+            "if by_hand or kernel.preferred(*arrays, **static):",
+            "if by_hand or True:",
+            "test_target.py -k first_kernel",
+        ),
+        ("target.py", "(8, 6): _SMALL", "(8, 6): _LARGE", "test_target.py -k known"),
+        (
+            "target.py",
+            "return self.capability[0] == 9",
+            "return self.capability[0] >= 9",
+            "test_target.py -k known",
+        ),
+        (
+            "kernels/_common.py",
+            "-1.15078777,",
+            "-1.15178777,",
+            "test_matmul.py -k gelu",
+        ),
+        (
+            "kernels/_common.py",
+            "if height := tiles_m % group_m:",
+            "if height := 0:",
+            "test_matmul.py -k 'order or group'",
+        ),
+        ("ops/activations.py", "jax.nn.gelu(x, approximate=False)", "jax.nn.gelu(x)", "test_matmul.py -k gelu"),
+        (
+            "ops/_checks.py",
+            "if low < 0 or high >= size:",
+            "if low < 0 or high > size:",
+            "test_errors.py -k minilm",
+        ),
+        (
+            "tuning/table.py",
+            "return 1 << round(math.log2(size))",
+            "return 1 << int(math.log2(size))",
+            "test_tuning.py",
+        ),
+        (
+            "tuning/table.py",
+            "found.distance(op, shape, name, backend) < math.inf else None",
+            "found.distance(op, shape, name, backend) <= math.inf else None",
+            "test_tuning.py",
+        ),
+    ),
+    *_of(
+        "pallas_models/kernels/triton",
+        (
+            "_common.py",
+            "start + jnp.arange(block) < size",
+            "start + jnp.arange(block) <= size",
+            "test_softmax.py -k torch",
+        ),
+        (
+            "_common.py",
+            "rows[:, None] & columns[None, :]",
+            "rows[:, None] | columns[None, :]",
+            "test_matmul.py -k every_tile",
+        ),
+        ("_common.py", "other=0, eviction_policy", "other=1, eviction_policy", "test_norm.py -k torch"),
+        (
+            "_common.py",
+            "GELU_TANH + (0.044715 * GELU_TANH)",
+            "GELU_TANH + (0.04 * GELU_TANH)",
+            "test_matmul.py -k gelu",
+        ),
+        (
+            "matmul.py",
+            "exact = k == parts * steps * block_k",
+            "exact = k % block_k == 0",
+            "test_matmul.py -k parts_of",
+        ),
+        (
+            "matmul.py",
+            "start = (part * steps + s) * block_k",
+            "start = (part + s) * block_k",
+            "test_matmul.py -k parts_of",
+        ),
+        (
+            "matmul.py",
+            "for part in range(1, parts):",
+            "for part in range(2, parts):",
+            "test_matmul.py -k parts_of",
+        ),
+        (
+            "matmul.py",
+            "        y = activate(activation, y, interpret=interpret)\n        if residual_ref is not None:\n"
+            "            y += tile.load(residual_ref, c)\n",
+            "        if residual_ref is not None:\n            y += tile.load(residual_ref, c)\n"
+            "        y = activate(activation, y, interpret=interpret)\n",
+            "test_matmul.py -k full_epilogue",
+        ),
+        (
+            "matmul_layer_norm.py",
+            "if config.block_n < n or config.splits > 1:",
+            "if config.splits > 1:",
+            "test_matmul_layer_norm.py",
+        ),
+        (
+            "norm.py",
+            "for part in range(parts):",
+            "for part in range(max(parts - 1, 1)):",
+            "test_matmul_layer_norm.py",
+        ),
+        (
+            "norm.py",
+            "store(sum_ref.at[rows, columns], y, mask)",
+            "store(sum_ref.at[rows, columns], d, mask)",
+            "test_norm.py -k residual",
+        ),
+        (
+            "softmax.py",
+            "jnp.where(above, total * e + 1.0, total + e)",
+            "jnp.where(above, total + 1.0, total + e)",
+            "test_softmax.py -k online",
+        ),
+        (
+            "softmax.py",
+            "return index * rows.steps // splits, (index + 1) * rows.steps // splits",
+            "return index * rows.steps // splits, index * rows.steps // splits + rows.steps // splits",
+            "test_softmax.py -k every_tile",
+        ),
+        (
+            "softmax.py",
+            "// self.repeat % self.where_ref.shape[0]",
+            "% self.where_ref.shape[0]",
+            "test_softmax.py -k 'mask or where'",
+        ),
+        (
+            "softmax.py",
+            "peaks = jnp.where(valid[None, :], peaks, _LOWEST)",
+            "pass",
+            "test_softmax.py -k far_below",
+        ),
+        (
+            "attention.py",
+            "first = jnp.maximum(position - window + 1, 0) // block_kv",
+            "first = jnp.maximum(position - window + 2, 0) // block_kv",
+            "test_attention.py -k windows_that_end",
+        ),
+        (
+            "attention.py",
+            "full = jnp.maximum(last - window + block_kv, 0) // block_kv",
+            "full = jnp.maximum(last - window, 0) // block_kv",
+            "test_attention.py -k windows_that_end",
+        ),
+        (
+            "attention.py",
+            "full_end = jnp.clip((position + 1) // block_kv, 0, full_end)",
+            "full_end = jnp.clip((position + block_q) // block_kv, 0, full_end)",
+            "test_attention.py -k windows_that_end",
+        ),
+        (
+            "attention.py",
+            "end = jnp.clip((last + block_kv) // block_kv, 0, blocks)",
+            "end = jnp.clip(last // block_kv, 0, blocks)",
+            "test_attention.py -k every_option",
+        ),
+        (
+            "attention.py",
+            "terms += [distance >= 0] if window is None else [distance >= 0, distance < window]",
+            "terms += [distance >= 0] if window is None else [distance >= 0, distance <= window]",
+            "test_attention.py -k windows_that_end",
+        ),
+        (
+            "attention.py",
+            "kv_head = head // (num_heads // num_kv_heads)",
+            "kv_head = head % num_kv_heads",
+            "test_attention.py -k group",
+        ),
+        (
+            "attention.py",
+            "return acc, m_new, l_i * correction + row_sum(p)",
+            "return acc, m_new, l_i + row_sum(p)",
+            "test_attention.py -k every_tile",
+        ),
+        (
+            "attention.py",
+            "every &= (q_low == kv_high) & (kv_low == q_high)",
+            "every &= (q_low == kv_low)",
+            "test_attention.py -k 'segments or every_option or packed'",
+        ),
+        (
+            "attention.py",
+            "m_i * (late * math.log(2)) + jnp.log(total)",
+            "m_i * late + jnp.log(total)",
+            "test_attention.py -k sums",
+        ),
+        (
+            "embedding.py",
+            "(start + jnp.arange(block_m)) % seq",
+            "start + jnp.arange(block_m)",
+            "test_embedding.py",
+        ),
+        ("pooling.py", "tile_mask(valid, column_mask)", "tile_mask(None, column_mask)", "test_pooling.py"),
+        ("pooling.py", "total / jnp.maximum(tokens, 1.0)", "total / tokens", "test_pooling.py"),
+        (
+            "rotary.py",
+            "(head + jnp.arange(block_h) < num_heads)",
+            "(head + jnp.arange(block_h) <= num_heads)",
+            "test_rotary.py",
+        ),
+        (
+            "rotary.py",
+            "columns[1]], b * cos + a * sin, mask)",
+            "columns[1]], b * cos - a * sin, mask)",
+            "test_rotary.py",
+        ),
+        ("rotary.py", "squares / head_dim + epsilon", "squares / (2 * block_d) + epsilon", "test_rotary.py"),
+        (
+            "gated_mlp.py",
+            "mask = columns.start + jax.lax.rem(lane, columns.size) < n",
+            "mask = columns.start + lane < n",
+            "test_gated_mlp.py",
+        ),
+        (
+            "gated_mlp.py",
+            "up += tile.load_vector(bias_ref, c, jnp.int32(1))",
+            "up += tile.load_vector(bias_ref, c, jnp.int32(0))",
+            "test_gated_mlp.py",
+        ),
+        ("trimul_product.py", "right = left + padded", "right = left + h", "test_trimul.py"),
+    ),
+    *_of(
+        "pallas_models/kernels/mosaic",
+        (
+            "attention.py",
+            "first = xp.minimum(xp.maximum((position - window + 1) >> bits, 0), end - 1)",
+            "first = xp.minimum(xp.maximum((position - window + block_kv) >> bits, 0), end - 1)",
+            "test_attention.py -k hopper_kernel",
+        ),
+        (
+            "attention.py",
+            "full_end = xp.minimum(xp.maximum((position + 1) >> bits, 0), full_end)",
+            "full_end = xp.minimum(xp.maximum((position + block_q) >> bits, 0), full_end)",
+            "test_attention.py -k hopper_kernel",
+        ),
+        (
+            "attention.py",
+            "valid &= keys > jax.lax.broadcast_in_dim(own - window, scores.shape, [0])",
+            "valid &= keys >= jax.lax.broadcast_in_dim(own - window, scores.shape, [0])",
+            "test_attention.py -k hopper_kernel",
+        ),
+        (
+            "attention.py",
+            "correction = jnp.exp2((peak - new_peak) * scale)",
+            "correction = jnp.exp2((peak - new_peak) * sm_scale)",
+            "test_attention.py -k hopper_kernel",
+        ),
+        (
+            "_common.py",
+            "return x * _sigmoid(x * MINUS_LOG2_E)",
+            "return _sigmoid(x * MINUS_LOG2_E)",
+            "test_matmul.py -k activations_of",
+        ),
+        (
+            "matmul.py",
+            "            y = activate(activation, y, out_dtype)\n"
+            "            return y if residual is None else y + slot[...].astype(jnp.float32)\n",
+            "            y = y if residual is None else y + slot[...].astype(jnp.float32)\n"
+            "            return activate(activation, y, out_dtype)\n",
+            "test_matmul.py -k test_hopper_kernel",
+        ),
+    ),
+    *_of(
+        "pallas_models/ops",
+        (
+            "attention.py",
+            "valid += [distance >= 0] if window is None else [distance >= 0, distance < window]",
+            "valid += [distance >= 0] if window is None else [distance >= 0, distance <= window]",
+            "test_attention.py -k 'every_option and xla'",
+        ),
+        (
+            "attention.py",
+            "if all(x.dtype.itemsize <= 4 for x in ids):",
+            "if all(x.dtype.itemsize <= 8 for x in ids):",
+            "test_settings.py test_attention.py -k 'id or 64'",
+        ),
+        (
+            "attention.py",
+            "return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v",
+            "return (q.astype(jnp.float32) * sm_scale * sm_scale).astype(q.dtype), k, v",
+            "test_settings.py -k scal",
+        ),
+        (
+            "softmax.py",
+            "repeat = math.prod(batch[last:]) if varying else 1",
+            "repeat = 1",
+            "test_softmax.py -k 'mask or where'",
+        ),
+        (
+            "matmul.py",
+            "size = w.shape[0] if x.shape[0] == 1 else x.shape[0]",
+            "size = x.shape[0]",
+            "test_matmul.py -k batch",
+        ),
+        (
+            "pooling.py",
+            "return mean * jax.lax.rsqrt(jnp.maximum(square",
+            "return mean * jax.lax.rsqrt(jnp.maximum(2 * square",
+            "test_pooling.py",
+        ),
+    ),
+    *_of(
+        "pallas_models",
+        (
+            "gpt2.py",
+            "x = linear(y, self.attention.out, residual=x)",
+            "x = linear(y, self.attention.out)",
+            "test_gpt2.py",
+        ),
+        (
+            "minilm/encoder.py",
+            "key=lambda i: len(sentences[i]), reverse=True)",
+            "key=lambda i: 0, reverse=True)",
+            "test_encoder.py",
+        ),
+        (
+            "minilm/encoder.py",
+            "embeddings[rows] = np.asarray(result)[: len(rows)]",
+            "embeddings[sorted(rows)] = np.asarray(result)[: len(rows)]",
+            "test_encoder.py -k order",
+        ),
+    ),
+    *_of(
+        "weights",
+        ("checkpoint.py", "elif tensor.dtype not in _FLOAT_DTYPES:", "elif False:", "test_weights.py"),
+        ("checkpoint.py", "if not isinstance(value, dict):", "if False:", "test_weights.py"),
+        (
+            "pickles.py",
+            'map_location="cpu", weights_only=True',
+            'map_location="cpu", weights_only=False',
+            "test_weights.py",
+        ),
+        ("checkpoint.py", "sorted(expected.keys() - tensors.keys())", "()", "test_weights.py"),
+        ("checkpoint.py", "        if name not in ignored\n", "        if False\n", "test_weights.py"),
+        (
+            "store.py",
+            'family = families.named(metadata.get("model"), path)',
+            'family = families.named("minilm", path)',
+            "test_weights_gpt2.py test_weights_qwen3.py",
+        ),
+        ("minilm.py", '("query", "key", "value")]', '("key", "query", "value")]', "test_weights.py"),
+        (
+            "families.py",
+            "np.stack([gate, up])",
+            "np.stack([up, gate])",
+            "test_weights_qwen3.py",
+        ),
+        (
+            "families.py",
+            "np.concatenate(weights).T",
+            "np.concatenate(weights[::-1]).T",
+            "test_weights_qwen3.py",
+        ),
+        ("tree.py", "np.float32 if leaf.ndim == 1 else", "np.float16 if leaf.ndim == 1 else", "test_weights.py"),
+        (
+            "gpt2.py",
+            '("gelu_new", "gelu_pytorch_tanh")',
+            '("gelu_new", "gelu_pytorch_tanh", "gelu")',
+            "test_weights_gpt2.py",
+        ),
+        ("trimul.py", "list(getattr(family, direction))", "list(family.outgoing)", "test_weights_trimul.py"),
+        (
+            "trimul.py",
+            "{family.gate: c if family.gate_after else h,",
+            "{family.gate: h,",
+            "test_weights_trimul.py",
+        ),
+    ),
+]
