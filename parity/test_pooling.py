@@ -135,6 +135,13 @@ def test_any_epsilon(implementation, epsilon):
     assert np.all(np.isfinite(float64(gradient)))
 
 
+def test_means_far_below_epsilon(implementation):
+    x, mask = operands((3, 9, 33), seed=12)
+    out = compiled.mean_pool(x * 1e-21, mask, epsilon=0.1, implementation=implementation)
+    mean = compiled.mean_pool(x, mask, normalize=False, implementation="xla")
+    assert_close(float64(out) * 1e20, mean, LONG)
+
+
 @pytest.mark.parametrize("token", [1, 255, -1])
 def test_under_jit_anything_but_zero_is_a_token(implementation, token):
     # Concrete masks of anything but 0 and 1 are refused; those that are traced cannot be looked at.

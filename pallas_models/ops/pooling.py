@@ -60,9 +60,9 @@ def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float)
     mean = jnp.sum(kept, axis=1) / jnp.maximum(tokens, 1)
     if not normalize:
         return mean
-    # By its largest part first, so that no square leaves float32. The result does not depend on that part, nor
-    # does its gradient. The floor under the square keeps m = 0 and its gradient finite.
-    peak = jax.lax.stop_gradient(jnp.max(jnp.abs(mean), axis=-1, keepdims=True))
+    # By its largest part or epsilon first, so that no square leaves float32. The result does not depend on that,
+    # nor does its gradient. The floor under the square keeps m = 0 and its gradient finite.
+    peak = jnp.maximum(jax.lax.stop_gradient(jnp.max(jnp.abs(mean), axis=-1, keepdims=True)), epsilon)
     peak = jnp.where(peak == 0.0, 1.0, peak)
     mean /= peak
     square = jnp.sum(jnp.square(mean), axis=-1, keepdims=True)

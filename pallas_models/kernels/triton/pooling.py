@@ -74,8 +74,8 @@ def _mean_pool_kernel(
     carry = jnp.zeros((block_n,), jnp.float32), jnp.float32(0)
     total, tokens = jax.lax.fori_loop(0, pl.cdiv(seq, block_s), step, carry)
     mean = total / jnp.maximum(tokens, 1.0)
-    if normalize:  # by its largest part first, so that no square leaves float32
-        peak = jnp.max(jnp.abs(mean))
+    if normalize:  # by its largest part or epsilon first, so that no square leaves float32
+        peak = jnp.maximum(jnp.max(jnp.abs(mean)), epsilon)
         peak = jnp.where(peak == 0.0, 1.0, peak)
         mean /= peak
         floor = jnp.maximum((epsilon / peak) * (epsilon / peak), TINY)
