@@ -78,7 +78,9 @@ def loss(labels, **options):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """The logits of a chunk are few: a vocabulary of 50 is computed 8 tokens at a time."""
-    monkeypatch.setattr(sys.modules["pallas_models.ops.linear_cross_entropy"], "_MOST_LOGITS", 500)
+    module = sys.modules["pallas_models.ops.linear_cross_entropy"]
+    monkeypatch.setattr(module, "_TOKENS", 8)
+    monkeypatch.setattr(module, "_LOGITS", 0)
 
 
 @every_implementation
@@ -384,11 +386,27 @@ def test_every_tile_config(reference, block_v, num_warps):
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 1000, 8192, 50304, 151_936, 10**6])
-def test_heuristic(vocab):
-    config = heuristic(vocab)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_heuristic(vocab, gradient):
+    config = heuristic(vocab, gradient)
     assert config.block_v < 2 * max(vocab, 16)
-    assert config.block_v // (32 * config.num_warps) <= 16
-    assert config in (*configs(vocab), heuristic(vocab))
+    assert config.block_v <= 256 * config.num_warps
+    assert vocab < 1000 or config in configs(vocab)
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab, chunk",
+    [
+        (0, 50, 8),
+        (7, 50, 8),
+        (32768, 50257, 2048),
+        (5000, 50257, 1672),  # three chunks
+        (8192, 10**6, 2048),
+        (10**6, 1000, 62504),  # no more than 2**26 logits, and little padding
+    ],
+)
+def test_chunks(tokens, vocab, chunk):
+    assert sys.modules["pallas_models.ops.linear_cross_entropy"]._chunk(tokens, vocab) == chunk
 
 
 @pytest.mark.parametrize("dtype", list(OP))

@@ -38,10 +38,17 @@ class Config:
         check_powers_of_two(self, "block_v", "num_warps")
 
 
-def heuristic(width: int) -> Config:
-    """Chooses blocks for rows of `width` logits: 8 a thread, which is 16 bytes of half precision."""
-    block_v = block_size(width, 16, 2048)
-    return Config(block_v=block_v, num_warps=block_size(block_v // 256, 1, 8))
+def heuristic(width: int, gradient: bool) -> Config:
+    """Chooses blocks for rows of `width` logits: 8 a thread for short ones, 4 for long ones.
+
+    For the gradient a row is read twice. The more warps work at one, the fewer rows are in flight, and the more of
+    them the L2 cache keeps until then.
+    """
+    if width <= 8192:
+        block_v = block_size(width, 16, 1024)
+        return Config(block_v=block_v, num_warps=block_size(block_v // 256, 1, 4))
+    block_v = 4096 if gradient else 2048
+    return Config(block_v=block_v, num_warps=block_v // 128)
 
 
 def configs(width: int) -> Iterator[Config]:
@@ -166,7 +173,7 @@ def cross_entropy(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The loss of each row of logits (M, W), and if `gradient` that of `sum(weights * losses)`, in their memory.
 
     Columns from `vocab` on are padding: they do not count, and their gradient is 0.
@@ -181,13 +188,13 @@ def cross_entropy(
             bucketed=("width",),
             dtype=logits.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, width),
+            heuristic=functools.partial(heuristic, width, gradient),
             candidates=functools.partial(configs, width),
         ),
         target,
     )
-    out = [jax.ShapeDtypeStruct((m,), jnp.float32)]
-    return pl.pallas_call(
+    losses = jax.ShapeDtypeStruct((m,), jnp.float32)
+    out: tuple[jax.Array, ...] = pl.pallas_call(
         functools.partial(
             _loss_kernel,
             vocab=vocab,
@@ -197,10 +204,11 @@ def cross_entropy(
             config=config,
             interpret=interpret,
         ),
-        out_shape=[*out, logits] if gradient else out,
+        out_shape=(losses, jax.ShapeDtypeStruct(logits.shape, logits.dtype)) if gradient else (losses,),
         grid=(m,),
         input_output_aliases={0: 1} if gradient else {},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
         name="linear_cross_entropy",
     )(logits, bias, labels, weights)
+    return out
