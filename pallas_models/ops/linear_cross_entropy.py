@@ -162,6 +162,8 @@ def _is_integer(x: Any) -> bool:
 
 def _chunk(tokens: int, vocab: int) -> int:
     """How many of `tokens` are computed at a time: as many in each chunk, in eights, as cuBLAS wants them."""
+    if not isinstance(tokens, int):  # a symbolic size
+        return _TOKENS
     most = max(_TOKENS, 1 << (_LOGITS // vocab).bit_length() >> 1)
     return 8 * pl.cdiv(max(tokens, 1), 8 * max(pl.cdiv(tokens, most), 1))
 
@@ -212,7 +214,7 @@ def _over_chunks(
     Args:
       rows: `rows(logits, bias, labels, weights)` gives the losses of a chunk, and the gradient of its logits.
     """
-    tokens, vocab = len(x), kernel.shape[0 if transposed else 1]
+    tokens, vocab = x.shape[0], kernel.shape[0 if transposed else 1]
     steps = pl.cdiv(tokens, chunk)
     padding = steps * chunk - tokens
     dot = functools.partial(jax.lax.dot_general, precision=precision)
