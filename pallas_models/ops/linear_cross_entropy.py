@@ -142,9 +142,8 @@ def _check(
         _checks.check_float("bias", bias)
         _checks.check_shape("bias", bias, (vocab,), "(V,)")
     if weights is not None:
-        if getattr(weights, "dtype", None) is None or not jnp.issubdtype(weights.dtype, jnp.bool_):
-            check = _checks.check_integer if _is_integer(weights) else _checks.check_float
-            check("weights", weights)
+        if not hasattr(weights, "dtype") or jnp.issubdtype(weights.dtype, jnp.inexact):
+            _checks.check_float("weights", weights)
         _checks.check_shape("weights", weights, x.shape[:-1], "that of x but its last axis")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{label_smoothing=} is out of range; expected 0 to 1")
@@ -154,10 +153,6 @@ def _check(
         raise ValueError(f"{z_loss=} is out of range; expected 0 or a positive number")
     if reduction not in (None, "mean", "sum"):
         raise ValueError(f"{reduction=} is unknown; expected 'mean', 'sum' or None")
-
-
-def _is_integer(x: Any) -> bool:
-    return getattr(x, "dtype", None) is not None and jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def _chunk(tokens: int, vocab: int) -> int:
