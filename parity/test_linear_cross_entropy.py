@@ -225,16 +225,18 @@ def test_a_label_out_of_range_is_nan(label, implementation):
     assert np.all(np.isnan(float64(gradient[3]))) and np.all(np.isfinite(np.delete(float64(gradient), 3, axis=0)))
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint8", "uint32", "int64"])
-def test_labels_of_every_dtype(kind):
-    x, kernel, _, _, labels = draw(7, 33, 50)
-    expected = ops.linear_cross_entropy(x, kernel, labels, reduction=None)
+@pytest.mark.parametrize("kind, wrong", [("int8", -1), ("uint8", 255), ("uint32", 2**32 - 1), ("int64", 2**32)])
+@pytest.mark.parametrize("vocab", [50, 300])  # more than 8 bits count, too
+def test_labels_of_every_dtype(kind, wrong, vocab):
+    x, kernel, _, _, labels = draw(7, 33, vocab)
+    labels = jnp.minimum(labels, 49)
+    expected = float64(ops.linear_cross_entropy(x, kernel, labels, reduction=None))
     with jax.enable_x64(kind == "int64"):
-        out = ops.linear_cross_entropy(x, kernel, labels.astype(kind), reduction=None)
-        if kind == "int64":
-            far = ops.linear_cross_entropy(x, kernel, labels.astype(kind) + 2**32, reduction=None)
-            assert np.all(np.isnan(far))
-    assert_equal(out, expected)
+        given = labels.astype(kind).at[3].set(wrong)
+        out = float64(ops.linear_cross_entropy(x, kernel, given, reduction=None))
+    in_range = 0 <= wrong < vocab  # the 255 of 300
+    assert np.isnan(out[3]) == (not in_range)
+    assert_close(np.delete(out, 3), np.delete(expected, 3), SHORT)
 
 
 @every_implementation

@@ -81,7 +81,9 @@ def linear_cross_entropy(
     """
     _check(x, kernel, labels, bias, weights, transposed, label_smoothing, logit_softcap, z_loss, reduction)
     shape, vocab = labels.shape, kernel.shape[0 if transposed else 1]
-    labels = jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32).reshape(-1)
+    if labels.dtype.itemsize < 4:  # which may not hold the size of the vocabulary
+        labels = labels.astype(jnp.int32)
+    labels = jnp.where((labels >= 0) & (labels < vocab), labels.astype(jnp.int32), -1).reshape(-1)
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights.astype(jnp.float32).reshape(-1)
     weights = jnp.where(weights == 0.0, jnp.float32(0.0), weights)  # which has no gradient
 
