@@ -143,7 +143,7 @@ def test_gradients_of_every_dtype(reference, dtype, tolerance, shape, implementa
 
 @every_implementation
 def test_no_further_off_than_torch_in_bfloat16(reference, implementation):
-    x, kernel, _, _, labels = draw(128, 64, 300, dtype="bfloat16")
+    x, kernel, _, _, labels = draw(100, 64, 300, dtype="bfloat16")  # a division by 128 would be exact
     targets = reference.tensor(labels)
     exact = reference.gradients(
         lambda x, w: reference.linear_cross_entropy(x, w, labels=targets), [x, kernel], np.asarray(1.0)

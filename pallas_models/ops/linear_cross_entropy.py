@@ -226,7 +226,8 @@ def _over_chunks(
         if not gradient:
             return carry, losses
         (g,) = gradients
-        dx = dot(g, kernel, (((1,), (outputs,)), ((), ())), preferred_element_type=x.dtype)
+        # In float32 too: the scalar that it is still to be multiplied by would round it a second time.
+        dx = dot(g, kernel, (((1,), (outputs,)), ((), ())), preferred_element_type=jnp.float32)
         pair = (g, x) if transposed else (x, g)
         dkernel, dbias = carry
         dkernel += dot(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -297,7 +298,7 @@ def reference(
     """The same in plain XLA, for x (T, D), labels (T,), -1 where out of range, and weights (T,).
 
     It gives the losses (T,) and, if `gradient`, that of `sum(weights * losses)` with it: (losses, dx, dkernel,
-    dbias), dkernel and dbias in float32.
+    dbias), all in float32.
     """
     rows = functools.partial(_plain_rows, gradient=gradient, **form)
     return _over_chunks(rows, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient)
@@ -357,7 +358,13 @@ def _backward(
     del wanted  # XLA leaves out the products that nothing needs
     weights = jnp.where(weights == 0.0, 0.0, cotangent)
     _, dx, dkernel, dbias = _with_kernel(x, kernel, bias, labels, weights, **(options | {"gradient": True}))
-    return dx, dkernel.astype(kernel.dtype), None if bias is None else dbias.astype(bias.dtype), None, None
+    return (
+        dx.astype(x.dtype),
+        dkernel.astype(kernel.dtype),
+        None if bias is None else dbias.astype(bias.dtype),
+        None,
+        None,
+    )
 
 
 def _refuses_backward(*_: Any, gradient: bool, **__: Any) -> str | None:
