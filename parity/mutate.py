@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pallas_models import files
 from parity.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]
@@ -107,9 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(outcomes)} mutants, {len(outcomes) - len(living)} killed")
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(
-            json.dumps([dataclasses.asdict(o) for o in outcomes], indent=1) + "\n", encoding="utf-8"
-        )
+        files.write(args.output, json.dumps([dataclasses.asdict(o) for o in outcomes], indent=1) + "\n")
     return int(bool(living))
 
 

@@ -2,8 +2,8 @@
 
 memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
 threads reach. Each runs all calls of `BY_BACKEND` in `parity/calls.py` and their gradients, at odd and at even
-sizes, in processes of its own. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run, and
-that is said.
+sizes, in processes of its own. They are compiled before, without a tool, under which that takes minutes. The exit
+code is 0 without a finding, 1 with one, 2 where a tool cannot run, and that is said.
 """
 
 import argparse
@@ -17,10 +17,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_models import files
 from parity.__main__ import describe_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -82,26 +84,35 @@ def merged(parts: Sequence[Outcome]) -> Outcome:
     return Outcome(parts[0].tool, calls, findings, "\n".join(part.log for part in parts if part.findings != 0))
 
 
-def sanitize(tool: str, part: int, parts: int, *, program: str, seconds: float) -> Outcome:
-    """Runs a part of the calls under one tool."""
-    # Buffers of their own, so that memcheck sees the end of each.
-    environment = os.environ | {
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+def environment(cache: str) -> dict[str, str]:
+    """That of the processes: what they compile is kept in a folder."""
+    return os.environ | {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # buffers of their own, so that memcheck sees the end of each
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",  # no kernels but ours
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
         ),
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",  # no kernels but ours
     }
-    python = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_calls({part}, {parts})"]
-    command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20", *python]
+
+
+def sanitize(
+    tool: str | None, part: int, parts: int, *, program: str, seconds: float, environment: dict[str, str]
+) -> Outcome:
+    """Runs a part of the calls under one tool, or under none, which finds nothing."""
+    command = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_calls({part}, {parts})"]
+    if tool is not None:
+        command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20", *command]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=seconds
         )
     except subprocess.TimeoutExpired as expired:
         log = (expired.stdout or b"").decode(errors="replace")
-        return parse(tool, f"{log}\nnot at the end after {seconds:.0f} s", -1)
-    return parse(tool, done.stdout, done.returncode)
+        return parse(tool or "", f"{log}\nnot at the end after {seconds:.0f} s", -1)
+    return parse(tool or "", done.stdout, done.returncode)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,9 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     tools = args.tool or TOOLS
-    run = functools.partial(sanitize, program=program, seconds=args.seconds)
-    jobs = list(itertools.product(tools, range(args.workers), (args.workers,)))
-    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+    with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor() as pool:
+        run = functools.partial(sanitize, program=program, seconds=args.seconds, environment=environment(cache))
+        list(pool.map(run, itertools.repeat(None), range(args.workers), itertools.repeat(args.workers)))
+        jobs = itertools.product(tools, range(args.workers), (args.workers,))
         parts = list(pool.map(run, *zip(*jobs, strict=True)))
     outcomes = [merged([part for part in parts if part.tool == tool]) for tool in tools]
     for outcome in outcomes:
@@ -140,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "logs": tail,
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        files.write(args.output, json.dumps(result, indent=1) + "\n")
     findings = [outcome.findings for outcome in outcomes]
     return 2 if None in findings else int(any(findings))
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_models import files
 from parity import campaign
 
 # By name, the modules of this package.
@@ -272,8 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "campaign.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        (args.output / "campaign.md").write_text(text + "\n", encoding="utf-8")
+        files.write(args.output / "campaign.json", json.dumps(report.as_json(), indent=1) + "\n")
+        files.write(args.output / "campaign.md", text + "\n")
     return int(bool(report.failures))
 
 
