@@ -3,8 +3,8 @@
     python examples/train_gpt2.py --text README.md --steps 1000 --checkpoints runs/readme
 
 Run again with the same --checkpoints and more --steps, it goes on where it stopped, with the batches that it would
-have seen. Small texts are learned by heart: the loss of the last tenth of the text, which it is not trained on, shows
-how much more there is.
+have seen. Small texts are learned by heart: the loss of the last tenth of the text, which it is not trained on,
+shows how well it does on others.
 """
 
 import argparse

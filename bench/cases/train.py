@@ -3,8 +3,8 @@
 A step is loss, gradients and AdamW, on float32 parameters with bfloat16 products (`bench.cases.train_programs`).
 Every contender begins with the same parameters and takes the same batches; the losses of its first steps must be
 those of a float32 model in plain JAX. Then the contenders are timed in turns, as in every benchmark. The figure of
-a step is its wall time, many queued: that is what training takes. Memory is the peak of a step, with parameters and
-the state of the optimiser.
+a step is its wall time, many queued: that is what training takes. Memory is the peak of a step, with parameters
+and the state of the optimiser.
 """
 
 import argparse
@@ -35,9 +35,9 @@ SHOWN = "gpt2 32x1024 bf16"  # the case in README.md
 
 BATCHES = 2  # that the steps rotate through
 CHECKED = 6  # steps whose losses are compared
-# In nats. Rounding the cosines of bfloat16 vectors, half an ulp below 1, moves scores by 20 times 2^-9 = 0.04. The loss
-# of a text averages errors of either sign over many more tokens. AdamW moves a parameter by the sign of its gradient in
-# its first steps, which rounding turns only where the gradient is close to zero.
+# In nats. Rounding the cosines of bfloat16 vectors, half an ulp below 1, moves scores by 20 times 2^-9 = 0.04. The
+# loss of a text averages errors of either sign over many more tokens. AdamW moves a parameter by the sign of its
+# gradient in its first steps, which rounding turns only where the gradient is close to zero.
 LIMIT = 0.05
 
 UNITS = {"gpt2": "tokens", "minilm": "pairs"}
