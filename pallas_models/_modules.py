@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_models import training
-from pallas_models._stand_in import linear_cross_entropy
+from pallas_models import ops, training
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import check_implementation
 from pallas_models.ops.embedding import rows_of
@@ -101,7 +100,7 @@ def next_token_loss(
     if mask is not None:
         both = (mask != 0) & (jnp.roll(mask, 1, axis=1) != 0)
         counts = jnp.where(both, counts, 0.0)
-    return linear_cross_entropy(
+    return ops.linear_cross_entropy(
         x,
         kernel.astype(x.dtype),
         jnp.roll(ids, -1, axis=1),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallas_models import ops, training
 from pallas_models._modules import Params, bind
-from pallas_models._stand_in import linear_cross_entropy
 from pallas_models.minilm.model import MiniLM, MiniLMConfig
 from pallas_models.ops import Implementation, _checks
 
@@ -67,13 +66,8 @@ def contrastive_loss(
 
     def rank(queries: jax.Array, candidates: jax.Array) -> jax.Array:
         labels = jnp.arange(len(queries))
-        return linear_cross_entropy(
-            queries * scale,
-            candidates,
-            labels,
-            weights=jnp.ones(len(queries)),
-            transposed=True,
-            implementation=implementation,
+        return ops.linear_cross_entropy(
+            queries * scale, candidates, labels, transposed=True, implementation=implementation
         )
 
     if anchors[0].shape == positives[0].shape:  # one pass is faster than two
