@@ -77,7 +77,13 @@ def in_jax(loss: Loss, params: Any, batches: Sequence[Batch], rate: float, *, gp
 
 
 def in_torch(
-    loss: Callable[..., Any], parameters: Sequence[Any], batches: Sequence[Batch], rate: float, *, compiled: bool
+    loss: Callable[..., Any],
+    parameters: Sequence[Any],
+    batches: Sequence[Batch],
+    rate: float,
+    *,
+    compiled: bool,
+    autocast: bool = True,
 ) -> Trainer:
     """Trains by a loss of torch tensors, which reads `parameters`, leaves that take gradients."""
     import torch
@@ -94,11 +100,15 @@ def in_torch(
     given = [tuple(torch.from_numpy(leaf).to(device).long() for leaf in batch) for batch in batches]
     function = torch.compile(loss, dynamic=False) if compiled else loss
 
-    def step(i: int) -> Any:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
+    def differentiate(i: int) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             value = function(*given[i % len(given)])
         value.backward()
+        return value
+
+    def step(i: int) -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        value = differentiate(i)
         optimizer.step()
         return value.detach()
 
@@ -118,9 +128,7 @@ def in_torch(
         return float(torch.cuda.max_memory_allocated() - others + own)
 
     start = time.perf_counter()
-    with torch.autocast(device.type, torch.bfloat16):
-        function(*given[0]).backward()
-    wait(None)
+    wait(differentiate(0))
     compile_s = time.perf_counter() - start if compiled else None
     return Trainer(step=step, wait=wait, peak_bytes=peak_bytes, compile_s=compile_s)
 
