@@ -17,13 +17,13 @@ CONFIG = GPT2Config(
 LARGER = GPT2Config(
     vocab_size=512, hidden_size=256, num_layers=4, num_heads=4, intermediate_size=1024, max_positions=256
 )
-# What a step adds to a loss in float32: AdamW divides gradients by their size, so that a parameter whose gradient is
-# nothing but rounding moves by up to RATE either way. Such parameters hardly change the loss: 1e-3 of it bounds
-# what 20 steps add up to, and is far below what one step takes off it.
+# AdamW divides gradients by their size, so that a parameter whose gradient is nothing but rounding moves by up to
+# RATE either way. Such parameters hardly change the loss: 1e-3 of it bounds what 20 steps add up to, and is far
+# below what one step takes off it.
 FLOAT32 = 1e-3
-# In bfloat16, over 300 steps: the loss is the mean over 4,096 tokens, each of whose logits, of about 4, is moved by up
-# to half an ulp of 8 bits, 2^-9 of it. The paths drift apart by some of what a step takes off, which the mean over the
-# last 50 steps evens out.
+# In bfloat16, over 300 steps: the loss is the mean over 4,096 tokens, each of whose logits, of about 4, is moved
+# by up to half an ulp of 8 bits, 2^-9 of it. The paths drift apart by some of what a step takes off, which the
+# mean over the last 50 steps evens out.
 BFLOAT16 = 2e-2
 
 
