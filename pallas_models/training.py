@@ -37,11 +37,11 @@ def stack_layers(params: Mapping[str, Any]) -> Params:
       ValueError: there are no layers to stack, or their numbers have gaps.
     """
     layers = params.get("layers")
+    found = sorted(layers) if isinstance(layers, Mapping) else layers
     numbers = [str(number) for number in range(len(layers))] if isinstance(layers, Mapping) else []
-    if not numbers or set(map(str, layers)) != set(numbers):
-        found = sorted(map(str, layers)) if isinstance(layers, Mapping) else type(layers).__name__
+    if not numbers or found != sorted(numbers):
         raise ValueError(f'params["layers"] has {found}; expected layers named "0", "1" and so on')
-    ordered = [layer for _, layer in sorted(layers.items(), key=lambda item: int(item[0]))]
+    ordered = (params["layers"][number] for number in numbers)
     return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)}
 
 

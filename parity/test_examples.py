@@ -2,8 +2,10 @@
 
 import csv
 import itertools
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,14 @@ def examples(monkeypatch):
     yield
     for name in ("train_gpt2", "finetune_minilm"):
         sys.modules.pop(name, None)
+
+
+def test_the_snippets_of_the_documentation_run():
+    text = (EXAMPLES.parent / "docs" / "training.md").read_text("utf-8")
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(snippet, "docs/training.md", "exec"), names)
+    assert 0 < names["value"] < 5.6  # what a model that knows nothing has, and policies change nothing
 
 
 def test_gpt2_learns_and_goes_on_where_it_stopped(tmp_path, capsys):
