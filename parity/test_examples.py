@@ -32,7 +32,7 @@ def test_the_snippets_of_the_documentation_run():
     names: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(snippet, "docs/training.md", "exec"), names)
-    assert 0 < names["value"] < 5.6  # what a model that knows nothing has, and policies change nothing
+    assert 5.0 < names["value"] < 5.6  # ln 256 = 5.55 is the loss of a model that knows nothing, less one step
 
 
 def test_gpt2_learns_and_goes_on_where_it_stopped(tmp_path, capsys):
