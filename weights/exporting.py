@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save as serialize
 
+from pallas_models import files
 from pallas_models.minilm import MiniLMConfig
 from weights import checkpoint, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
@@ -61,21 +61,22 @@ def export(
       The path of model.safetensors in the folder.
 
     Raises:
-      CheckpointError: `params` do not fit `config`, every one at fault is listed; or `like` is of other sizes.
+      CheckpointError: `params` do not fit `config` or `dtype`, all at fault are listed; `like` is of other sizes.
       FileNotFoundError: there is nothing at `like`.
+      OSError: the folder cannot be written.
       TypeError: `dtype` is none of the above, or `config` is of no model.
     """
     folder, family = Path(folder), families.of(config)
     flat = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
     checkpoint.check_tensors("params", flat, families.shapes(config))
     if dtype is not None:
-        flat = tree.astype(flat, checkpoint.float_dtype(dtype))
+        checkpoint.check_range("params", flat, checkpoint.float_dtype(dtype))
+        flat = tree.astype(flat, dtype)
     tensors: dict[str, np.ndarray] = {}
     for name, part in family.parts(config).items():
         pieces = part.split(flat[name], list(part.tensors.values()))
         tensors |= zip(part.tensors, map(np.ascontiguousarray, pieces), strict=True)
-    keys = {**family.sizes, **{field: key for field, (key, _) in family.others.items()}}
-    described = {keys[field]: value for field, value in dataclasses.asdict(config).items()}
+    described = {family.keys[field]: value for field, value in dataclasses.asdict(config).items()}
     beside: dict[str, Path] = {}
     if like is not None:
         found = hub.resolve(like)
@@ -90,18 +91,12 @@ def export(
                 tensors |= {name: tensor.read() for name, tensor in kept.items() if name in unused}
     folder.mkdir(parents=True, exist_ok=True)
     if "config.json" not in beside:
-        _replace(
-            folder / "config.json", json.dumps({"model_type": family.model_type, **described}, indent=2).encode()
-        )
+        stated = {"model_type": family.model_type, **described}
+        files.write(folder / "config.json", json.dumps(stated, indent=2))
     for name, path in beside.items():
         if path.resolve() != (folder / name).resolve():
             (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / name)
-    return _replace(folder / "model.safetensors", serialize(tensors, {"format": "pt"}))
-
-
-def _replace(path: Path, content: bytes) -> Path:
-    draft = path.with_name(path.name + ".partial")
-    draft.write_bytes(content)
-    draft.replace(path)
-    return path
+            files.write(folder / name, path.read_bytes())
+    written = folder / "model.safetensors"
+    files.write(written, serialize(tensors, {"format": "pt"}))
+    return written
