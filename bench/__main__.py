@@ -33,6 +33,7 @@ BENCHMARKS = (
     "trimul",
     "gpt2",
     "qwen3",
+    "train",
     "startup",
 )
 COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package

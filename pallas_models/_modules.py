@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_models import ops, training
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import check_implementation
 from pallas_models.ops.embedding import rows_of
@@ -70,15 +71,78 @@ def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
 
+def next_token_loss(
+    x: jax.Array,
+    kernel: jax.Array,
+    ids: jax.Array,
+    mask: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    tied: bool,
+    implementation: Any,
+    **options: Any,
+) -> jax.Array:
+    """The cross entropy of each token of ids (B, S) given those before it.
+
+    A position predicts the next one where both are tokens. The last position stays, with weight 0: a length that
+    is a multiple of a tile remains one.
+
+    Args:
+      x: (B, S, H), what the head takes.
+      kernel: of the head: (H, V), or (V, H) if it is `tied` to the embeddings.
+      weights: (B, S), how much each token counts where it is predicted; 1 when None.
+      **options: of `ops.linear_cross_entropy`.
+    """
+    counts = jnp.ones(ids.shape, jnp.float32)
+    if weights is not None:
+        _checks.check_shape("weights", weights, ids.shape, "the shape of ids")
+        counts = weights.astype(jnp.float32)
+    if mask is not None:
+        both = (mask != 0) & (jnp.roll(mask, 1, axis=1) != 0)
+        counts = jnp.where(both, counts, 0.0)
+    return ops.linear_cross_entropy(
+        x,
+        kernel.astype(x.dtype),
+        jnp.roll(ids, -1, axis=1),
+        weights=jnp.roll(counts, -1, axis=1).at[:, -1].set(0.0),
+        transposed=tied,
+        implementation=implementation,
+        **options,
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("graph", "implementation"))
 def _call(graph: Any, state: Any, *args: Any, implementation: Any) -> Any:
     return nnx.merge(graph, state)(*args, implementation=implementation)
 
 
-def call_layer(module: nnx.Module, *args: Any, implementation: Any) -> Any:
-    """Calls a layer of a stack; layers that are alike are traced and lowered once."""
-    graph, state = nnx.split(module)
-    return _call(graph, state, *args, implementation=check_implementation(implementation) or None)
+def call_layers(
+    layers: nnx.Module, x: jax.Array, *args: Any, implementation: Any, remat: training.Remat = "none"
+) -> jax.Array:
+    """Calls the layers of a model one after another on `x`, in the dtype of their kernels.
+
+    Layers that are alike are traced and lowered once, and stacked ones also compiled once.
+    """
+    names = check_implementation(implementation) or None
+
+    def step(graph: Any, *, scanned: bool) -> Callable[..., jax.Array]:
+        call = functools.partial(_call, graph, implementation=names)
+        return training.checkpointed(call, remat, scanned=scanned)
+
+    x = x.astype(_kernel_dtype(layers))
+    if isinstance(layers, nnx.List):
+        for layer in layers:
+            graph, state = nnx.split(layer)
+            x = step(graph, scanned=False)(state, x, *args)
+        return x
+    graph, states = nnx.split(layers)
+    call = step(graph, scanned=True)
+    return jax.lax.scan(lambda x, state: (call(state, x, *args), None), x, states)[0]
+
+
+def _kernel_dtype(layers: nnx.Module) -> DTypeLike:
+    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(layers)))
+    return next(leaf.dtype for path, leaf in leaves if path[-1].key == "kernel")
 
 
 class Kind(Hashable, Protocol[Module]):
@@ -94,7 +158,7 @@ def init_params(kind: Kind[Any], config: Any, key: jax.Array, dtype: DTypeLike) 
 
 def bind(kind: Kind[Module], config: Any, params: Params) -> Module:
     """The module with these parameters; ValueError listing every parameter that does not fit the config."""
-    graph, state = _abstract(kind, config)
+    graph, state = _abstract(kind, config, training.is_stacked(params))
     params = _with_keys(int, params)
     expected, given = (
         {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
@@ -111,8 +175,15 @@ def bind(kind: Kind[Module], config: Any, params: Params) -> Module:
 
 
 @functools.cache
-def _abstract(kind: Kind[Any], config: Any) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))))
+def _abstract(kind: Kind[Any], config: Any, stacked: bool) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    def build() -> nnx.Module:
+        module = kind(config, rngs=nnx.Rngs(0))
+        if stacked:
+            graphs, states = zip(*map(nnx.split, module.layers), strict=True)
+            module.layers = nnx.merge(graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+        return module
+
+    return nnx.split(nnx.eval_shape(build))
 
 
 def _with_keys(kind: Callable[[str], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -6,23 +6,26 @@ The model, in its four published sizes, is that of
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_models import ops
+from pallas_models import ops, training
 from pallas_models._modules import (
     Embedding,
     LayerNorm,
     Linear,
     Params,
     bind,
-    call_layer,
+    call_layers,
     init_params,
     last_tokens,
     look_up,
+    next_token_loss,
 )
 from pallas_models.ops import Implementation, _checks
 
@@ -147,21 +150,24 @@ class Block(nnx.Module):
                 implementation=implementation,
             )
 
+        y = checkpoint_name(norm(x, self.attention_norm), "attention_norm")
         y = ops.attention_qkv(
-            linear(norm(x, self.attention_norm), self.attention.qkv),
+            checkpoint_name(linear(y, self.attention.qkv), "qkv"),
             num_heads=self.num_heads,
             causal=causal,
             mask=mask,
             precision=precision,
             implementation=implementation,
         )
-        x = linear(y, self.attention.out, residual=x)
-        y = linear(norm(x, self.mlp_norm), self.mlp.up, activation="gelu_tanh")
+        y = checkpoint_name(y, "attention")
+        x = checkpoint_name(linear(y, self.attention.out, residual=x), "residual")
+        y = checkpoint_name(norm(x, self.mlp_norm), "mlp_norm")
+        y = checkpoint_name(linear(y, self.mlp.up, activation="gelu_tanh"), "mlp_up")
         return linear(y, self.mlp.down, residual=x)
 
 
 class GPT2(nnx.Module):
-    """The language model: token ids to the logits of the tokens that follow."""
+    """The language model without its head, which is the table of word embeddings."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -176,26 +182,19 @@ class GPT2(nnx.Module):
         *,
         positions: jax.Array | None = None,
         last_only: bool = False,
+        remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the logits; arguments and errors are those of `logits`."""
+        """Computes what the head takes, (B, S, H); arguments and errors are those of `logits` and `loss`."""
         x = self.embeddings(ids, mask, positions)
-        for layer in self.layers:
-            x = call_layer(layer, x, mask, implementation=implementation)
+        x = call_layers(self.layers, x, mask, remat=remat, implementation=implementation)
         if last_only:
             x = last_tokens(x, mask)
-        x = ops.layer_norm(
+        return ops.layer_norm(
             x,
             self.norm.scale[...],
             self.norm.bias[...],
             epsilon=self.config.epsilon,
-            implementation=implementation,
-        )
-        return ops.matmul(
-            x,
-            self.embeddings.word.embedding[...],
-            transpose_w=True,
-            out_dtype=jnp.float32,
             implementation=implementation,
         )
 
@@ -292,8 +291,61 @@ def logits(
       ValueError: shapes do not fit each other or `config`, ids or positions are (where concrete) outside their
         table, or a concrete mask holds anything but 0 and 1.
     """
-    return bind(GPT2, config, params)(
-        ids, mask, positions=positions, last_only=last_only, implementation=implementation
+    model = bind(GPT2, config, params)
+    x = model(ids, mask, positions=positions, last_only=last_only, implementation=implementation)
+    return ops.matmul(
+        x,
+        model.embeddings.word.embedding[...].astype(x.dtype),
+        transpose_w=True,
+        out_dtype=jnp.float32,
+        implementation=implementation,
+    )
+
+
+def loss(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    weights: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    config: GPT2Config = GPT2Config(),
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+    remat: training.Remat = "none",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the cross entropy of each token given those before it, without the logits of the whole batch.
+
+    Args:
+      params: as in `logits`, or with layers stacked by `training.stack_layers`, which are compiled once. For
+        mixed precision give what `training.cast` returns.
+      ids, mask, positions, config, implementation: as in `logits`. A token is predicted where it and the position
+        before it are no padding.
+      weights: (B, S), float or bool: how much each token counts where it is predicted, e.g. 0 in a prompt; 1 for
+        all when None. The first token of a sequence is never predicted.
+      label_smoothing: the share of a label that is spread over the vocabulary.
+      reduction: "mean" divides the sum by that of the weights; it is 0 where that is 0.
+      remat: what the backward pass finds kept, as in `training.checkpointed`. The names of a block's values:
+        "attention_norm", "qkv", "attention", "residual" (after attention), "mlp_norm", "mlp_up" (activated).
+
+    Returns:
+      A float32 scalar, in nats.
+
+    Raises:
+      TypeError, ValueError: as `logits`; weights have another shape than ids; `remat` is unknown.
+    """
+    model = bind(GPT2, config, params)
+    return next_token_loss(
+        model(ids, mask, positions=positions, remat=remat, implementation=implementation),
+        model.embeddings.word.embedding[...],
+        ids,
+        mask,
+        weights,
+        tied=True,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        implementation=implementation,
     )
 
 

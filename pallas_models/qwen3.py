@@ -9,24 +9,26 @@ and does the same with cos, sin and the products of the rotation. In float32 bot
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_models import ops
+from pallas_models import ops, training
 from pallas_models._modules import (
     Embedding,
     Params,
     Projection,
     RMSNorm,
     bind,
-    call_layer,
+    call_layers,
     init_params,
     last_tokens,
     look_up,
+    next_token_loss,
 )
 from pallas_models.ops import Implementation, _checks
 
@@ -122,9 +124,9 @@ class Layer(nnx.Module):
         norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
         product: dict[str, Any] = dict(precision=precision, implementation=implementation)
 
-        y = ops.rms_norm(x, self.attention_norm.scale[...], **norm)
+        y = checkpoint_name(ops.rms_norm(x, self.attention_norm.scale[...], **norm), "attention_norm")
         qkv = ops.rotary(
-            ops.matmul(y, attention.qkv.kernel[...], **product),
+            checkpoint_name(ops.matmul(y, attention.qkv.kernel[...], **product), "qkv"),
             cos,
             sin,
             q_scale=attention.q_norm.scale[...],
@@ -132,14 +134,15 @@ class Layer(nnx.Module):
             **heads,
             **norm,
         )
-        y = ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product)
-        x = ops.matmul(y, attention.out.kernel[...], residual=x, **product)
-        y = ops.rms_norm(x, self.mlp_norm.scale[...], **norm)
+        qkv = checkpoint_name(qkv, "rotated")
+        y = checkpoint_name(ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product), "attention")
+        x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
+        y = checkpoint_name(ops.rms_norm(x, self.mlp_norm.scale[...], **norm), "mlp_norm")
         return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)
 
 
 class Qwen3(nnx.Module):
-    """The language model: token ids to the logits of the tokens that follow."""
+    """The language model without its head: the kernel is that of `head`, or the table of word embeddings."""
 
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -156,26 +159,23 @@ class Qwen3(nnx.Module):
         *,
         positions: jax.Array | None = None,
         last_only: bool = False,
+        remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the logits; arguments and errors are those of `logits`."""
+        """Computes what the head takes, (B, S, H); arguments and errors are those of `logits` and `loss`."""
         config = self.config
         x = look_up(self.word.embedding[...], ids)
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         table = _table(positions, ids.shape, config)
-        for layer in self.layers:
-            x = call_layer(layer, x, table, mask, implementation=implementation)
+        x = call_layers(self.layers, x, table, mask, remat=remat, implementation=implementation)
         if last_only:
             x = last_tokens(x, mask)
-        x = ops.rms_norm(x, self.norm.scale[...], epsilon=config.epsilon, implementation=implementation)
-        return ops.matmul(
-            x,
-            self.word.embedding[...] if config.tie_embeddings else self.head.kernel[...],
-            transpose_w=config.tie_embeddings,
-            out_dtype=jnp.float32,
-            implementation=implementation,
-        )
+        return ops.rms_norm(x, self.norm.scale[...], epsilon=config.epsilon, implementation=implementation)
+
+    def head_kernel(self) -> jax.Array:
+        """The kernel of the head: (H, V), or (V, H) where it is tied to the embeddings."""
+        return self.word.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
 
 
 def _table(positions: jax.Array | None, shape: tuple[int, ...], config: Qwen3Config) -> Table:
@@ -273,6 +273,60 @@ def logits(
       ValueError: shapes do not fit each other or `config`, ids are (where concrete) outside the vocabulary, or
         a concrete mask holds anything but 0 and 1.
     """
-    return bind(Qwen3, config, params)(
-        ids, mask, positions=positions, last_only=last_only, implementation=implementation
+    model = bind(Qwen3, config, params)
+    x = model(ids, mask, positions=positions, last_only=last_only, implementation=implementation)
+    return ops.matmul(
+        x,
+        model.head_kernel().astype(x.dtype),
+        transpose_w=config.tie_embeddings,
+        out_dtype=jnp.float32,
+        implementation=implementation,
+    )
+
+
+def loss(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    weights: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    config: Qwen3Config = Qwen3Config(),
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+    remat: training.Remat = "none",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the cross entropy of each token given those before it, without the logits of the whole batch.
+
+    Args:
+      params: as in `logits`, or with layers stacked by `training.stack_layers`, which are compiled once. For
+        mixed precision give what `training.cast` returns.
+      ids, mask, positions, config, implementation: as in `logits`. A token is predicted where it and the position
+        before it are no padding.
+      weights: (B, S), float or bool: how much each token counts where it is predicted, e.g. 0 in a prompt; 1 for
+        all when None. The first token of a sequence is never predicted.
+      label_smoothing: the share of a label that is spread over the vocabulary.
+      reduction: "mean" divides the sum by that of the weights; it is 0 where that is 0.
+      remat: what the backward pass finds kept, as in `training.checkpointed`. The names of a layer's values:
+        "attention_norm", "qkv" (before the rotation), "rotated", "attention", "residual" (after attention),
+        "mlp_norm".
+
+    Returns:
+      A float32 scalar, in nats.
+
+    Raises:
+      TypeError, ValueError: as `logits`; weights have another shape than ids; `remat` is unknown.
+    """
+    model = bind(Qwen3, config, params)
+    return next_token_loss(
+        model(ids, mask, positions=positions, remat=remat, implementation=implementation),
+        model.head_kernel(),
+        ids,
+        mask,
+        weights,
+        tied=config.tie_embeddings,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        implementation=implementation,
     )

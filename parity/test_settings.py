@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models import gpt2, minilm, ops, qwen3, trimul
+from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
 from parity.calls import CALLS, Call
 from parity.common import KERNEL, assert_close, cuda_device, float64, normal
 
@@ -69,6 +69,12 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
         "gpt2": lambda i: gpt2.logits(params["gpt2"], ids, mask, config=gpt, implementation=i),
         "qwen3": lambda i: qwen3.logits(params["qwen3"], ids, mask, config=qwen, implementation=i),
         "trimul": lambda i: trimul.trimul(params["trimul"], x, direction="outgoing", implementation=i),
+        "loss": lambda i: gpt2.loss(
+            training.stack_layers(params["gpt2"]), ids, mask, config=gpt, remat="block", implementation=i
+        ),
+        "contrastive": lambda i: minilm.contrastive_loss(
+            params["minilm"], (ids, mask), (ids[::-1], mask[::-1]), config=bert, implementation=i
+        ),
     }
 
 
@@ -90,7 +96,7 @@ def test_ops_compute_the_same(call: Call, setting):
 
 
 @every_setting
-@pytest.mark.parametrize("model", ["minilm", "gpt2", "qwen3", "trimul"])
+@pytest.mark.parametrize("model", ["minilm", "gpt2", "qwen3", "trimul", "loss", "contrastive"])
 def test_models_compute_the_same(models, model, setting):
     """As without the setting: other tests compare models with references."""
     call = models[model]

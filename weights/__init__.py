@@ -5,6 +5,7 @@ Parameters are nested dicts of arrays, exactly as the `init` of a model returns 
 """
 
 from weights.checkpoint import CheckpointError
+from weights.exporting import export
 from weights.gpt2 import load_gpt2, load_gpt2_block, load_gpt2_config
 from weights.hub import resolve
 from weights.minilm import load_minilm, load_minilm_config
@@ -14,6 +15,7 @@ from weights.trimul import load_trimul
 
 __all__ = [
     "CheckpointError",
+    "export",
     "load",
     "load_config",
     "load_gpt2",

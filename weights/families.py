@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,30 +16,34 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How one parameter is made: names and shapes of tensors of a checkpoint, and the function that joins them."""
+    """How one parameter is made: names and shapes of tensors of a checkpoint, and what joins and splits them.
+
+    `join(*tensors)` gives the parameter, and `split(parameter, shapes)` the tensors of these shapes.
+    """
 
     tensors: Mapping[str, Shape]
     join: Callable[..., np.ndarray]
+    split: Callable[[np.ndarray, Sequence[Shape]], Sequence[np.ndarray]]
 
 
 def same(name: str, *shape: int) -> Part:
     """A parameter that is one tensor of the checkpoint, unchanged."""
-    return Part({name: shape}, _same)
+    return Part({name: shape}, _same, _one)
 
 
 def linear(tensors: Mapping[str, Shape]) -> Part:
     """A kernel (in, out) made of the weights (out, in) of linear layers, side by side."""
-    return Part(tensors, _beside)
+    return Part(tensors, _beside, _rows)
 
 
 def joined(tensors: Mapping[str, Shape]) -> Part:
     """A vector made of vectors, one after another."""
-    return Part(tensors, _after)
+    return Part(tensors, _after, _pieces)
 
 
 def gate_up(tensors: Mapping[str, Shape]) -> Part:
     """The kernel of a gated product, made of the weights of the gate and of the up projection."""
-    return Part(tensors, _gate_up)
+    return Part(tensors, _gate_up, _halves)
 
 
 def _same(tensor: np.ndarray) -> np.ndarray:
@@ -57,6 +61,22 @@ def _after(*vectors: np.ndarray) -> np.ndarray:
 
 def _gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return np.stack([gate, up]).transpose(2, 0, 1)
+
+
+def _one(parameter: np.ndarray, _: Sequence[Shape]) -> Sequence[np.ndarray]:
+    return [parameter]
+
+
+def _pieces(parameter: np.ndarray, shapes: Sequence[Shape]) -> Sequence[np.ndarray]:
+    return np.split(parameter, np.cumsum([shape[0] for shape in shapes])[:-1])
+
+
+def _rows(kernel: np.ndarray, shapes: Sequence[Shape]) -> Sequence[np.ndarray]:
+    return _pieces(kernel.T, shapes)
+
+
+def _halves(kernel: np.ndarray, _: Sequence[Shape]) -> Sequence[np.ndarray]:
+    return list(kernel.transpose(1, 2, 0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

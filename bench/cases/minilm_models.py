@@ -4,6 +4,7 @@ Every model here is built from `Checkpoint`: the tensors of a BERT encoder by th
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -253,17 +254,8 @@ def torch_missing() -> str:
     return ""
 
 
-def torch_model(checkpoint: Checkpoint, dtype: str, device: str) -> Callable[..., Any]:
-    """The Hugging Face BertModel with scaled-dot-product attention, masked mean pooling and normalisation.
-
-    Args:
-      checkpoint: the tensors.
-      dtype: fp32, fp16 or bf16.
-      device: of torch.
-
-    Returns:
-      Function of (ids, mask), tensors on `device`, that computes the embeddings, float32.
-    """
+def torch_bert(checkpoint: Checkpoint, device: str) -> Any:
+    """The Hugging Face BertModel with scaled-dot-product attention, in float32, without dropout."""
     import torch
     import transformers
 
@@ -286,13 +278,31 @@ def torch_model(checkpoint: Checkpoint, dtype: str, device: str) -> Callable[...
     missing, unexpected = model.load_state_dict(used, strict=False)
     if wrong := [*unexpected, *(set(missing) - buffers)]:
         raise ValueError(f"the checkpoint does not fit transformers' BertModel: {', '.join(sorted(wrong))}")
+    return model.to(device).eval()
+
+
+def torch_embed(model: Any, ids: Any, mask: Any) -> Any:
+    """The embeddings of a `torch_bert`: the mean of its hidden states where mask is 1, normalised, float32."""
+    import torch
+
+    hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+    kept = mask.unsqueeze(-1).float()
+    mean = (hidden * kept).sum(1) / kept.sum(1).clamp(min=1.0)
+    return torch.nn.functional.normalize(mean, dim=-1)
+
+
+def torch_model(checkpoint: Checkpoint, dtype: str, device: str) -> Callable[..., Any]:
+    """`torch_embed` of a `torch_bert` without gradients.
+
+    Args:
+      checkpoint: the tensors.
+      dtype: fp32, fp16 or bf16.
+      device: of torch.
+
+    Returns:
+      Function of (ids, mask), tensors on `device`, that computes the embeddings, float32.
+    """
+    import torch
+
     target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    model = model.to(device=device, dtype=target).eval().requires_grad_(False)
-
-    def embed(ids: Any, mask: Any) -> Any:
-        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-        kept = mask.unsqueeze(-1).float()
-        mean = (hidden * kept).sum(1) / kept.sum(1).clamp(min=1.0)
-        return torch.nn.functional.normalize(mean, dim=-1)
-
-    return embed
+    return functools.partial(torch_embed, torch_bert(checkpoint, device).to(target).requires_grad_(False))

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_models import ops
-from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layer, init_params
+from pallas_models import ops, training
+from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layers, init_params
 from pallas_models.ops import Implementation, _checks
 
 
@@ -129,14 +129,13 @@ class MiniLM(nnx.Module):
         mask: jax.Array,
         token_type_ids: jax.Array | None = None,
         *,
+        remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
         """Computes the hidden states, (B, S, hidden_size), of ids (B, S) with mask (B, S)."""
         _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         x = self.embeddings(ids, token_type_ids, implementation=implementation)
-        for layer in self.layers:
-            x = call_layer(layer, x, mask, implementation=implementation)
-        return x
+        return call_layers(self.layers, x, mask, remat=remat, implementation=implementation)
 
 
 def init(key: jax.Array, config: MiniLMConfig = MiniLMConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
