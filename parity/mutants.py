@@ -371,8 +371,8 @@ MUTANTS = [
         "pallas_models",
         (
             "gpt2.py",
-            "x = linear(y, self.attention.out, residual=x)",
-            "x = linear(y, self.attention.out)",
+            "linear(y, self.attention.out, residual=x)",
+            "linear(y, self.attention.out)",
             "test_gpt2.py",
         ),
         (
