@@ -316,8 +316,7 @@ def test_every_config_of_the_gradient(config, subtract_mean):
     names = ("block_m", "num_warps", "num_programs", "num_stages")
     arrays = (x, scale, bias if subtract_mean else None, residual)
 
-    # An epsilon of 0: rows past the last must not turn the sums into NaN.
-    options = dict(subtract_mean=subtract_mean, epsilon=0.0)
+    options = dict(subtract_mean=subtract_mean, epsilon=0.0, return_residual=True)
     pull = jax.jit(
         functools.partial(
             norm_backward,
@@ -327,8 +326,9 @@ def test_every_config_of_the_gradient(config, subtract_mean):
             **options,
         )
     )
-    _, expected = jax.vjp(lambda *arrays: xla(*arrays, return_residual=True, **options), *arrays)
-    for out, wanted in zip(pull(*arrays, *cotangents), expected(tuple(cotangents)), strict=True):
+    _, expected = jax.vjp(lambda *arrays: xla(*arrays, **options), *arrays)
+    _, statistics = xla(*arrays, **options, return_statistics=True)
+    for out, wanted in zip(pull(*arrays, statistics, *cotangents), expected(tuple(cotangents)), strict=True):
         assert (out is None) == (wanted is None)
         if out is not None:
             assert_close(out, wanted, GRADIENT)
