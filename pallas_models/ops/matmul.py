@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul as triton
+from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _products, activations
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops.activations import Activation
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
 EQUATIONS = {False: "mk,kn->mn", True: "mk,nk->mn"}  # by transpose_w
@@ -128,17 +130,31 @@ def _backward(
     transpose_w: bool,
     activation: Activation | None,
     precision: jax.lax.Precision,
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+    in_kernel: bool = False,
     **_: Any,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradients as XLA's products of x, w and the cotangent, each read as it lies in memory."""
+    """The gradients as XLA's products of x, w and the cotangent, each read as it lies in memory.
+
+    With `in_kernel` the cotangent of what the activation was applied to comes from a Triton kernel.
+    """
     *kept, dout = kept_and_cotangents[:2] if activation else kept_and_cotangents[:1]
     assert dout is not None
-    dy = dout.astype(jnp.float32)
     dresidual = None if residual is None else dout.astype(residual.dtype)
-    if activation:
-        _, pull = jax.vjp(functools.partial(activations.apply, activation), kept[0].astype(jnp.float32))
-        (dy,) = pull(dy)
-    dbias = jnp.sum(dy, axis=0).astype(bias.dtype) if bias is not None and wanted[2] else None
+    if activation and in_kernel:
+        dy, dbias = activation_backward(
+            kept[0], dout, activation=activation, config=config, target=target, interpret=interpret
+        )
+        dy = dy.astype(jnp.float32)
+    else:
+        dy = dout.astype(jnp.float32)
+        if activation:
+            _, pull = jax.vjp(functools.partial(activations.apply, activation), kept[0].astype(jnp.float32))
+            (dy,) = pull(dy)
+        dbias = jnp.sum(dy, axis=0)
+    dbias = None if bias is None else dbias.astype(bias.dtype)
     _, pull = jax.vjp(functools.partial(_products.einsum, EQUATIONS[transpose_w], precision=precision), x, w)
     return *pull(dy), dbias, dresidual
 
@@ -205,7 +221,10 @@ _OP = Op(
     ),
     backward=(
         Backward(backend="xla", call=_backward, refuses=_has_activation),
-        Backward(backend="xla", call=_backward, keeps=-1, options={"return_preactivation": True}),
+        *(
+            Backward(backend=backend, call=call, keeps=-1, options={"return_preactivation": True})
+            for backend, call in (("triton", functools.partial(_backward, in_kernel=True)), ("xla", _backward))
+        ),
     ),
 )
 
