@@ -25,7 +25,7 @@ from pallas_models.kernels.triton._common import (
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-# log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of erfc, which
+# log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of erfc: it
 # is below 1.5e-7 everywhere, in float32. That of gelu itself may be coarser near 0, where it meets a factor of a.
 _TAIL = (
     1.91734121e-05,
