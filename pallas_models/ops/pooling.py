@@ -45,7 +45,7 @@ def mean_pool(
     return run(
         _OP,
         x,
-        (mask != 0).astype(jnp.int32),
+        _checks.as_int32(mask),
         config=config,
         implementation=implementation,
         normalize=normalize,

@@ -63,6 +63,7 @@ def softmax(
         raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
     if where is not None:
         _check_where(where, x.shape)
+        where = where if where.dtype.itemsize <= 4 else _checks.as_int32(where)
     if x.size == 0:
         return x
     dtype = x.dtype
