@@ -150,7 +150,7 @@ def _backward(
     layer_norm = functools.partial(
         norm.layer_norm, epsilon=epsilon, implementation="interpret" if interpret else "triton"
     )
-    _, pull = jax.vjp(layer_norm, total, scale, bias)
+    pull = jax.vjp(layer_norm, total, scale, bias)[1]
     dtotal, dscale, dbias = pull(dout.astype(jnp.float32))
     dword = jnp.zeros(word.shape, jnp.float32).at[jnp.clip(ids, 0, len(word) - 1)].add(dtotal)
     by_position = jnp.sum(dtotal, axis=0)

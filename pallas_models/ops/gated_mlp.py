@@ -156,10 +156,10 @@ def _backward(
     **__: Any,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients as XLA's products of x, both weights and the cotangent of both products."""
-    _, pull = jax.vjp(functools.partial(_finish, activation=activation), y.astype(jnp.float32))
+    pull = jax.vjp(functools.partial(_finish, activation=activation), y.astype(jnp.float32))[1]
     (dy,) = pull(dout.astype(jnp.float32))
     dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
-    _, pull = jax.vjp(functools.partial(_products.einsum, EQUATION, precision=precision), x, w_gate_up)
+    pull = jax.vjp(functools.partial(_products.einsum, EQUATION, precision=precision), x, w_gate_up)[1]
     return *pull(dy), dbias
 
 

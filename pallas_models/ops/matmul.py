@@ -125,8 +125,7 @@ def _backward(
     w: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    *kept_and_cotangents: jax.Array | None,
-    wanted: tuple[bool, ...],
+    *kept_and_cotangents: Any,
     transpose_w: bool,
     activation: Activation | None,
     precision: jax.lax.Precision,
@@ -140,23 +139,21 @@ def _backward(
 
     With `in_kernel` the cotangent of what the activation was applied to comes from a Triton kernel.
     """
-    *kept, dout = kept_and_cotangents[:2] if activation else kept_and_cotangents[:1]
-    assert dout is not None
+    y, dout = kept_and_cotangents[:2] if activation else (None, kept_and_cotangents[0])
     dresidual = None if residual is None else dout.astype(residual.dtype)
     if activation and in_kernel:
         dy, dbias = activation_backward(
-            kept[0], dout, activation=activation, config=config, target=target, interpret=interpret
+            y, dout, activation=activation, config=config, target=target, interpret=interpret
         )
         dy = dy.astype(jnp.float32)
     else:
         dy = dout.astype(jnp.float32)
         if activation:
-            _, pull = jax.vjp(functools.partial(activations.apply, activation), kept[0].astype(jnp.float32))
+            pull = jax.vjp(functools.partial(activations.apply, activation), y.astype(jnp.float32))[1]
             (dy,) = pull(dy)
         dbias = jnp.sum(dy, axis=0)
-    dbias = None if bias is None else dbias.astype(bias.dtype)
-    _, pull = jax.vjp(functools.partial(_products.einsum, EQUATIONS[transpose_w], precision=precision), x, w)
-    return *pull(dy), dbias, dresidual
+    pull = jax.vjp(functools.partial(_products.einsum, EQUATIONS[transpose_w], precision=precision), x, w)[1]
+    return *pull(dy), None if bias is None else dbias.astype(bias.dtype), dresidual
 
 
 def _over_batch(
@@ -206,6 +203,7 @@ def _has_activation(*_: Any, activation: Activation | None, **__: Any) -> str | 
     return None if activation is None else "needs what the activation was applied to"
 
 
+_PREACTIVATION = {"return_preactivation": True}
 _OP = Op(
     name="matmul",
     reference=reference,
@@ -221,10 +219,10 @@ _OP = Op(
     ),
     backward=(
         Backward(backend="xla", call=_backward, refuses=_has_activation),
-        *(
-            Backward(backend=backend, call=call, keeps=-1, options={"return_preactivation": True})
-            for backend, call in (("triton", functools.partial(_backward, in_kernel=True)), ("xla", _backward))
+        Backward(
+            backend="triton", call=functools.partial(_backward, in_kernel=True), keeps=-1, options=_PREACTIVATION
         ),
+        Backward(backend="xla", call=_backward, keeps=-1, options=_PREACTIVATION),
     ),
 )
 

@@ -142,13 +142,13 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of norm and product, each by its own."""
     names = _names(interpret)
-    _, pull = jax.vjp(functools.partial(norm.layer_norm, epsilon=epsilon, implementation=names), y, scale, offset)
+    pull = jax.vjp(functools.partial(norm.layer_norm, epsilon=epsilon, implementation=names), y, scale, offset)[1]
     dy, dscale, doffset = pull(dout)
 
     def product(x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
         return matmul(x, w, bias=bias, residual=residual, precision=precision, implementation=names)
 
-    _, pull = jax.vjp(product, x, w, bias, residual)  # of which nothing is computed but the gradient
+    pull = jax.vjp(product, x, w, bias, residual)[1]  # of which nothing is computed but the gradient
     dx, dw, dbias, dresidual = pull(dy)
     return dx, dw, dscale, doffset, dbias, dresidual
 
