@@ -54,11 +54,11 @@ class Config:
 
 
 def heuristic(m: int, n: int, target: Target) -> Config:
-    """Chooses tiles of 8 x 256, 16 elements a thread, and 8 programs for each multiprocessor."""
+    """Chooses tiles of 8 x 256, 8 elements a thread, and 8 programs for each multiprocessor."""
     block_m, block_n = block_size(m, 1, 8), block_size(n, 16, 256)
     splits = max(min(8 * target.num_cores // pl.cdiv(n, block_n), pl.cdiv(m, block_m)), 1)
     return Config(
-        block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 512, 1, 4), splits=splits
+        block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 256, 1, 8), splits=splits
     )
 
 
