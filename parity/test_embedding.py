@@ -176,3 +176,12 @@ def test_gradients_of_half_precision_are_summed_in_float32(reference, dtype, tol
     for i in (0, 1, 3, 4):  # rows of the table of types cancel
         assert gradients[i].dtype == dtype
         assert_close(gradients[i], expected[i], max(tolerance, GRADIENT))
+
+
+def test_rows_that_vary_less_than_their_mean_is_rounded(implementation):
+    """Rounding the mean must not look like deviation: rows of one number give the bias."""
+    arrays, _ = operands((1, 3, 300, 4), seed=10)
+    ids, *_, scale, bias = arrays
+    tables = (jnp.full((4, 300), 1.2345678), jnp.zeros((3, 300)), jnp.zeros((1, 300)))
+    out = compiled.embed_tokens(ids, *tables, scale, bias, epsilon=1e-12, implementation=implementation)
+    np.testing.assert_allclose(np.asarray(out), np.broadcast_to(bias, (1, 3, 300)), atol=1e-6)

@@ -361,3 +361,18 @@ def test_gradients_of_rows_that_no_registers_hold_are_those_of_the_reference():
 def test_a_config_of_the_gradient_that_cannot_be_is_refused(changes):
     with pytest.raises(ValueError, match="|".join(changes)):
         BackwardConfig(**{**dict(block_m=1, num_warps=1, num_programs=4), **changes})
+
+
+def test_gradients_of_rows_that_vary_less_than_their_mean_is_rounded(reference):
+    x = normal(np.random.default_rng(22), 4, 300, shift=1000.0, scale=0.01)
+    _, scale, bias, _ = operands((1, 300), seed=23)
+    cotangent = normal(np.random.default_rng(24), 4, 300)
+
+    def in_torch(x, scale, bias):
+        return reference.layer_norm(x, scale, bias, epsilon=1e-12)
+
+    def f(x, scale, bias):
+        return kernel(x, scale, bias, epsilon=1e-12)
+
+    expected = reference.gradients(in_torch, (x, scale, bias), cotangent)
+    assert_gradients_close(f, (x, scale, bias), cotangent, expected, LONG)
