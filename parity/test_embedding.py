@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.triton.embedding import Config
-from parity.common import KERNEL, assert_close, assert_equal, assert_gradients_close, by_device, compiled, normal
+from parity.common import (
+    KERNEL,
+    assert_close,
+    assert_equal,
+    assert_gradients_close,
+    by_device,
+    compiled,
+    normal,
+    traces,
+)
 from parity.tolerances import GRADIENT, LONG, SHORT
 
 SHAPES = by_device(  # batch, seq, width, vocabulary
@@ -138,3 +147,41 @@ def test_gradients(reference):
         return kernel(ids, *tables, token_type_ids=types)
 
     assert_gradients_close(f, tables, cotangent, expected, GRADIENT)
+
+
+@pytest.mark.parametrize("far", [2**31, 2**32 - 1])
+def test_unsigned_ids_outside_the_tables_read_the_last_row(implementation, far):
+    arrays, types = operands((2, 9, 24, 40), seed=7)
+    f = jax.jit(
+        lambda ids, types: ops.embed_tokens(ids, *arrays[1:], token_type_ids=types, implementation=implementation)
+    )
+    ids, types = (np.asarray(x).astype("uint32") for x in (arrays[0], types))
+    beyond, types_beyond = ids.copy(), types.copy()
+    beyond[0, 3] = types_beyond[1, 1] = far
+    ids[0, 3], types[1, 1] = len(arrays[1]) - 1, len(arrays[3]) - 1
+    assert_equal(f(beyond, types_beyond), f(ids, types))
+
+
+def test_gradients_of_half_precision_are_summed_in_float32(reference, dtype, tolerance):
+    """A word that occurs 400 times: sums in bfloat16 would stop growing."""
+    (_, *tables), _ = operands((4, 100, 32, 6), dtype, seed=8)
+    ids = jnp.zeros((4, 100), jnp.int32)
+    cotangent = normal(np.random.default_rng(9), 4, 100, 32, dtype=dtype, shift=1.0)
+    expected = reference.gradients(
+        lambda *tables: reference.embed_tokens(reference.tensor(ids), *tables), tables, cotangent
+    )
+    f = functools.partial(kernel, ids)
+    assert traces("layer_norm_backward", jax.grad(lambda *tables: jnp.sum(f(*tables))), *tables)
+    gradients = jax.vjp(f, *tables)[1](cotangent)
+    for i in (0, 1, 3, 4):  # rows of the table of types cancel
+        assert gradients[i].dtype == dtype
+        assert_close(gradients[i], expected[i], max(tolerance, GRADIENT))
+
+
+def test_rows_that_vary_less_than_their_mean_is_rounded(implementation):
+    """Rounding the mean must not look like deviation: rows of one number give the bias."""
+    arrays, _ = operands((1, 3, 300, 4), seed=10)
+    ids, *_, scale, bias = arrays
+    tables = (jnp.full((4, 300), 1.2345678), jnp.zeros((3, 300)), jnp.zeros((1, 300)))
+    out = compiled.embed_tokens(ids, *tables, scale, bias, epsilon=1e-12, implementation=implementation)
+    np.testing.assert_allclose(np.asarray(out), np.broadcast_to(bias, (1, 3, 300)), atol=1e-6)

@@ -30,6 +30,7 @@ from parity.common import (
     gpu,
     kernel_calls,
     normal,
+    traces,
 )
 from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
 from parity.tolerances import GRADIENT, LONG, OP, SHORT, TF32
@@ -332,3 +333,18 @@ SPLIT = dataclasses.replace(TILES, splits=2)
 def test_bad_calls(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("implementation", [KERNEL, MOSAIC])
+def test_gradients_of_half_precision(reference, implementation, dtype):
+    arrays = operands((64, 128, 64), dtype, seed=30)
+    cotangent = normal(np.random.default_rng(31), 64, 64, dtype=dtype)
+    expected = reference.gradients(reference.gated_matmul, arrays, cotangent)
+
+    def f(x, w, bias):
+        return ops.gated_matmul(x, w, bias=bias, implementation=implementation)
+
+    assert_gradients_close(f, arrays, cotangent, expected, OP[dtype])
+    # The forward pass keeps both products, and computes them as one: the gradient has no third.
+    assert not traces("gated_matmul", jax.grad(lambda x: jnp.sum(f(x, *arrays[1:]))), arrays[0])

@@ -14,6 +14,8 @@ from pallas_models import ops
 from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul
+from pallas_models.kernels.triton.activation_backward import Config as EpilogueConfig
+from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
 from parity.common import (
     KERNEL,
@@ -29,6 +31,7 @@ from parity.common import (
     gpu,
     normal,
     relative_error,
+    traces,
 )
 from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
 from parity.tolerances import FLOAT16_SUM, GRADIENT, LONG, OP, ROUNDED, SHORT, TF32
@@ -231,6 +234,44 @@ def test_gradients(reference, activation):
         return kernel(x, w, bias=bias, residual=residual, activation=activation)
 
     assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@pytest.mark.parametrize("implementation", [KERNEL, MOSAIC])
+def test_gradients_of_half_precision(reference, implementation, activation, dtype):
+    arrays = operands((64, 128, 64), dtype, seed=30)
+    cotangent = normal(np.random.default_rng(31), 64, 64, dtype=dtype)
+    expected = reference.gradients(functools.partial(reference.matmul, activation=activation), arrays, cotangent)
+
+    def f(x, w, bias, residual):
+        return ops.matmul(x, w, bias=bias, residual=residual, activation=activation, implementation=implementation)
+
+    # Mosaic's call names no Triton kernel, and gets none.
+    named = implementation == KERNEL and activation is not None
+    assert traces("activation_backward", jax.grad(lambda x: jnp.sum(f(x, *arrays[1:]))), arrays[0]) == named
+    assert_gradients_close(f, arrays, cotangent, expected, OP[dtype])
+
+
+@pytest.mark.parametrize("config", [(1, 16, 1, 1), (8, 64, 2, 3), (4, 128, 1, 40)], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid", "silu"])
+def test_the_gradient_of_an_epilogue(reference, activation, config):
+    rng = np.random.default_rng(32)
+    y, dout = normal(rng, 37, 90, scale=2.0), normal(rng, 37, 90)
+    y = y.at[0, :7].set(jnp.asarray([-1e4, -30.0, -8.0, 1e-3, 8.0, 30.0, 1e4]))
+    (expected,) = reference.gradients(reference.ACTIVATIONS[activation], [y], dout)
+    names = ("block_m", "block_n", "num_warps", "splits")
+    config = EpilogueConfig(**dict(zip(names, config, strict=True)))
+    options = dict(activation=activation, config=config, target=gpu(), interpret=KERNEL == "interpret")
+    dy, dbias = jax.jit(functools.partial(activation_backward, **options))(y, dout)
+    assert_close(dy, expected, SHORT)
+    assert_close(dbias, expected.sum(0), SHORT)
+
+
+@pytest.mark.parametrize("changes", [dict(splits=0), dict(block_m=3), dict(num_warps=0)], ids=str)
+def test_a_config_of_an_epilogue_that_cannot_be_is_refused(changes):
+    with pytest.raises(ValueError, match="|".join(changes)):
+        EpilogueConfig(**{**dict(block_m=8, block_n=64, num_warps=1, splits=4), **changes})
 
 
 LADDER_SHAPES = by_device(

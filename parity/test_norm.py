@@ -316,8 +316,7 @@ def test_every_config_of_the_gradient(config, subtract_mean):
     names = ("block_m", "num_warps", "num_programs", "num_stages")
     arrays = (x, scale, bias if subtract_mean else None, residual)
 
-    # An epsilon of 0: rows past the last must not turn the sums into NaN.
-    options = dict(subtract_mean=subtract_mean, epsilon=0.0)
+    options = dict(subtract_mean=subtract_mean, epsilon=0.0, return_residual=True)
     pull = jax.jit(
         functools.partial(
             norm_backward,
@@ -327,8 +326,9 @@ def test_every_config_of_the_gradient(config, subtract_mean):
             **options,
         )
     )
-    _, expected = jax.vjp(lambda *arrays: xla(*arrays, return_residual=True, **options), *arrays)
-    for out, wanted in zip(pull(*arrays, *cotangents), expected(tuple(cotangents)), strict=True):
+    _, expected = jax.vjp(lambda *arrays: xla(*arrays, **options), *arrays)
+    _, statistics = xla(*arrays, **options, return_statistics=True)
+    for out, wanted in zip(pull(*arrays, statistics, *cotangents), expected(tuple(cotangents)), strict=True):
         assert (out is None) == (wanted is None)
         if out is not None:
             assert_close(out, wanted, GRADIENT)
@@ -361,3 +361,18 @@ def test_gradients_of_rows_that_no_registers_hold_are_those_of_the_reference():
 def test_a_config_of_the_gradient_that_cannot_be_is_refused(changes):
     with pytest.raises(ValueError, match="|".join(changes)):
         BackwardConfig(**{**dict(block_m=1, num_warps=1, num_programs=4), **changes})
+
+
+def test_gradients_of_rows_that_vary_less_than_their_mean_is_rounded(reference):
+    x = normal(np.random.default_rng(22), 4, 300, shift=1000.0, scale=0.01)
+    _, scale, bias, _ = operands((1, 300), seed=23)
+    cotangent = normal(np.random.default_rng(24), 4, 300)
+
+    def in_torch(x, scale, bias):
+        return reference.layer_norm(x, scale, bias, epsilon=1e-12)
+
+    def f(x, scale, bias):
+        return kernel(x, scale, bias, epsilon=1e-12)
+
+    expected = reference.gradients(in_torch, (x, scale, bias), cotangent)
+    assert_gradients_close(f, (x, scale, bias), cotangent, expected, LONG)

@@ -1,4 +1,4 @@
-"""Layer norm and, with +rms, RMS norm of rows: ours against XLA, torch and the kernels of JAX and tokamax."""
+"""Layer norm and, with +rms, RMS norm of rows; with +grad backward too. XLA, torch, kernels of JAX and tokamax."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.cases.softmax import ROWS
+from bench.cases import gradients
+from bench.cases.softmax import GRADIENTS, ROWS
 from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
@@ -60,7 +61,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
     rms = "rms" in shape
     vectors = 1 if rms else 2
     ours = functools.partial(ops.rms_norm if rms else ops.layer_norm, epsilon=EPSILON)
-    return Workload(
+    forward = Workload(
         inputs=lambda seed: normal(seed, dtype, (rows, columns), *[(columns,)] * vectors),
         reference=jax.jit(lambda *inputs: plain(*(x.astype(jnp.float32) for x in inputs))),
         contenders=[
@@ -74,15 +75,21 @@ def workload(dtype: str, shape: Shape) -> Workload:
         flop=(4.0 if rms else 7.0) * rows * columns,  # sums 2 or 3, difference 0 or 1, products and sums after it
         bytes=float((2 * rows * columns + vectors * columns) * itemsize(dtype)),
     )
+    return gradients.of(forward, dtype, (rows, columns), passes=5) if "grad" in shape else forward
 
 
 BENCHMARK = Benchmark(
     name="norm",
     axes=("rows", "columns"),
-    flags=("rms",),
-    shapes=(*ROWS, *((*rows, "rms") for rows in ROWS)),
+    flags=("rms", "grad"),
+    shapes=(
+        *ROWS,
+        *((*rows, "rms") for rows in ROWS),
+        *GRADIENTS,
+        *((*rows, "rms", "grad") for *rows, _ in GRADIENTS),
+    ),
     quick_shapes=(ROWS[0], (*ROWS[0], "rms")),
-    cpu_shapes=((64, 768), (64, 768, "rms")),
+    cpu_shapes=((64, 768), (64, 768, "rms"), (64, 768, "rms", "grad")),
     dtypes=("bf16",),
     workload=workload,
 )

@@ -1,4 +1,4 @@
-"""Softmax of rows: ours and its ladder of algorithms against XLA, torch and JAX's own Pallas kernel."""
+"""Softmax of rows, with +grad backward too: ours and its ladder against XLA, torch and JAX's own Pallas kernel."""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.cases import gradients
 from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.kernels.triton.softmax import ALGORITHMS
@@ -32,14 +33,14 @@ def jax_pallas() -> Callable[..., Any]:
 
 def workload(dtype: str, shape: Shape) -> Workload:
     """Softmax over the last axis of (rows, columns)."""
-    rows, columns = map(int, shape)
+    rows, columns = map(int, shape[:2])
     ours = ops.softmax
     ladder = [
         Contender(name, "ladder", functools.partial(functools.partial, ours, algorithm=name), gpu=True)
         for name in ALGORITHMS
     ]
     too_long = "it holds a row in the registers of 4 warps" if columns > 32768 else ""
-    return Workload(
+    forward = Workload(
         inputs=lambda seed: normal(seed, dtype, (rows, columns)),
         reference=jax.jit(lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1)),
         contenders=[
@@ -53,14 +54,17 @@ def workload(dtype: str, shape: Shape) -> Workload:
         flop=5.0 * rows * columns,  # maximum, difference, exponential, sum, division
         bytes=2.0 * rows * columns * itemsize(dtype),
     )
+    return gradients.of(forward, dtype, (rows, columns), passes=5) if "grad" in shape else forward
 
 
 ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
+GRADIENTS = ((8192, 4096, "grad"), (32768, 1024, "grad"), (65536, 4096, "grad"), (8192, 768, "grad"))
 BENCHMARK = Benchmark(
     name="softmax",
     axes=("rows", "columns"),
-    shapes=ROWS,
-    cpu_shapes=((64, 768), (32, 4096)),
+    flags=("grad",),
+    shapes=(*ROWS, *GRADIENTS),
+    cpu_shapes=((64, 768), (32, 4096), (64, 768, "grad")),
     dtypes=("bf16",),
     workload=workload,
 )

@@ -58,6 +58,11 @@ def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) ->
         raise ValueError(f"{name} has values from {low} to {high}; expected only 0 (padding) and 1 (token)")
 
 
+def as_int32(mask: jax.Array) -> jax.Array:
+    """A mask as kernels take it, for which anything but 0 is 1: only a concrete one can be checked for more."""
+    return (mask != 0 if mask.dtype.itemsize > 4 else mask).astype(jnp.int32)
+
+
 def check_ids(name: str, ids: jax.Array, size: int, what: str) -> None:
     """Where the values are concrete, raises ValueError unless all lie in [0, size)."""
     if isinstance(ids, jax.core.Tracer) or ids.size == 0:

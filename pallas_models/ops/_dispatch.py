@@ -69,13 +69,13 @@ class Backward:
     Attributes:
       backend: of its kernels, which need not be that of the forward; `"xla"` if it has none.
       call: gives the cotangents of the arrays, a sequence like them with anything for those not wanted, called as
-        `call(*arrays, *kept, *cotangents, wanted=, config=, target=, interpret=, **static)`. `kept` are the first
-        results of the forward; `cotangents` one for each of its results, the first an array, any other None where
-        it is zero or not a result of this call; `wanted` says of each of the arrays whether its cotangent is
-        used; `config` is a table to ask first or None; `static` what the forward was called with.
-      keeps: how many results of the forward are kept for it.
-      options: those with which the forward gives these results: `{"return_lse": True}`. The result of a call
-        without them is the first of its results with them.
+        `call(*arrays, *kept, *cotangents, wanted=, config=, target=, interpret=, **static)`. `kept` are results
+        of the forward; `cotangents` one for each of its results, the first an array, any other None where it is
+        zero or not a result of this call; `wanted` says of each of the arrays whether its cotangent is used;
+        `config` is a table to ask first or None; `static` what the forward was called with.
+      keeps: how many results of the forward are kept for it: so many of the first or, negative, of the last.
+      options: those with which the forward gives these results: `{"return_lse": True}`. It then gives a tuple, of
+        which the result of a call without them is the first.
       refuses: as that of a `Kernel`.
     """
 
@@ -331,7 +331,8 @@ def _differentiable(
     def keep(*arrays: Any) -> tuple[Any, list[Any], int]:
         results = _differentiable(op, arrays, options, config, names, target)(*arrays)
         leaves = jax.tree.leaves(results)
-        return results if options == static else leaves[0], leaves[: backward.keeps], len(leaves)
+        kept = leaves[: backward.keeps] if backward.keeps >= 0 else leaves[backward.keeps :]
+        return results if options == static else results[0], kept, len(leaves)
 
     def pull(
         arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any], wanted: tuple[bool, ...]

@@ -286,7 +286,7 @@ def _attend(
             raise ValueError(f"{window=} must be positive")
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
-        mask = mask.astype(jnp.int32)
+        mask = _checks.as_int32(mask)
     if bias is not None:
         _checks.check_float("bias", bias)
         _checks.check_rank("bias", bias, 4, "(B or 1, Hq or 1, Sq, Skv)")

@@ -1,11 +1,14 @@
 """Token embeddings of BERT: three look-ups, their sum, and the layer norm after it."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -70,8 +73,8 @@ def embed_tokens(
         _checks.check_ids("token_type_ids", token_type_ids, token_type.shape[0], "token types")
     return run(
         _OP,
-        ids,
-        token_type_ids,
+        _signed(ids, word),
+        None if token_type_ids is None else _signed(token_type_ids, token_type),
         word,
         position,
         token_type,
@@ -81,6 +84,12 @@ def embed_tokens(
         implementation=implementation,
         epsilon=epsilon,
     )
+
+
+def _signed(ids: jax.Array, table: jax.Array) -> jax.Array:
+    """Ids that int32 holds: under jit they may be any, and those beyond the last row look that up."""
+    last = jnp.iinfo(ids.dtype).max
+    return ids if last < 2**31 else jnp.clip(ids, 0, max(len(table) - 1, 0)).astype(jnp.int32)
 
 
 def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -105,14 +114,58 @@ def reference(
     """The same in plain XLA. Ids outside their table are clamped to it."""
     if ids.size == 0:
         return jnp.zeros((*ids.shape, word.shape[1]), word.dtype)
+    total = _sum(ids, token_type_ids, word, position, token_type)
+    return norm.reference(total, scale, bias, None, epsilon=epsilon).astype(word.dtype)
+
+
+def _sum(
+    ids: jax.Array,
+    token_type_ids: jax.Array | None,
+    word: jax.Array,
+    position: jax.Array,
+    token_type: jax.Array,
+) -> jax.Array:
+    """What is normalised, in float32."""
     types = token_type[:1] if token_type_ids is None else rows_of(token_type, token_type_ids)
     total = rows_of(word, ids).astype(jnp.float32)
-    total += position[: ids.shape[1]].astype(jnp.float32) + types.astype(jnp.float32)
-    return norm.reference(total, scale, bias, None, epsilon=epsilon).astype(word.dtype)
+    return total + (position[: ids.shape[1]].astype(jnp.float32) + types.astype(jnp.float32))
+
+
+def _backward(
+    ids: jax.Array,
+    token_type_ids: jax.Array | None,
+    word: jax.Array,
+    position: jax.Array,
+    token_type: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    dout: jax.Array,
+    *,
+    epsilon: float,
+    interpret: bool,
+    **_: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of the norm in its kernels, then sums over tokens, in float32 whatever the dtype."""
+    total = _sum(ids, token_type_ids, word, position, token_type)
+    layer_norm = functools.partial(
+        norm.layer_norm, epsilon=epsilon, implementation="interpret" if interpret else "triton"
+    )
+    pull = jax.vjp(layer_norm, total, scale, bias)[1]
+    dtotal, dscale, dbias = pull(dout.astype(jnp.float32))
+    dword = jnp.zeros(word.shape, jnp.float32).at[jnp.clip(ids, 0, len(word) - 1)].add(dtotal)
+    by_position = jnp.sum(dtotal, axis=0)
+    dposition = jnp.pad(by_position, ((0, len(position) - len(by_position)), (0, 0)))
+    types = jnp.zeros_like(ids) if token_type_ids is None else jnp.clip(token_type_ids, 0, len(token_type) - 1)
+    # Sums, and no scatter: there are few types, and all tokens would meet in their rows.
+    is_type = types[:, :, None, None] == jnp.arange(len(token_type))[:, None]
+    dtoken_type = jnp.sum(jnp.where(is_type, dtotal[:, :, None, :], 0.0), axis=(0, 1))
+    tables = (a.astype(word.dtype) for a in (dword, dposition, dtoken_type))
+    return None, None, *tables, dscale, dbias
 
 
 _OP = Op(
     name="embed_tokens",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.embed_tokens, config=triton.Config),),
+    backward=(Backward(backend="triton", call=_backward),),
 )

@@ -11,10 +11,14 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul as triton
+from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _products, activations
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops.activations import Activation
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser
+
+EQUATIONS = {False: "mk,kn->mn", True: "mk,nk->mn"}  # by transpose_w
 
 
 def matmul(
@@ -93,6 +97,65 @@ def matmul(
     return _over_batch(one, x, w, bias, residual).reshape(shape)
 
 
+def _keeping(call: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A kernel that also gives what the activation is applied to, in the dtype of x, where that is asked for.
+
+    The activation is then not applied in the kernel: it reads what another wrote.
+    """
+
+    def forward(
+        x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, **static: Any
+    ) -> Any:
+        if not static.pop("return_preactivation", False):
+            return call(x, w, bias, residual, **static)
+        activation, out_dtype = static["activation"], static["out_dtype"]
+        y = call(x, w, bias, None, **static | dict(activation=None, out_dtype=x.dtype))
+        return _finish(y.astype(jnp.float32), activation, residual).astype(out_dtype), y
+
+    return forward
+
+
+def _finish(y: jax.Array, activation: Activation | None, residual: jax.Array | None) -> jax.Array:
+    y = activations.apply(activation, y)
+    return y if residual is None else y + residual.astype(jnp.float32)
+
+
+def _backward(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *kept_and_cotangents: Any,
+    transpose_w: bool,
+    activation: Activation | None,
+    precision: jax.lax.Precision,
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+    in_kernel: bool = False,
+    **_: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The gradients as XLA's products of x, w and the cotangent, each read as it lies in memory.
+
+    With `in_kernel` the cotangent of what the activation was applied to comes from a Triton kernel.
+    """
+    y, dout = kept_and_cotangents[:2] if activation else (None, kept_and_cotangents[0])
+    dresidual = None if residual is None else dout.astype(residual.dtype)
+    if activation and in_kernel:
+        dy, dbias = activation_backward(
+            y, dout, activation=activation, config=config, target=target, interpret=interpret
+        )
+        dy = dy.astype(jnp.float32)
+    else:
+        dy = dout.astype(jnp.float32)
+        if activation:
+            pull = jax.vjp(functools.partial(activations.apply, activation), y.astype(jnp.float32))[1]
+            (dy,) = pull(dy)
+        dbias = jnp.sum(dy, axis=0)
+    pull = jax.vjp(functools.partial(_products.einsum, EQUATIONS[transpose_w], precision=precision), x, w)[1]
+    return *pull(dy), None if bias is None else dbias.astype(bias.dtype), dresidual
+
+
 def _over_batch(
     one: Callable[..., jax.Array], x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None
 ) -> jax.Array:
@@ -119,31 +182,47 @@ def reference(
     acc_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    return_preactivation: bool = False,
     **_: Any,
-) -> jax.Array:
+) -> Any:
     """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
-    equation = "mk,nk->mn" if transpose_w else "mk,kn->mn"
-    y = _products.einsum(equation, x, w, precision=precision, acc_dtype=acc_dtype).astype(jnp.float32)
+    y = _products.einsum(EQUATIONS[transpose_w], x, w, precision=precision, acc_dtype=acc_dtype)
+    y = y.astype(jnp.float32)
     if bias is not None:
         y += bias.astype(jnp.float32)
-    y = activations.apply(activation, y)
-    if residual is not None:
-        y += residual.astype(jnp.float32)
-    return y.astype(out_dtype)
+    out = _finish(y, activation, residual).astype(out_dtype)
+    return (out, y.astype(x.dtype)) if return_preactivation else out
 
 
+def _refuses(*arrays: Any, return_preactivation: bool = False, **static: Any) -> str | None:
+    del return_preactivation
+    return mosaic.unsupported(*arrays, **static)
+
+
+def _has_activation(*_: Any, activation: Activation | None, **__: Any) -> str | None:
+    return None if activation is None else "needs what the activation was applied to"
+
+
+_PREACTIVATION = {"return_preactivation": True}
 _OP = Op(
     name="matmul",
     reference=reference,
     kernels=(
         Kernel(
             backend="mosaic",
-            call=mosaic.matmul,
+            call=_keeping(mosaic.matmul),
             config=mosaic.Config,
-            refuses=mosaic.unsupported,
+            refuses=_refuses,
             preferred=mosaic.prefer,
         ),
-        Kernel(backend="triton", call=triton.matmul, config=triton.Config),
+        Kernel(backend="triton", call=_keeping(triton.matmul), config=triton.Config),
+    ),
+    backward=(
+        Backward(backend="xla", call=_backward, refuses=_has_activation),
+        Backward(
+            backend="triton", call=functools.partial(_backward, in_kernel=True), keeps=-1, options=_PREACTIVATION
+        ),
+        Backward(backend="xla", call=_backward, keeps=-1, options=_PREACTIVATION),
     ),
 )
 

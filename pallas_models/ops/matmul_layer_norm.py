@@ -1,14 +1,17 @@
 """Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops.matmul import check as check_matmul
+from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
 from pallas_models.tuning import Chooser
 
@@ -82,7 +85,8 @@ def reference(
     *,
     epsilon: float,
     precision: jax.lax.Precision,
-) -> jax.Array:
+    return_sum: bool = False,
+) -> Any:
     """The same in plain XLA, for x (M, K) and w (K, N)."""
     y = matmul_reference(
         x,
@@ -94,11 +98,64 @@ def reference(
         precision=precision,
         out_dtype=jnp.float32,
     )
-    return norm.reference(y, scale, offset, None, epsilon=epsilon).astype(x.dtype)
+    out = norm.reference(y, scale, offset, None, epsilon=epsilon).astype(x.dtype)
+    return (out, y.astype(x.dtype)) if return_sum else out
+
+
+def _triton(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    return_sum: bool = False,
+    **static: Any,
+) -> Any:
+    """The kernel; or, for the gradient, product and norm by themselves, and the sum that was normalised."""
+    if not return_sum:
+        return triton.matmul_layer_norm(x, w, scale, offset, bias, residual, **static)
+    names = _names(static["interpret"])
+    y = matmul(x, w, bias=bias, residual=residual, precision=static["precision"], implementation=names)
+    return norm.layer_norm(y, scale, offset, epsilon=static["epsilon"], implementation=names), y
+
+
+def _names(interpret: bool) -> Implementation:
+    return "interpret" if interpret else "triton"
+
+
+def _backward(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    y: jax.Array,
+    dout: jax.Array,
+    *_: None,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    interpret: bool,
+    **__: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of norm and product, each by its own."""
+    names = _names(interpret)
+    pull = jax.vjp(functools.partial(norm.layer_norm, epsilon=epsilon, implementation=names), y, scale, offset)[1]
+    dy, dscale, doffset = pull(dout)
+
+    def product(x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+        return matmul(x, w, bias=bias, residual=residual, precision=precision, implementation=names)
+
+    pull = jax.vjp(product, x, w, bias, residual)[1]  # of which nothing is computed but the gradient
+    dx, dw, dbias, dresidual = pull(dy)
+    return dx, dw, dscale, doffset, dbias, dresidual
 
 
 _OP = Op(
     name="matmul_layer_norm",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=triton.matmul_layer_norm, config=triton.Config),),
+    kernels=(Kernel(backend="triton", call=_triton, config=triton.Config),),
+    backward=(Backward(backend="triton", call=_backward, keeps=-1, options={"return_sum": True}),),
 )

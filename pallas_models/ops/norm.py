@@ -185,26 +185,42 @@ def reference(
     *,
     subtract_mean: bool = True,
     return_residual: bool = False,
+    return_statistics: bool = False,
     epsilon: float,
 ) -> Any:
-    """The same in plain XLA, over the last axis of x."""
+    """The same in plain XLA, over the last axis of x.
+
+    The statistics are what the gradient wants: the mean in two parts, and the factor that d is multiplied by.
+    """
     y = x.astype(jnp.float32)
     if residual is not None:
         y += residual.astype(jnp.float32)
-    d = y
-    if subtract_mean:
-        d -= jnp.mean(y, axis=-1, keepdims=True)
-        d -= jnp.mean(d, axis=-1, keepdims=True)  # what rounding the mean left: it counts in rows that vary less
-    out = d * jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon) * scale.astype(jnp.float32)
+    d, statistics = y, []
+    for _ in range(
+        2 if subtract_mean else 0
+    ):  # twice: what rounding the mean leaves counts in rows that vary less
+        statistics.append(jnp.mean(d, axis=-1, keepdims=True))
+        d -= statistics[-1]
+    statistics.append(jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon))
+    out = d * statistics[-1] * scale.astype(jnp.float32)
     if bias is not None:
         out += bias.astype(jnp.float32)
     out = out.astype(x.dtype)
-    return (out, y.astype(x.dtype)) if return_residual else out
+    result = (out, y.astype(x.dtype)) if return_residual else out
+    return (result, jnp.stack([s[..., 0] for s in statistics])) if return_statistics else result
 
 
 _OP = Op(
     name="norm",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.norm, config=triton.Config),),
-    backward=(Backward(backend="triton", call=norm_backward, refuses=unsupported),),
+    backward=(
+        Backward(
+            backend="triton",
+            call=norm_backward,
+            keeps=-1,
+            options={"return_statistics": True},
+            refuses=unsupported,
+        ),
+    ),
 )

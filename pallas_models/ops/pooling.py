@@ -26,7 +26,7 @@ def mean_pool(
 
     Args:
       x: (B, S, D), float16, bfloat16 or float32.
-      mask: (B, S), bool or integer, 1 for a token and 0 for padding.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding; traced, anything but 0 is a token.
       normalize: whether to scale every row to unit L2 norm.
       epsilon: lower bound of the norm that is divided by.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
@@ -45,7 +45,7 @@ def mean_pool(
     return run(
         _OP,
         x,
-        (mask != 0).astype(jnp.int32),
+        _checks.as_int32(mask),
         config=config,
         implementation=implementation,
         normalize=normalize,

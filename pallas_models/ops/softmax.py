@@ -34,9 +34,9 @@ def softmax(
     Args:
       x: any shape but (), float16, bfloat16 or float32. Any axis but the last costs two transpositions.
       axis: the axis that sums to 1.
-      where: bool or integers 0 and 1, broadcastable to the shape of `x`, or None to keep everything. The
-        kernels read it without a copy if it is integer and its axes of size 1 come before or after all
-        others but `axis`.
+      where: bool or integers 0 and 1, broadcastable to the shape of `x`, or None to keep everything. Where it is
+        traced, anything but 0 keeps. The kernels read it without a copy if it is integer and its axes of size 1
+        come before or after all others but `axis`.
       scale: multiplies `x` first, in float32; 1 when None. It may be an array of one number, as when traced.
       algorithm: `"naive"` reads a row three times, for its maximum, its sum and to write; `"online"` twice,
         rescaling the sum when the maximum grows ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)),
@@ -63,6 +63,7 @@ def softmax(
         raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
     if where is not None:
         _check_where(where, x.shape)
+        where = where if where.dtype.itemsize <= 4 else _checks.as_int32(where)
     if x.size == 0:
         return x
     dtype = x.dtype

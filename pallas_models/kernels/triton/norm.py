@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,7 @@ def _norm_kernel(
     x_bias_ref: Ref | None,  # (N,)
     o_ref: Ref,  # (M, N)
     sum_ref: Ref | None,  # (M, N)
+    statistics_ref: Ref | None,  # (3 or 1, M)
     *,
     config: Config,
     epsilon: float,
@@ -97,12 +99,20 @@ def _norm_kernel(
     def kept(d: jax.Array, column_mask: jax.Array | None) -> jax.Array:
         return d if column_mask is None else jnp.where(column_mask[None, :], d, 0.0)
 
+    def invert(variance: jax.Array, *means: jax.Array) -> jax.Array:
+        """The factor that gives unit variance; for the gradient it and the mean in two parts go to memory."""
+        factor = jax.lax.rsqrt(variance + epsilon)
+        if statistics_ref is not None:
+            for i, value in enumerate((*means, factor) if subtract_mean else (factor,)):
+                store(statistics_ref.at[jnp.int32(i), rows], value, row_mask)
+        return factor
+
     def write(
-        y: jax.Array, d: jax.Array, variance: jax.Array, columns: pl.Slice, column_mask: jax.Array | None
+        y: jax.Array, d: jax.Array, factor: jax.Array, columns: pl.Slice, column_mask: jax.Array | None
     ) -> None:
         mask = tile_mask(row_mask, column_mask)
         scale = load(scale_ref.at[columns], column_mask).astype(jnp.float32)
-        out = d * jax.lax.rsqrt(variance + epsilon)[:, None] * scale[None, :]
+        out = d * factor[:, None] * scale[None, :]
         if bias_ref is not None:
             out += load(bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
         store(o_ref.at[rows, columns], out, mask)
@@ -111,14 +121,14 @@ def _norm_kernel(
 
     if n <= block_n:
         y, columns, column_mask = read(0)
-        d, correction = y, 0.0
-        if subtract_mean:
-            d = kept(y - jnp.sum(y, axis=1, keepdims=True) / n, column_mask)
-            correction = jnp.sum(d, axis=1) / n  # what rounding the mean left: it counts in rows that vary less
-        variance = jnp.sum(d * d, axis=1) / n - correction * correction
-        if subtract_mean:
-            d, variance = d - correction[:, None], jnp.maximum(variance, 0.0)
-        write(y, d, variance, columns, column_mask)
+        if not subtract_mean:
+            write(y, y, invert(jnp.sum(y * y, axis=1) / n), columns, column_mask)
+            return
+        mean = jnp.sum(y, axis=1) / n
+        d = kept(y - mean[:, None], column_mask)
+        correction = jnp.sum(d, axis=1) / n  # what rounding the mean left: it counts in rows that vary less
+        variance = jnp.maximum(jnp.sum(d * d, axis=1) / n - correction * correction, 0.0)
+        write(y, d - correction[:, None], invert(variance, mean, correction), columns, column_mask)
         return
 
     # One pass for the statistics, by Welford's method: each position in the block keeps a mean and a sum of
@@ -135,18 +145,19 @@ def _norm_kernel(
 
     steps, zeros = pl.cdiv(n, block_n), jnp.zeros((block_m, block_n), jnp.float32)
     means, squares = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
-    mean = correction = jnp.zeros((block_m, 1), jnp.float32)
+    mean = correction = jnp.zeros((block_m,), jnp.float32)
     if subtract_mean:
         counts = ((n - 1 - jnp.arange(block_n)) // block_n + 1).astype(jnp.float32)[None, :]
-        mean = jnp.sum(means * counts, axis=1, keepdims=True) / n
-        correction = jnp.sum((means - mean) * counts, axis=1, keepdims=True) / n
-        squares += counts * jnp.square(means - mean - correction)
-    variance = jnp.sum(squares, axis=1) / n
+        mean = jnp.sum(means * counts, axis=1) / n
+        means -= mean[:, None]
+        correction = jnp.sum(means * counts, axis=1) / n
+        squares += counts * jnp.square(means - correction[:, None])
+    factor = invert(jnp.sum(squares, axis=1) / n, mean, correction)
 
     def write_block(i: jax.Array, carry: None) -> None:
         y, columns, column_mask = read(steps - 1 - i)  # the last block read is the likeliest to be in cache still
-        d = y - mean - correction if subtract_mean else y
-        write(y, d, variance, columns, column_mask)
+        d = y - mean[:, None] - correction[:, None] if subtract_mean else y
+        write(y, d, factor, columns, column_mask)
 
     jax.lax.fori_loop(0, steps, write_block, None)
 
@@ -163,9 +174,10 @@ def norm(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return_statistics: bool = False,
+) -> Any:
     """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`."""
-    out, total = _call(
+    out, total, statistics = _call(
         x[None],
         scale,
         bias,
@@ -173,13 +185,15 @@ def norm(
         None,
         subtract_mean=subtract_mean,
         sum_dtype=x.dtype if return_residual else None,
+        statistics=return_statistics,
         epsilon=epsilon,
         out_dtype=x.dtype,
         config=config,
         target=target,
         interpret=interpret,
     )
-    return out if total is None else (out, total)
+    result = out if total is None else (out, total)
+    return result if statistics is None else (result, statistics)
 
 
 def sum_layer_norm(
@@ -196,7 +210,7 @@ def sum_layer_norm(
     interpret: bool,
 ) -> jax.Array:
     """Layer norm over the rows of `sum_p x[p] + x_bias + residual`, for x (P, M, N)."""
-    out, _ = _call(
+    out, _, _ = _call(
         x,
         scale,
         bias,
@@ -204,6 +218,7 @@ def sum_layer_norm(
         x_bias,
         subtract_mean=True,
         sum_dtype=None,
+        statistics=False,
         epsilon=epsilon,
         out_dtype=out_dtype,
         config=config,
@@ -222,13 +237,14 @@ def _call(
     *,
     subtract_mean: bool,
     sum_dtype: DTypeLike | None,
+    statistics: bool,
     epsilon: float,
     out_dtype: DTypeLike,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The norm and, unless `sum_dtype` is None, what was normalised."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The norm and, unless `sum_dtype` is None, what was normalised; `statistics` of the rows for the gradient."""
     parts, m, n = x.shape
     name = "layer_norm" if subtract_mean else "rms_norm"
     variant = {"parts": parts} if parts > 1 else {}
@@ -253,7 +269,11 @@ def _call(
     total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
     return pl.pallas_call(
         functools.partial(_norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
-        out_shape=(jax.ShapeDtypeStruct((m, n), out_dtype), total),
+        out_shape=(
+            jax.ShapeDtypeStruct((m, n), out_dtype),
+            total,
+            jax.ShapeDtypeStruct((3 if subtract_mean else 1, m), jnp.float32) if statistics else None,
+        ),
         grid=(pl.cdiv(m, config.block_m),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,

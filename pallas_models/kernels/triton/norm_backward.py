@@ -42,11 +42,11 @@ class Config:
 
 
 def heuristic(m: int, n: int, target: Target) -> Config:
-    """Chooses rows of about 2048 elements a step, 8 of them a thread, and as many programs as fit at once."""
+    """Chooses rows of 512 elements or more a step, 16 of them a thread, and as many programs as fit at once."""
     block_n = block_size(n, 16, _LONGEST)
-    block_m = block_size(2048 // block_n, 1, 16)
-    num_warps = block_size(block_n // 256, 1, 32)
-    at_once = max(32 // num_warps, 1)
+    block_m = block_size(512 // block_n, 1, 16)
+    num_warps = block_size(block_n // 512, 1, 32)
+    at_once = max(16 // num_warps, 1)
     return Config(
         block_m=block_m,
         num_warps=num_warps,
@@ -70,6 +70,7 @@ def _kernel(
     x_ref: Ref,  # (M, N)
     scale_ref: Ref,  # (N,)
     residual_ref: Ref | None,  # (M, N)
+    statistics_ref: Ref,  # (3 or 1, M): the mean in two parts, the factor
     dout_ref: Ref,  # (M, N)
     dsum_ref: Ref | None,  # (M, N)
     dx_ref: Ref,  # (M, N)
@@ -77,7 +78,6 @@ def _kernel(
     dvectors_ref: Ref,  # (1 or 2, num_programs, N)
     *,
     config: Config,
-    epsilon: float,
     subtract_mean: bool,
 ) -> None:
     m, n = x_ref.shape
@@ -100,9 +100,7 @@ def _kernel(
     def mean(a: jax.Array) -> jax.Array:
         return jnp.sum(a, axis=1, keepdims=True) / n
 
-    def kept(a: jax.Array) -> jax.Array:
-        return a if column_mask is None else jnp.where(column_mask[None, :], a, 0.0)
-
+    count = statistics_ref.shape[0]
     steps = pl.cdiv(pl.cdiv(m, block_m), programs)
 
     def step(
@@ -115,14 +113,11 @@ def _kernel(
         if residual_ref is not None:
             y += next(values)
         dout = next(values)
-        if subtract_mean:
-            y = kept(y - mean(y))
-            y = kept(y - mean(y))
-        factor = jax.lax.rsqrt(mean(y * y) + epsilon)
         rows, row_mask = place(i)
-        if row_mask is not None:  # with an epsilon of 0, a row of zeros would be NaN
-            factor = jnp.where(row_mask[:, None], factor, 0.0)
-        y *= factor
+        *means, factor = (load(statistics_ref.at[jnp.int32(j), rows], row_mask)[:, None] for j in range(count))
+        for part in means:
+            y -= part
+        y *= factor  # 0 past the last row; past the last column it meets cotangents of 0
         totals = [total + jnp.sum(a, axis=0) for total, a in zip(totals, (dout * y, dout), strict=False)]
         dy = dout * scale
         dx = dy - y * mean(dy * y)
@@ -154,15 +149,15 @@ def norm_backward(
     scale: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
+    statistics: jax.Array,
     dout: jax.Array,
-    dsum: jax.Array | None = None,
-    *,
+    dsum: jax.Array | None,
+    *_: None,
     subtract_mean: bool,
-    epsilon: float,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-    **_: object,
+    **__: object,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of x (M, N), scale, bias and residual, from those of the norm and of the sum x + residual.
 
@@ -192,7 +187,7 @@ def norm_backward(
     apart = residual is not None and residual.dtype != x.dtype
     vectors = jax.ShapeDtypeStruct((2 if subtract_mean else 1, config.num_programs, n), jnp.float32)
     dx, dresidual, dvectors = pl.pallas_call(
-        functools.partial(_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
+        functools.partial(_kernel, config=config, subtract_mean=subtract_mean),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), x.dtype),
             jax.ShapeDtypeStruct((m, n), residual.dtype) if residual is not None and apart else None,
@@ -202,7 +197,7 @@ def norm_backward(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
         name=name,
-    )(x, scale, residual, dout, dsum)
+    )(x, scale, residual, statistics, dout, dsum)
     dscale, *dbias = jnp.sum(dvectors, axis=1)
     return (
         dx,

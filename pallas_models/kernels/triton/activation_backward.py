@@ -1,0 +1,162 @@
+"""The gradient of a product's epilogue: the activation's derivative and the sum for the bias in one pass."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import GELU_TANH, MINUS_LOG2_E, Ref
+from pallas_models.kernels.triton._common import (
+    block_size,
+    check_powers_of_two,
+    exp2,
+    in_bounds,
+    load,
+    plgpu,
+    span,
+    store,
+    tile_mask,
+)
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
+
+# log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of erfc: it
+# is below 1.5e-7 everywhere, in float32. That of gelu itself may be coarser near 0, where it meets a factor of a.
+_TAIL = (
+    1.91734121e-05,
+    -6.58595127e-04,
+    7.75438249e-03,
+    -5.29653590e-02,
+    -4.59060273e-01,
+    -1.15112205,
+    -9.99999694e-01,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Each program walks `block_n` columns of its share of the rows, one of `splits`, `block_m` rows a step."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        check_powers_of_two(self, "block_m", "block_n", "num_warps")
+        if self.splits < 1:
+            raise ValueError(f"{self}: splits must be positive")
+
+
+def heuristic(m: int, n: int, target: Target) -> Config:
+    """Chooses tiles of 8 x 256, 8 elements a thread, and 8 programs for each multiprocessor."""
+    block_m, block_n = block_size(m, 1, 8), block_size(n, 16, 256)
+    splits = max(min(8 * target.num_cores // pl.cdiv(n, block_n), pl.cdiv(m, block_m)), 1)
+    return Config(
+        block_m=block_m, block_n=block_n, num_warps=block_size(block_m * block_n // 256, 1, 8), splits=splits
+    )
+
+
+def configs(m: int, n: int, target: Target) -> Iterator[Config]:
+    """The configs worth measuring: 8 to 32 elements a thread."""
+    for block_m, block_n, num_warps, waves in itertools.product(
+        (4, 8, 16), (128, 256, 512), (1, 2, 4, 8), (4, 8, 16)
+    ):
+        if 8 <= block_m * block_n // (32 * num_warps) <= 32:
+            splits = max(min(waves * target.num_cores // pl.cdiv(n, block_n), pl.cdiv(m, block_m)), 1)
+            yield Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=splits)
+
+
+def slope(activation: str, x: jax.Array, *, interpret: bool) -> jax.Array:
+    """The derivative at `x`, float32, of the activation named as in `pallas_models.ops.activations`."""
+    match activation:
+        case "gelu":  # with the normal distribution P and its density p it is P(x) + x p(x)
+            a = jnp.minimum(jnp.abs(x), 16.0)
+            polynomial = jnp.full_like(a, _TAIL[0])
+            for coefficient in _TAIL[1:]:
+                polynomial = polynomial * a + coefficient
+            tail = exp2(polynomial, interpret=interpret)
+            density = exp2(x * x * (MINUS_LOG2_E / 2), interpret=interpret) / math.sqrt(2 * math.pi)
+            return jnp.where(x < 0.0, tail, 1.0 - tail) + x * density
+        case "gelu_tanh":  # x s(u) with u a polynomial in x
+            s = 1.0 / (1.0 + exp2(x * (GELU_TANH + (0.044715 * GELU_TANH) * (x * x)), interpret=interpret))
+            change = (GELU_TANH + (3 * 0.044715 * GELU_TANH) * (x * x)) / MINUS_LOG2_E
+            return s + x * change * s * (1.0 - s)
+        case "relu":
+            return jnp.where(x > 0.0, 1.0, 0.0)
+    s = 1.0 / (1.0 + exp2(x * MINUS_LOG2_E, interpret=interpret))
+    return s * (1.0 - s) if activation == "sigmoid" else s * (1.0 + x * (1.0 - s))
+
+
+def _kernel(
+    y_ref: Ref,  # (M, N)
+    dout_ref: Ref,  # (M, N)
+    dy_ref: Ref,  # (M, N)
+    dbias_ref: Ref,  # (splits, N)
+    *,
+    config: Config,
+    activation: str,
+    interpret: bool,
+) -> None:
+    m, n = y_ref.shape
+    block_m, block_n, splits = config.block_m, config.block_n, config.splits
+    split, column = pl.program_id(0), pl.program_id(1) * block_n
+    columns, column_mask = span(column, block_n), in_bounds(column, block_n, n)
+    whole = m % (block_m * splits) == 0
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        start = (split + i * splits) * block_m
+        rows = span(start, block_m)
+        mask = tile_mask(None if whole else start + jnp.arange(block_m) < m, column_mask)
+        y, dout = (load(ref.at[rows, columns], mask).astype(jnp.float32) for ref in (y_ref, dout_ref))
+        dy = dout * slope(activation, y, interpret=interpret)
+        store(dy_ref.at[rows, columns], dy, mask)
+        return total + dy
+
+    steps = pl.cdiv(pl.cdiv(m, block_m), splits)
+    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((block_m, block_n), jnp.float32))
+    store(dbias_ref.at[split, columns], jnp.sum(total, axis=0), column_mask)
+
+
+def activation_backward(
+    y: jax.Array,
+    dout: jax.Array,
+    *,
+    activation: str,
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangent of y (M, N), in its dtype, where dout is that of activation(y), and its column sums."""
+    m, n = y.shape
+    config = choose(
+        config,
+        Problem(
+            backend="triton",
+            op="activation_backward",
+            shape={"m": m, "n": n},
+            bucketed=("m",),
+            dtype=y.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, target),
+            candidates=functools.partial(configs, m, n, target),
+        ),
+        target,
+    )
+    dy, dbias = pl.pallas_call(
+        functools.partial(_kernel, config=config, activation=activation, interpret=interpret),
+        out_shape=(
+            jax.ShapeDtypeStruct((m, n), y.dtype),
+            jax.ShapeDtypeStruct((config.splits, n), jnp.float32),
+        ),
+        grid=(config.splits, pl.cdiv(n, config.block_n)),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        interpret=interpret,
+        name="activation_backward",
+    )(y, dout)
+    return dy, jnp.sum(dbias, axis=0)
