@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Ref = Any  # inside a kernel: a reference to an array in device or shared memory, for which JAX has no public type
 
@@ -24,8 +25,11 @@ class Backend:
         return getattr(importlib.import_module(self._name), attribute)
 
 
-# What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
-LOWEST = -1e30
+# What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN. It is
+# below every score, and times a scale it may overflow: of rows that have it no score is left, and no shift is needed.
+LOWEST = float(np.finfo(np.float32).min)
+# A bias of this and below counts for -inf.
+MASKING_BIAS = -1e30
 
 TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: what is smaller counts for 0 on a GPU
 

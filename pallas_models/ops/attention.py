@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models.kernels._common import LOWEST
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.ops import _checks, _products
@@ -74,8 +74,8 @@ def attention(
 
     Softmax runs online over blocks of keys in float32 ([FlashAttention](https://arxiv.org/abs/2205.14135)),
     so any length works. The kernel skips blocks of keys that `causal` and `window` rule out, and of long
-    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, but its
-    value must be finite; a query that no key is left for gets zeros.
+    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, and with `mask`
+    it may be anything, NaN too, but its value must be finite; a query that no key is left for gets zeros.
 
     Queries and keys may differ in number: the last query is at the position of the last key. Sequences of
     any lengths are packed into one row by segment ids: sequences joined to q of (total, Hq, D) with
@@ -284,6 +284,8 @@ def _attend(
             raise ValueError(f"{window=} needs causal=True: it counts the last keys that a query sees")
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
+        if window >= kv_seq:  # it leaves out nothing, and need not fit into the 32 bits that kernels count in
+            window = None
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
         mask = mask.astype(jnp.int32)
@@ -356,11 +358,13 @@ def reference(
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     q = qkv[0].reshape(batch, seq, *grouped, head_dim)
     k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in qkv[1:])
+    if mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
+        k = jnp.where((mask != 0)[:, :, None, None], k, 0)
     einsum = functools.partial(_products.einsum, precision=precision)
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
     if bias is not None:
         scores += bias.astype(jnp.float32)
-    valid = []
+    valid = [] if bias is None else [bias > MASKING_BIAS]
     if mask is not None:
         valid.append((mask != 0)[:, None, None, :])
     if segment_ids is not None and kv_segment_ids is not None:
@@ -371,8 +375,7 @@ def reference(
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
-    lowest = LOWEST * math.log(2)  # the kernel's scores are to the base 2
-    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=lowest))
+    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0.0

@@ -314,7 +314,8 @@ def _attention_kernel(
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(new_peak * scale, scores.shape, [0]))
+            shift = jnp.where(new_peak == LOWEST, 0.0, new_peak * scale)
+            weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0]))
             correction = jnp.exp2((peak - new_peak) * scale)
             total = total * correction + jnp.sum(weights, axis=1)
             # The compiler would first wait for all products, but for this and what may wait after it.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import LOWEST, Ref
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -312,12 +312,14 @@ def _attention_kernel(
             if bias_ref is not None:
                 which = (i if n > 1 else jnp.int32(0) for i, n in zip((batch, head), bias_ref.shape, strict=False))
                 bias = load(bias_ref.at[*which, rows, keys], tile_mask(row_mask, in_range))
-                scores += bias.astype(jnp.float32) * math.log2(math.e)
+                bias = bias.astype(jnp.float32)
+                scores = jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
             valid = None if full else valid_pairs(key, in_range)
             if valid is not None:
                 scores = jnp.where(valid, scores, -jnp.inf)
             m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-            p = _exp2_of(scores, late, -(m_new * late)[:, None], interpret=interpret)
+            shift = jnp.where(m_new == LOWEST, 0.0, -m_new * late)
+            p = _exp2_of(scores, late, shift[:, None], interpret=interpret)
             correction = exp2((m_i - m_new) * late, interpret=interpret)[:, None]
             v = load(v_ref.at[batch, keys, v_columns], kv_mask)
             acc = acc * correction + dot(p.astype(v.dtype), v)
