@@ -25,8 +25,8 @@ class Backend:
         return getattr(importlib.import_module(self._name), attribute)
 
 
-# What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN. It is
-# below every score, and times a scale it may overflow: of rows that have it no score is left, and no shift is needed.
+# What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
+# Times a scale it may overflow: rows that have it have no scores, and need no shift.
 LOWEST = float(np.finfo(np.float32).min)
 # A bias of this and below counts for -inf.
 MASKING_BIAS = -1e30

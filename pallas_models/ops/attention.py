@@ -1,7 +1,6 @@
 """Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
 import functools
-import math
 import operator
 from typing import Any, Literal, TypedDict, Unpack, overload
 
