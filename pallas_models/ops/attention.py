@@ -361,9 +361,10 @@ def reference(
         k = jnp.where((mask != 0)[:, :, None, None], k, 0)
     einsum = functools.partial(_products.einsum, precision=precision)
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
+    valid = []
     if bias is not None:
         scores += bias.astype(jnp.float32)
-    valid = [] if bias is None else [bias > MASKING_BIAS]
+        valid.append(bias.astype(jnp.float32) > MASKING_BIAS)
     if mask is not None:
         valid.append((mask != 0)[:, None, None, :])
     if segment_ids is not None and kv_segment_ids is not None:
