@@ -314,7 +314,7 @@ def attention(
     if num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide {num_heads=}")
     ids = (segment_ids, kv_segment_ids)
-    blocks = dict(seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv)
+    found = searched(mask, *ids, seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv)
     kernel = functools.partial(
         _attention_kernel,
         config=config,
@@ -339,5 +339,5 @@ def attention(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention",
-    )(q, k, v, mask, bias, *ids, searched(mask, *ids, **blocks))
+    )(q, k, v, mask, bias, *ids, found)
     return (out, lse) if return_lse else out
