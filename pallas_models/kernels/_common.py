@@ -58,3 +58,25 @@ def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tupl
         is_last = group == tiles_m // group_m
         i, j = jnp.where(is_last, rem(within, height), i), jnp.where(is_last, div(within, height), j)
     return group * group_m + i, j
+
+
+def rows_of_backward(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """What the backward of attention needs of each row of weights, both (B, heads, Sq) float32.
+
+    Args:
+      out: (B, Sq, heads * head_dim), the results.
+      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, -inf for queries without a key.
+      dout: gradient of `out`.
+      dlse: gradient of `lse`; None for zeros.
+
+    Returns:
+      What is added to scores to the base 2 before exponentials, and what is subtracted from the weights' gradients.
+    """
+    by_head = (*out.shape[:2], -1, head_dim)
+    delta = jnp.sum((out.astype(jnp.float32) * dout.astype(jnp.float32)).reshape(by_head), axis=-1).swapaxes(1, 2)
+    empty = jnp.isneginf(lse)
+    if dlse is not None:  # the gradient of lse is the weights themselves
+        delta = jnp.where(empty, 0.0, delta - dlse)
+    return jnp.where(empty, -jnp.inf, lse * -math.log2(math.e)), delta

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import MASKING_BIAS, Ref
+from pallas_models.kernels._common import MASKING_BIAS, Ref, rows_of_backward
 from pallas_models.kernels.triton._attention import Band, Index, every, exp2_of, narrowed, searched, walk
 from pallas_models.kernels.triton._common import (
     block_size,
@@ -390,12 +390,8 @@ def attention_backward(
     fused = len(qkv) == 1
     q, k, v = qkv * 3 if fused else qkv
     (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
-    ids, empty = (segment_ids, kv_segment_ids), jnp.isneginf(lse)
-    shift = jnp.where(empty, -jnp.inf, lse * -math.log2(math.e))
-    product = out.astype(jnp.float32) * dout.astype(jnp.float32)
-    delta = jnp.sum(product.reshape(batch, seq, num_heads, head_dim), axis=-1).swapaxes(1, 2)
-    if dlse is not None:  # the gradient of lse is the weights themselves
-        delta = jnp.where(empty, 0.0, delta - dlse)
+    ids = (segment_ids, kv_segment_ids)
+    shift, delta = rows_of_backward(out, lse, dout, dlse, head_dim)
     form = _Form(
         band=Band(seq=seq, kv_seq=kv_seq, causal=causal, window=window),
         num_heads=num_heads,
