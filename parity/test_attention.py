@@ -645,7 +645,7 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd, name):
 
 
 def test_hopper_kernel_under_vmap_and_its_gradients():
-    arrays, _, _ = operands((64, 64, 1, 1, 64, {}), "bfloat16")
+    arrays, _, _ = operands((128, 128, 1, 1, 64, {}), "bfloat16")
 
     def loss(arrays, implementation, config=None):
         one = functools.partial(compiled.attention, config=config, implementation=implementation)

@@ -72,10 +72,11 @@ def rows_of_backward(
       dlse: gradient of `lse`; None for zeros.
 
     Returns:
-      What is added to scores to the base 2 before exponentials, and what is subtracted from the weights' gradients.
+      What is added to scores to the base 2 before exponentials, and what is subtracted from gradients of weights.
     """
     by_head = (*out.shape[:2], -1, head_dim)
-    delta = jnp.sum((out.astype(jnp.float32) * dout.astype(jnp.float32)).reshape(by_head), axis=-1).swapaxes(1, 2)
+    product = out.astype(jnp.float32) * dout.astype(jnp.float32)
+    delta = jnp.sum(product.reshape(by_head), axis=-1).swapaxes(1, 2)
     empty = jnp.isneginf(lse)
     if dlse is not None:  # the gradient of lse is the weights themselves
         delta = jnp.where(empty, 0.0, delta - dlse)

@@ -10,9 +10,11 @@ import numpy as np
 
 from pallas_models.kernels._common import LOWEST, MASKING_BIAS
 from pallas_models.kernels.mosaic import attention as mosaic
+from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.triton import attention as triton
+from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _products
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -399,5 +401,15 @@ _OP = Op(
             preferred=mosaic.prefer,
         ),
         Kernel(backend="triton", call=triton.attention, config=triton.Config),
+    ),
+    backward=(
+        Backward(
+            backend="mosaic",
+            call=mosaic_backward.attention_backward,
+            keeps=2,
+            options={"return_lse": True},
+            refuses=mosaic.unsupported,
+        ),
+        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
 )

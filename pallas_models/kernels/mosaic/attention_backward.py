@@ -1,10 +1,11 @@
-"""The gradients of attention on Hopper's tensor cores, in the manner of FlashAttention-3's backward pass.
+"""The gradients of attention on Hopper's tensor cores.
 
-CTAs stay on their multiprocessor and walk over blocks of keys. Two warpgroups have 64 keys each, and the gradients of
-these and of their values in registers; a third one copies queries and gradients of the output to them, block by
-block. Scores are computed transposed, (keys, queries), so that weights and gradients of scores are operands of the next
-products as they are. What a block of keys adds to the gradient of a block of queries is added in float32, in device
-memory, by the unit that copies: block after block in the order of the keys, so that results are the same every time.
+CTAs stay on their multiprocessor and walk over blocks of keys. Two warpgroups have 64 keys each, and the gradients
+of these and of their values in registers, as [FlashAttention-3](https://arxiv.org/abs/2407.08608) does; a third
+copies queries and gradients of the output to them, block by block. Scores are computed transposed, (keys,
+queries): so weights and gradients of scores are operands of the next products as they are. What keys add to the
+gradient of a block of queries is added in device memory, in float32, by the unit that copies: in the order of the
+keys, so that results are the same every time.
 """
 
 import dataclasses
@@ -77,7 +78,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Walk:
-    """How CTAs walk over the blocks of keys of all heads: of `heads` together, from the first block to the last."""
+    """How CTAs walk over the blocks of keys of all heads: of `heads` together, from the first to the last."""
 
     num_ctas: int
     num_tiles: int
@@ -113,8 +114,8 @@ def _backward_kernel(
     """Computes gradients in this warpgroup.
 
     Args:
-      refs: q, k and v (B, S, heads * head_dim), or buffers that have these columns among others; dout like q; shift
-        and delta (B, heads, queries of whole blocks); dq, float32, dk and dv; and scratch memory.
+      refs: q, k and v (B, S, heads * head_dim), or buffers that have these columns among others; dout like q;
+        shift and delta (B, heads, queries of whole blocks); dq, float32, dk and dv; and scratch memory.
     """
     seq, kv_seq, head_dim, block_q, offset = shape.seq, shape.kv_seq, shape.head_dim, shape.block_q, shape.offset
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
@@ -232,7 +233,7 @@ def _backward_kernel(
         keys, values = refs.k_tiles.at[warpgroup], refs.v_tiles.at[warpgroup]
 
         def multiply(total: Ref, a: Any, b: Ref, *, turn_a: bool = False, turn_b: bool = False) -> None:
-            """Adds a product of a and b, or of their transposes, to `total`, which takes place until it is read."""
+            """Adds a product of a and b, or of their transposes, to `total`; it is done when this is read."""
             if interpret:  # without products of what is in registers, and sums that can be set
                 a, b = (x[...].T if turn else x[...] for x, turn in ((a, turn_a), (b, turn_b)))
                 total[...] += jnp.dot(a, b, preferred_element_type=jnp.float32)
@@ -369,19 +370,29 @@ def attention_backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     *,
+    wanted: tuple[bool, ...],
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     causal: bool,
     window: int | None,
     sm_scale: float,
+    return_lse: bool,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The gradients of `attention`, as the Triton kernel of this name gives them, for calls that it serves."""
-    del mask, bias, segment_ids, kv_segment_ids, precision  # see `unsupported` of the forward pass
+) -> tuple[Any, ...]:
+    """The gradients of `attention`'s operands, as the Triton kernel of this name gives them."""
+    del (
+        mask,
+        bias,
+        segment_ids,
+        kv_segment_ids,
+        precision,
+        wanted,
+        return_lse,
+    )  # see `unsupported` of the forward pass
     fused = len(qkv) == 1
     (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
     shape = _Shape(
@@ -435,7 +446,7 @@ def attention_backward(
     shift, delta = jnp.pad(shift, ends, constant_values=-jnp.inf), jnp.pad(delta, ends)
     heads = batch * num_kv_heads
     num_tiles = heads * kv_blocks
-    # Blocks of keys wait for those before them of the same heads. It costs no time to walk over many heads at once.
+    # Blocks of keys wait for those before them of the same head, and less where CTAs walk over many heads at once.
     in_cache = max(_CACHE // (shape.group * seq * head_dim * (2 * dtype.itemsize + 4)), 1)
     walk = _Walk(
         num_ctas=1 if interpret else min(num_tiles, target.num_cores),
@@ -496,4 +507,4 @@ def attention_backward(
     empty = jnp.repeat(jnp.isneginf(lse).swapaxes(1, 2), head_dim, axis=2)
     dq = jnp.where(empty, 0.0, dq[:, :seq] * sm_scale).astype(dtype)
     gradients = (dq, dk[:, :kv_seq], dv[:, :kv_seq])
-    return (jnp.concatenate(gradients, axis=-1),) if fused else gradients, None
+    return (jnp.concatenate(gradients, axis=-1),) if fused else gradients, None, None, None, None

@@ -137,7 +137,7 @@ class _Refs:
 class _Blocks:
     """Blocks of queries and of keys of one batch element, and what they give together.
 
-    Arrays of pairs are (block_q, block_kv), or with `keys_first` (block_kv, block_q): they stay in registers as the
+    Arrays of pairs are (block_q, block_kv), or with `keys_first` (block_kv, block_q): they stay in registers as
     first operands of products, which sum over their second axis.
     """
 
@@ -363,30 +363,35 @@ def attention_backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     *,
+    wanted: tuple[bool, ...],
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     causal: bool,
     window: int | None,
     sm_scale: float,
+    return_lse: bool,
     precision: jax.lax.Precision,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The gradients of `attention`, for those of its results.
+) -> tuple[Any, ...]:
+    """The gradients of `attention`'s operands, for those of its results.
 
     Args:
       out: (B, Sq, heads * head_dim), what the forward pass gave.
       lse: (B, heads, Sq) float32, the logarithms of the sums of its weights.
       dout: gradient of `out`.
       dlse: gradient of `lse`; None for zeros.
+      wanted: for each of the five operands whether its gradient is.
 
     All other arguments are those of `attention`.
 
     Returns:
-      The gradients of `qkv` and of the bias, in their shapes and dtypes; None for an absent bias.
+      For each operand its gradient, in its shape and dtype; None for integers, and for a bias that is absent or
+      whose gradient is not wanted.
     """
+    del return_lse
     fused = len(qkv) == 1
     q, k, v = qkv * 3 if fused else qkv
     (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
@@ -471,8 +476,8 @@ def attention_backward(
         dqkv = call(_keys_kernel, for_keys, [q], keys_grid, dq, keys_first=True)
     else:
         dqkv = (dq, *call(_keys_kernel, for_keys, [k, v], keys_grid, None, keys_first=True))
-    if bias is None:
-        return tuple(dqkv), None
+    if bias is None or not wanted[2]:
+        return tuple(dqkv), None, None, None, None
     bias_grid = (pl.cdiv(kv_seq, for_queries.block_kv), q_blocks, bias.shape[0] * bias.shape[1])
     (dbias,) = call(_bias_kernel, for_queries, [bias], bias_grid, batch=batch)
-    return tuple(dqkv), dbias
+    return tuple(dqkv), None, dbias, None, None
