@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic import attention_backward as mosaic
 from pallas_models.kernels.triton import attention_backward as triton
 from pallas_models.kernels.triton.attention import Config as Forward
 from pallas_models.tuning import Chooser, Problem
@@ -207,7 +206,7 @@ def gradient_of(heads: int, kv_heads: int, **options: Any) -> Any:
     "dtype, batch, seq, heads, kv_heads, head_dim, options",
     [
         ("bfloat16", 8, 1024, 12, 12, 64, {"causal": True}),
-        ("bfloat16", 2, 4096, 32, 8, 128, {"causal": True, "window": 1000}),
+        ("bfloat16", 2, 3008, 32, 8, 128, {"causal": True, "window": 1000}),
         ("float16", 1, 3001, 4, 4, 80, {"mask": jnp.ones((1, 3001), bool)}),
         ("float32", 2, 300, 4, 1, 256, {"segment_ids": jnp.ones((2, 300), jnp.int32)}),
     ],
@@ -220,8 +219,7 @@ def test_kernels_alone_and_no_array_of_all_pairs(device, dtype, batch, seq, head
     assert kernel_calls(text) == (2 if on_hopper else 3)  # forward, and one or two backward
     assert (MOSAIC_CALL in text) == on_hopper
     assert "stablehlo.dot_general" not in text
-    sizes = [np.prod([int(n) for n in shape.split("x") if n]) for shape in re.findall(r"tensor<((?:\d+x)+)", text)]
-    assert max(sizes) < batch * seq * seq
+    assert not [shape for shape in re.findall(r"tensor<([\dx]+)x", text) if shape.split("x").count(str(seq)) > 1]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))
@@ -247,28 +245,26 @@ def test_a_block_that_is_no_power_of_two_is_refused(field, value):
 # The kernel for Hopper GPUs: blocks of 128 keys, of 128 queries for heads of 64 and of 64 for heads of 128.
 
 HOPPER_CASES = {
-    "one block": ((128, 128, 1, 1, 64, {}), 2),
-    "heads of 128, more queries than keys": ((256, 128, 2, 2, 128, {"causal": True}), 2),
-    "grouped heads": ((256, 256, 2, 1, 64, {"causal": True, "sm_scale": 0.3}), 3),
-    "window": ((256, 384, 1, 1, 64, {"causal": True, "window": 150}), 2),
-    "ragged": ((203, 331, 2, 1, 64, {"causal": True}), 3),
-    "ragged, heads of 128": ((70, 150, 1, 1, 128, {}), 2),
-    "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), 2),
-    "few": ((5, 9, 2, 1, 64, {"causal": True}), 2),
+    "one block": (128, 128, 1, 1, 64, {}),
+    "heads of 128, more queries than keys": (256, 128, 2, 2, 128, {"causal": True}),
+    "grouped heads": (256, 256, 2, 1, 64, {"causal": True, "sm_scale": 0.3}),
+    "window": (128, 384, 1, 1, 64, {"causal": True, "window": 150}),
+    "ragged": (203, 331, 2, 1, 64, {"causal": True}),
+    "ragged, heads of 128": (70, 150, 1, 1, 128, {}),
+    "window of one key": (130, 140, 1, 1, 128, {"causal": True, "window": 1}),
+    "few": (5, 9, 2, 1, 64, {"causal": True}),
 }
 on_hopper = pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[edges] * (c[0][0] % 128 + c[0][1] % 128 > 0)) for n, c in HOPPER_CASES.items()],
+    [pytest.param(n, marks=[edges] * (c[0] % 128 + c[1] % 128 > 0)) for n, c in HOPPER_CASES.items()],
 )
 
 
 @on_hopper
 def test_hopper_kernel(reference, name):
-    case, num_stages = HOPPER_CASES[name]
-    arrays, _, options = operands(case, "bfloat16")
+    arrays, _, options = operands(HOPPER_CASES[name], "bfloat16")
     cotangents = cotangents_of(reference, arrays, None, **options)
-    config = Tiles(mosaic.Config(num_stages=num_stages))
-    gradients = pulled(arrays, None, cotangents, implementation=MOSAIC, config=config, **options)
+    gradients = pulled(arrays, None, cotangents, implementation=MOSAIC, **options)
     expected = expected_of(reference, arrays, None, cotangents, **options)
     for gradient, wanted in zip(gradients, expected, strict=True):
         assert np.all(float64(gradient)[wanted == 0.0] == 0.0)
@@ -290,9 +286,3 @@ def test_hopper_kernel_reads_the_fused_buffer_in_place(seq):
     cotangents = cotangent.reshape(1, seq, 2, 64), jnp.zeros((1, 2, seq))
     apart = pulled(parts, None, cotangents, implementation=MOSAIC, causal=True)
     assert_equal(fused(qkv).reshape(1, seq, 4, 64), jnp.concatenate(apart, axis=2))
-
-
-@pytest.mark.parametrize("num_stages", [1, 0])
-def test_hopper_ring_of_no_possible_size_is_refused(num_stages):
-    with pytest.raises(ValueError, match=f"num_stages={num_stages} must be"):
-        mosaic.Config(num_stages=num_stages)

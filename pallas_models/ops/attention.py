@@ -337,6 +337,18 @@ def _scaled(
     return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v
 
 
+_SCORES = 2**24  # of all heads that the reference holds at once, 64 MiB; more than enough to keep a device busy
+_MOST_QUERIES = 512  # of a block, so that no array grows with the square of the length
+
+
+def _block_of_queries(batch: int, num_heads: int, seq: int, kv_seq: int) -> int:
+    """How many queries the reference takes at a time."""
+    if not all(isinstance(n, int) for n in (batch, seq, kv_seq)):  # symbolic sizes
+        return seq
+    fitting = max(_SCORES // max(batch * num_heads * kv_seq, 1), 16)
+    return min(seq, _MOST_QUERIES, 1 << fitting.bit_length() - 1)
+
+
 def reference(
     qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
@@ -353,14 +365,72 @@ def reference(
     return_lse: bool,
     precision: jax.lax.Precision,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The same in plain XLA."""
-    qkv = _split(qkv, num_heads, num_kv_heads)
-    (batch, seq), kv_seq, dtype = qkv[0].shape[:2], qkv[1].shape[1], qkv[0].dtype
-    grouped = (num_kv_heads, num_heads // num_kv_heads)
-    q = qkv[0].reshape(batch, seq, *grouped, head_dim)
-    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in qkv[1:])
+    """The same in plain XLA. Many queries are taken a block at a time, forward and, computed again, backward."""
+    q, k, v = _split(qkv, num_heads, num_kv_heads)
+    (batch, seq), kv_seq = q.shape[:2], k.shape[1]
     if mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
-        k = jnp.where((mask != 0)[:, :, None, None], k, 0)
+        k = jnp.where((mask != 0)[:, :, None], k, 0)
+    attend = functools.partial(
+        _attend_block,
+        mask=mask,
+        kv_segment_ids=kv_segment_ids,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        causal=causal,
+        window=window,
+        sm_scale=sm_scale,
+        precision=precision,
+    )
+    block = _block_of_queries(batch, num_heads, seq, kv_seq)
+    if block == seq:
+        out, lse = attend(q, bias, segment_ids, kv_seq - seq, k=k, v=v)
+        return (out, lse) if return_lse else out
+    count = -(-seq // block)
+    # The gradients of all blocks are added up in the dtype of what the blocks share.
+    shared = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)]
+
+    def blocks(x: jax.Array | None, axis: int) -> jax.Array | None:
+        if x is None:
+            return None
+        x = jnp.pad(x, [(0, count * block - seq if i == axis else 0) for i in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :]), axis, 0)
+
+    @jax.checkpoint
+    def step(operands: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        start, q, bias, segment_ids = operands
+        keys, values = (x.astype(q.dtype) for x in shared)
+        return attend(q, bias, segment_ids, start + kv_seq - seq, k=keys, v=values)
+
+    starts = jnp.arange(count) * block
+    out, lse = jax.lax.map(step, (starts, blocks(q, 1), blocks(bias, 2), blocks(segment_ids, 1)))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, count * block, num_heads * head_dim)[:, :seq]
+    lse = jnp.moveaxis(lse, 0, 2).reshape(batch, num_heads, count * block)[..., :seq]
+    return (out, lse) if return_lse else out
+
+
+def _attend_block(
+    q: jax.Array,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    position: int | jax.Array,
+    *,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+    window: int | None,
+    sm_scale: float,
+    precision: jax.lax.Precision,
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys."""
+    (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
+    grouped = (num_kv_heads, num_heads // num_kv_heads)
+    head_dim = q.shape[-1] // num_heads
+    q = q.reshape(batch, seq, *grouped, head_dim)
+    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in (k, v))
     einsum = functools.partial(_products.einsum, precision=precision)
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
     valid = []
@@ -372,7 +442,7 @@ def reference(
     if segment_ids is not None and kv_segment_ids is not None:
         valid.append((segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None])
     if causal:
-        distance = jnp.arange(kv_seq - seq, kv_seq)[:, None] - jnp.arange(kv_seq)
+        distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
         valid += [distance >= 0] if window is None else [distance >= 0, distance < window]
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
@@ -384,8 +454,6 @@ def reference(
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    if not return_lse:
-        return out
     return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
 
 

@@ -23,29 +23,14 @@ from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu,
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
-from pallas_models.tuning import Chooser, Problem, choose
+from pallas_models.tuning import Chooser
 
 _ROWS = 64  # keys of a warpgroup: the rows of one instruction of the tensor cores
 _CONSUMERS = 2
 _BLOCK_KV = _ROWS * _CONSUMERS
 _CACHE = 24 * 2**20  # bytes of queries and gradients that stay in the L2 cache
+_STAGES = 2  # blocks of queries in the ring
 _REGISTERS = (240, 24)  # of a thread that computes and of one that copies
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """`num_stages` blocks of queries in the ring; blocks have as many rows as make 16 KB."""
-
-    num_stages: int
-
-    def __post_init__(self) -> None:
-        if self.num_stages < 2:
-            raise ValueError(f"{__name__}: num_stages={self.num_stages} must be at least 2")
-
-
-def shared_memory(config: Config) -> int:
-    """Bytes of shared memory that a CTA takes: keys, values, gradients of scores and queries, ring, barriers."""
-    return (128 + 32 * config.num_stages) * 1024 + 2048 + config.num_stages * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +93,7 @@ class _Step:
     rank: jax.Array
 
 
-def _backward_kernel(
-    refs: Refs, *, config: Config, shape: _Shape, walk: _Walk, sm_scale: float, interpret: bool
-) -> None:
+def _backward_kernel(refs: Refs, *, shape: _Shape, walk: _Walk, sm_scale: float, interpret: bool) -> None:
     """Computes gradients in this warpgroup.
 
     Args:
@@ -121,7 +104,7 @@ def _backward_kernel(
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
     q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, _BLOCK_KV)
     div, rem = jax.lax.div, jax.lax.rem
-    ring = Ring(refs.q_ready, refs.read, config.num_stages)
+    ring = Ring(refs.q_ready, refs.read, _STAGES)
     scale = sm_scale * math.log2(math.e)
     dtype = refs.k.dtype
 
@@ -160,73 +143,36 @@ def _backward_kernel(
         return pl.Slice((first + head) * head_dim, head_dim)
 
     def produce() -> None:
-        def add_queries(step: _Step, steps: jax.Array) -> None:
-            """Adds the gradient of the queries of a step, the `steps`-th, once those before have been added."""
-            plgpu.barrier_wait(refs.dq_ready)
-            if not interpret:
-                semaphore = refs.turns.at[(step.batch * shape.num_heads + step.head) * q_blocks + step.block]
-                plgpu.semaphore_wait(semaphore, step.rank, decrement=False, memory_scope="gpu")
-            for part in range(_CONSUMERS):
-                start, column = step.block * block_q, step.head * head_dim
-                if block_q > _ROWS:
-                    start += part * _ROWS
-                else:
-                    column += part * _ROWS
-                source = refs.dq_tiles.at[part]
-                target = refs.dq.at[step.batch, pl.Slice(start, _ROWS), pl.Slice(column, _ROWS)]
-                if interpret:  # which has no sums in device memory
-
-                    @pl.when(step.rank > 0)
-                    def _(source: Ref = source, target: Ref = target) -> None:
-                        plgpu.copy_gmem_to_smem(target, refs.dq_before, refs.dq_loaded)
-                        plgpu.barrier_wait(refs.dq_loaded)
-                        source[...] += refs.dq_before[...]
-                        plgpu.commit_smem()
-
-                    plgpu.copy_smem_to_gmem(source, target)
-                else:
-                    pl.when(step.rank == 0)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
-                    add = functools.partial(plgpu.copy_smem_to_gmem, source, target, reduction_op="add")
-                    pl.when(step.rank > 0)(add)
-            plgpu.wait_smem_to_gmem(0)
-            if not interpret:
-                plgpu.semaphore_signal(semaphore, memory_scope="gpu")
-            plgpu.barrier_arrive(refs.dq_read)
-
-        def copy_tile(i: jax.Array, steps: jax.Array) -> jax.Array:
-            tile = tile_of(i)
-
-            @pl.when(i > 0)
-            def _() -> None:
-                plgpu.barrier_wait(refs.kv_read)
-
+        def copy_keys(tile: _Tile, is_first: jax.Array) -> None:
+            pl.when(~is_first)(lambda: plgpu.barrier_wait(refs.kv_read))
             for part in range(_CONSUMERS):
                 rows = pl.Slice(tile.block * _BLOCK_KV + part * _ROWS, _ROWS)
                 for operand, ref, tiles in ((1, refs.k, refs.k_tiles), (2, refs.v, refs.v_tiles)):
                     source = ref.at[tile.batch, rows, columns(tile.head, operand)]
                     plgpu.copy_gmem_to_smem(source, tiles.at[part], refs.kv_ready)
 
-            def copy_step(j: jax.Array, steps: jax.Array) -> jax.Array:
-                step = step_of(tile, j)
-                slot = ring.acquire(steps)
+        def copy_tile(i: jax.Array, steps: jax.Array) -> jax.Array:
+            tile = tile_of(i)
+            count = steps_of(tile)
+
+            def copy_queries(j: jax.Array, steps: jax.Array) -> jax.Array:
+                step, slot = step_of(tile, j), ring.acquire(steps)
                 rows = pl.Slice(step.block * block_q, block_q)
-                q_ready, dout_ready = refs.q_ready.at[slot], refs.dout_ready.at[slot]
-                q = refs.q.at[step.batch, rows, columns(step.head, 0)]
-                plgpu.copy_gmem_to_smem(q, refs.q_tiles.at[slot], q_ready)
-                plgpu.copy_gmem_to_smem(refs.shift.at[step.batch, step.head, rows], refs.shifts.at[slot], q_ready)
-                dout = refs.dout.at[step.batch, rows, columns(step.head)]
-                plgpu.copy_gmem_to_smem(dout, refs.dout_tiles.at[slot], dout_ready)
-                delta = refs.delta.at[step.batch, step.head, rows]
-                plgpu.copy_gmem_to_smem(delta, refs.deltas.at[slot], dout_ready)
-                pl.when(j > 0)(lambda: add_queries(step_of(tile, j - 1), steps))
+                for ready, source, target in (
+                    (refs.q_ready, refs.q.at[step.batch, rows, columns(step.head, 0)], refs.q_tiles),
+                    (refs.q_ready, refs.shift.at[step.batch, step.head, rows], refs.shifts),
+                    (refs.dout_ready, refs.dout.at[step.batch, rows, columns(step.head)], refs.dout_tiles),
+                    (refs.dout_ready, refs.delta.at[step.batch, step.head, rows], refs.deltas),
+                ):
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
+                # The ring is filled while keys before these are still needed.
+                pl.when(j == jnp.minimum(count, _STAGES) - 1)(lambda: copy_keys(tile, i == 0))
                 return steps + 1
 
-            steps = jax.lax.fori_loop(0, steps_of(tile), copy_step, steps)
-            pl.when(tile.count > 0)(lambda: add_queries(step_of(tile, steps_of(tile) - 1), steps))
-            return steps
+            pl.when(count == 0)(lambda: copy_keys(tile, i == 0))
+            return jax.lax.fori_loop(0, count, copy_queries, steps)
 
-        steps = jax.lax.fori_loop(0, num_tiles, copy_tile, jnp.int32(0))
-        ring.drain(steps)
+        ring.drain(jax.lax.fori_loop(0, num_tiles, copy_tile, jnp.int32(0)))
         plgpu.barrier_wait(refs.kv_read)
 
     def consume() -> None:
@@ -281,27 +227,66 @@ def _backward_kernel(
 
             return jax.lax.cond(full, lambda x: x, mask, scores)
 
+        dq_tile = refs.dq_tiles.at[warpgroup]
+
+        def turn_of(step: _Step) -> jax.Array:
+            """Which counts the blocks of keys added to this warpgroup's part of the gradient of queries."""
+            return ((step.batch * shape.num_heads + step.head) * q_blocks + step.block) * _CONSUMERS + warpgroup
+
+        def end_turn(step: _Step, added: jax.Array) -> None:
+            """Waits until all is in device memory, and says so if the gradient of queries is among it."""
+            plgpu.wait_smem_to_gmem(0)
+            if not interpret:  # the first is no one's
+                turn = refs.turns.at[jnp.where(added, 1 + turn_of(step), 0)]
+                plgpu.semaphore_signal(turn, memory_scope="gpu")
+
+        def take_turn(step: _Step) -> None:
+            """Adds the gradient of queries in shared memory to that in device memory, after those before it."""
+            start, column = step.block * block_q, step.head * head_dim
+            if block_q > _ROWS:
+                start += warpgroup * _ROWS
+            else:
+                column += warpgroup * _ROWS
+            target = refs.dq.at[step.batch, pl.Slice(start, _ROWS), pl.Slice(column, _ROWS)]
+            if interpret:  # without sums in device memory
+
+                @pl.when(step.rank > 0)
+                def _() -> None:
+                    loaded = refs.dq_loaded.at[warpgroup]
+                    plgpu.copy_gmem_to_smem(target, refs.dq_before.at[warpgroup], loaded)
+                    plgpu.barrier_wait(loaded)
+                    dq_tile[...] += refs.dq_before[warpgroup]
+                    plgpu.commit_smem()
+
+                plgpu.copy_smem_to_gmem(dq_tile, target)
+                return
+            plgpu.semaphore_wait(refs.turns.at[1 + turn_of(step)], step.rank, decrement=False, memory_scope="gpu")
+            pl.when(step.rank == 0)(functools.partial(plgpu.copy_smem_to_gmem, dq_tile, target))
+            add = functools.partial(plgpu.copy_smem_to_gmem, dq_tile, target, reduction_op="add")
+            pl.when(step.rank > 0)(add)
+
         def add_tile(dk: Ref, dv: Ref, i: jax.Array, steps: jax.Array) -> jax.Array:
             tile = tile_of(i)
+            count = steps_of(tile)
             key = tile.block * _BLOCK_KV + warpgroup * _ROWS
             plgpu.barrier_wait(refs.kv_ready)
 
             def add_step(j: jax.Array, steps: jax.Array) -> jax.Array:
-                query, slot = step_of(tile, j).block * block_q, rem(steps, config.num_stages)
-                queries, dout = refs.q_tiles.at[slot], refs.dout_tiles.at[slot]
-                own = refs.ds_tiles.at[rem(steps, 2)]
+                step, slot = step_of(tile, j), rem(steps, _STAGES)
+                queries, dout, ds_tiles = refs.q_tiles.at[slot], refs.dout_tiles.at[slot], refs.ds_tiles.at[slot]
 
                 def scores_and_gradients(scores_sum: Ref, weights_sum: Ref) -> None:
                     ring.wait(slot)
                     multiply(scores_sum, keys, queries, turn_b=True)
                     plgpu.barrier_wait(refs.dout_ready.at[slot])
                     multiply(weights_sum, values, dout, turn_b=True)
-                    scores = masked(read(scores_sum, 1), key, query)
+                    scores = masked(read(scores_sum, 1), key, step.block * block_q)
                     p = jnp.exp2(scores * scale + row(refs.shifts.at[slot], scores.shape))
                     multiply(dv, p.astype(dtype), dout)
+                    end_turn(step_of(tile, jnp.maximum(j - 1, 0)), j > 0)
                     dp = read(weights_sum, 1)
                     ds = (p * (dp - row(refs.deltas.at[slot], dp.shape))).astype(dtype)
-                    own[warpgroup] = ds
+                    ds_tiles[warpgroup] = ds
                     plgpu.commit_smem()
                     multiply(dk, ds, queries)
 
@@ -312,38 +297,38 @@ def _backward_kernel(
                 def gradient_of_queries(dq_sum: Ref) -> None:
                     part = pl.Slice(warpgroup * _ROWS, _ROWS)  # of the queries, or of their columns
                     for other in range(_CONSUMERS):
-                        ds, other_keys = own.at[other], refs.k_tiles.at[other]
+                        ds, other_keys = ds_tiles.at[other], refs.k_tiles.at[other]
                         if block_q > _ROWS:
                             ds = ds.at[:, part]
                         else:
                             other_keys = other_keys.at[:, part]
                         multiply(dq_sum, ds, other_keys, turn_a=True)
-                    dq = read(dq_sum)
+                    dq_tile[...] = read(dq_sum)
                     ring.release(slot)
-                    pl.when(steps > 0)(lambda: plgpu.barrier_wait(refs.dq_read))
-                    refs.dq_tiles[warpgroup] = dq
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(refs.dq_ready)
+                    take_turn(step)
 
                 with_sums(gradient_of_queries, dq_sum=_ROWS)
                 return steps + 1
 
             dk[...] = jnp.zeros(dk.shape, jnp.float32)
             dv[...] = jnp.zeros(dv.shape, jnp.float32)
-            steps = jax.lax.fori_loop(0, steps_of(tile), add_step, steps)
-            # The values are not needed any more, and make room for the results.
-            for ref, total, factor in ((refs.dv, dv, 1.0), (refs.dk, dk, sm_scale)):
-                values[...] = (read(total) * factor).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(values, ref.at[tile.batch, pl.Slice(key, _ROWS), columns(tile.head)])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            steps = jax.lax.fori_loop(0, count, add_step, steps)
             plgpu.barrier_arrive(refs.kv_read)
+            end_turn(step_of(tile, jnp.maximum(count - 1, 0)), count > 0)
+            for index, (ref, total, factor) in enumerate(((refs.dv, dv, 1.0), (refs.dk, dk, sm_scale))):
+                if index == refs.o_tiles.shape[1]:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_tile = refs.o_tiles.at[warpgroup, index % refs.o_tiles.shape[1]]
+                o_tile[...] = (read(total) * factor).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_tile, ref.at[tile.batch, pl.Slice(key, _ROWS), columns(tile.head)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return steps
 
         def add_tiles(dk_sum: Ref, dv_sum: Ref) -> None:
             add = functools.partial(add_tile, dk_sum, dv_sum)
-            steps = jax.lax.fori_loop(0, num_tiles, add, jnp.int32(0))
-            pl.when(steps > 0)(lambda: plgpu.barrier_wait(refs.dq_read))
+            jax.lax.fori_loop(0, num_tiles, add, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         with_sums(add_tiles, dk_sum=head_dim, dv_sum=head_dim)
@@ -379,7 +364,7 @@ def attention_backward(
     sm_scale: float,
     return_lse: bool,
     precision: jax.lax.Precision,
-    config: Config | Chooser | None,
+    config: Chooser | None,
     target: Target,
     interpret: bool,
 ) -> tuple[Any, ...]:
@@ -404,29 +389,6 @@ def attention_backward(
         first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
         causal=causal,
         window=window,
-    )
-    config = choose(
-        config,
-        Problem(
-            backend="mosaic",
-            op="attention_backward",
-            shape={
-                "batch": batch,
-                "q": seq,
-                "kv": kv_seq,
-                "heads": num_heads,
-                "kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "causal": int(causal),
-            },
-            bucketed=("batch", "q", "kv"),
-            dtype=dtype,
-            config=Config,
-            heuristic=lambda: Config(num_stages=2),
-            candidates=lambda: (Config(num_stages=n) for n in (2, 3)),
-            shared_memory=shared_memory,
-        ),
-        target,
     )
     block_q = shape.block_q
     q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, _BLOCK_KV)
@@ -453,38 +415,40 @@ def attention_backward(
         num_tiles=num_tiles,
         heads=max(n for n in range(1, heads + 1) if heads % n == 0 and n <= in_cache),
     )
-    barrier, stages = plgpu.Barrier, config.num_stages
+    barrier = plgpu.Barrier
     scratch_types = {
         "k_tiles": tiled((_CONSUMERS, _ROWS, head_dim), dtype),
         "v_tiles": tiled((_CONSUMERS, _ROWS, head_dim), dtype),
-        "q_tiles": tiled((stages, block_q, head_dim), dtype),
-        "dout_tiles": tiled((stages, block_q, head_dim), dtype),
-        "shifts": plgpu.SMEM((stages, block_q), jnp.float32),
-        "deltas": plgpu.SMEM((stages, block_q), jnp.float32),
-        "ds_tiles": tiled((2, _CONSUMERS, _ROWS, block_q), dtype),
+        "q_tiles": tiled((_STAGES, block_q, head_dim), dtype),
+        "dout_tiles": tiled((_STAGES, block_q, head_dim), dtype),
+        "shifts": plgpu.SMEM((_STAGES, block_q), jnp.float32),
+        "deltas": plgpu.SMEM((_STAGES, block_q), jnp.float32),
+        "ds_tiles": tiled((_STAGES, _CONSUMERS, _ROWS, block_q), dtype),
         "dq_tiles": tiled((_CONSUMERS, _ROWS, _ROWS), jnp.float32),
+        "o_tiles": tiled((_CONSUMERS, 2 * _ROWS // head_dim, _ROWS, head_dim), dtype),
         "kv_ready": barrier(num_arrivals=2 * _CONSUMERS),
         "kv_read": barrier(num_arrivals=_CONSUMERS),
-        "q_ready": barrier(num_arrivals=2, num_barriers=stages),
-        "dout_ready": barrier(num_arrivals=2, num_barriers=stages),
-        "read": barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "q_ready": barrier(num_arrivals=2, num_barriers=_STAGES),
+        "dout_ready": barrier(num_arrivals=2, num_barriers=_STAGES),
+        "read": barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
         "ds_ready": barrier(num_arrivals=_CONSUMERS),
-        "dq_ready": barrier(num_arrivals=_CONSUMERS),
-        "dq_read": barrier(),
     }
     if interpret:
         sums = dict(scores_sum=block_q, weights_sum=block_q, dq_sum=_ROWS, dk_sum=head_dim, dv_sum=head_dim)
         scratch_types |= {
-            f"{name}": plgpu.SMEM((_CONSUMERS, _ROWS, columns), jnp.float32) for name, columns in sums.items()
+            name: plgpu.SMEM((_CONSUMERS, _ROWS, columns), jnp.float32) for name, columns in sums.items()
         }
-        scratch_types |= {"dq_before": tiled((_ROWS, _ROWS), jnp.float32), "dq_loaded": barrier()}
-    kernel = functools.partial(
-        _backward_kernel, config=config, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret
-    )
+        scratch_types |= {
+            "dq_before": tiled((_CONSUMERS, _ROWS, _ROWS), jnp.float32),
+            "dq_loaded": barrier(num_barriers=_CONSUMERS),
+        }
+    kernel = functools.partial(_backward_kernel, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret)
 
     def body(refs: Refs) -> None:
         if not interpret:
-            refs.turns = pl.get_global(plgpu.SemaphoreType.REGULAR((batch * num_heads * q_blocks,)))
+            refs.turns = pl.get_global(
+                plgpu.SemaphoreType.REGULAR((1 + batch * num_heads * q_blocks * _CONSUMERS,))
+            )
         kernel(refs)
 
     width = num_kv_heads * head_dim
