@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from typing import Any
 
 import jax
@@ -240,6 +241,55 @@ def test_kernels_fit_into_shared_memory(device):
 def test_a_block_that_is_no_power_of_two_is_refused(field, value):
     with pytest.raises(ValueError, match=rf"{field}={value} must be a power of two"):
         tiles(**{field: value})
+
+
+# The reference, which takes many queries a block at a time.
+
+attention = sys.modules["pallas_models.ops.attention"]
+
+
+@pytest.mark.parametrize("name", ["window", "grouped heads", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_by_blocks_is_the_reference_as_a_whole(monkeypatch, name, dtype):
+    (q, k, v), bias, options = operands(CASES[name], dtype)
+    (_, seq, num_heads, head_dim), num_kv_heads = q.shape, k.shape[2]
+    mask, ids = options.pop("mask", None), [options.pop(n, None) for n in ("segment_ids", "kv_segment_ids")]
+    static = (
+        dict(causal=False, window=None, sm_scale=head_dim**-0.5, precision=jax.lax.Precision.HIGHEST) | options
+    )
+    static |= dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, return_lse=True)
+    rng = np.random.default_rng(57)
+    cotangent = normal(rng, 2, seq, num_heads * head_dim, dtype=dtype), normal(rng, 2, num_heads, seq)
+    qkv = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+
+    def everything(qkv, bias):
+        """Results, gradients and, along these, derivatives in forward mode."""
+
+        def f(qkv, bias):
+            return attention.reference(qkv, mask, bias, *ids, **static)
+
+        (out, lse), pull = jax.vjp(f, qkv, bias)
+        dout, dlse = cotangent
+        gradients = pull((dout, jnp.where(jnp.isneginf(lse), 0.0, dlse)))
+        tangents = jax.jvp(f, (qkv, bias), gradients)[1]
+        return out, jnp.where(jnp.isneginf(lse), 0.0, lse), gradients, tangents
+
+    whole = jax.jit(everything)(qkv, bias)
+    monkeypatch.setattr(attention, "_MOST_QUERIES", 32)
+    by_blocks = jax.jit(lambda *operands: everything(*operands))(qkv, bias)
+    for a, b in zip(jax.tree.leaves(by_blocks), jax.tree.leaves(whole), strict=True):
+        assert relative_error(a, b) <= (GRADIENT if dtype == "float32" else OP[dtype])
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_the_reference_holds_no_array_of_all_pairs(mode):
+    def f(qkv):
+        out = ops.attention_qkv(qkv, num_heads=2, implementation="xla", causal=True)
+        return jnp.sum(out.astype(jnp.float32))
+
+    compiled = jax.jit(f if mode == "forward" else jax.grad(f)).lower(shaped("bfloat16", 1, 4096, 3 * 2 * 32))
+    shapes = re.findall(r"tensor<([\dx]+)x", compiled.as_text())
+    assert shapes and not [shape for shape in shapes if shape.split("x").count("4096") > 1]
 
 
 # The kernel for Hopper GPUs: blocks of 128 keys, of 128 queries for heads of 64 and of 64 for heads of 128.
