@@ -549,6 +549,14 @@ HOPPER_CASES = {
     "window": ((300, 300, 1, 1, 64, {"causal": True, "window": 70}), {"num_cores": 2}),
     "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), {"block_q": 128}),
     "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
+    "mask": ((128, 192, 2, 2, 64, {"mask": True}), {"num_cores": 3}),
+    "mask, causal": ((256, 128, 2, 1, 128, {"causal": True, "mask": True}), {"block_q": 128, "num_cores": 2}),
+    "segments": ((128, 128, 1, 1, 64, {"segments": True}), {}),
+    "all masks": (
+        (256, 320, 2, 1, 64, {"causal": True, "window": 200, "mask": True, "segments": True}),
+        {"block_q": 128, "num_stages": 3, "num_cores": 1},
+    ),
+    "ragged, all masks": ((203, 331, 2, 1, 64, {"mask": True, "segments": True}), {"block_kv": 128}),
     # As with the windows above, of blocks of 64.
     "window that begins with the last key of a block": (
         (256, 256, 1, 1, 64, {"causal": True, "window": 66}),
@@ -696,9 +704,7 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
     [
         ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
         ("bfloat16", 80, {}, "takes heads of 64 and 128, not head_dim=80"),
-        ("bfloat16", 64, {"mask": jnp.ones((2, 8), bool)}, "takes no mask"),
         ("bfloat16", 64, {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
-        ("bfloat16", 64, {"segment_ids": jnp.ones((2, 8), int)}, "takes no segment_ids"),
         ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
         (
             "bfloat16",

@@ -102,7 +102,7 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, D of 64 or 128, a positive scale, `causal` and `window` but no other masks.
+        precisions, D of 64 or 128 and a positive scale, but no bias.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -476,7 +476,7 @@ _OP = Op(
             call=mosaic_backward.attention_backward,
             keeps=2,
             options={"return_lse": True},
-            refuses=mosaic.unsupported,
+            refuses=mosaic_backward.unsupported,
         ),
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),

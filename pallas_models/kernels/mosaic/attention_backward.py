@@ -11,6 +11,7 @@ keys, so that results are the same every time.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref, rows_of_backward
+from pallas_models.kernels.mosaic import attention
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, row, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
@@ -31,6 +33,21 @@ _BLOCK_KV = _ROWS * _CONSUMERS
 _CACHE = 24 * 2**20  # bytes of queries and gradients that stay in the L2 cache
 _STAGES = 2  # blocks of queries in the ring
 _REGISTERS = (240, 24)  # of a thread that computes and of one that copies
+
+
+def unsupported(
+    qkv: tuple[jax.Array, ...],
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    **static: Any,
+) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    for name, x in (("mask", mask), ("segment_ids", segment_ids)):
+        if x is not None:
+            return f"takes no {name}"
+    return attention.unsupported(qkv, mask, bias, segment_ids, kv_segment_ids, **static)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,15 +125,10 @@ def _backward_kernel(refs: Refs, *, shape: _Shape, walk: _Walk, sm_scale: float,
     scale = sm_scale * math.log2(math.e)
     dtype = refs.k.dtype
 
-    def index_of(i: jax.Array) -> jax.Array:
-        """The i-th tile of this CTA. CTAs take turns there and back, which evens out what they get."""
-        return i * walk.num_ctas + jnp.where(rem(i, 2) == 0, cta, walk.num_ctas - 1 - cta)
-
-    rounds = walk.num_tiles // walk.num_ctas
-    num_tiles = rounds + (index_of(jnp.int32(rounds)) < walk.num_tiles).astype(jnp.int32)
+    num_tiles = div(walk.num_tiles - 1 - cta, walk.num_ctas) + 1
 
     def tile_of(i: jax.Array) -> _Tile:
-        section, index = (f(index_of(i), walk.heads * kv_blocks) for f in (div, rem))
+        section, index = (f(i * walk.num_ctas + cta, walk.heads * kv_blocks) for f in (div, rem))
         head, block = section * walk.heads + rem(index, walk.heads), div(index, walk.heads)
         key = block * _BLOCK_KV
         first, end = jnp.int32(0), jnp.int32(q_blocks)
@@ -131,8 +143,10 @@ def _backward_kernel(refs: Refs, *, shape: _Shape, walk: _Walk, sm_scale: float,
         return tile.count * shape.group
 
     def step_of(tile: _Tile, i: jax.Array) -> _Step:
-        count = jnp.maximum(tile.count, 1)
-        head, block = tile.head * shape.group + div(i, count), tile.first + rem(i, count)
+        head, block = tile.head, tile.first + i
+        if shape.group > 1:
+            count = jnp.maximum(tile.count, 1)
+            head, block = head * shape.group + div(i, count), tile.first + rem(i, count)
         rank = tile.block
         if shape.window is not None:
             rank -= div(jnp.maximum(block * block_q + offset - shape.window + 1, 0), _BLOCK_KV)
@@ -205,27 +219,20 @@ def _backward_kernel(refs: Refs, *, shape: _Shape, walk: _Walk, sm_scale: float,
             return function(**sums)
 
         def masked(scores: jax.Array, key: jax.Array, query: jax.Array) -> jax.Array:
-            """Without the pairs that are not valid, of 64 keys from `key` on and queries from `query` on."""
-            position = query + offset
-            full = jnp.bool_(True)
+            """Without the pairs that are not valid, of 64 keys from `key` on and queries from `query` on.
+
+            There is no branch around it: registers of products under way would have to keep still.
+            """
+            keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, _ROWS) + key, scores.shape, [0])
+            own = jax.lax.iota(jnp.int32, block_q) + (query + offset)
+            terms = []
             if kv_seq % _BLOCK_KV:
-                full &= key + _ROWS <= kv_seq
+                terms.append(keys < kv_seq)
             if shape.causal:
-                full &= key + _ROWS - 1 <= position
+                terms.append(keys <= jax.lax.broadcast_in_dim(own, scores.shape, [1]))
             if shape.window is not None:
-                full &= position + block_q - 1 - key < shape.window
-
-            def mask(scores: jax.Array) -> jax.Array:
-                keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, _ROWS) + key, scores.shape, [0])
-                valid = keys < kv_seq
-                if shape.causal:
-                    own = jax.lax.iota(jnp.int32, block_q) + position
-                    valid &= keys <= jax.lax.broadcast_in_dim(own, scores.shape, [1])
-                    if shape.window is not None:
-                        valid &= keys > jax.lax.broadcast_in_dim(own - shape.window, scores.shape, [1])
-                return jnp.where(valid, scores, -jnp.inf)
-
-            return jax.lax.cond(full, lambda x: x, mask, scores)
+                terms.append(keys > jax.lax.broadcast_in_dim(own - shape.window, scores.shape, [1]))
+            return jnp.where(functools.reduce(operator.and_, terms), scores, -jnp.inf) if terms else scores
 
         dq_tile = refs.dq_tiles.at[warpgroup]
 
@@ -271,51 +278,65 @@ def _backward_kernel(refs: Refs, *, shape: _Shape, walk: _Walk, sm_scale: float,
             key = tile.block * _BLOCK_KV + warpgroup * _ROWS
             plgpu.barrier_wait(refs.kv_ready)
 
-            def add_step(j: jax.Array, steps: jax.Array) -> jax.Array:
-                step, slot = step_of(tile, j), rem(steps, _STAGES)
-                queries, dout, ds_tiles = refs.q_tiles.at[slot], refs.dout_tiles.at[slot], refs.ds_tiles.at[slot]
+            def step_before(j: jax.Array, count: int) -> _Step:
+                return step_of(tile, jnp.maximum(j - count, 0))
 
-                def scores_and_gradients(scores_sum: Ref, weights_sum: Ref) -> None:
+            def multiply_keys(dq_sum: Ref, steps: jax.Array) -> None:
+                """Begins the gradient of queries of the `steps`-th step, from what both warpgroups have stored."""
+                part = pl.Slice(warpgroup * _ROWS, _ROWS)  # of the queries, or of their columns
+                for other in range(_CONSUMERS):
+                    ds, other_keys = refs.ds_tiles.at[rem(steps, _STAGES), other], refs.k_tiles.at[other]
+                    if block_q > _ROWS:
+                        ds = ds.at[:, part]
+                    else:
+                        other_keys = other_keys.at[:, part]
+                    multiply(dq_sum, ds, other_keys, turn_a=True)
+
+            def add_step(j: jax.Array, steps: jax.Array) -> jax.Array:
+                """Takes a step, and adds the gradient of queries of the one before."""
+                step, slot = step_of(tile, j), rem(steps, _STAGES)
+                queries, dout = refs.q_tiles.at[slot], refs.dout_tiles.at[slot]
+
+                def products(scores_sum: Ref, weights_sum: Ref, dq_sum: Ref) -> None:
                     ring.wait(slot)
                     multiply(scores_sum, keys, queries, turn_b=True)
                     plgpu.barrier_wait(refs.dout_ready.at[slot])
                     multiply(weights_sum, values, dout, turn_b=True)
-                    scores = masked(read(scores_sum, 1), key, step.block * block_q)
+                    pl.when(j > 0)(lambda: plgpu.barrier_wait(refs.ds_ready))
+                    multiply_keys(dq_sum, steps + 1)  # before the first step of what is there; it is not stored
+                    scores = masked(read(scores_sum, 1 + _CONSUMERS), key, step.block * block_q)
                     p = jnp.exp2(scores * scale + row(refs.shifts.at[slot], scores.shape))
                     multiply(dv, p.astype(dtype), dout)
-                    end_turn(step_of(tile, jnp.maximum(j - 1, 0)), j > 0)
-                    dp = read(weights_sum, 1)
+                    end_turn(step_before(j, 2), j > 1)
+                    dp = read(weights_sum, 1 + _CONSUMERS)
                     ds = (p * (dp - row(refs.deltas.at[slot], dp.shape))).astype(dtype)
-                    ds_tiles[warpgroup] = ds
+                    dq_tile[...] = read(dq_sum, 1)
+                    refs.ds_tiles[slot, warpgroup] = ds
                     plgpu.commit_smem()
+                    plgpu.barrier_arrive(refs.ds_ready)
                     multiply(dk, ds, queries)
-
-                with_sums(scores_and_gradients, scores_sum=block_q, weights_sum=block_q)
-                plgpu.barrier_arrive(refs.ds_ready)
-                plgpu.barrier_wait(refs.ds_ready)
-
-                def gradient_of_queries(dq_sum: Ref) -> None:
-                    part = pl.Slice(warpgroup * _ROWS, _ROWS)  # of the queries, or of their columns
-                    for other in range(_CONSUMERS):
-                        ds, other_keys = ds_tiles.at[other], refs.k_tiles.at[other]
-                        if block_q > _ROWS:
-                            ds = ds.at[:, part]
-                        else:
-                            other_keys = other_keys.at[:, part]
-                        multiply(dq_sum, ds, other_keys, turn_a=True)
-                    dq_tile[...] = read(dq_sum)
+                    pl.when(j > 0)(lambda: take_turn(step_before(j, 1)))
+                    if not interpret:
+                        plgpu.wgmma_wait(0)
                     ring.release(slot)
-                    plgpu.commit_smem()
-                    take_turn(step)
 
-                with_sums(gradient_of_queries, dq_sum=_ROWS)
+                with_sums(products, scores_sum=block_q, weights_sum=block_q, dq_sum=_ROWS)
                 return steps + 1
+
+            def add_last(dq_sum: Ref) -> None:
+                plgpu.barrier_wait(refs.ds_ready)
+                multiply_keys(dq_sum, steps + 1)
+                end_turn(step_before(count, 2), count > 1)
+                dq_tile[...] = read(dq_sum)
+                plgpu.commit_smem()
+                take_turn(step_before(count, 1))
 
             dk[...] = jnp.zeros(dk.shape, jnp.float32)
             dv[...] = jnp.zeros(dv.shape, jnp.float32)
             steps = jax.lax.fori_loop(0, count, add_step, steps)
+            pl.when(count > 0)(lambda: with_sums(add_last, dq_sum=_ROWS))
             plgpu.barrier_arrive(refs.kv_read)
-            end_turn(step_of(tile, jnp.maximum(count - 1, 0)), count > 0)
+            end_turn(step_before(count, 1), count > 0)
             for index, (ref, total, factor) in enumerate(((refs.dv, dv, 1.0), (refs.dk, dk, sm_scale))):
                 if index == refs.o_tiles.shape[1]:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
