@@ -93,7 +93,7 @@ def candidates(seq: int) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, head_dim: int) -> int:
-    """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of all stages, barriers."""
+    """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
     tiles = 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv)
     return tiles + 8 * (config.block_q + config.num_stages * config.block_kv) + 2048
 
