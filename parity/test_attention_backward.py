@@ -216,11 +216,19 @@ def test_kernels_alone_and_no_array_of_all_pairs(device, dtype, batch, seq, head
     qkv = shaped(dtype, batch, seq, (heads + 2 * kv_heads) * head_dim)
     with cuda_device(*device):
         text = lowered_for_cuda(gradient_of(heads, kv_heads, **options), qkv)
-    on_hopper = device == HOPPER and dtype != "float32" and head_dim in (64, 128)
-    assert kernel_calls(text) == (2 if on_hopper else 3)  # forward, and one or two backward
-    assert (MOSAIC_CALL in text) == on_hopper
+    assert kernel_calls(text) == 3  # forward, gradients of keys and values, of queries
     assert "stablehlo.dot_general" not in text
     assert not [shape for shape in re.findall(r"tensor<([\dx]+)x", text) if shape.split("x").count(str(seq)) > 1]
+
+
+@pytest.mark.parametrize("heads, head_dim, window", [(12, 64, None), (8, 128, 300)])
+def test_hopper_kernel_lowers(heads, head_dim, window):
+    qkv = shaped("bfloat16", 2, 1000, 3 * heads * head_dim)
+    with cuda_device(*HOPPER):
+        gradient = gradient_of(heads, heads, implementation="mosaic", causal=True, window=window)
+        text = lowered_for_cuda(gradient, qkv)
+    assert text.count(f"@{MOSAIC_CALL}") == kernel_calls(text) == 2
+    assert "stablehlo.dot_general" not in text
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device[0].replace(" ", "-"))

@@ -470,7 +470,8 @@ _OP = Op(
         ),
         Kernel(backend="triton", call=triton.attention, config=triton.Config),
     ),
-    backward=(
+    backward=(  # Triton's is the faster one, as measured on an H200
+        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
         Backward(
             backend="mosaic",
             call=mosaic_backward.attention_backward,
@@ -478,6 +479,5 @@ _OP = Op(
             options={"return_lse": True},
             refuses=mosaic_backward.unsupported,
         ),
-        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
 )

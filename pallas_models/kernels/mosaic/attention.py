@@ -70,8 +70,17 @@ def unsupported(
     return None
 
 
-def prefer(qkv: tuple[jax.Array, ...], *_: jax.Array | None, **__: Any) -> bool:
+def prefer(
+    qkv: tuple[jax.Array, ...],
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    *_: jax.Array | None,
+    **__: Any,
+) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
+    if mask is not None or segment_ids is not None:  # Triton's skips the blocks that they rule out
+        return False
     seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
