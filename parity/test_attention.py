@@ -406,6 +406,47 @@ def test_a_bias_of_minus_infinity_masks(reference, implementation):
         assert np.all(np.isneginf(lse[1]))
 
 
+def test_a_bias_just_above_the_one_that_masks_does_not_mask(implementation):
+    # It swallows the scores, which leaves all keys alike.
+    (q, k, v), _, _ = operands((21, 70, 2, 2, 16, {}))
+    bias = jnp.full((1, 1, 21, 70), -9.9e29)
+    f = functools.partial(compiled.attention, config=SMALL, implementation=implementation)
+    expected = np.broadcast_to(np.mean(float64(v), axis=1, keepdims=True), q.shape)
+    assert_close(f(q, k, v, bias=bias), expected, SHORT)
+
+
+@pytest.mark.parametrize("sm_scale", [3e8, 1e20])
+def test_rows_without_keys_are_zero_at_any_scale(implementation, sm_scale):
+    (q, k, v), _, _ = operands((37, 21, 2, 2, 16, {}))
+    f = functools.partial(compiled.attention, sm_scale=sm_scale, implementation=implementation)
+    out, lse = f(q, k, v, causal=True, return_lse=True)
+    assert np.all(float64(out[:, :16]) == 0.0) and np.all(np.isneginf(lse[..., :16]))
+    out = f(q, k, v, mask=jnp.zeros((2, 21), bool))
+    assert np.all(float64(out) == 0.0)
+
+
+def test_a_window_of_any_length(implementation):
+    (q, k, v), _, _ = operands((21, 70, 2, 2, 16, {}))
+    f = functools.partial(compiled.attention, causal=True, implementation=implementation)
+    assert_close(f(q, k, v, window=10**12), f(q, k, v), SAME)
+
+
+def test_nan_in_a_masked_key_reaches_no_gradient(implementation):
+    (q, k, v), _, _ = operands((21, 70, 2, 2, 16, {}))
+    mask = random_mask(np.random.default_rng(29), 2, 70)
+    poisoned = jnp.where((mask == 0)[:, :, None, None], jnp.nan, k)
+
+    @jax.jit
+    def gradients(q, k, v):
+        def loss(q, k, v):
+            return jnp.sum(general(q, k, v, mask=mask, implementation=implementation) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    for gradient, expected in zip(gradients(q, poisoned, v), gradients(q, k, v), strict=True):
+        assert_equal(gradient, expected)
+
+
 @functools.cache
 def masked_kernel():
     """Compiled once for all masks and segments; 300 keys are 19 blocks, enough to search them."""
@@ -508,6 +549,14 @@ HOPPER_CASES = {
     "window": ((300, 300, 1, 1, 64, {"causal": True, "window": 70}), {"num_cores": 2}),
     "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), {"block_q": 128}),
     "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
+    "mask": ((128, 192, 2, 2, 64, {"mask": True}), {"num_cores": 3}),
+    "mask, causal": ((256, 128, 2, 1, 128, {"causal": True, "mask": True}), {"block_q": 128, "num_cores": 2}),
+    "segments": ((128, 128, 1, 1, 64, {"segments": True}), {}),
+    "all masks": (
+        (256, 320, 2, 1, 64, {"causal": True, "window": 200, "mask": True, "segments": True}),
+        {"block_q": 128, "num_stages": 3, "num_cores": 1},
+    ),
+    "ragged, all masks": ((203, 331, 2, 1, 64, {"mask": True, "segments": True}), {"block_kv": 128}),
     # As with the windows above, of blocks of 64.
     "window that begins with the last key of a block": (
         (256, 256, 1, 1, 64, {"causal": True, "window": 66}),
@@ -547,6 +596,14 @@ def test_hopper_kernel(reference, monkeypatch, name):
     assert np.all(float64(out)[empty] == 0.0)
     expected = reference.compute(reference.attention, *arrays, **options)
     assert_close(float64(out)[~empty], expected[~empty], OP["bfloat16"])
+
+
+def test_hopper_kernel_leaves_rows_without_keys_zero_at_any_scale(monkeypatch):
+    (q, k, v), options, config = hopper_case("more queries than keys", monkeypatch)
+    out, lse = ops.attention(
+        q, k, v, sm_scale=1e20, return_lse=True, config=config, implementation=MOSAIC, **options
+    )
+    assert np.all(float64(out[:, :128]) == 0.0) and np.all(np.isneginf(lse[..., :128]))
 
 
 @pytest.mark.parametrize(
@@ -596,7 +653,7 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd, name):
 
 
 def test_hopper_kernel_under_vmap_and_its_gradients():
-    arrays, _, _ = operands((64, 64, 1, 1, 64, {}), "bfloat16")
+    arrays, _, _ = operands((128, 128, 1, 1, 64, {}), "bfloat16")
 
     def loss(arrays, implementation, config=None):
         one = functools.partial(compiled.attention, config=config, implementation=implementation)
@@ -647,9 +704,7 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
     [
         ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
         ("bfloat16", 80, {}, "takes heads of 64 and 128, not head_dim=80"),
-        ("bfloat16", 64, {"mask": jnp.ones((2, 8), bool)}, "takes no mask"),
         ("bfloat16", 64, {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
-        ("bfloat16", 64, {"segment_ids": jnp.ones((2, 8), int)}, "takes no segment_ids"),
         ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
         (
             "bfloat16",

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Ref = Any  # inside a kernel: a reference to an array in device or shared memory, for which JAX has no public type
 
@@ -25,7 +26,10 @@ class Backend:
 
 
 # What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
-LOWEST = -1e30
+# Times a scale it may overflow: rows that have it have no scores, and need no shift.
+LOWEST = float(np.finfo(np.float32).min)
+# A bias of this and below counts for -inf.
+MASKING_BIAS = -1e30
 
 TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: what is smaller counts for 0 on a GPU
 
@@ -54,3 +58,26 @@ def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tupl
         is_last = group == tiles_m // group_m
         i, j = jnp.where(is_last, rem(within, height), i), jnp.where(is_last, div(within, height), j)
     return group * group_m + i, j
+
+
+def rows_of_backward(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """What the backward of attention needs of each row of weights, both (B, heads, Sq) float32.
+
+    Args:
+      out: (B, Sq, heads * head_dim), the results.
+      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, -inf for queries without a key.
+      dout: gradient of `out`.
+      dlse: gradient of `lse`; None for zeros.
+
+    Returns:
+      What is added to scores to the base 2 before exponentials, and what is subtracted from gradients of weights.
+    """
+    by_head = (*out.shape[:2], -1, head_dim)
+    product = out.astype(jnp.float32) * dout.astype(jnp.float32)
+    delta = jnp.sum(product.reshape(by_head), axis=-1).swapaxes(1, 2)
+    empty = jnp.isneginf(lse)
+    if dlse is not None:  # the gradient of lse is the weights themselves
+        delta = jnp.where(empty, 0.0, delta - dlse)
+    return jnp.where(empty, -jnp.inf, lse * -math.log2(math.e)), delta

@@ -1,7 +1,6 @@
 """Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
 import functools
-import math
 import operator
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -9,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models.kernels._common import LOWEST
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS
 from pallas_models.kernels.mosaic import attention as mosaic
+from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.triton import attention as triton
+from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _products
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.tuning import Chooser
 
 
@@ -74,8 +75,8 @@ def attention(
 
     Softmax runs online over blocks of keys in float32 ([FlashAttention](https://arxiv.org/abs/2205.14135)),
     so any length works. The kernel skips blocks of keys that `causal` and `window` rule out, and of long
-    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, but its
-    value must be finite; a query that no key is left for gets zeros.
+    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, and with `mask`
+    it may be anything, NaN too, but its value must be finite; a query that no key is left for gets zeros.
 
     Queries and keys may differ in number: the last query is at the position of the last key. Sequences of
     any lengths are packed into one row by segment ids: sequences joined to q of (total, Hq, D) with
@@ -101,7 +102,7 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, D of 64 or 128, a positive scale, `causal` and `window` but no other masks.
+        precisions, D of 64 or 128 and a positive scale, but no bias.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -284,6 +285,8 @@ def _attend(
             raise ValueError(f"{window=} needs causal=True: it counts the last keys that a query sees")
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
+        if window >= kv_seq:  # it leaves out nothing, and need not fit into the 32 bits that kernels count in
+            window = None
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
         mask = _checks.as_int32(mask)
@@ -334,6 +337,18 @@ def _scaled(
     return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v
 
 
+_SCORES = 2**24  # of all heads that the reference holds at once, 64 MiB; more than enough to keep a device busy
+_MOST_QUERIES = 512  # of a block, so that no array grows with the square of the length
+
+
+def _block_of_queries(batch: int, num_heads: int, seq: int, kv_seq: int) -> int:
+    """How many queries the reference takes at a time."""
+    if not all(isinstance(n, int) for n in (batch, seq, kv_seq)):  # symbolic sizes
+        return seq
+    fitting = max(_SCORES // max(batch * num_heads * kv_seq, 1), 16)
+    return min(seq, _MOST_QUERIES, 1 << fitting.bit_length() - 1)
+
+
 def reference(
     qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
@@ -350,37 +365,95 @@ def reference(
     return_lse: bool,
     precision: jax.lax.Precision,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The same in plain XLA."""
-    qkv = _split(qkv, num_heads, num_kv_heads)
-    (batch, seq), kv_seq, dtype = qkv[0].shape[:2], qkv[1].shape[1], qkv[0].dtype
+    """The same in plain XLA. Many queries are taken a block at a time, forward and, computed again, backward."""
+    q, k, v = _split(qkv, num_heads, num_kv_heads)
+    (batch, seq), kv_seq = q.shape[:2], k.shape[1]
+    if mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
+        k = jnp.where((mask != 0)[:, :, None], k, 0)
+    attend = functools.partial(
+        _attend_block,
+        mask=mask,
+        kv_segment_ids=kv_segment_ids,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        causal=causal,
+        window=window,
+        sm_scale=sm_scale,
+        precision=precision,
+    )
+    block = _block_of_queries(batch, num_heads, seq, kv_seq)
+    if block == seq:
+        out, lse = attend(q, bias, segment_ids, kv_seq - seq, k=k, v=v)
+        return (out, lse) if return_lse else out
+    count = -(-seq // block)
+    # The gradients of all blocks are added up in the dtype of what the blocks share.
+    shared = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)]
+
+    def blocks(x: jax.Array | None, axis: int) -> jax.Array | None:
+        if x is None:
+            return None
+        x = jnp.pad(x, [(0, count * block - seq if i == axis else 0) for i in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :]), axis, 0)
+
+    @jax.checkpoint
+    def step(operands: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        start, q, bias, segment_ids = operands
+        keys, values = (x.astype(q.dtype) for x in shared)
+        return attend(q, bias, segment_ids, start + kv_seq - seq, k=keys, v=values)
+
+    starts = jnp.arange(count) * block
+    out, lse = jax.lax.map(step, (starts, blocks(q, 1), blocks(bias, 2), blocks(segment_ids, 1)))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, count * block, num_heads * head_dim)[:, :seq]
+    lse = jnp.moveaxis(lse, 0, 2).reshape(batch, num_heads, count * block)[..., :seq]
+    return (out, lse) if return_lse else out
+
+
+def _attend_block(
+    q: jax.Array,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    position: int | jax.Array,
+    *,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+    window: int | None,
+    sm_scale: float,
+    precision: jax.lax.Precision,
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys."""
+    (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
     grouped = (num_kv_heads, num_heads // num_kv_heads)
-    q = qkv[0].reshape(batch, seq, *grouped, head_dim)
-    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in qkv[1:])
+    head_dim = q.shape[-1] // num_heads
+    q = q.reshape(batch, seq, *grouped, head_dim)
+    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in (k, v))
     einsum = functools.partial(_products.einsum, precision=precision)
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
+    valid = []
     if bias is not None:
         scores += bias.astype(jnp.float32)
-    valid = []
+        valid.append(bias.astype(jnp.float32) > MASKING_BIAS)
     if mask is not None:
         valid.append((mask != 0)[:, None, None, :])
     if segment_ids is not None and kv_segment_ids is not None:
         valid.append((segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None])
     if causal:
-        distance = jnp.arange(kv_seq - seq, kv_seq)[:, None] - jnp.arange(kv_seq)
+        distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
         valid += [distance >= 0] if window is None else [distance >= 0, distance < window]
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
-    lowest = LOWEST * math.log(2)  # the kernel's scores are to the base 2
-    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=lowest))
+    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    if not return_lse:
-        return out
     return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
 
 
@@ -396,5 +469,15 @@ _OP = Op(
             preferred=mosaic.prefer,
         ),
         Kernel(backend="triton", call=triton.attention, config=triton.Config),
+    ),
+    backward=(  # Triton's is the faster one, as measured on an H200
+        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
+        Backward(
+            backend="mosaic",
+            call=mosaic_backward.attention_backward,
+            keeps=2,
+            options={"return_lse": True},
+            refuses=mosaic_backward.unsupported,
+        ),
     ),
 )

@@ -63,16 +63,24 @@ def unsupported(
         return f"takes float16 and bfloat16, not {qkv[0].dtype}"
     if head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
-    for name, x in (("mask", mask), ("bias", bias), ("segment_ids", segment_ids)):
-        if x is not None:
-            return f"takes no {name}"
+    if bias is not None:
+        return "takes no bias"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     return None
 
 
-def prefer(qkv: tuple[jax.Array, ...], *_: jax.Array | None, **__: Any) -> bool:
+def prefer(
+    qkv: tuple[jax.Array, ...],
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    *_: jax.Array | None,
+    **__: Any,
+) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
+    if mask is not None or segment_ids is not None:  # Triton's skips the blocks that they rule out
+        return False
     seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
@@ -94,8 +102,9 @@ def candidates(seq: int) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, head_dim: int) -> int:
-    """Bytes of shared memory that a CTA takes: queries and results, keys and values of all stages, barriers."""
-    return 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv) + 2048
+    """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
+    tiles = 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv)
+    return tiles + 8 * (config.block_q + config.num_stages * config.block_kv) + 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +196,8 @@ def _attention_kernel(
 
     Args:
       refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
-        among others; o like q, and lse (B, heads, queries of whole tiles) if asked for; and scratch memory.
+        among others; mask and kv_segments (B, Skv), segments (B, Sq), None if absent; o like q, and lse (B, heads,
+        queries of whole tiles) if asked for; and scratch memory.
     """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     seq, kv_seq, head_dim, causal, window = shape.seq, shape.kv_seq, shape.head_dim, shape.causal, shape.window
@@ -201,6 +211,11 @@ def _attention_kernel(
         Ring(full, read, num_stages) for full, read in ((refs.k_ready, refs.k_read), (refs.v_ready, refs.v_read))
     )
     after = keys_ring.after
+    of_keys = [
+        (ref, blocks)
+        for ref, blocks in ((refs.mask, "mask_blocks"), (refs.kv_segments, "segment_blocks"))
+        if ref is not None
+    ]
 
     def index_of(i: jax.Array) -> jax.Array:
         """The i-th tile of this CTA. CTAs take turns there and back, which evens out what they get."""
@@ -235,13 +250,17 @@ def _attention_kernel(
                     slot = ring.acquire(step)
                     source = ref.at[tile.batch, rows, columns(operand, kv_head)]
                     plgpu.copy_gmem_to_smem(source, blocks.at[slot], ring.full_of(slot))
+                    for of_key, name in of_keys if operand == 1 else ():
+                        target = getattr(refs, name).at[slot]
+                        plgpu.copy_gmem_to_smem(of_key.at[tile.batch, rows], target, ring.full_of(slot))
                 return step + 1
 
             return jax.lax.fori_loop(0, tile.blocks, copy, step)
 
         steps = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
         slot = keys_ring.acquire(steps)
-        plgpu.barrier_arrive(keys_ring.full_of(slot))  # for those who wait for the keys after the last
+        for _ in range(1 + len(of_keys)):  # for those who wait for the keys after the last
+            plgpu.barrier_arrive(keys_ring.full_of(slot))
         keys_ring.drain(steps, acquired=1)
         values_ring.drain(steps)
 
@@ -256,6 +275,9 @@ def _attention_kernel(
             tile = tile_of(i)
             source = refs.q.at[tile.batch, rows_of(tile), columns(0, tile.head)]
             plgpu.copy_gmem_to_smem(source, queries, q_ready)
+            if refs.segments is not None:  # those of the tile before are still compared
+                target = refs.q_segments.at[warpgroup, rem(i, 2)]
+                plgpu.copy_gmem_to_smem(refs.segments.at[tile.batch, rows_of(tile)], target, q_ready)
 
         def add_values(sums: Ref, weights: jax.Array, slot: jax.Array) -> None:
             values = refs.v_blocks.at[slot]
@@ -289,10 +311,23 @@ def _attention_kernel(
                 plgpu.commit_smem()
                 if then is not None:
                     then()
-            keys_ring.release(slot)
+            if not of_keys:
+                keys_ring.release(slot)
             return scores
 
-        def masked(scores: jax.Array, tile: _Tile, block: jax.Array) -> jax.Array:
+        def masked(scores: jax.Array, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
+            """The scores of tile i and the keys in a slot, without pairs that are not valid."""
+
+            def spread(x: jax.Array, axis: int) -> jax.Array:
+                return jax.lax.broadcast_in_dim(x, scores.shape, [axis])
+
+            if refs.mask is not None:
+                scores = jnp.where(spread(refs.mask_blocks[slot], 1) != 0, scores, -jnp.inf)
+            if refs.segments is not None:
+                same = spread(refs.q_segments[warpgroup, rem(i, 2)], 0) == spread(refs.segment_blocks[slot], 1)
+                scores = jnp.where(same, scores, -jnp.inf)
+            if of_keys:
+                keys_ring.release(slot)
             if not causal and kv_seq % block_kv == 0:
                 return scores
 
@@ -314,7 +349,8 @@ def _attention_kernel(
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(new_peak * scale, scores.shape, [0]))
+            shift = jnp.where(new_peak == LOWEST, 0.0, new_peak * scale)
+            weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0]))
             correction = jnp.exp2((peak - new_peak) * scale)
             total = total * correction + jnp.sum(weights, axis=1)
             # The compiler would first wait for all products, but for this and what may wait after it.
@@ -343,7 +379,7 @@ def _attention_kernel(
                 next_slot = after(slot)
                 then = functools.partial(add_values, sums, weights, slot)
                 if one_tile:
-                    scores = masked(products(next_slot, then), tile, tile.end - 2 - j)
+                    scores = masked(products(next_slot, then), i, tile, tile.end - 2 - j, next_slot)
                     weights, new_peak, new_total, correction = softmax(scores, peak, total)
                 else:
                     ends = j + 1 == tile.blocks
@@ -354,8 +390,10 @@ def _attention_kernel(
                     pl.when(last & (i + 1 + ends < count))(lambda: copy_queries(i + 1 + ends))
                     scores = masked(
                         scores,
+                        i + ends,
                         jax.tree.map(functools.partial(jnp.where, ends), following, tile),
                         jnp.where(ends, following.end - 1, tile.end - 2 - j),
+                        next_slot,
                     )
                     anew = jnp.broadcast_to(ends, (ROWS,))
                     base = jnp.where(anew, LOWEST, peak), jnp.where(anew, 0.0, total)
@@ -392,7 +430,7 @@ def _attention_kernel(
         if not one_tile:
             pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
         peak, total = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-        weights, peak, total, _ = softmax(masked(scores, tile, tile.end - 1), peak, total)
+        weights, peak, total, _ = softmax(masked(scores, slot, tile, tile.end - 1, slot), peak, total)
         keys_ring.wait(after(slot))
         carry = weights.astype(refs.q.dtype), peak, total, slot
         if interpret:
@@ -435,7 +473,7 @@ def attention(
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention as the Triton kernel of this name computes it, for the calls that are not `unsupported`."""
-    del mask, bias, segment_ids, kv_segment_ids, precision  # see `unsupported`
+    del bias, precision  # see `unsupported`
     fused = len(qkv) == 1
     (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
     config = choose(
@@ -471,6 +509,11 @@ def attention(
 
     padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
+    mask, segments, kv_segments = (
+        None if x is None else jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
+        for x, like in ((mask, k), (segment_ids, q), (kv_segment_ids, k))
+    )
+    of_keys = (mask is not None) + (kv_segments is not None)
     if interpret:
         check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], block_kv))
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
@@ -494,12 +537,17 @@ def attention(
         "k_blocks": tiled((num_stages, block_kv, head_dim), dtype),
         "v_blocks": tiled((num_stages, block_kv, head_dim), dtype),
         "o_tiles": tiled((consumers, ROWS, head_dim), dtype),
-        "q_ready": barrier(num_barriers=consumers),
-        "k_ready": barrier(num_barriers=num_stages),
+        "q_ready": barrier(num_arrivals=1 if segments is None else 2, num_barriers=consumers),
+        "k_ready": barrier(num_arrivals=1 + of_keys, num_barriers=num_stages),
         "v_ready": barrier(num_barriers=num_stages),
         "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
     }
+    if mask is not None:
+        scratch_types["mask_blocks"] = plgpu.SMEM((num_stages, block_kv), jnp.int32)
+    if segments is not None:
+        scratch_types["segment_blocks"] = plgpu.SMEM((num_stages, block_kv), jnp.int32)
+        scratch_types["q_segments"] = plgpu.SMEM((consumers, 2, ROWS), jnp.int32)
     if return_lse:
         scratch_types["lse_tiles"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
     lse_type = jax.ShapeDtypeStruct((batch, num_heads, q_blocks * block_q), jnp.float32)
@@ -518,7 +566,7 @@ def attention(
         functools.partial(
             _attention_kernel, config=config, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret
         ),
-        dict(q=q, k=k, v=v),
+        dict(q=q, k=k, v=v, mask=mask, segments=segments, kv_segments=kv_segments),
         out_type,
         scratch_types,
         name="attention",

@@ -4,16 +4,15 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import LOWEST, Ref
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref
+from pallas_models.kernels.triton._attention import Band, Index, every, exp2_of, narrowed, searched, walk
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -143,68 +142,7 @@ def configs(seq: int, kv_seq: int, num_heads: int, head_dim: int) -> Iterator[Co
         )
 
 
-_APART = 4  # blocks of keys: from here on, those that need no mask have a loop of their own
-_REACH = 16  # blocks of keys: from here on, masks are searched beforehand for blocks that they rule out
-
-_Index = jax.Array | int
 _Carry = tuple[jax.Array, jax.Array, jax.Array]  # of each row: weighted sum of values, maximum, sum of weights
-
-
-def reach(
-    mask: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    *,
-    seq: int,
-    kv_seq: int,
-    config: Config,
-) -> jax.Array:
-    """The blocks of keys that each block of queries needs: (B or 1, blocks of queries, 4).
-
-    The four are the first and the end of the blocks with a valid pair, as far as the least and the largest
-    segment id of a block tell, then the first and the end of a run of blocks in which every pair is valid.
-    """
-    q_blocks, kv_blocks = pl.cdiv(seq, config.block_q), pl.cdiv(kv_seq, config.block_kv)
-
-    def split(x: jax.Array, count: int, size: int, mode: str) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, count * size - x.shape[1])), mode=mode).reshape(-1, count, size)
-
-    valid = jnp.ones((1, kv_seq), bool) if mask is None else mask != 0
-    valid = split(valid, kv_blocks, config.block_kv, "constant")[:, None]
-    some, every = jnp.any(valid, -1), jnp.all(valid, -1)
-    if segment_ids is not None and kv_segment_ids is not None:
-        q = split(segment_ids, q_blocks, config.block_q, "edge")[:, :, None]
-        kv = split(kv_segment_ids, kv_blocks, config.block_kv, "edge")[:, None]
-        q_low, q_high, kv_low, kv_high = jnp.min(q, -1), jnp.max(q, -1), jnp.min(kv, -1), jnp.max(kv, -1)
-        some &= (q_low <= kv_high) & (kv_low <= q_high)
-        every &= (q_low == kv_high) & (kv_low == q_high)
-    some, every = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)) for x in (some, every))
-    first, full = jnp.argmax(some, -1), jnp.argmax(every, -1)
-    end = jnp.where(jnp.any(some, -1), kv_blocks - jnp.argmax(some[..., ::-1], -1), 0)
-    after = ~every & (jnp.arange(kv_blocks) >= full[..., None])
-    full_end = jnp.where(jnp.any(after, -1), jnp.argmax(after, -1), kv_blocks)
-    return jnp.stack([first, end, full, full_end], axis=-1).astype(jnp.int32)
-
-
-def _exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
-    """`2 ** (x * scale + shift)`: XLA would leave product and sum apart, which one instruction computes."""
-    if interpret:
-        return jnp.exp2(x * scale + shift)
-    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
-    (y,) = plgpu.elementwise_inline_asm(
-        f"{{ .reg .f32 y; fma.rn.ftz.f32 y, $1, {factor}, $2; ex2.approx.ftz.f32 $0, y; }}",
-        args=[x, jnp.broadcast_to(shift, x.shape)],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return y
-
-
-def _walk(start: _Index, end: _Index, step: Callable[[_Index, _Carry], _Carry], carry: _Carry) -> _Carry:
-    if isinstance(start, int) and isinstance(end, int) and end - start <= 1:
-        return step(start, carry) if end > start else carry
-    return jax.lax.fori_loop(start, end, step, carry)
 
 
 def _attention_kernel(
@@ -232,12 +170,11 @@ def _attention_kernel(
 ) -> None:
     seq, kv_seq = o_ref.shape[1], k_ref.shape[1]
     block_q, block_kv, block_d = config.block_q, config.block_kv, pl.next_power_of_2(head_dim)
-    blocks = pl.cdiv(kv_seq, block_kv)
+    band = Band(seq=seq, kv_seq=kv_seq, causal=causal, window=window)
     q_block, program, batch = (pl.program_id(axis) for axis in range(3))
     if causal:  # those that take longest begin first
         q_block, program = pl.cdiv(seq, block_q) - 1 - program, q_block
     start = q_block * block_q
-    position = start + kv_seq - seq  # of the first query, among the keys
     depth = in_bounds(0, block_d, head_dim)
     rows, row_mask = span(start, block_q), in_bounds(start, block_q, seq)
     segments = None if segment_ref is None else load(segment_ref.at[batch, rows], row_mask)
@@ -253,7 +190,7 @@ def _attention_kernel(
         """The sums of the rows of p, (block_q, 1), or (block_q, 8) with all columns alike."""
         return jnp.sum(p, axis=1, keepdims=True) if ones is None else dot(p.astype(ones.dtype), ones)
 
-    def valid_pairs(key: _Index, in_range: jax.Array | None) -> jax.Array | None:
+    def valid_pairs(key: Index, in_range: jax.Array | None) -> jax.Array | None:
         """Which queries see which keys of a block, None if all see all; broadcast to (block_q, block_kv)."""
         keys = span(key, block_kv)
         terms = [] if in_range is None else [in_range[None, :]]
@@ -262,37 +199,16 @@ def _attention_kernel(
         if kv_segment_ref is not None:
             assert segments is not None
             terms.append(segments[:, None] == load(kv_segment_ref.at[batch, keys], in_range)[None, :])
-        if causal:
-            distance = (position - key + jnp.arange(block_q))[:, None] - jnp.arange(block_kv)[None, :]
-            terms += [distance >= 0] if window is None else [distance >= 0, distance < window]
-        return functools.reduce(operator.and_, terms) if terms else None
+        return every(terms + band.valid(start, key, block_q, block_kv))
 
-    def needed() -> tuple[_Index, _Index, _Index, _Index]:
-        """The blocks with a valid pair, [first, end), and those of them where every pair is: [full, full_end)."""
-        first: _Index = 0
-        end: _Index = blocks
-        full: _Index = 0
-        full_end: _Index = kv_seq // block_kv
-        if causal and blocks > 1:
-            last = position + block_q - 1  # of the last query
-            end = jnp.clip((last + block_kv) // block_kv, 0, blocks)
-            full_end = jnp.clip((position + 1) // block_kv, 0, full_end)
-            if window is not None:
-                first = jnp.maximum(position - window + 1, 0) // block_kv
-                full = jnp.maximum(last - window + block_kv, 0) // block_kv
-        if reach_ref is not None:
-            row = batch if reach_ref.shape[0] > 1 else jnp.int32(0)
-            found = (plgpu.load(reach_ref.at[row, q_block, jnp.int32(i)]) for i in range(4))
-            found_first, found_end, found_full, found_full_end = found
-            first, end = jnp.maximum(first, found_first), jnp.minimum(end, found_end)
-            full, full_end = jnp.maximum(full, found_full), jnp.minimum(full_end, found_full_end)
-        if blocks < _APART or (reach_ref is None and (mask_ref is not None or kv_segment_ref is not None)):
-            return first, end, first, first  # one loop, in which all are masked
-        if window is not None or reach_ref is not None:
-            full = jnp.clip(full, first, end)
-        if causal or reach_ref is not None:
-            full_end = jnp.clip(full_end, full, end)
-        return first, end, full, full_end
+    runs = narrowed(
+        band.keys_of(start, block_q, block_kv),
+        pl.cdiv(kv_seq, block_kv),
+        reach_ref,
+        batch,
+        q_block,
+        masked=mask_ref is not None or kv_segment_ref is not None,
+    )
 
     def attend(head: jax.Array) -> None:
         kv_head = head // (num_heads // num_kv_heads)
@@ -302,7 +218,7 @@ def _attention_kernel(
         )
         q = load(q_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
 
-        def step(s: _Index, carry: _Carry, *, full: bool = False) -> _Carry:
+        def step(s: Index, carry: _Carry, *, full: bool) -> _Carry:
             acc, m_i, l_i = carry
             key = s * block_kv
             keys, in_range = span(key, block_kv), None if full else in_bounds(key, block_kv, kv_seq)
@@ -312,32 +228,25 @@ def _attention_kernel(
             if bias_ref is not None:
                 which = (i if n > 1 else jnp.int32(0) for i, n in zip((batch, head), bias_ref.shape, strict=False))
                 bias = load(bias_ref.at[*which, rows, keys], tile_mask(row_mask, in_range))
-                scores += bias.astype(jnp.float32) * math.log2(math.e)
+                bias = bias.astype(jnp.float32)
+                scores = jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
             valid = None if full else valid_pairs(key, in_range)
             if valid is not None:
                 scores = jnp.where(valid, scores, -jnp.inf)
             m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-            p = _exp2_of(scores, late, -(m_new * late)[:, None], interpret=interpret)
+            shift = jnp.where(m_new == LOWEST, 0.0, -m_new * late)
+            p = exp2_of(scores, late, shift[:, None], interpret=interpret)
             correction = exp2((m_i - m_new) * late, interpret=interpret)[:, None]
             v = load(v_ref.at[batch, keys, v_columns], kv_mask)
             acc = acc * correction + dot(p.astype(v.dtype), v)
             return acc, m_new, l_i * correction + row_sum(p)
-
-        first, end, full, full_end = needed()
-        before = full - first
-
-        def step_masked(i: _Index, carry: _Carry) -> _Carry:
-            """Step i of those before the full blocks and after them."""
-            after = full_end - before + i
-            return step(after if isinstance(before, int) else jnp.where(i < before, first + i, after), carry)
 
         carry = (
             jnp.zeros((block_q, block_d), jnp.float32),
             jnp.full((block_q,), LOWEST, jnp.float32),
             jnp.zeros((block_q, 1 if ones is None else ones.shape[1]), jnp.float32),
         )
-        carry = _walk(full, full_end, functools.partial(step, full=True), carry)
-        acc, m_i, l_i = _walk(0, before + end - full_end, step_masked, carry)
+        acc, m_i, l_i = walk(runs, step, carry)
         total = jnp.max(l_i, axis=1)
         empty = total == 0.0  # no key took part
         out = acc * jnp.where(empty, 0.0, 1.0 / total)[:, None]
@@ -405,7 +314,7 @@ def attention(
     if num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide {num_heads=}")
     ids = (segment_ids, kv_segment_ids)
-    searched = pl.cdiv(kv_seq, config.block_kv) >= _REACH and (mask is not None or segment_ids is not None)
+    found = searched(mask, *ids, seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv)
     kernel = functools.partial(
         _attention_kernel,
         config=config,
@@ -430,5 +339,5 @@ def attention(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention",
-    )(q, k, v, mask, bias, *ids, reach(mask, *ids, seq=seq, kv_seq=kv_seq, config=config) if searched else None)
+    )(q, k, v, mask, bias, *ids, found)
     return (out, lse) if return_lse else out
