@@ -140,7 +140,7 @@ def test_gradients_have_products_as_wide_as_their_operands(call: Call, implement
     for dtype, kind in (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32")):
         found = operands_of_products(call, dtype, implementation)
         assert set(found) <= {(kind, kind)}
-        assert found or call.name in ELEMENTWISE
+        assert found or implementation is None or call.name in ELEMENTWISE  # kernels may leave none to XLA
 
 
 ELEMENTWISE = {
