@@ -78,6 +78,10 @@ def attention(
     rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, and with `mask`
     it may be anything, NaN too, but its value must be finite; a query that no key is left for gets zeros.
 
+    Gradients come from kernels too. They compute scores again, so that memory grows with the lengths, not with
+    their product, and add up in a fixed order: the same operands give the same bits. In XLA queries are taken a
+    block at a time, for the same reason.
+
     Queries and keys may differ in number: the last query is at the position of the last key. Sequences of
     any lengths are packed into one row by segment ids: sequences joined to q of (total, Hq, D) with
     cumulative lengths are `attention(q[None], k[None], v[None], segment_ids=ids[None])[0]` with

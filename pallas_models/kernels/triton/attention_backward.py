@@ -244,6 +244,7 @@ class _Blocks:
 
 
 _READ = len(dataclasses.fields(_Refs))
+_BIAS_PROGRAMS = 8  # on each core, that the gradient of a bias is split into where its own blocks are fewer
 
 
 def _keys_kernel(_: Ref | None, *refs: Ref, form: _Form, config: Config) -> None:
@@ -323,32 +324,35 @@ def _queries_kernel(*refs: Ref, form: _Form, config: Config) -> None:
 
 
 def _bias_kernel(*refs: Ref, form: _Form, config: Config, batch: int) -> None:
-    """The gradient of a block of the bias, summed over the axes that the bias does not have.
+    """The gradient of a block of the bias, or a part of its sum over the axes that the bias does not have.
 
     Args:
-      refs: those of `_Refs`, then that of the gradient.
+      refs: those of `_Refs`, then that of the gradient, (parts, B or 1, heads or 1, Sq, Skv).
       batch: B.
     """
     inputs, dbias_ref = _Refs(*refs[:_READ]), refs[_READ]
     band, block_q, block_kv = form.band, config.block_q, config.block_kv
-    key, query = pl.program_id(0) * block_kv, pl.program_id(1) * block_q
-    own = pl.program_id(2)
-    batches, heads = dbias_ref.shape[:2]
+    parts, batches, heads = dbias_ref.shape[:3]
+    key, query, index = pl.program_id(0) * block_kv, pl.program_id(1) * block_q, pl.program_id(2)
+    own, part = index // parts, index % parts
+    summed_heads = form.num_heads // heads  # all, or one
+    summed = batch // batches * summed_heads
 
-    def add_head(head: Index, total: jax.Array, *, batch: Index) -> jax.Array:
-        blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=False)
+    def add(i: Index, total: jax.Array) -> jax.Array:
+        b, head = (own // heads, own % heads)
+        b = i // summed_heads if batches < batch else b
+        head = i % summed_heads if heads < form.num_heads else head
+        blocks = _Blocks(refs=inputs, form=form, config=config, batch=b, keys_first=False)
         queries, keys = blocks.queries(query, head), blocks.keys(key, head)
         return total + blocks.gradients(query, key, head, queries, keys, full=False)[1]
 
-    def add_batch(batch: Index, total: jax.Array) -> jax.Array:
-        add = functools.partial(add_head, batch=batch)
-        return add(own % heads, total) if heads > 1 else jax.lax.fori_loop(0, form.num_heads, add, total)
-
-    total = jnp.zeros((block_q, block_kv), jnp.float32)
-    total = add_batch(own // heads, total) if batches > 1 else jax.lax.fori_loop(0, batch, add_batch, total)
+    size = pl.cdiv(summed, parts)
+    start = part * size
+    zero = jnp.zeros((block_q, block_kv), jnp.float32)
+    total = jax.lax.fori_loop(start, jnp.minimum(start + size, summed), add, zero)
     mask = tile_mask(in_bounds(query, block_q, band.seq), in_bounds(key, block_kv, band.kv_seq))
-    target = dbias_ref.at[own // heads, own % heads, span(query, block_q), span(key, block_kv)]
-    store(target, total, mask)
+    rows, columns = span(query, block_q), span(key, block_kv)
+    store(dbias_ref.at[part, own // heads, own % heads, rows, columns], total, mask)
 
 
 def attention_backward(
@@ -437,7 +441,7 @@ def attention_backward(
     def call(
         kernel: Callable[..., None],
         config: Config,
-        outputs: Sequence[jax.Array],
+        outputs: Sequence[jax.Array | jax.ShapeDtypeStruct],
         grid: tuple[int, ...],
         *buffer: jax.Array | None,
         keys_first: bool = False,
@@ -477,6 +481,12 @@ def attention_backward(
         dqkv = (dq, *call(_keys_kernel, for_keys, [k, v], keys_grid, None, keys_first=True))
     if bias is None or not wanted[2]:
         return tuple(dqkv), None, None, None, None
-    bias_grid = (pl.cdiv(kv_seq, for_queries.block_kv), q_blocks, bias.shape[0] * bias.shape[1])
-    (dbias,) = call(_bias_kernel, for_queries, [bias], bias_grid, batch=batch)
+    # Where few blocks fill no GPU, each is summed in parts.
+    bias_blocks = pl.cdiv(kv_seq, for_queries.block_kv) * q_blocks * bias.shape[0] * bias.shape[1]
+    summed = batch * num_heads // (bias.shape[0] * bias.shape[1])
+    parts = min(pl.cdiv(_BIAS_PROGRAMS * target.num_cores, bias_blocks), summed)
+    dbias_type = jax.ShapeDtypeStruct((parts, *bias.shape), bias.dtype if parts == 1 else jnp.float32)
+    bias_grid = (pl.cdiv(kv_seq, for_queries.block_kv), q_blocks, bias.shape[0] * bias.shape[1] * parts)
+    (dbias,) = call(_bias_kernel, for_queries, [dbias_type], bias_grid, batch=batch)
+    dbias = dbias[0] if parts == 1 else jnp.sum(dbias, axis=0).astype(bias.dtype)
     return tuple(dqkv), None, dbias, None, None
