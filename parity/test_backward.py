@@ -15,6 +15,13 @@ from parity.tolerances import GRADIENT
 ROWS, WIDTH, OUTPUTS = 5, 4, 3
 
 
+@pytest.fixture(autouse=True)
+def no_tf32():
+    """The products of this file are jnp's, which a GPU computes in TF32 by default."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def reference(x, keep, w, *, scale, return_sum=False):
     y = jnp.tanh(x * scale) @ w * keep[:, None]
     return (y, jnp.sum(x * x, -1)) if return_sum else y
