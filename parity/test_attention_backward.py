@@ -98,7 +98,7 @@ def test_every_option_against_torch(reference, name):
 @pytest.mark.parametrize(
     "block_q, block_kv, num_warps, num_stages", [(16, 64, 2, 2), (64, 16, 4, 1), (32, 32, 1, 3)]
 )
-@pytest.mark.parametrize("name", ["causal", "window", "all"])
+@pytest.mark.parametrize("name", ["causal", "window"])
 def test_tiles_of_any_size(reference, name, block_q, block_kv, num_warps, num_stages):
     arrays, bias, options = operands(CASES[name])
     cotangents = cotangents_of(reference, arrays, bias, **options)
@@ -122,7 +122,7 @@ def test_windows_that_end_at_the_edge_of_a_block(reference, window):
         assert_close(gradient, wanted, GRADIENT)
 
 
-@pytest.mark.parametrize("name", ["grouped heads", "all"])
+@pytest.mark.parametrize("name", ["grouped heads", "bias"])
 def test_every_dtype_with_the_tiles_chosen_for_it(reference, dtype, tolerance, name):
     arrays, bias, options = operands(CASES[name], dtype)
     cotangents = cotangents_of(reference, arrays, bias, **options)
@@ -182,8 +182,8 @@ def test_blocks_without_a_valid_pair_are_not_read(name):
 
 
 def test_the_same_bits_every_time():
-    arrays, bias, options = operands(CASES["all"], "bfloat16")
-    cotangents = normal(np.random.default_rng(54), *arrays[0].shape, dtype="bfloat16"), jnp.zeros((2, 4, 300))
+    arrays, bias, options = operands(CASES["bias"], "bfloat16")
+    cotangents = normal(np.random.default_rng(54), *arrays[0].shape, dtype="bfloat16"), jnp.zeros((2, 4, 37))
     first = pulled(arrays, bias, cotangents, **options)
     for _ in range(10 if ON_GPU else 2):
         for a, b in zip(pulled(arrays, bias, cotangents, **options), first, strict=True):
