@@ -33,6 +33,13 @@ def pytest_report_header() -> str:
     return f"parity: kernels run as implementation={KERNEL!r}, {'real' if ON_GPU else 'small'} shapes"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a file compiles goes with it: all of the suite's programs take more than 5 GB a worker."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
     """Arrays of JAX are on the CPU: for tests that have torch there, or that say that there is no GPU."""
