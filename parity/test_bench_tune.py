@@ -13,7 +13,7 @@ from bench.measuring.harness import DTYPES
 from pallas_models import tuning
 from pallas_models.tuning import Table, autotuner
 from pallas_models.tuning import table as tables
-from parity.common import cuda_device
+from parity.common import ON_HOPPER, cuda_device
 from parity.test_tuning import GPU, entry, folders, table, times
 
 __all__ = ["folders", "times"]  # fixtures
@@ -171,9 +171,11 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
     entry_of["backend"] = problem.backend
     fn, args, options = tunable.call(tunable.dtypes[0], *tunable.smaller(sizes))
     near = autotuner._Call(fn, args, options).problem(tunable.kernel)
-    assert (
-        0.15 < entry(dtype="any", **entry_of).distance(near.op, near.shape, "any", near.backend) < 0.9
-    )  # powers of two
+    if near.shape != problem.shape:  # a kernel may pad both to whole tiles
+        distance = entry(dtype="any", **entry_of).distance(near.op, near.shape, "any", near.backend)
+        assert 0.15 < distance < 0.9  # powers of two
+    else:
+        assert op == "trimul_product" and ON_HOPPER
 
 
 SHIPPED = Table.load(Path(tuning.__file__).parent / "tables" / tables.file_name(GPU))
