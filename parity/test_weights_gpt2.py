@@ -113,6 +113,10 @@ def test_every_disagreement_of_config_and_tensors_is_listed(tmp_path):
             {"activation_function": "relu"},
             "activation_function is 'relu'; expected 'gelu_new' or 'gelu_pytorch_tanh'",
         ),
+        (
+            {"activation_function": "gelu"},
+            "activation_function is 'gelu'; expected 'gelu_new' or 'gelu_pytorch_tanh'",
+        ),  # erf's
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; expected False"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False; expected True"),
         ({"n_embd": "64", "n_inner": None}, "n_embd is '64'; expected a positive integer"),
