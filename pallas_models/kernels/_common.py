@@ -60,6 +60,11 @@ def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tupl
     return group * group_m + i, j
 
 
+def first_heads_of(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
+    """Which head of its array the queries, the keys and the values of attention begin with: one may hold all."""
+    return (0, num_heads, num_heads + num_kv_heads) if len(qkv) == 1 else (0, 0, 0)
+
+
 def rows_of_backward(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -11,14 +11,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import LOWEST, Ref
+from pallas_models.kernels._common import LOWEST, Ref, first_heads_of
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
@@ -108,7 +108,7 @@ def shared_memory(config: Config, head_dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Shape:
+class Shape:
     """What is attended to: lengths, heads, and where heads lie in the columns of queries, keys and values."""
 
     seq: int
@@ -120,6 +120,17 @@ class _Shape:
     causal: bool
     window: int | None
 
+    @classmethod
+    def of(cls, qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int, **others: Any) -> Self:
+        return cls(
+            seq=qkv[0].shape[1],
+            kv_seq=qkv[-1].shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            first_heads=first_heads_of(qkv, num_heads, num_kv_heads),
+            **others,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Walk:
@@ -130,7 +141,7 @@ class _Walk:
     group: int
 
 
-def _reach(xp: Any, start: Any, config: Config, shape: _Shape) -> tuple[Any, Any, Any, Any]:
+def _reach(xp: Any, start: Any, config: Config, shape: Shape) -> tuple[Any, Any, Any, Any]:
     """The blocks of keys that the tile from query `start` on needs: [first, end), every pair in [full, full_end).
 
     `xp` is numpy or jax.numpy. A tile that needs none has one all the same, which is masked.
@@ -190,7 +201,7 @@ _Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima an
 
 
 def _attention_kernel(
-    refs: Refs, *, config: Config, shape: _Shape, walk: _Walk, sm_scale: float, interpret: bool
+    refs: Refs, *, config: Config, shape: Shape, walk: _Walk, sm_scale: float, interpret: bool
 ) -> None:
     """Attends in this warpgroup.
 
@@ -453,6 +464,15 @@ def _attention_kernel(
         consume()
 
 
+def pad_rows(x: jax.Array, least: int) -> jax.Array:
+    """x (B, S, columns) with as many rows as copies want.
+
+    These cannot end within the eight rows of a tile of shared memory, nor be longer than the whole array.
+    """
+    missing = max(pl.cdiv(x.shape[1], 8) * 8, least) - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
+
+
 def attention(
     qkv: tuple[jax.Array, ...],
     mask: jax.Array | None,
@@ -501,13 +521,7 @@ def attention(
     )
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
-
-    # Copies cannot end within the eight rows of a tile of shared memory, nor be longer than the whole array.
-    def pad(x: jax.Array, least: int) -> jax.Array:
-        missing = max(pl.cdiv(x.shape[1], 8) * 8, least) - x.shape[1]
-        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
-
-    padded = [pad(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
+    padded = [pad_rows(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
     mask, segments, kv_segments = (
         None if x is None else jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
@@ -519,16 +533,7 @@ def attention(
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
     num_tiles = heads * q_blocks
     num_ctas = min(num_tiles, target.num_cores)
-    shape = _Shape(
-        seq=seq,
-        kv_seq=kv_seq,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
-        causal=causal,
-        window=window,
-    )
+    shape = Shape.of(qkv, num_heads, num_kv_heads, head_dim=head_dim, causal=causal, window=window)
     first, _, _, end = _reach(np, block_q * np.arange(q_blocks)[::-1], config, shape)
     in_cache = _CACHE // (2 * kv_seq * head_dim * dtype.itemsize) * (num_heads // num_kv_heads)
     barrier = plgpu.Barrier

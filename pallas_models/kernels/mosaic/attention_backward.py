@@ -51,17 +51,8 @@ def unsupported(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Shape:
-    """Lengths, heads, and where heads lie in the columns of queries, keys and values."""
-
-    seq: int
-    kv_seq: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    first_heads: tuple[int, int, int]
-    causal: bool
-    window: int | None
+class _Shape(attention.Shape):
+    """With what follows from it for the kernel."""
 
     @property
     def block_q(self) -> int:
@@ -401,27 +392,12 @@ def attention_backward(
     )  # see `unsupported` of the forward pass
     fused = len(qkv) == 1
     (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
-    shape = _Shape(
-        seq=seq,
-        kv_seq=kv_seq,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
-        causal=causal,
-        window=window,
-    )
+    shape = _Shape.of(qkv, num_heads, num_kv_heads, head_dim=head_dim, causal=causal, window=window)
     block_q = shape.block_q
     q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, _BLOCK_KV)
-
-    # Copies cannot end within the eight rows of a tile of shared memory, nor be longer than the whole array.
-    def pad(x: jax.Array, least: int) -> jax.Array:
-        missing = max(pl.cdiv(x.shape[1], 8) * 8, least) - x.shape[1]
-        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
-
-    padded = [pad(x, max(block_q, _ROWS) if fused or i == 0 else _ROWS) for i, x in enumerate(qkv)]
+    padded = [attention.pad_rows(x, max(block_q, _ROWS) if fused or i == 0 else _ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
-    padded_dout = pad(dout, block_q)
+    padded_dout = attention.pad_rows(dout, block_q)
     if interpret:
         check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], _BLOCK_KV))
     shift, delta = rows_of_backward(out, lse, dout, dlse, head_dim)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, first_heads_of
 from pallas_models.kernels.triton._attention import Band, Index, every, exp2_of, narrowed, searched, walk
 from pallas_models.kernels.triton._common import (
     block_size,
@@ -321,7 +321,7 @@ def attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
+        first_heads=first_heads_of(qkv, num_heads, num_kv_heads),
         causal=causal,
         window=window,
         sm_scale=sm_scale,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import MASKING_BIAS, Ref, rows_of_backward
+from pallas_models.kernels._common import MASKING_BIAS, Ref, first_heads_of, rows_of_backward
 from pallas_models.kernels.triton._attention import Band, Index, every, exp2_of, narrowed, searched, walk
 from pallas_models.kernels.triton._common import (
     block_size,
@@ -405,7 +405,7 @@ def attention_backward(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        first_heads=(0, num_heads, num_heads + num_kv_heads) if fused else (0, 0, 0),
+        first_heads=first_heads_of(qkv, num_heads, num_kv_heads),
         sm_scale=sm_scale,
         precision=precision,
         interpret=interpret,
