@@ -1,5 +1,6 @@
 """How a gradient of its own serves an op: when it is called, for what, and under which transformations."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_models.ops._dispatch import Backward, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from parity.common import assert_close, normal
 from parity.tolerances import GRADIENT
 
@@ -27,6 +29,9 @@ def reference(x, keep, w, *, scale, return_sum=False):
     return (y, jnp.sum(x * x, -1)) if return_sum else y
 
 
+SHARDING = Sharding(equation="m K, m, K N -> m N, m")
+
+
 class Recorder:
     """An op whose kernel and gradient are jnp, and which notes what its gradient was called with."""
 
@@ -36,7 +41,9 @@ class Recorder:
             backend="triton", call=self.backward, keeps=2, options={"return_sum": True}, refuses=self.refuses
         )
         kernel = Kernel(backend="triton", call=self.forward, config=None)
-        self.op = Op(name="recorder", reference=reference, kernels=(kernel,), backward=(backward,))
+        self.op = Op(
+            name="recorder", reference=reference, kernels=(kernel,), backward=(backward,), sharding=SHARDING
+        )
         self.reason: str | None = None
 
     def refuses(self, *arrays: Any, **static: Any) -> str | None:
@@ -178,9 +185,7 @@ def test_a_gradient_that_refuses_leaves_the_call_to_the_reference():
 def test_a_gradient_of_a_backend_that_is_not_named_is_not_called():
     recorder = Recorder()
     other = Kernel(backend="mosaic", call=recorder.forward, config=None)
-    op = Op(
-        name="recorder", reference=reference, kernels=(other, *recorder.op.kernels), backward=recorder.op.backward
-    )
+    op = dataclasses.replace(recorder.op, kernels=(other, *recorder.op.kernels))
 
     def gradient(*names):
         return jax.grad(lambda x: jnp.sum(run(op, x, KEEP, W, implementation=names, scale=2.0)))(X)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -13,6 +14,17 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
 from pallas_models.ops._linear import linear
+from pallas_models.ops._sharding import (
+    Layout,
+    Options,
+    Sharding,
+    Total,
+    can_spread,
+    is_explicit,
+    over_explicit,
+    spread,
+    varying_alike,
+)
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Table
 from pallas_models.tuning.table import installed
@@ -49,7 +61,6 @@ class Kernel:
       config: the class of its configs; None if `config=` cannot set them.
       refuses: `refuses(*arrays, **static)` gives the reason why it does not serve a call; None where it does.
       preferred: `preferred(*arrays, **static)` says whether it is the fastest kernel for a call that it serves.
-      sharding: how it is partitioned, in place of the op's rule.
     """
 
     backend: Literal["mosaic", "triton"]
@@ -57,7 +68,6 @@ class Kernel:
     config: type | None
     refuses: Callable[..., str | None] = _never
     preferred: Callable[..., bool] = _always
-    sharding: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -97,15 +107,19 @@ class Op:
       derivative: a function that is differentiated in place of the reference, with the same arguments.
       backward: what computes the gradient in place of that, the first that serves a call. Where implementations
         are named, its backend is one of theirs.
-      sharding: in einsum notation, which axes can be split over devices.
+      sharding: which axes can be split over devices; or `sharding(*arrays, **static)`, which says so. Gradients
+        are split as the operands are.
+      contracted: `contracted(call, total, *arrays, **static)` is the op where an axis is split that no result has,
+        with `call` like the reference and `total` adding up what the devices have.
     """
 
     name: str
     reference: Callable[..., Any]
     kernels: tuple[Kernel, ...]
+    sharding: Sharding | Callable[..., Sharding]
     derivative: Callable[..., Any] | None = None
     backward: tuple[Backward, ...] = ()
-    sharding: str | None = None
+    contracted: Callable[..., Any] | None = None
 
 
 def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:
@@ -202,7 +216,50 @@ def _run(
                 scalars = ", ".join(traced)
                 raise NotImplementedError(f"implementation={names} takes {scalars} as a number, not as an array")
             return op.reference(*arrays, **options, **traced)
-        return _differentiable(op, arrays, options, config, names, target)(*arrays)
+        if is_explicit(arrays) and names != ("xla",):
+            layout, tree = _layout(op, arrays, options)
+            part = functools.partial(_part, op, jax.tree.structure(arrays), _compute, config, names, target)
+            return tree.unflatten(over_explicit(part, layout, jax.tree.leaves(arrays), options))
+        return _compute(op, arrays, options, config, names, target)
+
+
+def _compute(
+    op: Op, arrays: tuple[Any, ...], static: Options, config: Any, names: tuple[Name, ...], target: Target
+) -> Any:
+    """The op of arrays that are on one device, or spread in ways that their types do not tell."""
+    arrays = varying_alike(arrays)
+    return _differentiable(op, arrays, static, config, names, target)(*arrays)
+
+
+def _layout(op: Op, arrays: tuple[Any, ...], static: Options) -> tuple[Layout, Any]:
+    """How operands and results are split, and the tree that the results are."""
+    sharding = op.sharding if isinstance(op.sharding, Sharding) else op.sharding(*arrays, **static)
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    tree = jax.tree.structure(jax.eval_shape(functools.partial(op.reference, **static), *plain))
+    return Layout.of(sharding, arrays, tree.num_leaves), tree
+
+
+def _part(
+    op: Op,
+    tree: Any,
+    compute: Callable[..., Any],
+    config: Any,
+    names: tuple[Name, ...],
+    target: Target,
+    leaves: list[jax.Array],
+    static: Options,
+    total: Total | None,
+) -> list[jax.Array]:
+    """The leaves of `compute(op, arrays, static, ...)` of what one device has of the arrays."""
+
+    def call(*arrays: Any, **static: Any) -> Any:
+        return compute(op, arrays, static, config, names, target)
+
+    arrays = tree.unflatten(leaves)
+    if total is None:
+        return jax.tree.leaves(call(*arrays, **static))
+    assert op.contracted is not None, f"the sharding of {op.name} has an axis that no result has"
+    return jax.tree.leaves(op.contracted(call, total, *arrays, **static))
 
 
 @contextlib.contextmanager
@@ -226,7 +283,7 @@ def _choose(
     target: Target,
     reference: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What computes the result: the reference, a kernel, or the choice of them by platform."""
+    """What computes the result: the reference or a kernel."""
     by_hand = config is not None and not isinstance(config, Chooser)
     takers = [k for k in op.kernels if not by_hand or (k.config is not None and isinstance(config, k.config))]
     if not takers:
@@ -244,8 +301,7 @@ def _choose(
             if obstacle or not _runs(kernel.backend, target) or kernel.refuses(*arrays, **static):
                 continue
             if by_hand or kernel.preferred(*arrays, **static):
-                compiled = call(kernel, False)
-                return lambda *arrays: jax.lax.platform_dependent(*arrays, cuda=compiled, default=reference)
+                return call(kernel, False)
         return reference
     reasons = []
     for name in names:
@@ -271,8 +327,6 @@ def _choose(
 def _obstacle(*trees: Any) -> str | None:
     """What no kernel serves among the arrays; the empty string for axes of size 0, over which there is no grid."""
     leaves = jax.tree.leaves(trees)
-    if any(_is_spread(leaf) for leaf in leaves):
-        return "takes no arrays of an explicit mesh, nor of a shard_map with check_vma=True"
     if any(not isinstance(size, int) for leaf in leaves for size in leaf.shape):
         return "takes no symbolic sizes"
     if any(leaf.dtype.itemsize == 8 for leaf in leaves):
@@ -295,14 +349,6 @@ def _most_rows(leaf: Any) -> int:
     return max(leaf.shape[-1], leaf.size // leaf.shape[-1])
 
 
-def _is_spread(leaf: Any) -> bool:
-    """Whether the type of an array names axes of a mesh, as those of a kernel's outputs would have to."""
-    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
-    varying = getattr(getattr(kind, "manual_axis_type", None), "varying", None)
-    spec = getattr(getattr(kind, "sharding", None), "spec", None) or ()
-    return bool(varying) or any(axis is not None for axis in spec)
-
-
 def _runs(backend: str, target: Target) -> bool:
     """Whether a target runs the kernels of a backend."""
     return target.is_hopper if backend == "mosaic" else target.capability >= (8, 0)
@@ -318,7 +364,7 @@ def _differentiable(
 ) -> Callable[..., Any]:
     """The function of arrays like these that computes the op, with its derivatives."""
     reference = functools.partial(op.reference, **static)
-    forward = _choose(op, arrays, static, config, names, target, reference)
+    forward = _forward(op, arrays, static, config, names, target, reference)
     derivative = reference if op.derivative is None else functools.partial(op.derivative, **static)
     if forward is reference:
         return reference if op.derivative is None else _with_derivative(reference, derivative)
@@ -339,11 +385,26 @@ def _differentiable(
     ) -> list[Any]:
         """The cotangents of all leaves of the wanted arrays."""
 
-        def in_kernels(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[Any]:
-            table = config if isinstance(config, Chooser) else None
-            options = dict(wanted=wanted, config=table, target=target, interpret=interpret, **static)
-            given = backward.call(*arrays, *kept, *cotangents, **options)
-            return jax.tree.leaves([x for x, w in zip(given, wanted, strict=True) if w])
+        def in_kernels(*operands: Any) -> list[Any]:
+            leaves, tree = jax.tree.flatten(operands)
+
+            def part(leaves: list[jax.Array], static: Options, _: Total | None = None) -> list[jax.Array]:
+                arrays, kept, cotangents = tree.unflatten(leaves)
+                table = config if isinstance(config, Chooser) else None
+                options = dict(wanted=wanted, config=table, target=target, interpret=interpret, **static)
+                given = backward.call(*arrays, *kept, *cotangents, **options)
+                return jax.tree.leaves([x for x, w in zip(given, wanted, strict=True) if w])
+
+            if not can_spread():
+                return part(leaves, static)
+            indices = itertools.count()
+            owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
+            layout = _layout(op, arrays, options)[0].backward(
+                backward.keeps,
+                [i for i, c in enumerate(cotangents) if c is not None],
+                [i for own, w in zip(owned, wanted, strict=True) if w for i in own],
+            )
+            return spread(part, layout, leaves, static)
 
         def in_reference(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[Any]:
             del kept
@@ -358,13 +419,46 @@ def _differentiable(
             full = [jnp.zeros_like(y) if c is None else c for y, c in zip(out, given, strict=True)]
             return jax.tree.leaves(pullback(full))
 
-        def by_platform(*operands: Any) -> list[Any]:
-            return jax.lax.platform_dependent(*operands, cuda=in_kernels, default=in_reference)
-
+        by_platform = functools.partial(_by_platform, in_kernels, in_reference)
         gradient = _with_derivative(in_kernels if names else by_platform, in_reference)
         return gradient(arrays, kept, cotangents)
 
     return _with_derivative(forward, derivative, keep, pull)
+
+
+def _forward(
+    op: Op,
+    arrays: tuple[Any, ...],
+    static: Options,
+    config: Any,
+    names: tuple[Name, ...],
+    target: Target,
+    reference: Callable[..., Any],
+) -> Callable[..., Any]:
+    """What computes the result: the reference, a kernel on each device, or the choice of them by platform."""
+    kernel = _choose(op, arrays, static, config, names, target, reference)
+    if kernel is reference:
+        return reference
+    if can_spread():
+        layout, tree = _layout(op, arrays, static)
+        part = functools.partial(_part, op, jax.tree.structure(arrays), _compute_part, config, names, target)
+
+        def kernel(*arrays: Any) -> Any:
+            return tree.unflatten(spread(part, layout, jax.tree.leaves(arrays), static))
+
+    return kernel if names else functools.partial(_by_platform, kernel, reference)
+
+
+def _compute_part(
+    op: Op, arrays: tuple[Any, ...], static: Options, config: Any, names: tuple[Name, ...], target: Target
+) -> Any:
+    """The result for what one device has, by the kernel that is best for its sizes; not differentiated."""
+    reference = functools.partial(op.reference, **static)
+    return _choose(op, arrays, static, config, names, target, reference)(*arrays)
+
+
+def _by_platform(kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Any:
+    return jax.lax.platform_dependent(*operands, cuda=kernel, default=reference)
 
 
 def _choose_backward(

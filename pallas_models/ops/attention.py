@@ -15,6 +15,7 @@ from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _products
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -461,6 +462,17 @@ def _attend_block(
     return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
 
 
+def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:
+    """Queries go with the head of keys and values that they share; one buffer of all three has no such split."""
+    if len(qkv) == 1:
+        return Sharding(equation="b S F, b T, b H S T, b S, b T -> b S F, b H S")
+    return Sharding(
+        equation="b S (g Q), b T (g D), b T (g D), b T, b (g R) S T, b S, b T -> b S (g Q), b (g R) S",
+        sizes={"g": num_kv_heads},
+        divides={"g": ("num_heads", "num_kv_heads")},
+    )
+
+
 _OP = Op(
     name="attention",
     reference=reference,
@@ -484,4 +496,5 @@ _OP = Op(
             refuses=mosaic_backward.unsupported,
         ),
     ),
+    sharding=_sharding,
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -168,4 +169,5 @@ _OP = Op(
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.embed_tokens, config=triton.Config),),
     backward=(Backward(backend="triton", call=_backward),),
+    sharding=Sharding(equation="b S, b S, V D, P D, T D, D, D -> b S D"),
 )

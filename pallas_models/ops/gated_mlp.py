@@ -16,6 +16,7 @@ from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.ops import _checks, _products, activations
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
 from pallas_models.tuning import Chooser
@@ -186,6 +187,7 @@ _OP = Op(
         ),
     ),
     backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_products": True}),),
+    sharding=Sharding(equation="m K, K G n, G n -> m n, m G n"),
 )
 
 

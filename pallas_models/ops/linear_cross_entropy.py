@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -212,6 +213,7 @@ def _over_chunks(
       rows: `rows(logits, bias, labels, weights)` gives the losses of a chunk, and the gradient of its logits.
     """
     tokens, vocab = x.shape[0], kernel.shape[0 if transposed else 1]
+    chunk = min(chunk, _chunk(tokens, vocab))  # these may be a device's part of the tokens
     steps = pl.cdiv(tokens, chunk)
     padding = steps * chunk - tokens
     dot = functools.partial(jax.lax.dot_general, precision=precision)
@@ -376,5 +378,6 @@ _OP = Op(
     reference=reference,
     kernels=(Kernel(backend="triton", call=_with_kernel, config=triton.Config),),
     backward=(Backward(backend="triton", call=_backward, refuses=_refuses_backward),),
+    sharding=Sharding(equation="t D, D V, V, t, t -> t, t D, D V, V"),
     derivative=reference,  # whose gradient then keeps its operands alone, where XLA computes it too
 )

@@ -14,6 +14,7 @@ from pallas_models.kernels.triton import matmul as triton
 from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _products, activations
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -203,6 +204,30 @@ def _has_activation(*_: Any, activation: Activation | None, **__: Any) -> str | 
     return None if activation is None else "needs what the activation was applied to"
 
 
+def _contracted(
+    call: Callable[..., jax.Array],
+    total: Total,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+    return_preactivation: bool = False,
+    **static: Any,
+) -> Any:
+    """The product of a device's part of K, added up in the dtype of the result; then the epilogue."""
+    y = total(call(x, w, None, None, activation=None, **static)).astype(jnp.float32)
+    if bias is not None:
+        y += bias.astype(jnp.float32)
+    out = _finish(y, activation, residual).astype(static["out_dtype"])
+    return (out, y.astype(x.dtype)) if return_preactivation else out
+
+
+def _sharding(*_: Any, transpose_w: bool, **__: Any) -> Sharding:
+    return Sharding(equation=f"m k, {'n k' if transpose_w else 'k n'}, n, m n -> m n, m n")
+
+
 _PREACTIVATION = {"return_preactivation": True}
 _OP = Op(
     name="matmul",
@@ -224,6 +249,8 @@ _OP = Op(
         ),
         Backward(backend="xla", call=_backward, keeps=-1, options=_PREACTIVATION),
     ),
+    sharding=_sharding,
+    contracted=_contracted,
 )
 
 

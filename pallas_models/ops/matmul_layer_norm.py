@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
@@ -158,4 +159,5 @@ _OP = Op(
     reference=reference,
     kernels=(Kernel(backend="triton", call=_triton, config=triton.Config),),
     backward=(Backward(backend="triton", call=_backward, keeps=-1, options={"return_sum": True}),),
+    sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N, m N"),
 )

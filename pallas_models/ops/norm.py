@@ -10,6 +10,7 @@ from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -210,6 +211,11 @@ def reference(
     return (result, jnp.stack([s[..., 0] for s in statistics])) if return_statistics else result
 
 
+def _sharding(*_: Any, return_residual: bool, return_statistics: bool = False, **__: Any) -> Sharding:
+    results = ["m D"] + return_residual * ["m D"] + return_statistics * ["S m"]
+    return Sharding(equation=f"m D, D, D, m D -> {', '.join(results)}")
+
+
 _OP = Op(
     name="norm",
     reference=reference,
@@ -223,4 +229,5 @@ _OP = Op(
             refuses=unsupported,
         ),
     ),
+    sharding=_sharding,
 )

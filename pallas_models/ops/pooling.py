@@ -7,6 +7,7 @@ from pallas_models.kernels._common import TINY
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -73,4 +74,5 @@ _OP = Op(
     name="mean_pool",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.mean_pool, config=triton.Config),),
+    sharding=Sharding(equation="b S N, b S -> b N"),
 )

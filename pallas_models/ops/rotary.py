@@ -7,6 +7,7 @@ import numpy as np
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -151,4 +152,5 @@ _OP = Op(
     name="rotary",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.rotary, config=triton.Config),),
+    sharding=Sharding(equation="b s F, b s C, b s C, D, D -> b s F"),
 )

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from pallas_models.kernels.triton.softmax import Algorithm
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -126,9 +128,20 @@ def reference(
     return jnp.where(kept, e, 0.0).reshape(x.shape).astype(x.dtype)  # not the NaN of a row of -inf
 
 
+def _sharding(x: jax.Array, where: jax.Array | None, *, repeat: int, **_: Any) -> Sharding:
+    """Rows are split where rows of the mask are, or between repetitions of the whole mask."""
+    if where is None:
+        return Sharding(equation="m N, W N -> m N")
+    times = len(x) // (len(where) * repeat)
+    if times > 1:
+        return Sharding(equation="(t R) N, W N -> (t R) N", sizes={"t": times})
+    return Sharding(equation="(w R) N, w N -> (w R) N", sizes={"w": len(where)})
+
+
 _OP = Op(
     name="softmax",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.softmax, config=triton.Config),),
     backward=(Backward(backend="triton", call=softmax_backward, keeps=1),),
+    sharding=_sharding,
 )

@@ -16,6 +16,7 @@ from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_w
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -302,6 +303,7 @@ _OP = Op(
         Kernel(backend="mosaic", call=_mosaic, config=None, refuses=_unsupported_by_mosaic),
         Kernel(backend="triton", call=_triton, config=Config),
     ),
+    sharding=Sharding(equation="b I J C, b I J, C, C, C P H, P H, H, H, C G, G, H C, C -> b I J C"),
     derivative=_derivative,
 )
 
