@@ -235,7 +235,7 @@ def _layout(op: Op, arrays: tuple[Any, ...], static: Options) -> tuple[Layout, A
     """How operands and results are split, and the tree that the results are."""
     sharding = op.sharding if isinstance(op.sharding, Sharding) else op.sharding(*arrays, **static)
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    tree = jax.tree.structure(jax.eval_shape(functools.partial(op.reference, **static), *plain))
+    tree: Any = jax.tree.structure(jax.eval_shape(functools.partial(op.reference, **static), *plain))
     return Layout.of(sharding, arrays, tree.num_leaves), tree
 
 
@@ -386,7 +386,7 @@ def _differentiable(
         """The cotangents of all leaves of the wanted arrays."""
 
         def in_kernels(*operands: Any) -> list[Any]:
-            leaves, tree = jax.tree.flatten(operands)
+            leaves, tree = jax.tree.flatten(operands)  # type: tuple[list[jax.Array], Any]
 
             def part(leaves: list[jax.Array], static: Options, _: Total | None = None) -> list[jax.Array]:
                 arrays, kept, cotangents = tree.unflatten(leaves)

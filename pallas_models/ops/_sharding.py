@@ -37,8 +37,8 @@ class Sharding:
 
 Axes = tuple[str | None, ...]  # the name of each axis of an array; None for one that is not split
 Split = Mapping[str, tuple[str, ...]]  # the axes of the mesh that each axis is split over
-# `function(leaves, static, total)` gives the results. `total` adds up what the devices have, where an axis is split
-# that no result has; else it is None.
+# `function(leaves, static, total)` gives the results. `total` adds up what the devices have, where an axis is
+# split that no result has; else it is None.
 Total = Callable[[jax.Array], jax.Array]
 Options = dict[str, Any]
 Function = Callable[[list[jax.Array], Options, Total | None], list[jax.Array]]
@@ -190,7 +190,7 @@ class Layout:
             results,
             reduction_factors=tuple(sorted(given - kept)),
             need_replication_factors=tuple(whole),
-            **{name: size for name, size in sizes.items() if name not in plain},
+            **{name: size for name, size in sizes.items() if name not in plain},  # type: ignore[arg-type]
         )
 
 
@@ -202,8 +202,8 @@ def _axes(term: str) -> Axes:
 def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
     """`function(leaves, static, None)`, which has kernels in it, each device computing its part.
 
-    Under `jit` how leaves are spread is known only when XLA partitions the program; it then asks for the program of
-    a part. Inside of a shard_map the leaves are a part.
+    Under `jit` how leaves are spread is known only when XLA partitions the program; it then asks for the program
+    of a part. Inside of a shard_map the leaves are a part.
     """
     is_part = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return _mappable(_on_device if is_part else _partitioned, function, layout, leaves, static)

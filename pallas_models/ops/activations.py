@@ -5,12 +5,22 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu"]
 
 
+@jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
+
+
+# JAX 0.12 cannot differentiate erf in a shard_map that checks its types.
+@_gelu.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    density = jnp.exp(-0.5 * jnp.square(x)) / math.sqrt(2.0 * math.pi)
+    return _gelu(x), (0.5 * jax.lax.erfc(-math.sqrt(0.5) * x) + x * density) * dx
 
 
 def _gelu_tanh(x: jax.Array) -> jax.Array:
