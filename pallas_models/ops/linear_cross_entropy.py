@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
+from pallas_models.ops._sharding import Sharding, varying_alike
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -240,6 +240,7 @@ def _over_chunks(
     zeros: Any = None
     if gradient:
         zeros = jnp.zeros(kernel.shape, jnp.float32), None if bias is None else jnp.zeros(vocab, jnp.float32)
+    zeros, *_ = varying_alike((zeros, x, kernel, labels, weights))  # as what is added to them
     # What fills the last chunk has weight 0.
     parts = [
         jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]).reshape(steps, chunk, *a.shape[1:])

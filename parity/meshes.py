@@ -1,0 +1,327 @@
+"""Every operation on a mesh of 8 CPU devices: `python -m parity.meshes` prints a line of JSON for each case.
+
+A process has the devices that it begins with, so that `test_meshes.py` runs this in one of its own.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_models import gpt2, minilm, ops, qwen3, trimul
+from parity.common import normal, random_mask, random_params, relative_error
+
+DEVICES = {"data": 4, "model": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call of an operation, its operands spread by `specs`.
+
+    Attributes:
+      function: of the arrays; its result is an array.
+      floats: how many of the arrays, the first ones, are differentiated.
+      result: how the result is spread; None where that is not for the operation to say.
+      sums: how many arrays are added up over devices, in forward and gradient together.
+    """
+
+    function: Callable[..., jax.Array]
+    arrays: tuple[jax.Array, ...]
+    floats: int
+    specs: tuple[P, ...]
+    result: P
+    sums: int
+
+
+def with_gradient(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
+    """A program that gives result and gradients, for a cotangent that depends on every element of the result."""
+
+    def program(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        def of_floats(*floats: jax.Array) -> jax.Array:
+            return case.function(*floats, *arrays[case.floats :])
+
+        out, pull = jax.vjp(of_floats, *arrays[: case.floats])
+        return out, *pull(jnp.cos(out))
+
+    return program
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How many arrays each kind of collective of a compiled program takes."""
+    found: collections.Counter[str] = collections.Counter()
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    for kind, operands in re.findall(rf"\b({kinds})(?:-start)?\(([^)]*)\)", text):
+        found[kind] += operands.count("%")
+    return dict(found)
+
+
+def cases() -> Mapping[str, Case]:
+    """Each operation with each axis split that it can split."""
+    rng = np.random.default_rng(0)
+    kernel: dict[str, Any] = dict(implementation="interpret")
+    data, columns, whole = P("data"), P(None, "model"), P()
+
+    def matmul(x, w, bias, residual):
+        return ops.matmul(x, w, bias=bias, residual=residual, activation="gelu", **kernel)
+
+    def tied(x, w):
+        return ops.matmul(x, w, transpose_w=True, **kernel)
+
+    def batched(x, w):
+        return ops.matmul(x, w, **kernel)
+
+    def gated(x, w, bias):
+        return ops.gated_matmul(x, w, bias=bias, **kernel)
+
+    def with_norm(x, w, scale, offset, bias, residual):
+        return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, **kernel)
+
+    def norm(x, scale, bias, residual):
+        y, total = ops.layer_norm(x, scale, bias, residual=residual, return_residual=True, **kernel)
+        return y * total
+
+    def softmax(x, mask):
+        return ops.softmax(x, where=mask[:, None, :], **kernel)
+
+    def attention(q, k, v, bias, mask):
+        out, lse = ops.attention(q, k, v, causal=True, mask=mask, bias=bias, return_lse=True, **kernel)
+        lse = jnp.where(lse > -jnp.inf, lse, 0.0)
+        return out * lse.swapaxes(1, 2)[..., None]
+
+    def attention_qkv(qkv):
+        return ops.attention_qkv(qkv, num_heads=2, num_kv_heads=1, causal=True, **kernel)
+
+    def embed(word, position, kind, scale, bias, ids):
+        return ops.embed_tokens(ids, word, position, kind, scale, bias, **kernel)
+
+    def rotary(qkv, cos, sin):
+        return ops.rotary(qkv, cos, sin, num_heads=2, num_kv_heads=1, **kernel)
+
+    def pool(x, mask):
+        return ops.mean_pool(x, mask, **kernel)
+
+    def cross_entropy(x, w, labels):
+        return ops.linear_cross_entropy(x, w, labels, **kernel)
+
+    def losses(x, w, bias, labels):
+        return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transposed=True, **kernel)
+
+    def triangle(x, *weights):
+        mean, scale, w_in, out_scale, out_bias, w_gate, w_out = weights
+        return ops.triangle_update(
+            x, scale, mean, w_in, out_scale, out_bias, w_gate, w_out, direction="outgoing", **kernel
+        )
+
+    def case(function, arrays, specs, result, sums, floats=None):
+        return Case(
+            function=function,
+            arrays=arrays,
+            floats=len(arrays) if floats is None else floats,
+            specs=specs,
+            result=result,
+            sums=sums,
+        )
+
+    x, w, bias, residual = (normal(rng, *shape) for shape in ((8, 6), (6, 10), (10,), (8, 10)))
+    product = x, w, bias, residual
+    q, k, v = normal(rng, 4, 5, 4, 16), *(normal(rng, 4, 7, 2, 16) for _ in range(2))
+    scores = normal(rng, 1, 4, 5, 7), random_mask(rng, 4, 7)
+    labels = jnp.asarray(rng.integers(0, 10, 8), jnp.int32)
+    heads, pair = P(None, None, "model"), P("data", None, None)
+    ids = jnp.asarray(rng.integers(0, 12, (4, 5)), jnp.int32)
+    tables = (normal(rng, n, 16) for n in (12, 6, 2))
+    weights = tuple(normal(rng, *shape) for shape in ((8,), (8,), (8, 4, 16), (16,), (16,), (8, 16), (16, 8)))
+    embedding = *tables, *(normal(rng, 16) for _ in range(2)), ids
+    rows = x, normal(rng, 6), normal(rng, 6), normal(rng, 8, 6)
+    to_norm = *product[:2], normal(rng, 10), normal(rng, 10), bias, residual
+    return {
+        "matmul rows": case(matmul, product, (data, whole, whole, data), data, 2),
+        "matmul columns": case(matmul, product, (whole, columns, P("model"), columns), columns, 1),
+        "matmul contraction": case(matmul, product, (columns, P("model"), whole, whole), P(None, None), 1),
+        "matmul rows and columns": case(
+            matmul, product, (data, columns, P("model"), P("data", "model")), P("data", "model"), 3
+        ),
+        "matmul rows that 4 does not divide": case(
+            matmul,
+            (normal(rng, 6, 6), w, bias, normal(rng, 6, 10)),
+            (whole, whole, whole, whole),
+            P(None, None),
+            0,
+        ),
+        "matmul of the vocabulary": case(tied, (x, normal(rng, 10, 6)), (data, P("model")), P("data", "model"), 2),
+        "matmul batched": case(
+            batched, (normal(rng, 4, 3, 6), normal(rng, 4, 6, 10)), (pair, pair), P("data", None, None), 0
+        ),
+        "gated_matmul rows": case(
+            gated, (x, normal(rng, 6, 2, 10), normal(rng, 2, 10)), (data, whole, whole), data, 2
+        ),
+        "gated_matmul columns": case(
+            gated, (x, normal(rng, 6, 2, 10), normal(rng, 2, 10)), (whole, heads, columns), columns, 1
+        ),
+        "matmul_layer_norm rows": case(with_norm, to_norm, (data, whole, whole, whole, whole, data), data, 4),
+        "norm rows": case(norm, rows, (data, whole, whole, data), data, 2),
+        "softmax rows": case(
+            softmax, (normal(rng, 4, 3, 6), random_mask(rng, 4, 6)), (data, data), P("data", None, None), 0, 1
+        ),
+        "attention batch": case(
+            attention, (q, k, v, *scores), (data, data, data, whole, data), P("data", None, None, None), 1, 4
+        ),
+        "attention heads": case(
+            attention,
+            (q, k, v, *scores),
+            (heads, heads, heads, columns, whole),
+            P(None, None, "model", None),
+            0,
+            4,
+        ),
+        "attention_qkv batch": case(attention_qkv, (normal(rng, 4, 5, 64),), (data,), P("data", None, None), 0),
+        "embed_tokens batch": case(embed, embedding, (*[whole] * 5, data), P("data", None, None), 5, 5),
+        "rotary batch and tokens": case(
+            rotary,
+            (normal(rng, 4, 6, 64), normal(rng, 6, 8), normal(rng, 6, 8)),
+            (P("data", "model"), P("model"), P("model")),
+            P("data", "model", None),
+            0,
+            1,
+        ),
+        "mean_pool batch": case(pool, (normal(rng, 4, 5, 8), random_mask(rng, 4, 5)), (data, data), data, 0, 1),
+        "linear_cross_entropy tokens": case(
+            losses, (x, normal(rng, 10, 6), bias, labels), (data, whole, whole, data), data, 2, 3
+        ),
+        "linear_cross_entropy mean": case(cross_entropy, (x, w, labels), (data, whole, data), P(), 2, 2),
+        "triangle_update batch": case(
+            triangle,
+            (normal(rng, 4, 3, 3, 8), *weights),
+            (data, *[whole] * 7),
+            P("data", None, None, None),
+            7,
+        ),
+    }
+
+
+def model_cases(implementation: str | None) -> Mapping[str, Case]:
+    """Every model with its batch spread, which adds up nothing but gradients."""
+    rng = np.random.default_rng(1)
+    sizes = dict(vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=16)
+    bert, gpt = minilm.MiniLMConfig(**sizes), gpt2.GPT2Config(**sizes)
+    qwen = qwen3.Qwen3Config(**sizes, num_kv_heads=1, head_dim=16)
+    pair = trimul.TriMulConfig(channels=16, hidden=16)
+    ids = jnp.asarray(rng.integers(0, 40, (4, 6)), jnp.int32)
+    options: dict[str, Any] = dict(implementation=implementation)
+
+    def case(function, params, data, result, sums=0):
+        leaves, tree = jax.tree.flatten(params)
+        return Case(
+            function=lambda *arrays: function(tree.unflatten(arrays[:-1]), arrays[-1]),
+            arrays=(*leaves, data),
+            floats=len(leaves) if sums else 0,
+            specs=(*[P()] * len(leaves), P("data")),
+            result=result,
+            sums=sums,
+        )
+
+    params = random_params(gpt, init=gpt2.init)
+    return {
+        "minilm": case(
+            lambda p, i: minilm.embed(p, i, jnp.ones_like(i), config=bert, **options),
+            random_params(bert),
+            ids,
+            P("data"),
+        ),
+        "gpt2": case(lambda p, i: gpt2.logits(p, i, config=gpt, **options), params, ids, P("data")),
+        # Each parameter once and the embeddings twice, from where they are looked up and from the head; the loss
+        # and the number of tokens.
+        "gpt2 loss": case(
+            lambda p, i: gpt2.loss(p, i, config=gpt, **options), params, ids, P(), len(jax.tree.leaves(params)) + 3
+        ),
+        "qwen3": case(
+            lambda p, i: qwen3.logits(p, i, config=qwen, **options),
+            random_params(qwen, init=qwen3.init),
+            ids,
+            P("data"),
+        ),
+        "trimul": case(
+            lambda p, x: trimul.trimul(p, x, direction="incoming", **options),
+            random_params(pair, init=trimul.init),
+            normal(rng, 4, 3, 3, 16),
+            P("data"),
+        ),
+    }
+
+
+def measured(case: Case, kind: str) -> dict[str, Any]:
+    """The relative errors of result and gradients, the collectives, and whether the result is spread right."""
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(axis_type,) * len(DEVICES))
+    arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(case.arrays, case.specs, strict=True)]
+    program = with_gradient(case)
+    expected = jax.jit(program)(*case.arrays)
+    if kind == "shard_map":
+        out_specs = (case.result, *case.specs[: case.floats])
+        program = jax.shard_map(program, mesh=mesh, in_specs=case.specs, out_specs=out_specs)
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        compiled = jax.jit(program).lower(*arrays).compile()
+        out = compiled(*arrays)
+    return dict(
+        errors=[relative_error(a, b) for a, b in zip(out, expected, strict=True)],
+        collectives=collectives(compiled.as_text()),
+        is_spread=out[0].sharding.is_equivalent_to(NamedSharding(mesh, case.result), out[0].ndim),
+    )
+
+
+# An explicit mesh comes to a shard_map of what a device computes, so that few cases of both are enough.
+EXPLICIT = (
+    "matmul rows and columns",
+    "matmul contraction",
+    "matmul batched",
+    "matmul_layer_norm rows",
+    "norm rows",
+    "attention heads",
+    "embed_tokens batch",
+    "rotary batch and tokens",
+    "linear_cross_entropy mean",
+)
+SHARD_MAP = (
+    "matmul rows",
+    "softmax rows",
+    "attention batch",
+    "linear_cross_entropy tokens",
+    "triangle_update batch",
+)
+
+
+def all_cases() -> Mapping[tuple[str, str], Case]:
+    """By the kind of mesh and the name."""
+    ops_of, models, plain = cases(), model_cases("interpret"), model_cases(None)
+    return (
+        {("jit", name): case for name, case in (*ops_of.items(), *models.items())}
+        | {("explicit", name): ops_of[name] for name in EXPLICIT}
+        | {("shard_map", name): ops_of[name] for name in SHARD_MAP}
+        # The loss of a part of the batch is not that of the batch.
+        | {("shard_map", name): case for name, case in plain.items() if name != "gpt2 loss"}
+        | {("explicit", name): case for name, case in plain.items()}
+    )
+
+
+def main() -> None:
+    """Runs every case; what one raises is its result."""
+    for (kind, name), case in all_cases().items():
+        try:
+            result = measured(case, kind)
+        except Exception:  # the other cases shall run
+            result = dict(error=traceback.format_exc())
+        print(json.dumps(dict(case=f"{kind}, {name}", sums=case.sums) | result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
