@@ -219,7 +219,7 @@ def _run(
         if is_explicit(arrays) and names != ("xla",):
             layout, tree = _layout(op, arrays, options)
             part = functools.partial(_part, op, jax.tree.structure(arrays), _compute, config, names, target)
-            return tree.unflatten(over_explicit(part, layout, jax.tree.leaves(arrays), options))
+            return tree.unflatten(over_explicit(part, layout, jax.tree.leaves(arrays), options, check_vma=True))
         return _compute(op, arrays, options, config, names, target)
 
 

@@ -205,27 +205,9 @@ def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: 
     Under `jit` how leaves are spread is known only when XLA partitions the program; it then asks for the program
     of a part. Inside of a shard_map the leaves are a part.
     """
-    is_part = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return _mappable(_on_device if is_part else _partitioned, function, layout, leaves, static)
-
-
-def can_spread() -> bool:
-    """Whether what is traced now may run on several devices: in a shard_map, or on those that JAX sees.
-
-    Then it goes through `spread`. Programs for a machine with one device have nothing of it.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_elsewhere = mesh.empty and mesh.abstract_device is not None
-    return bool(mesh.manual_axes) or (not is_elsewhere and jax.device_count() > 1)
-
-
-_Apply = Callable[[Function, Layout, list[jax.Array], Options], list[jax.Array]]
-
-
-def _mappable(
-    apply: _Apply, function: Function, layout: Layout, leaves: list[jax.Array], static: Options
-) -> list[jax.Array]:
-    """`apply(function, layout, leaves, static)`, for vmap too."""
+    if is_explicit(leaves):  # of an axis that vmap maps: others are split before
+        return over_explicit(function, layout, leaves, static, check_vma=False)
+    apply = _on_device if jax.sharding.get_abstract_mesh().manual_axes else _partitioned
 
     @custom_vmap
     def call(*leaves: jax.Array) -> list[jax.Array]:
@@ -239,10 +221,20 @@ def _mappable(
 
             return jax.vmap(of_one, [0 if m else None for m in mapped])(*leaves)
 
-        results = _mappable(apply, of_all, layout.mapped(mapped, size), list(leaves), static)
+        results = spread(of_all, layout.mapped(mapped, size), list(leaves), static)
         return results, [True] * len(results)
 
     return call(*leaves)
+
+
+def can_spread() -> bool:
+    """Whether what is traced now may run on several devices: in a shard_map, or on those that JAX sees.
+
+    Then it goes through `spread`. Programs for a machine with one device have nothing of it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_elsewhere = mesh.empty and mesh.abstract_device is not None
+    return bool(mesh.manual_axes) or (not is_elsewhere and jax.device_count() > 1)
 
 
 def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
@@ -295,6 +287,7 @@ def _on_device(function: Function, layout: Layout, leaves: list[jax.Array], stat
 
 _device_program = Primitive("device_program")
 _device_program.multiple_results = True
+_device_program.is_high = lambda *_, **__: False  # type: ignore[method-assign]  # what is inside is lowered alone
 
 
 def _types(*avals: Any, program: ClosedJaxpr) -> list[Any]:
@@ -322,8 +315,14 @@ def is_explicit(arrays: Any) -> bool:
     return any(a is not None for x in jax.tree.leaves(arrays) for a in jax.typeof(x).sharding.spec)
 
 
-def over_explicit(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
-    """The function on an explicit mesh: a shard_map of what each device computes, differentiated as such."""
+def over_explicit(
+    function: Function, layout: Layout, leaves: list[jax.Array], static: Options, *, check_vma: bool
+) -> list[jax.Array]:
+    """The function on an explicit mesh: a shard_map of what each device computes.
+
+    Args:
+      check_vma: as in `jax.shard_map`, which has to be so where it is differentiated.
+    """
     types = [jax.typeof(x).sharding for x in leaves]
     mesh = next(t.mesh for t in types if not t.mesh.empty)
     explicit = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
@@ -335,6 +334,7 @@ def over_explicit(function: Function, layout: Layout, leaves: list[jax.Array], s
         in_specs=into,
         out_specs=out_of,
         axis_names=explicit,
+        check_vma=check_vma,
     )
     return part(
         *(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, into, strict=True))
