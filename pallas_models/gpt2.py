@@ -5,8 +5,9 @@ The model, in its four published sizes, is that of
 """
 
 import dataclasses
+import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_models import ops, training
+from pallas_models import _shardings, ops, training
 from pallas_models._modules import (
     Embedding,
     LayerNorm,
@@ -27,6 +28,7 @@ from pallas_models._modules import (
     look_up,
     next_token_loss,
 )
+from pallas_models._shardings import over_groups
 from pallas_models.ops import Implementation, _checks
 
 HEAD_DIM = 64  # of every published size
@@ -35,6 +37,8 @@ HEAD_DIM = 64  # of every published size
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Config:
     """Sizes of the model; the defaults are those of GPT-2 small."""
+
+    head_groups = 1  # no field of what files describe: see `group_heads`
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -47,6 +51,19 @@ class GPT2Config:
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
+        if self.head_groups < 1 or self.num_heads % self.head_groups:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of head_groups={self.head_groups}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedGPT2Config(GPT2Config):
+    """Sizes of a model with parameters that `group_heads` gave.
+
+    Attributes:
+      head_groups: how many groups of heads the QKV projections have, one after another.
+    """
+
+    head_groups: int = 1
 
 
 def _size(hidden_size: int, num_layers: int) -> GPT2Config:
@@ -111,7 +128,7 @@ class Block(nnx.Module):
     """One pre-norm transformer block: (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.num_heads, self.epsilon = config.num_heads, config.epsilon
+        self.num_heads, self.head_groups, self.epsilon = config.num_heads, config.head_groups, config.epsilon
         self.attention_norm = LayerNorm(config.hidden_size)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = LayerNorm(config.hidden_size)
@@ -151,14 +168,15 @@ class Block(nnx.Module):
             )
 
         y = checkpoint_name(norm(x, self.attention_norm), "attention_norm")
-        y = ops.attention_qkv(
-            checkpoint_name(linear(y, self.attention.qkv), "qkv"),
-            num_heads=self.num_heads,
+        attend = functools.partial(
+            ops.attention_qkv,
+            num_heads=self.num_heads // self.head_groups,
             causal=causal,
             mask=mask,
             precision=precision,
             implementation=implementation,
         )
+        y = over_groups(attend, checkpoint_name(linear(y, self.attention.qkv), "qkv"), self.head_groups)
         y = checkpoint_name(y, "attention")
         x = checkpoint_name(linear(y, self.attention.out, residual=x), "residual")
         y = checkpoint_name(norm(x, self.mlp_norm), "mlp_norm")
@@ -210,6 +228,55 @@ def init(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike 
 def init_block(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws the random parameters of one block, as `block` takes them."""
     return init_params(Block, config, key, dtype)
+
+
+def shardings(
+    config: GPT2Config,
+    mesh: jax.sharding.Mesh,
+    *,
+    tensor: str | None = "model",
+    fsdp: str | None = None,
+    stacked: bool = False,
+) -> dict[str, Any]:
+    """How the parameters are spread over a mesh, for `jax.device_put(params, shardings(config, mesh))`.
+
+    Tensor parallelism: devices share heads, columns of the MLP and words of the vocabulary, so that a layer sums
+    twice over them, after attention and after the MLP. What does not divide, such as a vocabulary of 50257, each
+    device has whole.
+
+    Args:
+      config: the model's sizes. `head_groups` is a multiple of the devices of axis `tensor`: see `group_heads`.
+      mesh: of all axes that are named.
+      tensor: the axis of the mesh for tensor parallelism, or None for none.
+      fsdp: the axis over which matrices are split too, gathered where they are used, or None for none; that of
+        the batch as a rule.
+      stacked: whether the layers are those of `training.stack_layers`.
+
+    Returns:
+      A tree like the parameters, of `jax.sharding.NamedSharding`.
+
+    Raises:
+      ValueError: the mesh has no such axis, or `config.head_groups` does not fit it.
+    """
+    return _shardings.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
+
+
+def group_heads(params: Params, config: GPT2Config, groups: int) -> tuple[Params, GroupedGPT2Config]:
+    """Reorders the QKV projections for tensor parallelism over `groups` devices.
+
+    Each group has its queries, keys and values side by side, so that an equal part of the columns is whole heads.
+    The model computes the same. To save or export parameters, take it back with a `groups` of 1.
+
+    Returns:
+      The parameters, and their config.
+
+    Raises:
+      ValueError: `groups` does not divide the number of heads of keys and values.
+    """
+    grouped = GroupedGPT2Config(**dataclasses.asdict(config) | {"head_groups": groups})
+    return _shardings.group_heads(
+        params, config.head_groups, groups, (config.num_heads, config.num_heads)
+    ), grouped
 
 
 def block(

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_models import ops, training
+from pallas_models import _shardings, ops, training
 from pallas_models._modules import (
     Embedding,
     Params,
@@ -30,6 +30,7 @@ from pallas_models._modules import (
     look_up,
     next_token_loss,
 )
+from pallas_models._shardings import over_groups
 from pallas_models.ops import Implementation, _checks
 
 Table = tuple[jax.Array, jax.Array]
@@ -38,6 +39,8 @@ Table = tuple[jax.Array, jax.Array]
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3Config:
     """Sizes of the model; the defaults are those of Qwen3-8B."""
+
+    head_groups = 1  # no field of what files describe: see `group_heads`
 
     vocab_size: int = 151936
     hidden_size: int = 4096
@@ -56,6 +59,21 @@ class Qwen3Config:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} cannot be rotated; expected an even number")
+        if self.head_groups < 1 or self.num_kv_heads % self.head_groups:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} is not a multiple of head_groups={self.head_groups}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedQwen3Config(Qwen3Config):
+    """Sizes of a model with parameters that `group_heads` gave.
+
+    Attributes:
+      head_groups: how many groups of heads the QKV projections have, one after another.
+    """
+
+    head_groups: int = 1
 
 
 # By the names of the Hugging Face hub, which put "Qwen/" before them.
@@ -120,22 +138,22 @@ class Layer(nnx.Module):
     ) -> jax.Array:
         """Computes the layer, with cos and sin of the positions as `table`."""
         (cos, sin), config, attention, mlp = table, self.config, self.attention, self.mlp
-        heads: dict[str, Any] = dict(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+        groups = config.head_groups
+        heads: dict[str, Any] = dict(
+            num_heads=config.num_heads // groups, num_kv_heads=config.num_kv_heads // groups
+        )
         norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
         product: dict[str, Any] = dict(precision=precision, implementation=implementation)
 
         y = checkpoint_name(ops.rms_norm(x, self.attention_norm.scale[...], **norm), "attention_norm")
-        qkv = ops.rotary(
-            checkpoint_name(ops.matmul(y, attention.qkv.kernel[...], **product), "qkv"),
-            cos,
-            sin,
-            q_scale=attention.q_norm.scale[...],
-            k_scale=attention.k_norm.scale[...],
-            **heads,
-            **norm,
-        )
-        qkv = checkpoint_name(qkv, "rotated")
-        y = checkpoint_name(ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product), "attention")
+        qkv = checkpoint_name(ops.matmul(y, attention.qkv.kernel[...], **product), "qkv")
+
+        def attend(qkv: jax.Array) -> jax.Array:
+            scales: dict[str, Any] = dict(q_scale=attention.q_norm.scale[...], k_scale=attention.k_norm.scale[...])
+            qkv = checkpoint_name(ops.rotary(qkv, cos, sin, **scales, **heads, **norm), "rotated")
+            return ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product)
+
+        y = checkpoint_name(over_groups(attend, qkv, groups), "attention")
         x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
         y = checkpoint_name(ops.rms_norm(x, self.mlp_norm.scale[...], **norm), "mlp_norm")
         return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)
@@ -200,6 +218,55 @@ def init(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLik
 def init_layer(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws the random parameters of one layer, as `layer` takes them."""
     return init_params(Layer, config, key, dtype)
+
+
+def shardings(
+    config: Qwen3Config,
+    mesh: jax.sharding.Mesh,
+    *,
+    tensor: str | None = "model",
+    fsdp: str | None = None,
+    stacked: bool = False,
+) -> dict[str, Any]:
+    """How the parameters are spread over a mesh, for `jax.device_put(params, shardings(config, mesh))`.
+
+    Tensor parallelism: devices share heads, columns of the MLP and words of the vocabulary, so that a layer sums
+    twice over them, after attention and after the MLP. What does not divide, such as a vocabulary of 50257, each
+    device has whole.
+
+    Args:
+      config: the model's sizes. `head_groups` is a multiple of the devices of axis `tensor`: see `group_heads`.
+      mesh: of all axes that are named.
+      tensor: the axis of the mesh for tensor parallelism, or None for none.
+      fsdp: the axis over which matrices are split too, gathered where they are used, or None for none; that of
+        the batch as a rule.
+      stacked: whether the layers are those of `training.stack_layers`.
+
+    Returns:
+      A tree like the parameters, of `jax.sharding.NamedSharding`.
+
+    Raises:
+      ValueError: the mesh has no such axis, or `config.head_groups` does not fit it.
+    """
+    return _shardings.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
+
+
+def group_heads(params: Params, config: Qwen3Config, groups: int) -> tuple[Params, GroupedQwen3Config]:
+    """Reorders the QKV projections for tensor parallelism over `groups` devices.
+
+    Each group has its queries, keys and values side by side, so that an equal part of the columns is whole heads.
+    The model computes the same. To save or export parameters, take it back with a `groups` of 1.
+
+    Returns:
+      The parameters, and their config.
+
+    Raises:
+      ValueError: `groups` does not divide the number of heads of keys and values.
+    """
+    grouped = GroupedQwen3Config(**dataclasses.asdict(config) | {"head_groups": groups})
+    return _shardings.group_heads(
+        params, config.head_groups, groups, (config.num_heads, config.num_kv_heads)
+    ), grouped
 
 
 def layer(

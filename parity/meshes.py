@@ -219,16 +219,27 @@ def model_cases(implementation: str | None) -> dict[str, Case]:
     ids = jnp.asarray(rng.integers(0, 40, (4, 6)), jnp.int32)
     options: dict[str, Any] = dict(implementation=implementation)
 
-    def case(function, params, data, result, sums=0):
+    def case(function, params, data, result, sums=0, specs=None):
         leaves, tree = jax.tree.flatten(params)
         return Case(
             function=lambda *arrays: function(tree.unflatten(arrays[:-1]), arrays[-1]),
             arrays=(*leaves, data),
-            floats=len(leaves) if sums else 0,
-            specs=(*[P()] * len(leaves), P("data")),
+            floats=len(leaves) if sums and specs is None else 0,
+            specs=(*([P()] * len(leaves) if specs is None else specs), P("data")),
             result=result,
             sums=sums,
         )
+
+    def tensor_parallel(model, config, **how):
+        """Summed over devices are the words that are looked up and each half of the layer."""
+        mesh = jax.sharding.AbstractMesh(tuple(DEVICES.values()), tuple(DEVICES))
+        params, grouped = model.group_heads(random_params(config, init=model.init), config, 2)
+        specs = [x.spec for x in jax.tree.leaves(model.shardings(grouped, mesh, **how))]
+
+        def logits(params, ids):
+            return model.logits(params, ids, config=grouped, **options)
+
+        return case(logits, params, ids, P("data", None, "model"), 3, specs)
 
     params = random_params(gpt, init=gpt2.init)
     return {
@@ -250,6 +261,8 @@ def model_cases(implementation: str | None) -> dict[str, Case]:
             ids,
             P("data"),
         ),
+        "gpt2 tensor parallel": tensor_parallel(gpt2, gpt),
+        "qwen3 tensor parallel": tensor_parallel(qwen3, dataclasses.replace(qwen, num_kv_heads=2)),
         "trimul": case(
             lambda p, x: trimul.trimul(p, x, direction="incoming", **options),
             random_params(pair, init=trimul.init),
@@ -306,10 +319,15 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
     loss = plain.pop("gpt2 loss")  # in a shard_map that of a part of the batch is another
     return (
         {("jit", name): case for name, case in ops_of.items()}
-        | {("jit", name): interpreted[name] for name in ("minilm", "qwen3", "gpt2 loss")}
+        | {("jit", name): interpreted[name] for name in interpreted if name not in ("gpt2", "trimul")}
         | {("explicit", name): ops_of[name] for name in EXPLICIT}
         | {("shard_map", name): ops_of[name] for name in SHARD_MAP}
-        | {(kind, name): case for kind in ("explicit", "shard_map") for name, case in plain.items()}
+        | {
+            (kind, name): case
+            for kind in ("explicit", "shard_map")
+            for name, case in plain.items()
+            if "tensor" not in name
+        }
         # The gradients of both uses of the embeddings are added before they are summed.
         | {("explicit", "gpt2 loss"): dataclasses.replace(loss, sums=loss.sums - 1)}
     )

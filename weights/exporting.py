@@ -13,7 +13,7 @@ from safetensors.numpy import save as serialize
 
 from pallas_models import files
 from pallas_models.minilm import MiniLMConfig
-from weights import checkpoint, families, hub, lazy, loading, store, tree
+from weights import checkpoint, configs, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
 
 # What may lie beside the tensors and stays true when they change.
@@ -76,6 +76,7 @@ def export(
     for name, part in family.parts(config).items():
         pieces = part.split(flat[name], list(part.tensors.values()))
         tensors |= zip(part.tensors, map(np.ascontiguousarray, pieces), strict=True)
+    configs.from_fields(family, dataclasses.asdict(config), "config")  # no file describes groups of heads
     described = {family.keys[field]: value for field, value in dataclasses.asdict(config).items()}
     beside: dict[str, Path] = {}
     if like is not None:

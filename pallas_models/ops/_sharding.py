@@ -219,6 +219,9 @@ def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: 
             def of_one(*leaves: jax.Array) -> list[jax.Array]:
                 return function(list(leaves), static, total)
 
+            if all(len(x) == 1 for x, m in zip(leaves, mapped, strict=True) if m):  # a device's part may be one
+                parts = (x[0] if m else x for x, m in zip(leaves, mapped, strict=True))
+                return [y[None] for y in of_one(*parts)]
             return jax.vmap(of_one, [0 if m else None for m in mapped])(*leaves)
 
         results = spread(of_all, layout.mapped(mapped, size), list(leaves), static)

@@ -1,0 +1,98 @@
+"""How the parameters of a decoder are spread over a mesh, by tensor parallelism and fully sharded."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_models import training
+from pallas_models._modules import Params
+
+# The axis of each parameter that is split between groups of heads, of columns or of words, by the end of its path.
+_SPLIT = {
+    "attention.qkv.kernel": 1,
+    "attention.qkv.bias": 0,
+    "attention.out.kernel": 0,
+    "mlp.up.kernel": 1,
+    "mlp.up.bias": 0,
+    "mlp.gate_up.kernel": 2,
+    "mlp.down.kernel": 0,
+    "word.embedding": 0,
+    "head.kernel": 1,
+}
+
+
+def shardings(
+    init: Callable[..., Params],
+    config: Any,
+    mesh: Mesh,
+    *,
+    tensor: str | None,
+    fsdp: str | None,
+    stacked: bool,
+) -> dict[str, Any]:
+    """The shardings of the parameters that `init(key, config)` gives, a tree like them: see `gpt2.shardings`."""
+    for name, axis in (("tensor", tensor), ("fsdp", fsdp)):
+        if axis is not None and axis not in mesh.shape:
+            raise ValueError(f"{name}={axis!r} is no axis of the mesh; expected None or one of {mesh.axis_names}")
+    if tensor is not None and config.head_groups % mesh.shape[tensor]:
+        raise ValueError(
+            f"head_groups={config.head_groups} is no multiple of the {mesh.shape[tensor]} devices of axis "
+            f"{tensor!r}; group_heads gives parameters and a config of as many"
+        )
+
+    def of_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        name = ".".join(str(entry.key) for entry in path)
+        offset = 1 if stacked and name.startswith("layers.") else 0
+        split = next((axis + offset for end, axis in _SPLIT.items() if name.endswith(end)), None)
+        spec: list[str | None] = [None] * leaf.ndim
+
+        def fits(axis: int, over: str) -> bool:
+            return spec[axis] is None and leaf.shape[axis] % mesh.shape[over] == 0
+
+        if tensor is not None and split is not None and fits(split, tensor):
+            spec[split] = tensor
+        if fsdp is not None and leaf.ndim - offset > 1:  # what has one axis is small
+            free = [axis for axis in range(offset, leaf.ndim) if fits(axis, fsdp)]
+            if free:
+                spec[max(free, key=lambda axis: leaf.shape[axis])] = fsdp
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    def build(key: jax.Array) -> Params:
+        params = init(key, config)
+        return training.stack_layers(params) if stacked else params
+
+    return jax.tree.map_with_path(of_leaf, jax.eval_shape(build, jax.random.key(0)))
+
+
+def group_heads(params: Params, given: int, wanted: int, heads: tuple[int, int]) -> Params:
+    """Parameters whose QKV projections have `wanted` groups in place of `given`: see `gpt2.group_heads`."""
+    num_heads, num_kv_heads = heads
+    total = num_heads + 2 * num_kv_heads
+    ends = [num_heads // given, (num_heads + num_kv_heads) // given]
+
+    def regrouped(x: jax.Array) -> jax.Array:
+        *lead, width = x.shape
+        parts = jnp.split(x.reshape(*lead, given, total // given, width // total), ends, axis=-2)
+        parts = [part.reshape(*lead, wanted, -1, width // total) for part in parts]
+        return jnp.concatenate(parts, axis=-2).reshape(x.shape)
+
+    def of_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return regrouped(leaf) if any(entry.key == "qkv" for entry in path) else leaf
+
+    return jax.tree.map_with_path(of_leaf, params)
+
+
+def over_groups(function: Callable[[jax.Array], jax.Array], qkv: jax.Array, groups: int) -> jax.Array:
+    """`function` of each group of heads of the projections (B, S, groups * F), side by side in what it gives.
+
+    Groups are an axis of their own that devices share, as they share a batch.
+    """
+    if groups == 1:
+        return function(qkv)
+    by_group = qkv.reshape(*qkv.shape[:2], groups, -1)
+    out = jax.vmap(function, in_axes=2, out_axes=2)(by_group)
+    return out.reshape(*qkv.shape[:2], math.prod(out.shape[2:]))
