@@ -47,19 +47,19 @@ def shardings(
     def of_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = ".".join(str(entry.key) for entry in path)
         offset = 1 if stacked and name.startswith("layers.") else 0
-        split = next((axis + offset for end, axis in _SPLIT.items() if name.endswith(end)), None)
-        spec: list[str | None] = [None] * leaf.ndim
+        split = next((axis for end, axis in _SPLIT.items() if name.endswith(end)), None)
+        spec: list[tuple[str, ...]] = [()] * leaf.ndim
 
-        def fits(axis: int, over: str) -> bool:
-            return spec[axis] is None and leaf.shape[axis] % mesh.shape[over] == 0
+        def spread(axis: int, over: str) -> None:
+            wanted = (*spec[axis], over)
+            if leaf.shape[axis] % math.prod(mesh.shape[a] for a in wanted) == 0:
+                spec[axis] = wanted
 
-        if tensor is not None and split is not None and fits(split, tensor):
-            spec[split] = tensor
+        if tensor is not None and split is not None:
+            spread(split + offset, tensor)
         if fsdp is not None and leaf.ndim - offset > 1:  # what has one axis is small
-            free = [axis for axis in range(offset, leaf.ndim) if fits(axis, fsdp)]
-            if free:
-                spec[max(free, key=lambda axis: leaf.shape[axis])] = fsdp
-        return NamedSharding(mesh, PartitionSpec(*spec))
+            spread(offset, fsdp)  # the inputs: XLA gathers weights then, where it would send split outputs instead
+        return NamedSharding(mesh, PartitionSpec(*(over or None for over in spec)))
 
     def build(key: jax.Array) -> Params:
         params = init(key, config)

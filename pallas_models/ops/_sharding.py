@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 from jax._src import config as _config  # nothing public traces without what shard_map checks
+from jax._src import sharding_impls
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -249,17 +250,26 @@ def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], st
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         arrays = zip((*layout.results, *layout.operands), (*results, *operands), strict=True)
-        split = layout.split(
-            ((axes, x.sharding.spec) for axes, x in arrays if isinstance(x.sharding, NamedSharding)), mesh.shape
-        )
+        split = layout.split(((axes, _spec(x.sharding, mesh)) for axes, x in arrays), mesh.shape)
         into, out_of = ([NamedSharding(mesh, spec) for spec in specs] for specs in layout.specs(split))
         return mesh, lambda *leaves: layout.part(function, leaves, static, split, mesh.shape), out_of, tuple(into)
 
     def rule(_: Any, operands: Any, results: Any) -> SdyShardingRule:
         return layout.rule((x.shape for x in operands), (x.shape for x in results))
 
-    call.def_partition(partition, sharding_rule=rule)
+    call.def_partition(partition, decode_shardings=False, sharding_rule=rule)
     return call(*leaves)
+
+
+def _spec(sharding: Any, mesh: Any) -> PartitionSpec:
+    """The axes of the mesh that an array is split over; none where it is split over a part of one.
+
+    JAX decodes shardings for a partitioning too, but fails on the latter, which XLA makes of a reshape.
+    """
+    try:
+        return sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
+    except ValueError:
+        return PartitionSpec()
 
 
 def varying_alike(arrays: Any) -> Any:
