@@ -16,7 +16,9 @@ from weights.checkpoint import CheckpointError
 from weights.families import Family, Part, register, same
 
 
-def load_gpt2(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+def load_gpt2(
+    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32, sharding: Any = None
+) -> dict[str, Any]:
     """Loads the weights of GPT-2, of any size, as parameters.
 
     Args:
@@ -25,9 +27,11 @@ def load_gpt2(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.fl
         `"openai-community/gpt2"`.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
         scales stay float32.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `gpt2.shardings` gives it; the default device when
+        None. Each device is sent its part alone, so that a model may be larger than any of them.
 
     Returns:
-      Nested dict of arrays on the default device, as `gpt2.init` returns it and `gpt2.logits` takes it. Names
+      Nested dict of arrays, as `gpt2.init` returns it and `gpt2.logits` takes it. Names
       may or may not start with `transformer.`; the buffers `attn.bias` and `attn.masked_bias` are ignored.
 
     Raises:
@@ -36,8 +40,9 @@ def load_gpt2(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.fl
         missing, unexpected or misshapen (all are listed), or the head is not the word embeddings.
       ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
       TypeError: `dtype` is none of the above.
+      ValueError: `sharding` is a tree unlike the parameters.
     """
-    return loading.load(_FAMILY, path_or_name, dtype)
+    return loading.load(_FAMILY, path_or_name, dtype, sharding)
 
 
 def load_gpt2_config(path_or_name: str | os.PathLike[str]) -> GPT2Config:

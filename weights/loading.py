@@ -14,16 +14,18 @@ from weights.checkpoint import CheckpointError, shown
 from weights.families import FAMILIES, Family, Part, named
 
 
-def load(family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike) -> dict[str, Any]:
-    """Loads the parameters of a model of `family`: a nested dict of arrays on the default device."""
+def load(
+    family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike, sharding: Any = None
+) -> dict[str, Any]:
+    """Loads the parameters of a model of `family`: a nested dict of arrays, placed as `store.load` has it."""
     target = checkpoint.float_dtype(dtype)
     path = hub.resolve(path_or_name)
     if store.is_stored(path):
         store.load_config_of(family, path)
-        return store.load(path, dtype=target)
+        return store.load(path, dtype=target, sharding=sharding)
     config = configs.read(family, _config_path(path))
     with lazy.open_tensors(path) as tensors:
-        return convert(family, tensors, config, dtype=target, source=path)
+        return convert(family, tensors, config, dtype=target, source=path, sharding=sharding)
 
 
 def load_config(family: Family, path_or_name: str | os.PathLike[str]) -> Any:
@@ -58,6 +60,7 @@ def convert(
     *,
     dtype: DTypeLike,
     source: object,
+    sharding: Any = None,
 ) -> dict[str, Any]:
     """Converts the tensors of a checkpoint to parameters; CheckpointError lists all that do not fit."""
     configs.check_sizes(family, config, stored, source)
@@ -69,12 +72,18 @@ def convert(
     for name, other in tied.items():
         if name in tensors and not np.array_equal(tensors[name].read(), tensors[other].read()):
             raise CheckpointError(f"{source} holds {name} apart from {other}; expected the same, as they are tied")
+    places = tree.shardings(sharding, parts)
     # Waiting for each lets go of what was read before more is.
-    flat = {name: jax.block_until_ready(_parameter(part, tensors, dtype, source)) for name, part in parts.items()}
+    flat = {
+        name: jax.block_until_ready(_parameter(part, tensors, dtype, source, places[name]))
+        for name, part in parts.items()
+    }
     return tree.unflatten(flat)
 
 
-def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike, source: object) -> jax.Array:
+def _parameter(
+    part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike, source: object, sharding: Any
+) -> jax.Array:
     """Makes a parameter on the host: on a GPU, compiling a program for each shape would take longer.
 
     JAX copies it, on a CPU too, so that it holds no memory of NumPy's.
@@ -82,7 +91,7 @@ def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeL
     read = {name: tensors[name].read() for name in part.tensors}
     checkpoint.check_range(source, read, dtype)
     (cast,) = tree.astype({"": part.join(*read.values())}, dtype).values()
-    return jax.device_put(cast, may_alias=False)
+    return jax.device_put(cast, sharding, may_alias=False)
 
 
 def _without_prefix(

@@ -13,7 +13,9 @@ from weights.checkpoint import shown
 from weights.families import Family, Part, gate_up, linear, register, same
 
 
-def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Any]:
+def load_qwen3(
+    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16, sharding: Any = None
+) -> dict[str, Any]:
     """Loads the weights of a dense Qwen3 model as parameters.
 
     Tensors are read and joined one parameter after another, so that no more than one is in memory beside the
@@ -25,9 +27,11 @@ def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.b
         `"Qwen/Qwen3-8B"`.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; norm scales are
         float32.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `qwen3.shardings` gives it; the default device when
+        None. Each device is sent its part alone, so that a model may be larger than any of them.
 
     Returns:
-      Nested dict of arrays on the default device, as `qwen3.init` returns it and `qwen3.logits` takes it. Names
+      Nested dict of arrays, as `qwen3.init` returns it and `qwen3.logits` takes it. Names
       may or may not start with `model.`.
 
     Raises:
@@ -36,8 +40,9 @@ def load_qwen3(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.b
         another architecture, tensors are missing, unexpected or misshapen (all are listed), or a tied head is
         not the word embeddings.
       TypeError: `dtype` is none of the above.
+      ValueError: `sharding` is a tree unlike the parameters.
     """
-    return loading.load(_FAMILY, path_or_name, dtype)
+    return loading.load(_FAMILY, path_or_name, dtype, sharding)
 
 
 def load_qwen3_config(path_or_name: str | os.PathLike[str]) -> Qwen3Config:

@@ -63,19 +63,22 @@ def save(
     return path
 
 
-def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None) -> dict[str, Any]:
     """Reads the parameters that `save` wrote; torch is not needed.
 
     Args:
       path: the file, or the folder that holds it as params.safetensors.
       dtype: of matrices, float16, bfloat16 or float32 (biases and scales are then float32); the dtypes of
         the file when None.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them like the parameters; the default
+        device when None. Each device is sent its part alone.
 
     Returns:
-      The parameters, a nested dict of arrays on the default device.
+      The parameters, a nested dict of arrays.
 
     Raises:
       FileNotFoundError: no such file.
+      ValueError: `sharding` is a tree unlike the parameters.
       CheckpointError: the file is truncated, corrupt, not written by `save`, or does not fit its config.
       TypeError: `dtype` is none of the above.
     """
@@ -86,12 +89,13 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
     with lazy.open_tensors(path) as tensors:
         configs.check_sizes(families.of(config), config, tensors, path)
         checkpoint.check_tensors(path, tensors, families.shapes(config))
+        places = tree.shardings(sharding, tensors)
         for name, tensor in tensors.items():  # one after another: no model is in memory twice
             read = {name: tensor.read()}
             if target is not None:
                 checkpoint.check_range(path, read, target)
                 read = tree.astype(read, target)
-            flat |= jax.device_put(read)
+            flat[name] = jax.device_put(read[name], places[name])
     return tree.unflatten(flat)
 
 

@@ -1,6 +1,6 @@
 """Parameter trees as flat dicts with dotted names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,18 @@ def astype(flat: Mapping[str, np.ndarray], dtype: DTypeLike) -> dict[str, np.nda
     """
     target = jnp.dtype(dtype)
     return {name: leaf.astype(np.float32 if leaf.ndim == 1 else target, copy=False) for name, leaf in flat.items()}
+
+
+def shardings(given: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The sharding of each parameter, of a tree of them or one for all; ValueError where the tree does not fit."""
+    names = set(names)
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    flat = flatten(given)
+    if flat.keys() != names:
+        missing, extra = sorted(names - flat.keys()), sorted(flat.keys() - names)
+        raise ValueError(f"sharding does not fit the parameters: it lacks {missing} and has {extra} besides")
+    return flat
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
