@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+KERNEL_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 # JAX 0.12 lowers Triton kernels for a GPU that it knows: of those from Ampere on one with the least shared memory.
 _ANY_GPU = ("NVIDIA A10", 72)
 _MAGIC = b"pallas_models.export 1\n"
@@ -81,7 +81,7 @@ def export(
     if device is None and not target.current().name:
         device = _ANY_GPU
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     programs = {}
     for platform in platforms:
         with _compiling_for(device) if platform == "cuda" else contextlib.nullcontext():

@@ -259,7 +259,7 @@ def _part(
     if total is None:
         return jax.tree.leaves(call(*arrays, **static))
     assert op.contracted is not None, f"the sharding of {op.name} has an axis that no result has"
-    return jax.tree.leaves(op.contracted(call, total, *arrays, **static))
+    return jax.tree.leaves(op.contracted(total.once(call), total, *arrays, **static))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """How an op is split over the devices of a mesh: one rule in einsum notation for every kind of mesh."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -14,7 +15,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from pallas_models.exporting import KERNEL_CALLS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,10 +41,27 @@ class Sharding:
 
 Axes = tuple[str | None, ...]  # the name of each axis of an array; None for one that is not split
 Split = Mapping[str, tuple[str, ...]]  # the axes of the mesh that each axis is split over
-# `function(leaves, static, total)` gives the results. `total` adds up what the devices have, where an axis is
-# split that no result has; else it is None.
-Total = Callable[[jax.Array], jax.Array]
 Options = dict[str, Any]
+Once = Callable[[Callable[..., Any]], Callable[..., Any]]  # what lowers a function of arrays and options once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Total:
+    """Adds up what the devices have.
+
+    Attributes:
+      over: the axes of the mesh.
+      once: for what is computed before.
+    """
+
+    over: tuple[str, ...]
+    once: Once
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.over)
+
+
+# `function(leaves, static, total)` gives the results. `total` is given where an axis is split that no result has.
 Function = Callable[[list[jax.Array], Options, Total | None], list[jax.Array]]
 
 
@@ -139,6 +159,7 @@ class Layout:
         static: Options,
         split: Split,
         mesh: Mapping[str, int],
+        once: Once = lambda function: function,
     ) -> list[jax.Array]:
         """What a device computes of its part of the leaves, the same as all devices that share its part."""
         static = dict(static)
@@ -150,7 +171,10 @@ class Layout:
             return tuple(a for name in split if name in set(names) for a in split[name])
 
         contracted = over(set(split) - self.summed)
-        results = function(list(leaves), static, (lambda x: jax.lax.psum(x, contracted)) if contracted else None)
+        if contracted:
+            results = function(list(leaves), static, Total(over=contracted, once=once))
+        else:
+            results = once(lambda leaves, **static: function(leaves, static, None))(list(leaves), **static)
         lacking = (over(self.summed - set(axes)) for axes in self.results)
         return [jax.lax.psum(x, axes) if axes else x for x, axes in zip(results, lacking, strict=True)]
 
@@ -223,6 +247,8 @@ def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: 
             if all(len(x) == 1 for x, m in zip(leaves, mapped, strict=True) if m):  # a device's part may be one
                 parts = (x[0] if m else x for x, m in zip(leaves, mapped, strict=True))
                 return [y[None] for y in of_one(*parts)]
+            if total is not None:  # a program that is lowered cannot be mapped
+                total = dataclasses.replace(total, once=lambda function: function)
             return jax.vmap(of_one, [0 if m else None for m in mapped])(*leaves)
 
         results = spread(of_all, layout.mapped(mapped, size), list(leaves), static)
@@ -244,6 +270,8 @@ def can_spread() -> bool:
 def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
     """The function as XLA's partitioner takes it."""
 
+    programs: dict[Any, Any] = {}
+
     @custom_partitioning
     def call(*leaves: jax.Array) -> list[jax.Array]:
         return function(list(leaves), static, None)
@@ -252,13 +280,45 @@ def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], st
         arrays = zip((*layout.results, *layout.operands), (*results, *operands), strict=True)
         split = layout.split(((axes, _spec(x.sharding, mesh)) for axes, x in arrays), mesh.shape)
         into, out_of = ([NamedSharding(mesh, spec) for spec in specs] for specs in layout.specs(split))
-        return mesh, lambda *leaves: layout.part(function, leaves, static, split, mesh.shape), out_of, tuple(into)
+        once = functools.partial(_lowered_once, programs, mesh.devices.flat[0])
+
+        def part(*leaves: jax.Array) -> list[jax.Array]:
+            return layout.part(function, leaves, static, split, mesh.shape, once)
+
+        return mesh, part, out_of, tuple(into)
 
     def rule(_: Any, operands: Any, results: Any) -> SdyShardingRule:
         return layout.rule((x.shape for x in operands), (x.shape for x in results))
 
     call.def_partition(partition, decode_shardings=False, sharding_rule=rule)
     return call(*leaves)
+
+
+def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, lowered for a device on its first call with operands of some shapes.
+
+    XLA asks for the program of a part at each place where a program has it, and a kernel takes half a second.
+    """
+
+    def call(*arrays: Any, **static: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arrays)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        key = tree, tuple((x.shape, x.dtype) for x in shapes), tuple(sorted(static.items()))
+        if key not in programs:
+            platform = "cuda" if device.platform == "gpu" else device.platform
+            checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
+            kind = AbstractDevice(
+                device_kind=device.device_kind,
+                num_cores=getattr(device, "core_count", None),
+                platform=device.platform,
+            )
+            with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+                program = jax.jit(functools.partial(function, **static))
+                lower = jax.export.export(program, platforms=[platform], disabled_checks=checks)
+                programs[key] = lower(*tree.unflatten(shapes))
+        return programs[key].call(*arrays)
+
+    return call
 
 
 def _spec(sharding: Any, mesh: Any) -> PartitionSpec:
