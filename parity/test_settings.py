@@ -197,6 +197,10 @@ EMPTY = {
         (2, 3, 2, 16),
     ),
     "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
+    "segment_mean_pool": (
+        lambda **o: ops.segment_mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), num_segments=3, **o),
+        (3, 4),
+    ),
     "linear_cross_entropy": (
         lambda **o: ops.linear_cross_entropy(Z((0, 3)), Z((3, 4)), Z(0, jnp.int32), reduction=None, **o),
         (0,),
