@@ -17,8 +17,7 @@ import pytest
 import weights
 from pallas_models import gpt2, minilm
 from pallas_models.__main__ import EXAMPLES
-from pallas_models.minilm import Encoder, batching, programs
-from pallas_models.minilm import encoder as encoder_module
+from pallas_models.minilm import Encoder, packing, pipeline, programs
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
 from parity.common import assert_close, cosines
@@ -28,6 +27,10 @@ from weights import checkpoint, lazy
 def random_sentences(count: int, longest: int = 30) -> list[str]:
     rng = np.random.default_rng(3)
     return [" ".join(rng.choice(WORDS, rng.integers(1, longest + 1))) for _ in range(count)]
+
+
+# Each has 20 tokens, the length of a row here; 480 tokens are one batch of 24 rows.
+LONG_SENTENCES = [" ".join(WORDS * 2)] * 26
 
 
 @pytest.fixture
@@ -148,9 +151,9 @@ def test_limits_in_tokenizer_json_are_not_used(folder, encoder):
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[str | tuple[int, int]]:
+def calls(monkeypatch) -> list[str | tuple[int, ...]]:
     """What happens in `encode`: the shape of each batch given to the device, "read" for each result taken."""
-    seen: list[str | tuple[int, int]] = []
+    seen: list[str | tuple[int, ...]] = []
     run = programs.Programs.__call__
 
     class Result:
@@ -170,9 +173,9 @@ def calls(monkeypatch) -> list[str | tuple[int, int]]:
 
 
 @pytest.fixture
-def compiled(monkeypatch) -> list[tuple[int, int]]:
+def compiled(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes that are compiled, of encoders made in this test; none is there before."""
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, ...]] = []
     lower = programs.Programs._lower
 
     def recorded(self, shape, normalize):
@@ -184,59 +187,48 @@ def compiled(monkeypatch) -> list[tuple[int, int]]:
     return seen
 
 
-def test_lengths_of_batches():
-    lengths = [batching.padded_length(length, 512) for length in range(1, 513)]
+def test_lengths_of_one_sentence():
+    lengths = [packing.padded_length(length, 512) for length in range(1, 513)]
     assert sorted(set(lengths)) == [16, 32, 64, 96, 128, 192, 256, 384, 512]
     assert lengths == sorted(lengths)
     for length, padded in enumerate(lengths, start=1):
         assert length <= padded <= max(16, (2 if length <= 64 else 1.5) * length)
-    assert batching.padded_length(18, 20) == 20 and batching.padded_length(9, 12) == 12
-
-
-@pytest.mark.parametrize(
-    "sentences, batch_size, rows",
-    [
-        (1, 32, 1),
-        (2, 32, 8),
-        (8, 32, 8),
-        (9, 32, 32),
-        (32, 32, 32),
-        (33, 32, 32),
-        (5, 4, 4),
-        (9, 512, 64),
-        (3, 1, 1),
-    ],
-)
-def test_rows_of_batches(sentences, batch_size, rows):
-    assert batching.padded_rows(sentences, batch_size) == rows
-
-
-def test_pack():
-    packed = batching.pack([[7, 8, 9], [], [5]], 4, 20)
-    assert packed.shape == (4, 16) and packed.dtype == np.int32
-    assert packed[:, :4].tolist() == [[7, 8, 9, -1], [-1] * 4, [5, -1, -1, -1], [-1] * 4]
-    assert np.all(packed[:, 4:] == -1)
+    assert packing.padded_length(18, 20) == 20 and packing.padded_length(9, 12) == 12
 
 
 def test_few_shapes(folder, calls):
-    encoder = Encoder.from_pretrained(folder, max_length=24)
-    encoder.encode(random_sentences(61), batch_size=8)
-    shapes = [call for call in calls if call != "read"]
-    assert len(shapes) == 8  # the last batch, of 5, has 8 rows too
-    assert set(shapes) == {(8, 16), (8, 24)}
-    assert shapes == sorted(shapes, key=lambda shape: shape[1], reverse=True)
+    encoder = Encoder.from_pretrained(folder)
+    for count in (2, 25, 61, 300):
+        encoder.encode(random_sentences(count))
+    assert {call for call in calls if call != "read"} == {(2, 1, 20), (2, 12, 20), (2, 102, 20)}
     calls.clear()
-    for count in (1, 2, 3, 6, 7):
-        encoder.encode(["a man"] * count, batch_size=6)
-    assert [call for call in calls if call != "read"] == [(1, 16), *[(6, 16)] * 5]
+    for sentences in ("a man", ["a man"], ["a man"] * 2):
+        encoder.encode(sentences)
+    assert [call for call in calls if call != "read"] == [(1, 16), (1, 16), (2, 1, 20), (2, 1, 20)]
 
 
-def test_many_sentences_are_tokenized_some_at_a_time(encoder, monkeypatch):
-    sentences = random_sentences(50)
-    expected = encoder.encode(sentences, batch_size=3)
-    monkeypatch.setattr(encoder_module, "_SENTENCES_AHEAD", 7)
-    assert [len(window) for window in encoder._batches(sentences, 3)] == [2] * 8 + [1]
-    np.testing.assert_array_equal(encoder.encode(sentences, batch_size=3), expected)
+def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    sentences = random_sentences(100)
+    expected = encoder.encode(sentences, batch_size=1)
+    assert {call for call in calls if call != "read"} == {(2, 1, 20)}
+    calls.clear()
+    np.testing.assert_allclose(encoder.encode(sentences, batch_size=24), expected, atol=1e-6)
+    assert {call for call in calls if call != "read"} == {(2, 24, 20), (2, 3, 20), (2, 1, 20)}
+
+
+def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
+    sentences, read = random_sentences(50), []
+    expected = encoder.encode(sentences)
+    run = functools.partial(pipeline.run, chunk=4)
+    monkeypatch.setattr(pipeline, "run", run)
+    stream = encoder.encode_iter(read.append(s) or s for s in sentences)
+    assert read == []
+    chunks = [next(stream)]
+    assert 0 < len(read) <= 4 * 13  # of chunks that are tokenized or computed
+    chunks += list(stream)
+    assert [len(rows) for rows in chunks] == [4] * 12 + [2]
+    np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
 
 
 # Programs
@@ -244,22 +236,22 @@ def test_many_sentences_are_tokenized_some_at_a_time(encoder, monkeypatch):
 
 def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
-    sentences = random_sentences(40)
-    assert encoder.warm_up(sentences, batch_size=8) == 2
-    assert compiled == [(8, 20), (8, 16)]
-    assert encoder.warm_up(sentences, batch_size=8) == 0
-    encoder.encode(sentences, batch_size=8)
-    Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
+    sentences = LONG_SENTENCES
+    assert encoder.warm_up(sentences, batch_size=24) == 2
+    assert sorted(compiled) == [(2, 3, 20), (2, 24, 20)]
+    assert encoder.warm_up(sentences, batch_size=24) == 0
+    encoder.encode(sentences, batch_size=24)
+    Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=24)
     assert len(compiled) == 2
-    encoder.encode(sentences[:8], batch_size=8, normalize_embeddings=False)
-    assert len(compiled) > 2
+    encoder.encode(sentences, batch_size=24, normalize_embeddings=False)
+    assert len(compiled) == 4
 
 
 def test_warm_up_of_lengths(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
-    assert encoder.warm_up(lengths=[3, 16, 500], batch_size=4) == 4
-    assert sorted(compiled) == [(1, 16), (1, 20), (4, 16), (4, 20)]
-    assert encoder.warm_up(batch_size=4) == 0
+    assert encoder.warm_up(lengths=[3, 16, 500], batch_size=8) == 4
+    assert sorted(compiled) == [(1, 16), (1, 20), (2, 1, 20), (2, 8, 20)]
+    assert encoder.warm_up(batch_size=8) == 0
     with pytest.raises(ValueError, match="lengths holds 0; expected numbers of tokens"):
         encoder.warm_up(lengths=[0])
     with pytest.raises(ValueError, match="batch_size=0"):
@@ -281,7 +273,7 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     def compiles(self, lowered, name):
         together.wait()  # breaks unless two threads are here
         result = compile_(self, lowered, name)
-        if "8x16x" in lowered.as_text():  # the second batches
+        if "2x3x20xi32" in lowered.as_text():  # the second batch
             assert first_ran.wait(60)
         return result
 
@@ -293,9 +285,8 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(programs.Programs, "_compile", compiles)
     monkeypatch.setattr(programs.Programs, "__call__", runs)
-    sentences = ["a man is playing"] * 8 + [" ".join(WORDS * 2)] * 8
-    embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
-    assert compiled == [(8, 20), (8, 16)]
+    embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(LONG_SENTENCES, batch_size=24)
+    assert compiled == [(2, 24, 20), (2, 3, 20)]
     assert np.all(np.isfinite(embeddings))
 
 
@@ -324,20 +315,21 @@ def test_precision_in_force_counts(folder, compiled):
 
 
 def test_batches_are_queued(encoder, calls):
-    encoder.encode(["a man"] * 20, batch_size=1)
-    in_flight = [calls[: i + 1].count((1, 16)) - calls[: i + 1].count("read") for i in range(len(calls))]
+    encoder.encode(LONG_SENTENCES[:20], batch_size=1)
+    shape = (2, 1, 20)
+    in_flight = [calls[: i + 1].count(shape) - calls[: i + 1].count("read") for i in range(len(calls))]
     assert calls.count("read") == 20
     assert calls.index("read") >= 2 and max(in_flight) <= 10
 
 
 def test_progress_bar(encoder, capsys):
-    encoder.encode(["a man"] * 40, batch_size=1)
+    encoder.encode(["a man"] * 40)
     encoder.encode(["a man"] * 3, show_progress_bar=False)
     assert capsys.readouterr() == ("", "")
-    encoder.encode(["a man"] * 3, batch_size=2, show_progress_bar=True)
+    encoder.encode(["a man"] * 3, show_progress_bar=True)
     out, err = capsys.readouterr()
     assert out == "" and "3/3" in err
-    encoder.warm_up(lengths=[16, 20], batch_size=2, show_progress_bar=True)
+    encoder.warm_up(lengths=[16, 20], batch_size=8, show_progress_bar=True)
     out, err = capsys.readouterr()
     assert out == "" and "4/4" in err
 
@@ -443,10 +435,12 @@ def test_files_are_checked(folder):
 
 
 def batch_of(encoder: Encoder, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask as the encoder makes them."""
-    ((rows, tokens),) = next(encoder._batches(sentences, len(sentences)))
-    tokens = tokens[np.argsort(rows)]
-    return np.maximum(tokens, 0), (tokens >= 0).astype(np.int32)
+    """Padded ids and mask of the tokens that the encoder makes."""
+    tokens = encoder._tokenize(sentences)
+    ids, mask = np.zeros((2, len(tokens), max(map(len, tokens))), np.int32)
+    for i, row in enumerate(tokens):
+        ids[i, : len(row)], mask[i, : len(row)] = row, 1
+    return ids, mask
 
 
 @pytest.fixture(scope="module")
@@ -458,9 +452,9 @@ def real_encoder() -> Encoder:
 def test_real_tokens(real_encoder):
     assert real_encoder.max_length == 256
     ids, mask = batch_of(real_encoder, ["Hello, World!", "unaffable"])
-    assert ids.shape == (2, 16)
-    assert ids[0, :6].tolist() == [101, 7592, 1010, 2088, 999, 102]
-    assert ids[1, :6].tolist() == [101, 14477, 20961, 3468, 102, 0]  # una ##ffa ##ble
+    assert ids.shape == (2, 6)
+    assert ids[0].tolist() == [101, 7592, 1010, 2088, 999, 102]
+    assert ids[1].tolist() == [101, 14477, 20961, 3468, 102, 0]  # una ##ffa ##ble
     assert mask.sum(1).tolist() == [6, 5]
 
 

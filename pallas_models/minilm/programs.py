@@ -1,5 +1,7 @@
 """The compiled programs of an encoder, one for each shape of a batch, made ahead of use and side by side."""
 
+import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,19 +15,28 @@ import numpy as np
 from pallas_models import ops
 from pallas_models._modules import Params
 from pallas_models.compilation_cache import Executables, jax_setting
+from pallas_models.minilm import packing
 from pallas_models.ops import Implementation
 
-Shape = tuple[int, int]
+Shape = tuple[int, ...]
 Program = Future[jax.stages.Compiled]
+
+# Parameters of so many bytes are held by the programs for one sentence of so many tokens.
+_MOST_BOUND = 128 * 2**20
+_MOST_TOKENS_BOUND = 64
 
 # As with jax.jit, encoders of the same kind share what was compiled.
 _COMPILED: dict[Any, dict[Any, Program]] = {}
 
 
 class Programs:
-    """Computes sentence embeddings, (B, H) float32, of batches as `batching.pack` makes them, (B, S).
+    """Computes sentence embeddings, (n, H) float32, of batches that `packing.pack` makes, or of one sentence.
 
-    The parameters are flattened here, once: a call takes some 25 us beside the computation.
+    A batch is (2, B, S), token ids and segment ids, and has `packing.num_segments((B, S))` embeddings. One
+    sentence is (1, S), token ids and -1 where there is none.
+
+    Each array that a call is given costs it about a microsecond. The parameters are flattened here, once; and the
+    programs for one short sentence, which take no longer than that, hold a copy of them unless kept in files.
     """
 
     def __init__(
@@ -44,36 +55,53 @@ class Programs:
         self._compiled = _COMPILED.setdefault((encode, config, implementation, tree, kinds, places, folder), {})
         self._key = (f"{encode.__module__}.{encode.__qualname__}", config, implementation, str(tree), kinds)
         devices = set().union(*(leaf.devices() for leaf in self._leaves))
+        self.platform = next(iter(devices)).platform
         # Only our own code is part of the key under which a program is kept.
         ours = encode.__module__.startswith("pallas_models.")
         self._kept = Executables(folder, *devices) if folder and ours and len(devices) == 1 else None
 
+        size = sum(leaf.nbytes for leaf in self._leaves)
+        self._binds = not folder and size <= _MOST_BOUND and not any(leaf.committed for leaf in self._leaves)
+        self._bound: dict[Any, Program] = {}
+
         def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, normalize: bool) -> jax.Array:
-            mask = (tokens >= 0).astype(jnp.int32)
-            hidden = encode(
-                jax.tree.unflatten(tree, leaves),
-                jnp.maximum(tokens, 0),
-                mask,
-                config=config,
+            options = dict(config=config, implementation=implementation)
+            params = jax.tree.unflatten(tree, leaves)
+            if tokens.ndim == 2:
+                mask = (tokens >= 0).astype(jnp.int32)
+                hidden = encode(params, jnp.maximum(tokens, 0), mask, **options)
+                return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
+            ids, segment_ids = tokens
+            hidden = encode(params, ids, None, segment_ids=segment_ids, **options)
+            return ops.segment_mean_pool(
+                hidden,
+                segment_ids,
+                num_segments=packing.num_segments(ids.shape),
+                normalize=normalize,
                 implementation=implementation,
             )
-            return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
 
-        self._run = jax.jit(run, static_argnums=2, out_shardings=_on_the_host(devices))
+        self._function = run
+        self._jit = functools.partial(jax.jit, out_shardings=_on_the_host(devices))
+        self._run = self._jit(run, static_argnums=2)
+
+    def of(self, normalize: bool) -> "Forward":
+        """What computes batches with these settings."""
+        return Forward(self, normalize)
 
     def __call__(self, tokens: np.ndarray, normalize: bool) -> jax.Array:
         """Starts the computation of one batch; returns before the device is done."""
         if jax_setting("jax_disable_jit"):
             return self._run(self._leaves, tokens, normalize)
-        key = _key(tokens.shape, normalize)
-        if key not in self._compiled:
+        programs, key = self._programs(tokens.shape), _key(tokens.shape, normalize)
+        if key not in programs:
             self.prepare([tokens.shape], normalize)
         try:
-            program = self._compiled[key].result()
+            program = programs[key].result()
         except BaseException:
-            self._compiled.pop(key, None)  # it may succeed another time
+            programs.pop(key, None)  # it may succeed another time
             raise
-        return program(self._leaves, tokens)
+        return program(tokens) if programs is self._bound else program(self._leaves, tokens)
 
     def prepare(self, shapes: Iterable[Shape], normalize: bool) -> list[Program]:
         """Starts to compile the programs of these shapes that are not there yet, and returns those.
@@ -81,7 +109,7 @@ class Programs:
         They are lowered one after another, as that is Python, and compiled side by side, as that is not; the order
         is that of `shapes`, so that the first batch can run while the programs of others are compiled.
         """
-        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._compiled]
+        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._programs(shape)]
         if not missing or jax_setting("jax_disable_jit"):
             return []
         pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
@@ -93,22 +121,45 @@ class Programs:
                 program: Program = load
                 if load.result() is None:
                     program = pool.submit(self._compile, self._lower(shape, normalize), name)
-                self._compiled[_key(shape, normalize)] = program
+                self._programs(shape)[_key(shape, normalize)] = program
         finally:
             pool.shutdown(wait=False)
-        return [self._compiled[_key(shape, normalize)] for shape in missing]
+        return [self._programs(shape)[_key(shape, normalize)] for shape in missing]
+
+    def _programs(self, shape: Shape) -> dict[Any, Program]:
+        """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
+        short = len(shape) == 2 and shape[1] <= _MOST_TOKENS_BOUND
+        alone = short and self._binds and not jax_setting("jax_compilation_cache_dir")
+        return self._bound if alone else self._compiled
 
     def _load(self, name: str | None) -> Any:
         return self._kept.load(name) if self._kept and name else None
 
     def _lower(self, shape: Shape, normalize: bool) -> jax.stages.Lowered:
-        return self._run.lower(self._leaves, jax.ShapeDtypeStruct(shape, jnp.int32), normalize)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        if self._programs(shape) is self._bound:
+            return self._jit(lambda tokens: self._function(self._leaves, tokens, normalize)).lower(tokens)
+        return self._run.lower(self._leaves, tokens, normalize)
 
     def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> jax.stages.Compiled:
         compiled = lowered.compile()
         if self._kept and name:
             self._kept.save(name, compiled)
         return compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forward:
+    """The programs with settings: a `pipeline.Forward`."""
+
+    programs: Programs
+    normalize: bool
+
+    def __call__(self, tokens: np.ndarray) -> jax.Array:
+        return self.programs(tokens, self.normalize)
+
+    def prepare(self, shapes: Iterable[Shape]) -> list[Program]:
+        return self.programs.prepare(shapes, self.normalize)
 
 
 def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:
