@@ -57,14 +57,16 @@ def _layout(args: argparse.Namespace) -> Layout:
     if _to_folder(args):
         if args.similarities:
             raise ValueError(f"--similarities is for one file as --output; {args.output} is a folder")
-        return Layout(dtype, args.format or "npy", args.shard_size or _SHARD_SIZE)
+        if args.ray and args.shard_size:
+            raise ValueError("--shard-size goes without --ray, which makes a file for each file that it reads")
+        return Layout(dtype, args.format or "npy", None if args.ray else args.shard_size or _SHARD_SIZE)
     if args.format or args.shard_size or args.ray:
         raise ValueError(
             f"--output {args.output} names one file; --format, --shard-size and --ray expect a folder, "
             "such as embeddings/"
         )
     suffix = Path(args.output or "").suffix[1:].lower()
-    return Layout(dtype, suffix if suffix in writing.FORMATS else "npy", 0)
+    return Layout(dtype, suffix if suffix in writing.FORMATS else "npy", None)
 
 
 def _to_folder(args: argparse.Namespace) -> bool:
@@ -116,17 +118,20 @@ def _embed_to_folder(args: argparse.Namespace, corpus: reading.Corpus, embedder:
     for given in args.inputs:
         if folder.resolve().is_relative_to(Path(given).resolve()):
             raise ValueError(f"--output {folder} lies in {given}, which is read; expected a folder outside of it")
-    begun = job.begin(
-        folder,
-        manifest.Manifest(
-            manifest.describe_model(args.model, hub.resolve(args.model)),
-            embedder.settings | dataclasses.asdict(layout),
-            manifest.describe_environment(),
-            ranges=manifest.read_ranges(args.ranges) if args.ranges else None,
-        ),
+    planned = manifest.Manifest(
+        manifest.describe_model(args.model, hub.resolve(args.model)),
+        embedder.settings | dataclasses.asdict(layout),
+        manifest.read_ranges(args.ranges) if args.ranges else None,
     )
-    with progress.shown(corpus, args.progress) as advance:
-        job.embed_to_folder(corpus, lambda sentences: map(advance, embedder(sentences)), folder, begun, layout)
+    if args.ray:
+        from pallas_models import ray
+
+        begun = ray.embed_files(corpus, embedder, folder, planned, layout, workers=args.workers)
+    else:
+        planned.environment = manifest.describe_environment()
+        begun = job.begin(folder, planned)
+        with progress.shown(corpus, args.progress) as advance:
+            job.embed_to_folder(corpus, lambda sentences: map(advance, embedder(sentences)), folder, begun, layout)
     print(f"{folder}: {begun.sentences} x {begun.dimension} {layout.dtype} in {len(begun.shards)} files")
 
 
@@ -202,6 +207,12 @@ def main(argv: list[str] | None = None) -> int:
     embed.add_argument(
         "--batch-size", type=_positive, help="sentences at a time; default: as many as suit the device"
     )
+    embed.add_argument(
+        "--ray",
+        action="store_true",
+        help="embed each file on the Ray cluster that RAY_ADDRESS names, or this machine",
+    )
+    embed.add_argument("--workers", type=_positive, help="of --ray; default: one for each GPU of the cluster")
     embed.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show how far it is; default: on a terminal"
     )

@@ -31,8 +31,12 @@ class Embedder:
     batch_size: int | None = None
     truncate_dim: int | None = None
 
+    def load(self) -> "Encoder":
+        """Returns the encoder, which is loaded in the first call."""
+        return self._encoder
+
     @functools.cached_property
-    def encoder(self) -> "Encoder":
+    def _encoder(self) -> "Encoder":
         from pallas_models.minilm import Encoder
 
         encoder = Encoder.from_pretrained(
@@ -48,6 +52,7 @@ class Embedder:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the values, apart from the model."""
+        # As JSON gives them back.
         return {
             "compute_dtype": self.compute_dtype,
             "implementation": list(self.implementation or ()),
@@ -57,9 +62,10 @@ class Embedder:
 
     def __call__(self, sentences: Iterable[str]) -> Iterator[np.ndarray]:
         """Yields (n, dimension) float32, chunk by chunk in the order of the sentences; n may be 0."""
-        dimension = self.truncate_dim or self.encoder.config.hidden_size
+        encoder = self.load()
+        dimension = self.truncate_dim or encoder.config.hidden_size
         yield np.empty((0, dimension), np.float32)
-        for embeddings in self.encoder.encode_iter(sentences, batch_size=self.batch_size):
+        for embeddings in encoder.encode_iter(sentences, batch_size=self.batch_size):
             if dimension < embeddings.shape[1]:
                 embeddings = embeddings[:, :dimension]
                 norm = np.linalg.norm(embeddings, axis=1, keepdims=True)

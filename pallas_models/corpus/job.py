@@ -1,5 +1,6 @@
 """From a corpus to files of embeddings; a folder of them is continued where an earlier run was stopped."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
@@ -24,12 +25,12 @@ class Layout:
     Attributes:
       dtype: one of `quantization.PRECISIONS`.
       format: one of `writing.FORMATS`.
-      shard_size: sentences of a file of a folder; a kill costs no more than the shards that are not yet whole.
+      shard_size: sentences of a file of a folder; None for a file of embeddings for each file of sentences.
     """
 
     dtype: str
     format: str
-    shard_size: int
+    shard_size: int | None
 
 
 def begin(folder: Path, planned: Manifest) -> Manifest:
@@ -78,8 +79,7 @@ def embed_to_folder(
             digest = Digest()
             own = map(digest.add, itertools.chain((first,), itertools.islice(sentences, layout.shard_size - 1)))
             if earlier := embedded.pop(name, None):
-                for _ in own:
-                    pass
+                collections.deque(own, 0)  # reads them
                 check_source(folder, earlier, digest)
                 continue
             embeddings = np.concatenate(list(encode(own)))
@@ -107,19 +107,18 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
 def write_shard(path: Path, embeddings: np.ndarray, digest: Digest, layout: Layout, ranges: Ranges) -> Shard:
     """Writes (N, D) float32 embeddings of the sentences of `digest` to one file."""
     sha256 = writing.write(path, quantization.quantize(embeddings, layout.dtype, ranges), layout.format)
-    return Shard(path.name, digest.count, path.stat().st_size, sha256, str(digest))
+    return Shard(path.name, digest.count, embeddings.shape[1], path.stat().st_size, sha256, str(digest))
 
 
 def finish(folder: Path, begun: Manifest) -> None:
+    """Says in the folder that it holds all there is."""
     if not begun.complete:
         begun.complete = True
         begun.write(folder)
 
 
 def _add(path: Path, embeddings: np.ndarray, digest: Digest, begun: Manifest, layout: Layout) -> None:
-    begun.dimension = embeddings.shape[1]
-    begun.add(write_shard(path, embeddings, digest, layout, begun.ranges))
-    begun.write(path.parent)
+    begun.add(write_shard(path, embeddings, digest, layout, begun.ranges), path.parent)
 
 
 def _is_there(folder: Path, shard: Shard) -> bool:

@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ class Shard:
     Attributes:
       file: its name in the folder.
       sentences: rows of it.
+      dimension: values of an embedding, before they are packed into bits.
       bytes, sha256: of the file.
       source: what it was made from, the sha256 of its sentences as `Digest` forms it.
     """
 
     file: str
     sentences: int
+    dimension: int
     bytes: int
     sha256: str
     source: str
@@ -39,18 +40,16 @@ class Manifest:
     Attributes:
       model: its name and the sha256 of each of its files.
       settings: what decides the values and the shape of the files.
-      environment: versions and device, on which the last bits of the values depend.
-      dimension: values of an embedding, before they are packed into bits; None as long as there are none.
       ranges: (2, dimension), what int8 and uint8 are relative to, or None.
+      environment: versions and devices, on which the last bits of the values depend.
       shards: the files, in the order of their names, which is that of the sentences.
       complete: whether all sentences are embedded.
     """
 
     model: dict[str, Any]
     settings: dict[str, Any]
-    environment: dict[str, Any]
-    dimension: int | None = None
     ranges: list[list[float]] | None = None
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
     shards: list[Shard] = dataclasses.field(default_factory=list)
     complete: bool = False
 
@@ -58,9 +57,14 @@ class Manifest:
     def sentences(self) -> int:
         return sum(shard.sentences for shard in self.shards)
 
-    def add(self, shard: Shard) -> None:
-        """Lists one more file, in the order of the names, as files are not always written in that order."""
+    @property
+    def dimension(self) -> int:
+        return self.shards[0].dimension if self.shards else 0
+
+    def add(self, shard: Shard, folder: Path) -> None:
+        """Lists one more file, by its name as files are not always written in that order, in the folder too."""
         bisect.insort(self.shards, shard, key=lambda shard: shard.file)
+        self.write(folder)
 
     def write(self, folder: Path) -> None:
         files.write(folder / NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -68,7 +72,7 @@ class Manifest:
     def check_continues(self, earlier: "Manifest", folder: Path) -> None:
         """Raises ValueError, with what differs, unless the two would give the same values."""
         differences = [
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
+            f"{name} was {then.get(name)!r} and is now {now.get(name)!r}"
             for then, now in (
                 (earlier.model["files"], self.model["files"]),
                 (earlier.settings, self.settings),
@@ -135,8 +139,8 @@ class Digest:
 
 
 def describe_model(name: str, folder: Path) -> dict[str, Any]:
-    """Returns the name of a model and the sha256 of each of its files below `folder`, or of that file alone."""
-    paths: Iterable[Path] = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
+    """Returns the name of a model and the sha256 of each file in `folder` and its folders, or of a single file."""
+    paths = sorted([*folder.glob("*"), *folder.glob("*/*")]) if folder.is_dir() else [folder]
     root = folder if folder.is_dir() else folder.parent
     found = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
     return {"name": name, "files": {file: _sha256(path) for file, path in found.items() if not _is_hidden(file)}}

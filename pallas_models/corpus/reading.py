@@ -54,6 +54,10 @@ class Corpus:
         self.size = None if "-" in self.paths else sum(Path(path).stat().st_size for path in self.paths)
         self.done = 0
 
+    def only(self, path: str) -> "Corpus":
+        """Returns one of the files, to be read in the same way."""
+        return Corpus([path], self._column, self._format)
+
     def __iter__(self) -> Iterator[str]:
         """Yields the sentences.
 
