@@ -1,4 +1,4 @@
-"""Embeddings in fewer bytes, as [sentence-transformers](https://sbert.net) defines them.
+"""Embeddings in fewer bytes, as version 6 of [sentence-transformers](https://sbert.net) defines them.
 
 `int8` and `uint8` divide what a dimension spans into 255 steps; `binary` and `ubinary` keep one bit of a value,
 its sign, eight to a byte.
@@ -30,8 +30,8 @@ def quantize(
 ) -> np.ndarray:
     """Returns embeddings in another precision.
 
-    Within the ranges, uint8 is 255 (x - least) / (greatest - least), and int8 the same less 128, both rounded
-    towards zero. What lies beyond takes the nearest value, and a dimension that spans nothing the least one.
+    uint8 is floor(255 (x - least) / (greatest - least)), int8 the same less 128. What lies beyond the ranges takes
+    the nearest value, and a dimension that spans nothing the least one.
 
     Args:
       embeddings: (N, D) float32.
@@ -40,10 +40,11 @@ def quantize(
         all that are to be compared. Only int8 and uint8 use them.
 
     Returns:
-      (N, D); (N, D / 8) for binary, which is int8, and ubinary, which is uint8. The highest bit is the first.
+      (N, D); (N, ceil(D / 8)) for binary, which is int8, and ubinary, which is uint8. The highest bit is the
+      first; int8 is the unsigned byte less 128.
 
     Raises:
-      ValueError: the precision is unknown, ranges do not fit, or D is no multiple of 8 for one of the binary ones.
+      ValueError: the precision is unknown, or ranges do not fit.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"{precision=}; expected one of {', '.join(PRECISIONS)}")
@@ -53,15 +54,12 @@ def quantize(
             ranges = find_ranges(embeddings) if count else np.zeros((2, dimension))
         least, greatest = _check_ranges(ranges, dimension)
         step = (greatest - least) / 255
-        values = (embeddings - least) / np.where(step > 0, step, 1)
-        low = -128 if precision == "int8" else 0
-        return np.clip(values + low, low, low + 255).astype(precision)
-    if precision in ("binary", "ubinary"):
-        if dimension % 8:
-            raise ValueError(f"{precision} packs 8 values into a byte; expected a multiple of 8, not {dimension}")
-        packed = np.packbits(embeddings > 0, axis=1)
-        return packed if precision == "ubinary" else (packed ^ 0x80).view(np.int8)
-    return embeddings.astype(precision)
+        unsigned = np.clip((embeddings - least) / np.where(step > 0, step, 1), 0, 255).astype(np.uint8)
+    elif precision in ("binary", "ubinary"):
+        unsigned = np.packbits(embeddings > 0, axis=1)
+    else:
+        return embeddings.astype(precision)
+    return unsigned if precision.startswith("u") else (unsigned ^ 0x80).view(np.int8)  # less 128, mod 256
 
 
 def _check_ranges(ranges: np.ndarray | Sequence[Sequence[float]], dimension: int) -> np.ndarray:

@@ -20,7 +20,11 @@ class Embed:
 
     ```
     rows = ray.data.read_parquet("corpus/").map_batches(
-        Embed, fn_constructor_kwargs={"column": "text"}, batch_size=16384, concurrency=4, num_gpus=1
+        Embed,
+        fn_constructor_kwargs={"column": "text"},
+        compute=ray.data.ActorPoolStrategy(size=4),
+        batch_size=16384,
+        num_gpus=1,
     )
     ```
     """
@@ -54,7 +58,7 @@ class Embed:
         """Returns the batch with (N, dimension) embeddings of its N sentences beside its columns."""
         if self._column not in batch:
             raise ValueError(f"a batch has the columns {', '.join(batch)}; expected {self._column!r} among them")
-        embeddings = np.concatenate(list(self._embedder(batch[self._column].tolist())))
+        embeddings = np.concatenate(list(self._embedder(batch[self._column])))
         return batch | {self._output_column: quantization.quantize(embeddings, self._dtype, self._ranges)}
 
 
@@ -101,12 +105,16 @@ def embed_files(
     shards = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         _EmbedFile,
         fn_constructor_args=(corpus, embedder, folder.resolve(), embedded, begun.ranges, layout),
-        concurrency=workers or gpus or 1,
+        # One file each at a time, so that nobody waits for one that another has not begun.
+        compute=ray.data.ActorPoolStrategy(size=workers or gpus or 1, max_tasks_in_flight_per_actor=1),
         **resources,
     )
     for row in shards.iter_rows():
-        if row["file"] not in embedded:
-            begun.add(Shard(**row), folder)
+        if row["error"]:
+            raise ValueError(row["error"])
+        shard = Shard(**row["shard"])
+        if shard.file not in embedded:
+            begun.add(shard, folder)
     job.finish(folder, begun)
     return begun
 
@@ -126,17 +134,22 @@ class _EmbedFile:
         self._corpus, self._embedder, self._folder = corpus, embedder, folder
         self._embedded, self._ranges, self._layout = embedded, ranges, layout
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: dict[str, str]) -> dict[str, Any]:
+        try:
+            shard = self._embed(row["path"], row["name"])
+        except (ImportError, OSError, ValueError) as error:
+            return {"shard": None, "error": str(error)}  # raised in the driver; from here, it would come as a log
+        return {"shard": dataclasses.asdict(shard), "error": None}
+
+    def _embed(self, path: str, name: str) -> Shard:
         digest = Digest()
-        sentences = map(digest.add, self._corpus.only(row["path"]))
-        if shard := self._embedded.get(row["name"]):
+        sentences = map(digest.add, self._corpus.only(path))
+        if earlier := self._embedded.get(name):
             collections.deque(sentences, 0)  # reads them
-            job.check_source(self._folder, shard, digest)
-        else:
-            embeddings = np.concatenate(list(self._embedder(sentences)))
-            path = self._folder / row["name"]
-            shard = job.write_shard(path, embeddings, digest, self._layout, self._ranges)
-        return dataclasses.asdict(shard)
+            job.check_source(self._folder, earlier, digest)
+            return earlier
+        embeddings = np.concatenate(list(self._embedder(sentences)))
+        return job.write_shard(self._folder / name, embeddings, digest, self._layout, self._ranges)
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:
