@@ -11,6 +11,7 @@ from pallas_models.minilm.model import (
     MiniLMConfig,
     Params,
     embed,
+    embed_packed,
     encode,
     init,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Params",
     "contrastive_loss",
     "embed",
+    "embed_packed",
     "encode",
     "init",
 ]

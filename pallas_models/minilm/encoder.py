@@ -33,7 +33,7 @@ CompilationCache = str | os.PathLike[str] | Literal[True]
 # With `show_progress_bar=None`, shorter lists show no bar.
 _SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
 # The most tokens of a batch, where `batch_size` does not say: enough to fill a GPU, few enough for a CPU's caches.
-_BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 1024}
+_BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 2048}
 
 
 class Encoder:
@@ -185,8 +185,8 @@ class Encoder:
 
         Args:
           sentences: one sentence or many. An empty one is embedded as [CLS] [SEP].
-          batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have, and no
-            less than 1024. When None, what suits the device.
+          batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have. When
+            None, what suits the device.
           show_progress_bar: None shows one for long work on a terminal.
           normalize_embeddings: whether embeddings have unit L2 norm, as all-MiniLM-L6-v2 defines them.
 

@@ -1,6 +1,7 @@
 """The compiled programs of an encoder, one for each shape of a batch, made ahead of use and side by side."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,9 @@ from pallas_models.ops import Implementation
 Shape = tuple[int, ...]
 Program = Future[jax.stages.Compiled]
 
+# Bytes of parameters of which programs hold copies: each length of a sentence has one.
+_MOST_BOUND = 128 * 2**20
+
 # As with jax.jit, encoders of the same kind share what was compiled.
 _COMPILED: dict[Any, dict[Any, Program]] = {}
 
@@ -28,8 +32,10 @@ class Programs:
     """Computes sentence embeddings, (n, H) float32, of batches that `packing.pack` makes, or of one sentence.
 
     A batch is (2, B, S), token ids and segment ids, and has `packing.num_segments((B, S))` embeddings. One
-    sentence is (1, S), token ids and -1 where there is none. The parameters are flattened here, once: a call takes
-    some 25 us beside the computation.
+    sentence is (1, S), token ids and -1 where there is none.
+
+    Each array that a call is given costs it about a microsecond. The parameters are flattened here, once; and the
+    programs for one sentence, which take no longer than that, hold a copy of them unless they are kept in files.
     """
 
     def __init__(
@@ -53,6 +59,10 @@ class Programs:
         ours = encode.__module__.startswith("pallas_models.")
         self._kept = Executables(folder, *devices) if folder and ours and len(devices) == 1 else None
 
+        size = sum(leaf.nbytes for leaf in self._leaves)
+        self._binds = not folder and size <= _MOST_BOUND and not any(leaf.committed for leaf in self._leaves)
+        self._bound: dict[Any, Program] = {}
+
         def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, normalize: bool) -> jax.Array:
             options = dict(config=config, implementation=implementation)
             params = jax.tree.unflatten(tree, leaves)
@@ -70,7 +80,9 @@ class Programs:
                 implementation=implementation,
             )
 
-        self._run = jax.jit(run, static_argnums=2, out_shardings=_on_the_host(devices))
+        self._function = run
+        self._jit = functools.partial(jax.jit, out_shardings=_on_the_host(devices))
+        self._run = self._jit(run, static_argnums=2)
 
     def of(self, normalize: bool) -> "Forward":
         """What computes batches with these settings."""
@@ -80,15 +92,15 @@ class Programs:
         """Starts the computation of one batch; returns before the device is done."""
         if jax_setting("jax_disable_jit"):
             return self._run(self._leaves, tokens, normalize)
-        key = _key(tokens.shape, normalize)
-        if key not in self._compiled:
+        programs, key = self._programs(tokens.shape), _key(tokens.shape, normalize)
+        if key not in programs:
             self.prepare([tokens.shape], normalize)
         try:
-            program = self._compiled[key].result()
+            program = programs[key].result()
         except BaseException:
-            self._compiled.pop(key, None)  # it may succeed another time
+            programs.pop(key, None)  # it may succeed another time
             raise
-        return program(self._leaves, tokens)
+        return program(tokens) if programs is self._bound else program(self._leaves, tokens)
 
     def prepare(self, shapes: Iterable[Shape], normalize: bool) -> list[Program]:
         """Starts to compile the programs of these shapes that are not there yet, and returns those.
@@ -96,7 +108,7 @@ class Programs:
         They are lowered one after another, as that is Python, and compiled side by side, as that is not; the order
         is that of `shapes`, so that the first batch can run while the programs of others are compiled.
         """
-        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._compiled]
+        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._programs(shape)]
         if not missing or jax_setting("jax_disable_jit"):
             return []
         pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
@@ -108,16 +120,24 @@ class Programs:
                 program: Program = load
                 if load.result() is None:
                     program = pool.submit(self._compile, self._lower(shape, normalize), name)
-                self._compiled[_key(shape, normalize)] = program
+                self._programs(shape)[_key(shape, normalize)] = program
         finally:
             pool.shutdown(wait=False)
-        return [self._compiled[_key(shape, normalize)] for shape in missing]
+        return [self._programs(shape)[_key(shape, normalize)] for shape in missing]
+
+    def _programs(self, shape: Shape) -> dict[Any, Program]:
+        """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
+        alone = len(shape) == 2 and self._binds and not jax_setting("jax_compilation_cache_dir")
+        return self._bound if alone else self._compiled
 
     def _load(self, name: str | None) -> Any:
         return self._kept.load(name) if self._kept and name else None
 
     def _lower(self, shape: Shape, normalize: bool) -> jax.stages.Lowered:
-        return self._run.lower(self._leaves, jax.ShapeDtypeStruct(shape, jnp.int32), normalize)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        if self._programs(shape) is self._bound:
+            return self._jit(lambda tokens: self._function(self._leaves, tokens, normalize)).lower(tokens)
+        return self._run.lower(self._leaves, tokens, normalize)
 
     def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> jax.stages.Compiled:
         compiled = lowered.compile()
