@@ -70,6 +70,7 @@ def embed_to_folder(
       ValueError: the sentences are others than those that are embedded already.
     """
     sentences = iter(sentences)
+    others = None if layout.shard_size is None else layout.shard_size - 1
     embedded = {shard.file: shard for shard in begun.shards}
     last: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer:
@@ -77,7 +78,7 @@ def embed_to_folder(
             if (first := next(sentences, None)) is None:
                 break
             digest = Digest()
-            own = map(digest.add, itertools.chain((first,), itertools.islice(sentences, layout.shard_size - 1)))
+            own = map(digest.add, itertools.chain((first,), itertools.islice(sentences, others)))
             if earlier := embedded.pop(name, None):
                 collections.deque(own, 0)  # reads them
                 check_source(folder, earlier, digest)

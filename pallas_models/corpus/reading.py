@@ -147,8 +147,8 @@ def _numbered_lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
-            line = number + len(_LINE.findall(content[: error.start].decode() + "x"))
-            raise ValueError(f"{name}, line {line}: {error}; expected UTF-8") from error
+            number += len(_LINE.findall(content[: error.start].decode() + "x"))
+            raise ValueError(f"{name}, line {number}: {error}; expected UTF-8") from error
         if number == 0:
             text = text.removeprefix("\ufeff")
         lines: list[str] = _LINE.findall(text) if "\r" in text or not text else [text]
