@@ -2,14 +2,18 @@
 
 import argparse
 import contextlib
-import re
+import dataclasses
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pallas_models import compilation_cache, files
+from pallas_models import compilation_cache, files, quantization
+from pallas_models.corpus import job, manifest, progress, reading, writing
+from pallas_models.corpus.embedder import Embedder
+from pallas_models.corpus.job import Layout
 from pallas_models.ops._dispatch import IMPLEMENTATIONS, check_implementation
 
 EXAMPLES = (
@@ -19,22 +23,11 @@ EXAMPLES = (
     "The chef cuts an onion.",
     "The stock market fell sharply today.",
 )
-_LINE_END = re.compile("\r\n|\r|\n")
 # A wider table does not fit a terminal.
 _TABLE_SIZE = 12
-
-
-def _read_lines(file: str | None) -> list[str]:
-    if file is None:
-        return list(EXAMPLES)
-    content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line = len(_LINE_END.split(content[: error.start].decode()))
-        raise ValueError(f"{'stdin' if file == '-' else file}, line {line}: {error}; expected UTF-8") from error
-    lines = _LINE_END.split(text)
-    return lines if lines[-1] else lines[:-1]
+# 150 MB of float32 with 384 values.
+_SHARD_SIZE = 100_000
+_COMPUTE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
@@ -42,8 +35,8 @@ def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    shown = min(len(sentences), _TABLE_SIZE)
-    title = "Cosine similarities" + (f", first {shown} of {len(sentences)}" if shown < len(sentences) else "")
+    count, shown = len(embeddings), len(sentences)
+    title = "Cosine similarities" + (f", first {shown} of {count}" if shown < count else "")
     table = Table(title=title)
     table.add_column("", justify="right")
     table.add_column("sentence", max_width=48, no_wrap=True, overflow="ellipsis")
@@ -59,25 +52,87 @@ def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
     console.print(table)
 
 
-def _embed(args: argparse.Namespace) -> None:
-    from pallas_models.minilm import Encoder
+def _layout(args: argparse.Namespace) -> Layout:
+    dtype = "float32" if args.dtype == "bfloat16" else args.dtype  # numpy has no bfloat16
+    if _to_folder(args):
+        if args.similarities:
+            raise ValueError(f"--similarities is for one file as --output; {args.output} is a folder")
+        if args.ray and args.shard_size:
+            raise ValueError("--shard-size goes without --ray, which makes a file for each file that it reads")
+        return Layout(dtype, args.format or "npy", None if args.ray else args.shard_size or _SHARD_SIZE)
+    if args.format or args.shard_size or args.ray:
+        raise ValueError(
+            f"--output {args.output} names one file; --format, --shard-size and --ray expect a folder, "
+            "such as embeddings/"
+        )
+    suffix = Path(args.output or "").suffix[1:].lower()
+    return Layout(dtype, suffix if suffix in writing.FORMATS else "npy", None)
 
-    sentences = _read_lines(args.file)
+
+def _to_folder(args: argparse.Namespace) -> bool:
+    return args.output is not None and (args.output.endswith("/") or Path(args.output).is_dir())
+
+
+def _embed(args: argparse.Namespace) -> None:
+    layout = _layout(args)
+    writing.check_available(layout.format)
+    embedder = Embedder(
+        model=args.model,
+        compute_dtype=args.compute_dtype or (args.dtype if args.dtype in _COMPUTE_DTYPES else "float32"),
+        implementation=args.implementation,
+        compilation_cache=args.compilation_cache,
+        batch_size=args.batch_size,
+        truncate_dim=args.truncate_dim,
+    )
+    corpus = reading.Corpus(args.inputs, args.column, args.input_format)
+    if _to_folder(args):
+        _embed_to_folder(args, corpus, embedder, layout)
+        return
+    shown: list[str] = []
+
+    def watched(sentences: Iterable[str]) -> Iterator[str]:
+        for sentence in sentences:
+            if len(shown) < _TABLE_SIZE:
+                shown.append(sentence)
+            yield sentence
+
+    sentences = watched(corpus if args.inputs else EXAMPLES)
+    ranges = manifest.read_ranges(args.ranges) if args.ranges else None
     # Opened before the work, so that none is done for a path that cannot be written.
     with files.replacing(args.output) if args.output else contextlib.nullcontext() as file:
-        encoder = Encoder.from_pretrained(
-            args.model,
-            dtype=args.dtype,
-            implementation=args.implementation,
-            compilation_cache=args.compilation_cache,
-        )
-        embeddings = encoder.encode(sentences, batch_size=args.batch_size)
+        with progress.shown(corpus, args.progress) as advance:
+            embeddings = np.concatenate([advance(rows) for rows in embedder(sentences)])
+        written = quantization.quantize(embeddings, layout.dtype, ranges)
         if file:
-            np.save(file, embeddings)
+            writing.FORMATS[layout.format](file, written)
     if args.similarities or not args.output:
-        _print_similarities(sentences, embeddings)
+        _print_similarities(shown, embeddings)
     if args.output:
-        print(f"{args.output}: {embeddings.shape[0]} x {embeddings.shape[1]} {embeddings.dtype}")
+        print(f"{args.output}: {written.shape[0]} x {written.shape[1]} {written.dtype}")
+
+
+def _embed_to_folder(args: argparse.Namespace, corpus: reading.Corpus, embedder: Embedder, layout: Layout) -> None:
+    from weights import hub
+
+    folder = Path(args.output)
+    for given in args.inputs:
+        if folder.resolve().is_relative_to(Path(given).resolve()):
+            raise ValueError(f"--output {folder} lies in {given}, which is read; expected a folder outside of it")
+    planned = manifest.Manifest(
+        manifest.describe_model(args.model, hub.resolve(args.model)),
+        embedder.settings | dataclasses.asdict(layout),
+        manifest.read_ranges(args.ranges) if args.ranges else None,
+    )
+    if args.ray:
+        from pallas_models import ray
+
+        begun = ray.embed_files(corpus, embedder, folder, planned, layout, workers=args.workers)
+    else:
+        planned.environment = manifest.describe_environment()
+        begun = job.begin(folder, planned)
+        with progress.shown(corpus, args.progress) as advance:
+            job.embed_to_folder(corpus, lambda sentences: map(advance, embedder(sentences)), folder, begun, layout)
+    print(f"{folder}: {begun.sentences} x {begun.dimension} {layout.dtype} in {len(begun.shards)} files")
 
 
 def _positive(text: str) -> int:
@@ -100,19 +155,67 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     embed = commands.add_parser("embed", help="turn sentences into embeddings")
     embed.add_argument(
-        "file",
+        "inputs",
         metavar="FILE",
-        nargs="?",
-        help="UTF-8 text, one sentence a line, - for stdin; an empty line is an empty sentence, so that row i "
-        "is line i. Without FILE, built-in examples",
+        nargs="*",
+        help="files, folders or - for stdin: UTF-8 text with one sentence a line, .csv, .tsv, .jsonl, .parquet, "
+        "also with .gz or .zst. An empty line of text is an empty sentence, so that row i is line i. Without "
+        "FILE, built-in examples",
+    )
+    embed.add_argument("--column", help="of a table: which one holds the sentences; default: the only one")
+    embed.add_argument(
+        "--input-format",
+        help="what all inputs are, such as csv or jsonl.gz; default: what their suffixes say, or text",
     )
     embed.add_argument("--model", default="all-MiniLM-L6-v2", help="folder, hub id or (default) %(default)s")
-    embed.add_argument("--output", metavar="NPY", type=Path, help="write float32 (sentences, hidden size) here")
+    embed.add_argument(
+        "--output",
+        metavar="PATH",
+        help="write (sentences, dimension) here: to one .npy, .npz, .parquet or .safetensors; or, where PATH ends "
+        "with / or is a folder, to many and a manifest, which the same command continues after a stop",
+    )
+    embed.add_argument("--format", choices=tuple(writing.FORMATS), help="of the files in a folder (npy)")
+    embed.add_argument(
+        "--shard-size",
+        type=_positive,
+        help=f"sentences of a file in a folder ({_SHARD_SIZE}): what a kill may cost",
+    )
+    embed.add_argument(
+        "--dtype",
+        choices=(*quantization.PRECISIONS, "bfloat16"),
+        default="float32",
+        help="what is written (%(default)s); int8 and uint8 are relative to --ranges; bfloat16 is what is "
+        "computed in, and written as float32",
+    )
+    embed.add_argument(
+        "--compute-dtype",
+        choices=_COMPUTE_DTYPES,
+        help="default: --dtype where that is one of these, else float32",
+    )
+    embed.add_argument(
+        "--truncate-dim", type=_positive, metavar="D", help="keep the first D values, unit norm again"
+    )
+    embed.add_argument(
+        "--ranges",
+        metavar="FOLDER",
+        type=Path,
+        help="take those of a folder written before; default: the first file's",
+    )
     embed.add_argument(
         "--similarities", action="store_true", help="show pairwise similarities; done anyway without --output"
     )
-    embed.add_argument("--batch-size", type=_positive, default=32, help="sentences at a time (%(default)s)")
-    embed.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float32")
+    embed.add_argument(
+        "--batch-size", type=_positive, help="sentences at a time; default: as many as suit the device"
+    )
+    embed.add_argument(
+        "--ray",
+        action="store_true",
+        help="embed each file on the Ray cluster that RAY_ADDRESS names, or this machine",
+    )
+    embed.add_argument("--workers", type=_positive, help="of --ray; default: one for each GPU of the cluster")
+    embed.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="show how far it is; default: on a terminal"
+    )
     embed.add_argument(
         "--implementation",
         type=_implementations,
@@ -125,6 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,16 +1,21 @@
 """`python -m pallas_models`: what it reads, writes, prints and refuses."""
 
+import hashlib
 import io
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from pallas_models.__main__ import EXAMPLES, main
 from pallas_models.minilm import Encoder, programs
+from pallas_models.quantization import quantize
 from parity import checkpoints
 
 
@@ -97,7 +102,7 @@ def test_errors(folder, tmp_path, capsys):
     for arguments in (
         ["--batch-size", "0"],
         ["--implementation", "cuda"],
-        ["--dtype", "int8"],
+        ["--dtype", "float64"],
         ["--no-such-option"],
     ):
         with pytest.raises(SystemExit) as stop:
@@ -165,6 +170,162 @@ def test_a_table_passes_nothing_on_that_a_terminal_obeys(folder, tmp_path, capsy
     assert main(["embed", str(tmp_path / "text.txt"), "--model", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "a \ufffd[31mman\ufffd" in out and not set("\x1b\x07\x9b\u202e") & set(out)
+
+
+def embed(folder: Path, *arguments: object) -> int:
+    return main(["embed", "--model", str(folder), *map(str, arguments)])
+
+
+@pytest.fixture
+def table(tmp_path) -> Path:
+    """A folder with a table in two files, the sentences in the column `text`."""
+    (tmp_path / "table").mkdir()
+    rows = [f"{i},{checkpoints.WORDS[i % 12]} man {'slowly ' * (i % 5)}" for i in range(50)]
+    (tmp_path / "table" / "a.csv").write_text("id,text\n" + "\n".join(rows[:31]))
+    (tmp_path / "table" / "b.csv").write_text("id,text\n" + "\n".join(rows[31:]))
+    return tmp_path / "table"
+
+
+def sentences_of(table: Path) -> list[str]:
+    return [row.split(",")[1] for name in "ab" for row in (table / f"{name}.csv").read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    "options, dtype",
+    [
+        ([], "float32"),
+        (["--dtype", "float16"], "float16"),
+        (["--dtype", "float16", "--compute-dtype", "float32", "--truncate-dim", "24"], "float16"),
+        (["--dtype", "int8", "--compute-dtype", "bfloat16"], "int8"),
+        (["--dtype", "ubinary"], "ubinary"),
+    ],
+)
+def test_one_file_of_a_table(folder, table, tmp_path, options, dtype):
+    """The dtype that is written and the one that is computed in, and fewer values, which have unit norm again."""
+    inputs = (table / "a.csv", table / "b.csv", "--column", "text")
+    assert embed(folder, *inputs, "--output", tmp_path / "out.npz", *options) == 0
+    compute = options[3] if "--compute-dtype" in options else dtype if dtype == "float16" else "float32"
+    encoder = Encoder.from_pretrained(folder, dtype=compute)
+    expected = np.concatenate(list(encoder.encode_iter(sentences_of(table))))
+    if "--truncate-dim" in options:
+        expected = expected[:, :24] / np.linalg.norm(expected[:, :24], axis=1, keepdims=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["embeddings"], quantize(expected, dtype))
+
+
+def test_folder_to_folder(folder, table, tmp_path, capsys, monkeypatch):
+    """Shards that together are what one file holds; a second run embeds nothing, and does not load the model."""
+    options = ("--column", "text", "--shard-size", 20, "--format", "safetensors", "--batch-size", 1)
+    assert embed(folder, table, "--output", f"{tmp_path}/out/", *options) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/out: 50 x 64 float32 in 3 files\n"
+    encoder, sentences = Encoder.from_pretrained(folder), sentences_of(table)
+    for i, start in enumerate((0, 20, 40)):
+        expected = np.concatenate(list(encoder.encode_iter(sentences[start : start + 20], batch_size=1)))
+        np.testing.assert_array_equal(
+            load_file(tmp_path / "out" / f"00000{i}.safetensors")["embeddings"], expected
+        )
+    held = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert held["complete"] and held["model"]["name"] == str(folder)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert held["model"]["files"]["model.safetensors"] == digest
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(Encoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded"))
+    assert (
+        embed(folder, table, "--output", tmp_path / "out", *options) == 0
+    )  # a folder that is there needs no slash
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_ranges_of_a_sample(folder, table, tmp_path):
+    sample = (table / "b.csv", "--column", "text", "--dtype", "int8", "--output", f"{tmp_path}/sample/")
+    assert embed(folder, *sample) == 0
+    whole = (table, "--column", "text", "--dtype", "uint8", "--ranges", tmp_path / "sample")
+    assert embed(folder, *whole, "--output", tmp_path / "out.npy") == 0
+    assert embed(folder, *whole, "--output", f"{tmp_path}/out/") == 0
+    ranges = json.loads((tmp_path / "sample" / "manifest.json").read_text())["ranges"]
+    expected = np.concatenate(list(Encoder.from_pretrained(folder).encode_iter(sentences_of(table))))
+    for found in ("out.npy", "out/000000.npy"):
+        np.testing.assert_array_equal(np.load(tmp_path / found), quantize(expected, "uint8", ranges))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            ["--output", "out.npy", "--shard-size", "5"],
+            "--output out.npy names one file; --format, --shard-size and",
+        ),
+        (["--output", "out.npy", "--format", "npz"], "expect a folder, such as embeddings/"),
+        (["--output", "out.npy", "--ray"], "expect a folder"),
+        (["--shard-size", "5"], "expect a folder"),
+        (["--output", "out/", "--ray", "--shard-size", "5"], "--shard-size goes without --ray"),
+        (["--output", "out/", "--similarities"], "--similarities is for one file as --output; out/ is a folder"),
+        (["--output", "table/out/"], "--output table/out lies in table, which is read"),
+        (["--output", "table"], "--output table lies in table, which is read"),
+        (["--output", "checkpoint/"], "checkpoint holds files and no manifest.json"),
+        (["--output", "absent/out/"], "absent/out"),
+        (["--output", "out/", "--dtype", "int8", "--ranges", "table"], "table holds files and no manifest.json"),
+        (["--output", "out/", "--column", "body"], "a.csv has the columns 'id', 'text'; expected 'body' once"),
+        (["--output", "out/", "--input-format", "xml"], "format='xml'; expected one of txt, csv"),
+        (["--output", "out.npy", "--truncate-dim", "65"], "truncate_dim=65; expected 1 to 64"),
+    ],
+)
+def test_what_does_not_go_together(folder, table, tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    column = [] if "--column" in options else ["--column", "text"]
+    assert embed(folder, "table", *column, *options) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+
+
+def test_a_folder_of_other_settings_is_refused(folder, table, tmp_path, capsys):
+    run = (table, "--column", "text", "--output", f"{tmp_path}/out/")
+    assert embed(folder, *run) == 0
+    other = checkpoints.write(tmp_path / "other", checkpoints.bert_tensors(seed=1))
+    for arguments, message in [
+        ((folder, *run, "--dtype", "float16"), "compute_dtype was 'float32' and is now 'float16'; dtype was"),
+        ((folder, *run, "--shard-size", 7), "shard_size was 100000 and is now 7"),
+        ((folder, *run, "--implementation", "xla"), "implementation was [] and is now ['xla']"),
+        ((other, *run), "model.safetensors was "),
+    ]:
+        assert embed(*arguments) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_progress(folder, table, capsys):
+    assert embed(folder, table, "--column", "text", "--progress") == 0
+    assert "50 sentences, " in capsys.readouterr().err
+    assert embed(folder, table, "--column", "text") == 0
+    assert capsys.readouterr().err == ""  # no terminal
+
+
+def test_interrupted(folder, table, capsys, monkeypatch):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Encoder, "from_pretrained", interrupt)
+    assert embed(folder, table, "--column", "text") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_killed_it_continues_to_the_same_bytes(folder, tmp_path):
+    """The whole program, killed twice while it writes shards."""
+    (tmp_path / "text.txt").write_text("".join(f"{checkpoints.WORDS[i % 13]} man {i % 7}\n" for i in range(6000)))
+    options = ["--model", str(folder), "--shard-size", "100", "--format", "npz", "--dtype", "int8"]
+    program = [sys.executable, "-m", "pallas_models", "embed", str(tmp_path / "text.txt"), *options, "--output"]
+    root, killed = Path(__file__).parents[1], tmp_path / "killed"
+    for shards in (3, 20):
+        with subprocess.Popen([*program, f"{killed}/"], cwd=root) as process:
+            while len(list(killed.glob("*.npz"))) < shards:
+                assert process.poll() is None
+                time.sleep(1e-3)
+            process.kill()
+        assert not json.loads((killed / "manifest.json").read_text())["complete"]
+    for output in (killed, tmp_path / "whole"):
+        assert subprocess.run([*program, f"{output}/"], cwd=root, stdout=subprocess.DEVNULL).returncode == 0
+    contents = [
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (killed, tmp_path / "whole")
+    ]
+    assert contents[0] == contents[1] and len(contents[0]) == 61
 
 
 def test_help(capsys):

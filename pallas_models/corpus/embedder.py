@@ -1,0 +1,73 @@
+"""The encoder of a corpus, which is loaded when the first sentence comes."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pallas_models.minilm import Encoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedder:
+    """Turns sentences into embeddings of unit norm; it can be pickled and sent to where it is to work.
+
+    Attributes:
+      model: what `Encoder.from_pretrained` takes.
+      compute_dtype: float16, bfloat16 or float32, that of the parameters and the computation.
+      implementation, compilation_cache: as in `Encoder.from_pretrained`.
+      batch_size: as in `Encoder.encode_iter`.
+      truncate_dim: how many of the first values of an embedding to keep; their norm is 1 again. None for all.
+    """
+
+    model: str = "all-MiniLM-L6-v2"
+    compute_dtype: str = "float32"
+    implementation: Any = None
+    compilation_cache: Path | None = None
+    batch_size: int | None = None
+    truncate_dim: int | None = None
+
+    def load(self) -> "Encoder":
+        """Returns the encoder, which is loaded in the first call."""
+        return self._encoder
+
+    @functools.cached_property
+    def _encoder(self) -> "Encoder":
+        from pallas_models.minilm import Encoder
+
+        encoder = Encoder.from_pretrained(
+            self.model,
+            dtype=self.compute_dtype,
+            implementation=self.implementation,
+            compilation_cache=self.compilation_cache,
+        )
+        if self.truncate_dim is not None and not 1 <= self.truncate_dim <= encoder.config.hidden_size:
+            raise ValueError(f"truncate_dim={self.truncate_dim}; expected 1 to {encoder.config.hidden_size}")
+        return encoder
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the values, apart from the model."""
+        # As JSON gives them back.
+        return {
+            "compute_dtype": self.compute_dtype,
+            "implementation": list(self.implementation or ()),
+            "batch_size": self.batch_size,
+            "truncate_dim": self.truncate_dim,
+        }
+
+    def __call__(self, sentences: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yields (n, dimension) float32, chunk by chunk in the order of the sentences; n may be 0."""
+        encoder = self.load()
+        dimension = self.truncate_dim or encoder.config.hidden_size
+        yield np.empty((0, dimension), np.float32)
+        for embeddings in encoder.encode_iter(sentences, batch_size=self.batch_size):
+            if dimension < embeddings.shape[1]:
+                embeddings = embeddings[:, :dimension]
+                norm = np.linalg.norm(embeddings, axis=1, keepdims=True)
+                embeddings = embeddings / np.where(norm > 0, norm, 1)
+            yield embeddings

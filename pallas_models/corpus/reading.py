@@ -1,0 +1,273 @@
+"""Reads sentences from files: text, CSV, TSV, JSON lines and Parquet, plain or compressed with gzip or zstd."""
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+# `str.splitlines` would also split at U+2028, which is a part of sentences on the web.
+_LINE = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+# The standard library's limit of a cell, 128 KiB, is less than a long document.
+_CELL_LIMIT = 1 << 28
+_PARQUET_ROWS = 4096
+_BUFFER = 1 << 20
+# How often a reader looks up how far it is.
+_SENTENCES_PER_LOOK = 1024
+
+Reader = Callable[[IO[bytes], str, str | None], Iterator[str]]
+
+
+class Corpus:
+    """The sentences of files, one after another, read as they are asked for.
+
+    Attributes:
+      paths: the files in the order in which they are read; "-" is standard input.
+      size: bytes of all files; None where standard input is among them.
+      done: bytes of them that are read so far, in the iteration that was begun last.
+    """
+
+    def __init__(self, inputs: Iterable[str | Path], column: str | None = None, format: str | None = None):
+        """Finds the files; nothing is read yet.
+
+        Args:
+          inputs: files, folders, or "-" for standard input. Of a folder, all files below it are read whose
+            suffixes say what they are, in the order of their paths; names that begin with . or _ are left out.
+          column: which column of a table holds the sentences; None where it has but one.
+          format: what the files are, such as "csv" or "jsonl.gz"; when None, each file's suffixes say so. A file
+            with another suffix, and standard input, is text.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: a folder holds no file that can be read, or the format is unknown.
+        """
+        if format is not None and not _is_known(f".{format}"):
+            raise ValueError(f"{format=}; expected one of {', '.join(FORMATS)}, with .gz or .zst or without")
+        self._column, self._format = column, format
+        self.paths = [path for given in inputs for path in _expand(str(given), format)]
+        self.size = None if "-" in self.paths else sum(Path(path).stat().st_size for path in self.paths)
+        self.done = 0
+
+    def only(self, path: str) -> "Corpus":
+        """Returns one of the files, to be read in the same way."""
+        return Corpus([path], self._column, self._format)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the sentences.
+
+        Raises:
+          ImportError: Parquet or zstd is to be read, and pyarrow is not installed.
+          OSError: a file cannot be read.
+          ValueError: a file is damaged or not UTF-8, has no such column, or a row holds no string. The message
+            names the file and, but for Parquet's own errors, the line or row.
+        """
+        self.done = behind = 0
+        for path in self.paths:
+            name = "stdin" if path == "-" else path
+            format, compression = _kind(f".{self._format}" if self._format else path)
+            with contextlib.ExitStack() as stack:
+                raw = sys.stdin.buffer if path == "-" else stack.enter_context(Path(path).open("rb"))
+                with _named_errors(name):
+                    stream = _decompressed(raw, compression)
+                    for i, sentence in enumerate(FORMATS[format](stream, name, self._column)):
+                        if i % _SENTENCES_PER_LOOK == 0 and self.size is not None:
+                            self.done = behind + raw.tell()
+                        yield sentence
+            if self.size is not None:
+                self.done = behind = behind + Path(path).stat().st_size
+
+
+def _expand(given: str, format: str | None) -> list[str]:
+    if given == "-":
+        return [given]
+    root = Path(given)
+    if not root.exists():
+        raise FileNotFoundError(f"{given} does not exist; expected a file, a folder, or - for standard input")
+    if not root.is_dir():
+        return [given]
+    found = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    visible = (name for name in found if not any(part.startswith((".", "_")) for part in name.split("/")))
+    names = [name for name in visible if format or _is_known(name)]
+    if not names:
+        raise ValueError(f"{given} holds no file with sentences; expected one of .{', .'.join(FORMATS)}")
+    return [str(root / name) for name in names]
+
+
+def _suffixes(name: str) -> tuple[str, str]:
+    suffixes = Path(f"x{name}").suffixes  # so that ".csv" is one too
+    compression = suffixes.pop().lower()[1:] if suffixes and suffixes[-1].lower() in (".gz", ".zst") else ""
+    return suffixes[-1].lower()[1:] if suffixes else "", compression
+
+
+def _is_known(name: str) -> bool:
+    return _suffixes(name)[0] in FORMATS
+
+
+def _kind(name: str) -> tuple[str, str]:
+    format, compression = _suffixes(name)
+    return format if format in FORMATS else "txt", compression
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Lets the errors of libraries, which know no file, name the one that is read."""
+    try:
+        yield
+    except (EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"{name} is damaged, or not what its name says: {error}") from error
+
+
+def _decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
+    if compression == "gz":
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if compression == "zst":
+        # zstandard's own reader takes a file that was cut off for one that ends there; this one raises OSError.
+        return io.BufferedReader(pyarrow(".zst").CompressedInputStream(raw, "zstd"), _BUFFER)
+    return raw
+
+
+def pyarrow(what: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f"{what} needs pyarrow: pip install 'pallas-models[files]'") from error
+    return pyarrow
+
+
+def _numbered_lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
+    """Yields each line with its end, from number 1 on; the end is that of Unix, Windows or the old Macintosh."""
+    number = 0
+    for content in stream:
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            number += len(_LINE.findall(content[: error.start].decode() + "x"))
+            raise ValueError(f"{name}, line {number}: {error}; expected UTF-8") from error
+        if number == 0:
+            text = text.removeprefix("\ufeff")
+        lines: list[str] = _LINE.findall(text) if "\r" in text or not text else [text]
+        for line in lines:
+            number += 1
+            yield number, line
+
+
+def _text(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+    if column is not None:
+        raise ValueError(f"{name} is text, which has no {column=}; expected a table")
+    for _, line in _numbered_lines(stream, name):
+        yield line.rstrip("\r\n")
+
+
+def _json_lines(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+    for number, line in _numbered_lines(stream, name):
+        if line.isspace():
+            continue
+        where = f"{name}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is no JSON: {error}") from error
+        if isinstance(row, dict):
+            row = row[_choose(list(row), column, where)]
+        elif column is not None:
+            raise ValueError(f"{where} holds {_short(row)}; expected an object with the key {column!r}")
+        yield _check(row, where)
+
+
+def _csv(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+    return _table(stream, name, column, delimiter=",", quoting=csv.QUOTE_MINIMAL)
+
+
+def _tsv(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+    return _table(stream, name, column, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _table(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> Iterator[str]:
+    # The standard library's reader is as fast as pyarrow's where rows become strings, and unlike it refuses a
+    # quotation mark that is never closed.
+    csv.field_size_limit(max(csv.field_size_limit(), _CELL_LIMIT))
+    rows = csv.reader((line for _, line in _numbered_lines(stream, name)), strict=True, **dialect)
+    try:
+        header = next(rows, None)
+        if header is None:
+            return
+        position = header.index(_choose(header, column, name))
+        for row in rows:
+            if len(row) == len(header):
+                yield row[position]
+            elif row:  # an empty line is no row
+                raise ValueError(
+                    f"{name}, line {rows.line_num} has {len(row)} columns; expected {len(header)} as in the header"
+                )
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {rows.line_num}: {error}") from error
+
+
+def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+    pa = pyarrow("Parquet")
+    try:
+        # What is not a file on a disk cannot be read from its end, where Parquet keeps its index.
+        source = (
+            stream
+            if isinstance(stream, io.BufferedReader) and _is_file(stream)
+            else pa.BufferReader(stream.read())
+        )
+        file = pa.parquet.ParquetFile(source, buffer_size=_BUFFER)
+        schema = file.schema_arrow
+        chosen = _choose(schema.names, column, name)
+        kind = schema.field(chosen).type
+        if not any(kind_of(kind) for kind_of in (pa.types.is_string, pa.types.is_large_string, _is_dictionary)):
+            raise ValueError(f"{name}: the column {chosen!r} is of type {kind}; expected strings")
+        row = 0
+        for batch in file.iter_batches(_PARQUET_ROWS, columns=[chosen]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield _check(value, f"{name}, row {row}")
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} cannot be read as Parquet: {error}") from error
+
+
+def _is_file(stream: io.BufferedReader) -> bool:
+    return isinstance(stream.raw, io.FileIO) and stream.seekable()
+
+
+def _is_dictionary(kind: Any) -> bool:
+    types = pyarrow("Parquet").types
+    return types.is_dictionary(kind) and types.is_string(kind.value_type)
+
+
+def _choose(names: list[str], column: str | None, where: str) -> str:
+    if column is None and len(names) == 1:
+        return names[0]
+    listed = ", ".join(map(repr, names)) or "none"
+    if column is None:
+        raise ValueError(f"{where} has the columns {listed}; expected one of them as the column of the sentences")
+    if names.count(column) != 1:
+        raise ValueError(f"{where} has the columns {listed}; expected {column!r} once")
+    return column
+
+
+def _check(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} holds {_short(value)}; expected a string")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            found = ascii(value[error.start])
+            raise ValueError(f"{where} holds {found}, half of a surrogate pair; expected valid Unicode") from error
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:40] + '...'} of type {type(value).__name__}"
+
+
+FORMATS: dict[str, Reader] = {"txt": _text, "csv": _csv, "tsv": _tsv, "jsonl": _json_lines, "parquet": _parquet}

@@ -1,0 +1,60 @@
+"""Writes embeddings as .npy, .npz, .parquet or .safetensors: the same bytes for the same values."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from pallas_models import files
+from pallas_models.corpus.reading import pyarrow
+
+
+def write(path: Path, embeddings: np.ndarray, format: str) -> str:
+    """Writes (N, D) embeddings to a file, whole or not at all; returns its sha256.
+
+    The array is called `embeddings` in .npz and .safetensors. A .parquet file has one column, `embedding`, of
+    lists with a fixed length.
+    """
+    with files.replacing(path) as file:
+        FORMATS[format](file, embeddings)
+    with path.open("rb") as written:
+        return hashlib.file_digest(written, "sha256").hexdigest()
+
+
+def check_available(format: str) -> None:
+    """Raises ImportError unless what writes this format is installed."""
+    if format == "parquet":
+        pyarrow("Parquet")
+
+
+def _npy(file: IO[bytes], embeddings: np.ndarray) -> None:
+    np.save(file, embeddings)
+
+
+def _npz(file: IO[bytes], embeddings: np.ndarray) -> None:
+    np.savez(file, embeddings=embeddings)
+
+
+def _safetensors(file: IO[bytes], embeddings: np.ndarray) -> None:
+    import safetensors.numpy
+
+    file.write(safetensors.numpy.save({"embeddings": embeddings}))
+
+
+def _parquet(file: IO[bytes], embeddings: np.ndarray) -> None:
+    pa = pyarrow("Parquet")
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), embeddings.shape[1])
+    # Embeddings do not compress, and nobody searches for one by its values.
+    pa.parquet.write_table(
+        pa.table({"embedding": lists}), file, compression="none", use_dictionary=False, write_statistics=False
+    )
+
+
+FORMATS: dict[str, Callable[[IO[bytes], np.ndarray], None]] = {
+    "npy": _npy,
+    "npz": _npz,
+    "parquet": _parquet,
+    "safetensors": _safetensors,
+}

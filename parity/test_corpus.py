@@ -1,0 +1,260 @@
+"""Embeddings in files: their formats, and folders that are continued as if nobody had stopped them."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pallas_models import files
+from pallas_models.corpus import job, manifest, writing
+from pallas_models.corpus.job import Layout
+from pallas_models.corpus.manifest import Manifest
+from pallas_models.quantization import PRECISIONS, RANGED, find_ranges, quantize
+
+SENTENCES = [f"sentence {i}" * (i % 3) for i in range(23)]
+DIMENSION = 16
+LAYOUT = Layout("float32", "npy", 5)
+
+
+class Encode:
+    """Stands for an encoder: a row depends on who shares its chunk, as the last bits of a real one do."""
+
+    def __init__(self) -> None:
+        self.sentences = 0
+
+    def __call__(self, sentences: Iterable[str]) -> Iterator[np.ndarray]:
+        yield np.empty((0, DIMENSION), np.float32)
+        sentences = list(sentences)
+        self.sentences += len(sentences)
+        for start in range(0, len(sentences), 3):
+            chunk = sentences[start : start + 3]
+            seeds = ([*map(len, chunk), i, *sentence.encode()] for i, sentence in enumerate(chunk))
+            yield np.stack([np.random.default_rng(s).normal(size=DIMENSION) for s in seeds]).astype(np.float32)
+
+
+def planned(**settings: object) -> Manifest:
+    return Manifest({"name": "a", "files": {"model.safetensors": "5f"}}, {"dtype": "float32", **settings})
+
+
+def run(
+    folder: Path,
+    layout: Layout = LAYOUT,
+    sentences: Iterable[str] = SENTENCES,
+    plan: Manifest | None = None,
+) -> Encode:
+    encode = Encode()
+    job.embed_to_folder(sentences, encode, folder, job.begin(folder, plan or planned()), layout)
+    return encode
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def load(path: Path) -> np.ndarray:
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import load_file
+
+        return load_file(path)["embeddings"]
+    if path.suffix == ".parquet":
+        column = pytest.importorskip("pyarrow.parquet").read_table(path)["embedding"].combine_chunks()
+        return np.asarray(column.values).reshape(len(column), column.type.list_size)
+    array = np.load(path)
+    return array["embeddings"] if path.suffix == ".npz" else array
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("format", writing.FORMATS)
+def test_formats(tmp_path, format, dtype, count):
+    """What is read back is what was written; the same bytes each time."""
+    if format == "parquet":
+        pytest.importorskip("pyarrow")
+    embeddings = np.random.default_rng(0).normal(size=(count, DIMENSION)).astype(np.float32)
+    embeddings = quantize(embeddings, dtype)
+    digests = {writing.write(tmp_path / f"{name}.{format}", embeddings, format) for name in "ab"}
+    found = load(tmp_path / f"a.{format}")
+    assert found.dtype == embeddings.dtype and len(digests) == 1
+    np.testing.assert_array_equal(found, embeddings)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_shards(tmp_path, dtype):
+    layout = Layout(dtype, "npy", 5)
+    run(tmp_path / "out", layout)
+    shards = [np.concatenate(list(Encode()(SENTENCES[i : i + 5]))) for i in range(0, 23, 5)]
+    ranges = find_ranges(shards[0])
+    held = manifest.read(tmp_path / "out")
+    assert held.complete and held.sentences == 23 and held.dimension == DIMENSION
+    assert held.ranges == (ranges.tolist() if dtype in RANGED else None)
+    assert [shard.file for shard in held.shards] == [f"{i:06d}.npy" for i in range(5)]
+    for shard, expected in zip(held.shards, shards, strict=True):
+        found = np.load(tmp_path / "out" / shard.file)
+        np.testing.assert_array_equal(found, quantize(expected, dtype, ranges))
+        assert shard.sentences == len(expected) and (tmp_path / "out" / shard.file).stat().st_size == shard.bytes
+        assert writing.write(tmp_path / "again", found, "npy") == shard.sha256
+
+
+@pytest.mark.parametrize("count, sizes", [(0, []), (4, [4]), (5, [5]), (6, [5, 1]), (10, [5, 5])])
+def test_sizes_of_shards(tmp_path, count, sizes):
+    run(tmp_path / "out", sentences=SENTENCES[:count])
+    held = manifest.read(tmp_path / "out")
+    assert [shard.sentences for shard in held.shards] == sizes and held.complete
+    assert run(tmp_path / "out", sentences=SENTENCES[:count]).sentences == 0
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    """Ends a run after moment // 2 files, before the next one is written (even moments) or just after it (odd)."""
+    replacing, written = files.replacing, 0
+
+    @contextlib.contextmanager
+    def interrupted(path):
+        nonlocal written
+        written += 1
+        if 2 * (written - 1) >= moment:
+            raise Killed
+        with replacing(path) as file:
+            yield file
+        if 2 * (written - 1) + 1 >= moment:
+            raise Killed
+
+    monkeypatch.setattr(files, "replacing", interrupted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_stopped_at_any_file_it_continues_to_the_same_bytes(tmp_path, dtype):
+    layout = Layout(dtype, "npy", 5)
+    run(tmp_path / "whole", layout)
+    writes = 1 + 2 * 5 + 1  # manifest; each shard and the manifest; manifest
+    embedded = set()
+    for moment in range(2 * writes):
+        folder = tmp_path / str(moment)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            kill_at(monkeypatch, moment)
+            with pytest.raises(Killed):
+                run(folder, layout)
+        embedded.add(run(folder, layout).sentences)
+        assert contents(folder) == contents(tmp_path / "whole")
+    assert embedded == {23, 18, 13, 8, 3, 0}  # what was listed is not embedded again
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kill_at(monkeypatch, 2 * writes)
+        run(tmp_path / "end", layout)
+
+
+def test_a_shard_that_is_lost_is_made_again(tmp_path):
+    layout = Layout("uint8", "npy", 5)
+    run(tmp_path, layout)
+    whole = contents(tmp_path)
+    (tmp_path / "000000.npy").unlink()
+    (tmp_path / "000002.npy").write_bytes(whole["000002.npy"][:-1])
+    assert run(tmp_path, layout).sentences == 10
+    assert contents(tmp_path) == whole
+
+
+def test_an_error_keeps_what_was_written(tmp_path):
+    def failing() -> Iterator[str]:
+        yield from SENTENCES[:17]
+        raise ValueError("line 18 is not UTF-8")
+
+    with pytest.raises(ValueError, match="line 18"):
+        run(tmp_path / "out", sentences=failing())
+    assert not manifest.read(tmp_path / "out").complete
+    assert run(tmp_path / "out").sentences == 23 - 15
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        SENTENCES[:22],
+        [*SENTENCES, "one more"],
+        [],
+        SENTENCES[:5],
+        [*SENTENCES[:7], "another", *SENTENCES[8:]],
+        SENTENCES[::-1],
+        # The same letters, divided otherwise.
+        [SENTENCES[0], SENTENCES[1] + SENTENCES[2][:1], SENTENCES[2][1:], *SENTENCES[3:]],
+    ],
+)
+def test_other_sentences_are_refused(tmp_path, others):
+    run(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"\.npy was made from other sentences than those given now"):
+        run(tmp_path, sentences=others)
+    assert contents(tmp_path) == before
+
+
+def test_another_model_or_other_settings_are_refused(tmp_path):
+    plan = planned(shard_size=5)
+    plan.environment = {"jax": "0.11"}
+    run(tmp_path, plan=plan)
+    model, dtype, jax, ranges = (planned(shard_size=5) for _ in range(4))
+    for other in (model, dtype, jax, ranges):
+        other.environment = dict(plan.environment)
+    model.model = {"name": "a", "files": {"model.safetensors": "60"}}
+    dtype.settings["dtype"] = "int8"
+    jax.environment["jax"] = "0.12"
+    ranges.ranges = [[0.0], [1.0]]
+    for other, difference in [
+        (model, "model.safetensors was '5f' and is now '60'"),
+        (dtype, "dtype was 'float32' and is now 'int8'"),
+        (jax, "jax was '0.11' and is now '0.12'"),
+        (ranges, "its ranges are others"),
+    ]:
+        with pytest.raises(ValueError, match=f"was begun otherwise: {difference}"):
+            run(tmp_path, plan=other)
+    renamed = planned(shard_size=5)
+    renamed.model["name"], renamed.environment = "elsewhere/a", plan.environment
+    assert run(tmp_path, plan=renamed).sentences == 0
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"holds files and no manifest\.json"):
+        run(tmp_path)
+    for broken in ("", "[]", "{}", "5", "[" * 100_000, json.dumps({"shards": [{}]}), '{"shards": 5}'):
+        (tmp_path / "manifest.json").write_text(broken)
+        with pytest.raises(ValueError, match=r"manifest\.json is no manifest"):
+            run(tmp_path)
+    with pytest.raises(OSError, match="absent"):
+        run(tmp_path / "absent" / "out")
+
+
+def test_what_a_killed_writer_leaves_is_no_obstacle(tmp_path):
+    (tmp_path / ".0123456789abcdef.draft").write_bytes(b"half")
+    run(tmp_path)
+    assert sorted(contents(tmp_path)) == [*(f"{i:06d}.npy" for i in range(5)), "manifest.json"]
+
+
+def test_given_ranges(tmp_path):
+    layout = Layout("uint8", "npy", 5)
+    run(tmp_path / "sample", layout, SENTENCES[10:])
+    ranges = manifest.read_ranges(tmp_path / "sample")
+    plan = planned()
+    plan.ranges = ranges
+    run(tmp_path / "out", layout, plan=plan)
+    expected = quantize(np.concatenate(list(Encode()(SENTENCES[:5]))), "uint8", ranges)
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "000000.npy"), expected)
+    run(tmp_path / "floats")
+    for folder in ("floats", "absent"):
+        with pytest.raises(ValueError, match="holds no ranges"):
+            manifest.read_ranges(tmp_path / folder)
+
+
+def test_the_model_is_known_by_its_files(tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    for name in ("config.json", "1_Pooling/config.json", ".lock"):
+        (tmp_path / name).write_text(name)
+    before = manifest.describe_model("a", tmp_path)
+    assert list(before["files"]) == ["1_Pooling/config.json", "config.json"]
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    after = manifest.describe_model("a", tmp_path)
+    assert after["files"]["config.json"] == before["files"]["config.json"] and after != before
+    one = manifest.describe_model("a", tmp_path / "config.json")
+    assert one["files"] == {"config.json": before["files"]["config.json"]}

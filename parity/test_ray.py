@@ -1,0 +1,113 @@
+"""On a Ray cluster: actors that embed batches, and files to files while a worker is killed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pallas_models.minilm import Encoder
+from pallas_models.quantization import quantize
+from pallas_models.ray import Embed
+from parity import checkpoints
+from parity.common import ON_GPU
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+SENTENCES = [*(" ".join(checkpoints.WORDS[i % 7 : i % 13]) for i in range(59)), "the guitar"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "checkpoint")
+
+
+def test_batches(folder):
+    """An actor's class without a cluster: what it adds to a batch, in each dtype."""
+    expected = Encoder.from_pretrained(folder).encode(SENTENCES)[:, :16]
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    batch = {"id": np.arange(60), "text": np.array(SENTENCES, object)}
+    for dtype, ranges in (("float32", None), ("int8", [[-0.5] * 16, [0.5] * 16]), ("ubinary", None)):
+        embed = Embed("text", output_column="e", dtype=dtype, ranges=ranges, model=str(folder), truncate_dim=16)
+        found = embed(batch)
+        assert list(found) == ["id", "text", "e"] and list(batch) == ["id", "text"]
+        np.testing.assert_array_equal(found["id"], batch["id"])
+        np.testing.assert_array_equal(found["e"], quantize(expected, dtype, ranges))
+
+
+def test_refused(folder):
+    with pytest.raises(ValueError, match="dtype='uint8' needs ranges that all workers share"):
+        Embed("text", dtype="uint8", model=str(folder))
+    with pytest.raises(ValueError, match="a batch has the columns text; expected 'body' among them"):
+        Embed("body", model=str(folder))({"text": np.array(["a"], object)})
+
+
+# The second half of this sentence's file or batch is never reached by the worker that comes first.
+FATAL = "the guitar"
+PROGRAM = """
+import os, signal, sys
+import ray
+from pallas_models import __main__ as cli
+from pallas_models.corpus.embedder import Embedder
+from pallas_models.ray import Embed
+
+folder, checkpoint, fatal = sys.argv[1:]
+marker = folder + "/killed"
+
+def end_once(sentence):
+    if sentence == fatal and not os.path.exists(marker):
+        os.mkdir(marker)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sentence
+
+class EmbedderThatEnds(Embedder):
+    def __call__(self, sentences):
+        return super().__call__(map(end_once, sentences))
+
+class EmbedThatEnds(Embed):
+    def __call__(self, batch):
+        return super().__call__({name: list(map(end_once, column)) for name, column in batch.items()})
+
+ray.init(num_cpus=3, include_dashboard=False)  # two workers, and one to read and to write
+cli.Embedder = EmbedderThatEnds
+command = ["embed", folder + "/in", "--column", "text", "--output", folder + "/out/", "--format", "npy"]
+assert cli.main([*command, "--model", checkpoint, "--ray", "--workers", "2"]) == 0
+os.rmdir(marker)  # it is there: a worker ended
+
+rows = ray.data.read_parquet(folder + "/in").map_batches(
+    EmbedThatEnds,
+    fn_constructor_kwargs={"column": "text", "model": checkpoint},
+    compute=ray.data.ActorPoolStrategy(size=2),
+    batch_size=5,
+)
+rows.write_parquet(folder + "/rows")
+os.rmdir(marker)
+"""
+
+
+@needs_ray
+def test_a_worker_that_is_killed_loses_nothing_and_doubles_nothing(folder, tmp_path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    (tmp_path / "in").mkdir()
+    files = {f"{name}.parquet": SENTENCES[i::6] for i, name in enumerate("fedcba")}
+    for name, sentences in files.items():
+        parquet.write_table(pa.table({"id": range(len(sentences)), "text": sentences}), tmp_path / "in" / name)
+    program = [sys.executable, "-c", PROGRAM, tmp_path, folder, FATAL]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
+    if not ON_GPU:  # the last bits depend on how programs are compiled, here as conftest.py says
+        environment.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    encoder = Encoder.from_pretrained(folder)
+    held = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert held["complete"] and [shard["file"] for shard in held["shards"]] == [f"{i:06d}.npy" for i in range(6)]
+    for shard, name in zip(held["shards"], sorted(files), strict=True):
+        found = np.load(tmp_path / "out" / shard["file"])
+        np.testing.assert_array_equal(found, np.concatenate(list(encoder.encode_iter(files[name]))))
+    rows = parquet.read_table(tmp_path / "rows").to_pylist()
+    assert sorted(row["text"] for row in rows) == sorted(SENTENCES)
+    for row in rows:
+        np.testing.assert_allclose(row["embedding"], encoder.encode(row["text"]), rtol=0, atol=1e-6)
