@@ -1,14 +1,17 @@
-"""How files are written: whole or not at all, even where a writer is killed or a disk is full.
+"""How files and folders are written: whole or not at all, even where a writer is killed or a disk is full.
 
-What is written lies in a draft beside the file, `.<random>.draft`, and takes the file's name once it is on the
-disk. A writer that fails removes its draft. A killed one leaves it behind, and the next writer in the folder
-removes it: it can tell, as the lock on a draft ends with its writer.
+What is written lies in a draft beside, `.<random>.draft`, and takes the final name once it is on the disk. A
+writer that fails removes its draft. A killed one leaves it behind, and the next writer in the folder removes it:
+it can tell, as the lock on a draft ends with its writer.
 """
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -35,10 +38,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     path = Path(os.path.realpath(path))
     _remove_abandoned(path.parent)
     try:
-        draft, file = _open_draft(path.parent)
+        draft, descriptor = _open_draft(path.parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except OSError as error:
         raise type(error)(f"{path} cannot be written: {path.parent}: {error.strerror}") from error
-    with file:
+    with os.fdopen(descriptor, "wb") as file:
         try:
             yield file
             file.flush()
@@ -56,22 +59,98 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def _open_draft(folder: Path) -> tuple[Path, IO[bytes]]:
+@contextlib.contextmanager
+def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Makes a draft of a folder, which becomes the folder `path` at the end of the context.
+
+    The draft begins with what the folder holds, so that what the context leaves alone stays. Its files are links
+    to those of the folder: to change one, replace it, as `write` does. Where an exception leaves the context, the
+    folder stays as it was. At any time the older folder or the newer one is in place. Only where the system cannot
+    let two folders change their names at once, as Linux can, there is none for a moment, and after a kill in that
+    moment `.<random>.older`. A mount point has no name to change: it is written to directly.
+
+    Raises:
+      OSError: `path` is a file, or its parent does not exist or cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; expected a folder, or nothing there")
+    if os.path.ismount(path):
+        yield path
+        return
+    _remove_abandoned(path.parent)
+    try:
+        draft, descriptor = _open_draft(path.parent, os.O_RDONLY, is_folder=True)
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written: {path.parent}: {error.strerror}") from error
+    try:
+        if path.exists():
+            drafts = shutil.ignore_patterns(_DRAFTS)
+            shutil.copytree(path, draft, True, drafts, _link, dirs_exist_ok=True)
+        yield draft
+        for folder, _, _ in os.walk(draft):
+            _sync(Path(folder))
+        _exchange(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        os.close(descriptor)
+    _sync(path.parent)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _exchange(draft: Path, path: Path) -> None:
+    """Gives a draft the name of a folder, and the folder, if there is one, that of the draft."""
+    try:
+        draft.rename(path)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is not None and rename(here, os.fsencode(draft), here, os.fsencode(path), exchange) == 0:
+        return
+    older = path.rename(draft.with_suffix(".older"))
+    draft.rename(path)
+    older.rename(draft)
+
+
+_DRAFTS = f".{'[0-9a-f]' * 16}.draft"
+
+
+def _open_draft(folder: Path, flags: int, *, is_folder: bool = False) -> tuple[Path, int]:
     while True:
         draft = folder / f".{secrets.token_hex(8)}.draft"
-        file = draft.open("xb")
+        if is_folder:
+            draft.mkdir()
+        try:
+            descriptor = os.open(draft, flags, 0o666)
+        except FileNotFoundError:
+            if is_folder:
+                continue  # taken for abandoned, as below
+            raise
         with contextlib.suppress(OSError):  # a file system without locks: nobody removes drafts there
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         if draft.exists():
-            return draft, file
-        file.close()  # it was taken for abandoned before it was locked
+            return draft, descriptor
+        os.close(descriptor)  # it was taken for abandoned before it was locked
 
 
 def _remove_abandoned(folder: Path) -> None:
-    for draft in folder.glob(f".{'[0-9a-f]' * 16}.draft"):
-        with contextlib.suppress(OSError), draft.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.unlink()
+    for draft in folder.glob(_DRAFTS):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(draft, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def _sync(folder: Path) -> None:

@@ -223,12 +223,20 @@ def test_kernels_alone_and_no_array_of_all_pairs(device, dtype, batch, seq, head
     assert not [shape for shape in re.findall(r"tensor<([\dx]+)x", text) if shape.split("x").count(str(seq)) > 1]
 
 
-@pytest.mark.parametrize("heads, head_dim, window", [(12, 64, None), (8, 128, 300)])
-def test_hopper_kernel_lowers(heads, head_dim, window):
-    qkv = shaped("bfloat16", 2, 1000, 3 * heads * head_dim)
+@pytest.mark.parametrize(
+    "seq, head_dim, options",
+    [
+        *(
+            (seq, head_dim, {}) for seq in (1000, 1024) for head_dim in (64, 128)
+        ),  # with a last block to mask or not
+        (1000, 64, {"causal": True}),
+        (1000, 128, {"causal": True, "window": 300}),
+    ],
+)
+def test_hopper_kernel_lowers(seq, head_dim, options):
+    qkv = shaped("bfloat16", 2, seq, 3 * 8 * head_dim)
     with cuda_device(*HOPPER):
-        gradient = gradient_of(heads, heads, implementation="mosaic", causal=True, window=window)
-        text = lowered_for_cuda(gradient, qkv)
+        text = lowered_for_cuda(gradient_of(8, 8, implementation="mosaic", **options), qkv)
     assert text.count(f"@{MOSAIC_CALL}") == kernel_calls(text) == 2
     assert "stablehlo.dot_general" not in text
 

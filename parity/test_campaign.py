@@ -75,6 +75,32 @@ def test_bounds_hold_and_are_near_what_they_bound(name, scale, shift):
     assert np.max(bounded.error) < 0.01 * typical
 
 
+def test_sums_may_begin_with_what_is_added_to_them():
+    """As Triton's compiler makes them: every step is then rounded in relation to it."""
+    rng = np.random.default_rng(91)
+    x, w = rng.normal(0, 1e-3, (40, 70)), rng.normal(0, 1e-3, (70, 30))
+    sums = np.full((40, 30), 16.0, np.float32)
+    for i in range(70):
+        sums += (x[:, i, None] * w[i]).astype(np.float32)
+    off = np.abs(sums - 16.0 - x @ w)
+    assert np.all(off <= _bounded.dot(exact(x), exact(w), np.full(30, 16.0)).error)
+    assert np.any(off > (_bounded.dot(exact(x), exact(w)) + exact(16.0)).error)
+
+
+def test_tensor_cores_align_subnormal_operands_as_the_smallest_normal():
+    """A model of them: products are cut off below a unit given by the largest sum of two exponents."""
+    rng = np.random.default_rng(92)
+    x = rng.normal(0, 1e-7, (40, 32)).astype(np.float16).astype(np.float64)  # subnormal
+    w = rng.normal(0, 1.0, (32, 30)).astype(np.float16).astype(np.float64)
+    x[:, :2], w[0], w[1] = 2.0**-23, 65504.0, -65504.0
+    products = x[:, :, None] * w
+    exponents = [np.floor(np.log2(np.maximum(np.abs(a), 2.0**-14))) for a in (x, w)]
+    unit = 2.0 ** (np.max(exponents[0][:, :, None] + exponents[1], 1, keepdims=True) - 25)
+    off = np.abs(np.sum(np.trunc(products / unit) * unit, 1) - x @ w)
+    assert np.all(off <= _bounded.dot(exact(x), exact(w), dtype="float16").error)
+    assert np.any(off > _bounded.dot(exact(x), exact(w)).error)
+
+
 @pytest.mark.parametrize(
     "out, message",
     [

@@ -75,6 +75,82 @@ def test_a_link_stays_one(tmp_path):
     assert (tmp_path / "a").is_symlink() and (tmp_path / "b").read_text() == "x"
 
 
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+OLDER = {"a": "old", "sub/b": "old", "notes": "kept"}
+NEWER = {"a": "new", "sub/c": "new", "notes": "kept"}
+
+
+def make_older(folder: Path) -> Path:
+    for name, text in OLDER.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def replace_by_newer(folder: Path) -> None:
+    with files.replacing_folder(folder) as draft:
+        files.write(draft / "a", "new")
+        assert not (folder / "a").exists() or (folder / "a").stat().st_ino != (draft / "a").stat().st_ino
+        (draft / "sub" / "b").unlink(missing_ok=True)
+        (draft / "sub").mkdir(exist_ok=True)
+        files.write(draft / "sub" / "c", "new")
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_is_replaced_whole_and_keeps_what_else_is_in_it(tmp_path, monkeypatch, exchanges):
+    if not exchanges:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda name: None)  # as on systems that cannot
+    folder = make_older(tmp_path / "folder")
+    replace_by_newer(folder)
+    assert contents(folder) == NEWER and names(tmp_path) == ["folder"]
+    replace_by_newer(tmp_path / "another")
+    assert contents(tmp_path / "another") == {name: NEWER[name] for name in ("a", "sub/c")}
+
+
+def test_a_failure_leaves_the_older_folder_alone(tmp_path):
+    folder = make_older(tmp_path / "folder")
+    with pytest.raises(RuntimeError), files.replacing_folder(folder) as draft:
+        files.write(draft / "a", "new")
+        raise RuntimeError
+    assert contents(folder) == OLDER and names(tmp_path) == ["folder"]
+    with pytest.raises(NotADirectoryError, match="notes is a file"), files.replacing_folder(folder / "notes"):
+        pass
+
+
+ENDED_AT_EACH_STEP = """
+import itertools, os, pathlib
+
+for step in itertools.count():
+    folder = pathlib.Path(sys.argv[1], str(step), "folder")
+    child = os.fork()
+    if not child:
+        left = iter(range(step))
+        sys.addaudithook(lambda event, arguments: None if next(left, None) is not None else os._exit(9))
+        with files["replacing_folder"](folder) as draft:
+            files["write"](draft / "a", "new")
+            (draft / "sub" / "b").unlink()
+            files["write"](draft / "sub" / "c", "new")
+        os._exit(0)
+    if not os.waitpid(child, 0)[1]:
+        break
+"""
+
+
+def test_a_folder_is_the_older_or_the_newer_after_a_kill_at_any_step(tmp_path):
+    """A child ends at the first operation that Python audits, those on files among them, another at the second."""
+    folders = [make_older(tmp_path / str(step) / "folder") for step in range(200)]
+    start(ENDED_AT_EACH_STEP, tmp_path).communicate(timeout=60)
+    found = [contents(folder) for folder in folders]
+    after = found.index(NEWER)
+    assert 30 < after < 180 and found[:after] == [OLDER] * after
+    assert all(content in (OLDER, NEWER) for content in found)
+    replace_by_newer(folders[after - 1])  # what a killed writer has left is no hindrance
+    assert names(folders[after - 1].parent) == ["folder"]
+
+
 def test_what_is_no_regular_file_is_written_to(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

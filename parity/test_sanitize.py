@@ -16,13 +16,12 @@ from parity import sanitize
 from parity.common import cuda_device
 
 
-def every_kernel() -> set[tuple[str, str]]:
-    """The op and the backend of each kernel record."""
+def records() -> dict[str, Op]:
+    """Every op by name."""
     modules = [
         importlib.import_module(f"{ops.__name__}.{module.name}") for module in pkgutil.iter_modules(ops.__path__)
     ]
-    records = {op.name: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
-    return {(op.name, kernel.backend) for op in records.values() for kernel in op.kernels}
+    return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
 
 
 def test_every_kernel_has_a_call_at_odd_and_even_sizes(monkeypatch):
@@ -37,7 +36,7 @@ def test_every_kernel_has_a_call_at_odd_and_even_sizes(monkeypatch):
     with cuda_device("NVIDIA H200", 132):
         for backend, call, dtype, size in sanitize.runs():  # the spy reads the size
             jax.eval_shape(call(backend), *call.arrays(dtype, size))  # raises where the kernel does not serve it
-    kernels = every_kernel()
+    kernels = {(op.name, kernel.backend) for op in records().values() for kernel in op.kernels}
     assert len(kernels) >= 13
     assert seen == {1: kernels, 16: kernels}
 
@@ -45,8 +44,8 @@ def test_every_kernel_has_a_call_at_odd_and_even_sizes(monkeypatch):
 @pytest.mark.parametrize(
     "log, code, findings",
     [
-        ("call triton matmul bfloat16 1\n========= ERROR SUMMARY: 0 errors\n", 0, 0),
-        ("call triton matmul bfloat16 1\n========= ERROR SUMMARY: 3 errors\n", 1, 3),
+        ("of 7 calls\ncall triton matmul bfloat16 1: 2 s\n========= ERROR SUMMARY: 0 errors\n", 0, 0),
+        ("of 7 calls\ncall triton matmul bfloat16 1: 2 s\n========= ERROR SUMMARY: 3 errors\n", 1, 3),
         ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", 1, 2),
         ("Traceback (most recent call last):\n", 1, None),
         ("========= ERROR SUMMARY: 0 errors\n", 139, None),
@@ -55,9 +54,41 @@ def test_every_kernel_has_a_call_at_odd_and_even_sizes(monkeypatch):
 def test_findings_are_counted(log, code, findings):
     outcome = sanitize.parse("memcheck", log, code)
     assert outcome.findings == findings
-    assert outcome.calls == (
-        ["triton matmul bfloat16 1"] if "call" in log.split("\n")[0] and "call last" not in log else []
-    )
+    begun = log.startswith("of 7 calls")
+    assert (outcome.calls, outcome.total) == ((["triton matmul bfloat16 1: 2 s"], 7) if begun else ([], 0))
+
+
+def test_a_tool_has_got_to_the_end_where_every_call_has():
+    """However the calls are spread over processes, one of which may have died of one."""
+
+    def part(calls: list[str], findings: int | None = 0) -> sanitize.Outcome:
+        return sanitize.Outcome("memcheck", calls, 3, findings, "")
+
+    assert sanitize.merged([part(["a", "b"]), part(["c"], 2)]).findings == 2
+    assert sanitize.merged([part(["a", "b", "c"]), part([])]).findings == 0
+    for parts in ([part(["a", "b"]), part([])], [part(["a", "b"]), part(["c"], None)], []):
+        assert sanitize.merged([*parts, part([])]).findings is None
+
+
+def test_gradients_run_where_they_have_kernels(monkeypatch):
+    called: list[str] = []
+    original = _dispatch._run
+
+    def spy(*args: Any, op: Op, **rest: Any) -> Any:
+        called.append(op.name)
+        return original(*args, op=op, **rest)
+
+    monkeypatch.setattr(_dispatch, "_run", spy)
+    with_kernels = {(op.name, b.backend) for op in records().values() for b in op.backward if b.backend != "xla"}
+    assert ("attention", "mosaic") in with_kernels
+    found = set()
+    with cuda_device("NVIDIA H200", 132):
+        for backend, call, dtype, size in sanitize.runs():
+            if size == 16 and call.name in ("layer_norm", "mean_pool", *(name for name, _ in with_kernels)):
+                called.clear()
+                results = sanitize.traced(backend, call, call.arrays(dtype, size)).out_info
+                found |= {(called[0], backend)} if len(jax.tree.leaves(results)) > 1 else set()
+    assert found == with_kernels
 
 
 def test_without_the_tool_it_says_so(monkeypatch, capsys):
@@ -68,8 +99,15 @@ def test_without_the_tool_it_says_so(monkeypatch, capsys):
 
 FAKE = """
 import sys
-print('call triton softmax float16 16')
+import pathlib
+if '--version' in sys.argv: sys.exit(print('Version 2026.1'))
 tool = sys.argv[sys.argv.index('--tool') + 1]
+folder = pathlib.Path(sys.argv[-1].split("'")[1])
+print('of 2 calls')
+for i in range(2):
+    try: (folder / str(i)).touch(exist_ok=False)
+    except FileExistsError: continue
+    print(f'call triton softmax float16 {i}: 1.0 s')
 print('========= ERROR SUMMARY: %d errors' % (tool == 'memcheck'))
 sys.exit(tool == 'memcheck')
 """
@@ -81,10 +119,12 @@ def test_a_report_is_written(monkeypatch, tmp_path, capsys):
     program.chmod(0o755)
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: str(program))
     monkeypatch.setattr(sanitize, "describe_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sanitize.sys, "executable", "true")  # what compiles
     output = tmp_path / "log" / "sanitize.json"
     assert sanitize.main(["--output", str(output)]) == 1
     assert '"findings": 1' in output.read_text()
     text = capsys.readouterr().out
-    assert "memcheck: 1 calls, 1 findings" in text and "racecheck: 1 calls, 0 findings" in text
+    assert "memcheck: 2 of 2 calls, 1 findings" in text and "racecheck: 2 of 2 calls, 0 findings" in text
+    assert '"Version 2026.1"' in output.read_text()
     assert sanitize.main(["--tool", "synccheck", "--workers", "2"]) == 0
-    assert "synccheck: 2 calls, 0 findings" in capsys.readouterr().out
+    assert "synccheck: 2 of 2 calls, 0 findings" in capsys.readouterr().out

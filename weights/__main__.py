@@ -20,13 +20,14 @@ def _convert(family: Family, src: str, dst: Path, dtype: str) -> None:
     text = () if alone else [name for name in hub.TEXT_FILES if (source / name).is_file()]
     # What the model that was converted into this folder before had, and this one has not.
     stale = [name for name in hub.TEXT_FILES if name not in text] if written.is_file() and not alone else ()
-    with contextlib.ExitStack() as drafts:  # they get their names together, once all is on the disk
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext(dst) if alone else files.replacing_folder(dst) as draft:
         for name in text:
-            (dst / name).parent.mkdir(parents=True, exist_ok=True)
-            drafts.enter_context(files.replacing(dst / name)).write((source / name).read_bytes())
-        store.save(params, dst, config=config)
-    for name in stale:
-        (dst / name).unlink(missing_ok=True)
+            (draft / name).parent.mkdir(exist_ok=True)
+            files.write(draft / name, (source / name).read_bytes())
+        for name in stale:
+            (draft / name).unlink(missing_ok=True)
+        store.save(params, draft, config=config)
     print(f"{written}: {dtype}, {written.stat().st_size:,} bytes; {config}")
 
 

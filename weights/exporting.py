@@ -49,7 +49,7 @@ def export(
     Args:
       params: nested dict of float16, bfloat16 or float32 arrays, as the `init` of a model or a loader of `weights`
         returns it; `training.unstack_layers` undoes what `training.stack_layers` did.
-      folder: it and its parents are made; files of the same names are replaced.
+      folder: it and its parents are made; files of the same names are replaced, all at once.
       config: the model's sizes; its class says which model it is.
       like: where the parameters came from before they were trained, as the loaders take it. Its config.json, the
         files of its tokenizer and those of sentence-transformers are copied, and so are tensors that nothing here
@@ -90,14 +90,13 @@ def export(
                 unused = family.ignored(config)
                 kept = {name.removeprefix(family.prefix): tensor for name, tensor in stored.items()}
                 tensors |= {name: tensor.read() for name, tensor in kept.items() if name in unused}
-    folder.mkdir(parents=True, exist_ok=True)
-    if "config.json" not in beside:
-        stated = {"model_type": family.model_type, **described}
-        files.write(folder / "config.json", json.dumps(stated, indent=2))
-    for name, path in beside.items():
-        if path.resolve() != (folder / name).resolve():
-            (folder / name).parent.mkdir(exist_ok=True)
-            files.write(folder / name, path.read_bytes())
-    written = folder / "model.safetensors"
-    files.write(written, serialize(tensors, {"format": "pt"}))
-    return written
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with files.replacing_folder(folder) as draft:
+        if "config.json" not in beside:
+            stated = {"model_type": family.model_type, **described}
+            files.write(draft / "config.json", json.dumps(stated, indent=2))
+        for name, path in beside.items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            files.write(draft / name, path.read_bytes())
+        files.write(draft / "model.safetensors", serialize(tensors, {"format": "pt"}))
+    return folder / "model.safetensors"

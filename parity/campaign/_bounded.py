@@ -64,13 +64,23 @@ def exact(x: Any) -> Bounded:
     return Bounded(value, np.zeros_like(value))
 
 
-def dot(a: Bounded, b: Bounded, *, operand: float = 0.0) -> Bounded:
-    """The matrix product. `operand` is the relative error of operands that are rounded before, as to TF32."""
+def dot(a: Bounded, b: Bounded, *terms: Array | None, operand: float = 0.0, dtype: str = "float32") -> Bounded:
+    """The matrix product plus `terms`, any of which a compiler may begin the sum with.
+
+    `operand` is the relative error of operands that are rounded before, as to TF32. `dtype` is what they are in:
+    tensor cores align products by the exponents of their operands, of which subnormal numbers all have the least.
+    """
     size = a.value.shape[-1]
     absolute_a, absolute_b = np.abs(a.value), np.abs(b.value)
     error_a, error_b = a.error + operand * absolute_a, b.error + operand * absolute_b
-    error = absolute_a @ (error_b + size * UNIT * absolute_b) + error_a @ (absolute_b + error_b) + size * TINY
-    return Bounded(a.value @ b.value, error)
+    least = float(jnp.finfo(dtype).smallest_normal)
+    aligned_a, aligned_b = (np.where(x == 0.0, 0.0, np.maximum(x, least)) for x in (absolute_a, absolute_b))
+    sums = size * UNIT * (aligned_a @ aligned_b) + size * TINY
+    y = Bounded(a.value @ b.value, absolute_a @ error_b + error_a @ (absolute_b + error_b) + sums)
+    for term in terms:
+        if term is not None:
+            y = (y + exact(term)).off(size * UNIT * np.abs(term))
+    return y
 
 
 def total(x: Bounded) -> Bounded:

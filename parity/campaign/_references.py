@@ -27,8 +27,10 @@ def _plus(y: Bounded, *terms: Array | None) -> Bounded:
     return y
 
 
-def _product(x: Array, w: Array, dtype: str, precision: str | None, acc_dtype: str = "float32") -> Bounded:
-    y = b.dot(exact(x), exact(w), operand=_operand(dtype, precision))
+def _product(
+    x: Array, w: Array, *terms: Array | None, dtype: str, precision: str | None, acc_dtype: str = "float32"
+) -> Bounded:
+    y = b.dot(exact(x), exact(w), *terms, operand=_operand(dtype, precision), dtype=dtype)
     if acc_dtype == "float16":  # every partial sum is rounded; where one leaves float16, so may the result
         size = x.shape[-1] * (np.abs(x) @ np.abs(w))
         y = y.off(
@@ -51,8 +53,10 @@ def matmul(
     out_dtype: str | None = None,
     **_: Any,
 ) -> Bounded:
-    y = _product(x, np.swapaxes(w, -1, -2) if transpose_w else w, dtype, precision, acc_dtype)
-    y = b.activation(activation, _plus(y, bias), out_dtype or dtype)
+    w, form = np.swapaxes(w, -1, -2) if transpose_w else w, dict(precision=precision, acc_dtype=acc_dtype)
+    if activation is None:
+        return b.rounded(_product(x, w, bias, residual, dtype=dtype, **form), out_dtype or dtype)
+    y = b.activation(activation, _product(x, w, bias, dtype=dtype, **form), out_dtype or dtype)
     return b.rounded(_plus(y, residual), out_dtype or dtype)
 
 
@@ -68,7 +72,8 @@ def gated_matmul(
     **_: Any,
 ) -> Bounded:
     gate, up = (
-        _plus(_product(x, w_gate_up[:, i], dtype, precision), None if bias is None else bias[i]) for i in range(2)
+        _product(x, w_gate_up[:, i], None if bias is None else bias[i], dtype=dtype, precision=precision)
+        for i in range(2)
     )
     return b.rounded(b.activation(activation, gate, out_dtype or dtype) * up, out_dtype or dtype)
 
@@ -85,8 +90,8 @@ def gated_mlp(
     **_: Any,
 ) -> Bounded:
     hidden = gated_matmul(dtype=dtype, x=x, w_gate_up=w_gate_up, activation=activation, precision=precision)
-    y = b.dot(b.held(hidden, dtype), exact(w_down), operand=_operand(dtype, precision))
-    return b.rounded(_plus(y, residual), dtype)
+    y = b.dot(b.held(hidden, dtype), exact(w_down), residual, operand=_operand(dtype, precision), dtype=dtype)
+    return b.rounded(y, dtype)
 
 
 def matmul_layer_norm(
@@ -102,7 +107,7 @@ def matmul_layer_norm(
     precision: str | None = None,
     **_: Any,
 ) -> Bounded:
-    y = _plus(_product(x, w, dtype, precision), bias, residual)
+    y = _product(x, w, bias, residual, dtype=dtype, precision=precision)
     y = b.normalised(y, epsilon, subtract_mean=True) * exact(scale)
     return b.rounded(_plus(y, offset), dtype)
 
@@ -222,7 +227,7 @@ def attention(
     if isinstance(sm_scale, np.ndarray):  # it goes into the queries, which are rounded again
         by_head, sm_scale = b.rounded(by_head * exact(sm_scale), dtype), 1.0
     k, v = (np.repeat(x.transpose(0, 2, 1, 3), group, 1) for x in (k, v))
-    scores = b.dot(by_head, exact(np.swapaxes(k, -1, -2)), operand=operand)
+    scores = b.dot(by_head, exact(np.swapaxes(k, -1, -2)), operand=operand, dtype=dtype)
     scores = scores * exact(head_dim**-0.5 if sm_scale is None else sm_scale)
     seen = visible(seq, kv_seq, **masks)
     if bias is not None:
@@ -238,7 +243,7 @@ def attention(
     used = b.where(seen, b.rounded(weights, dtype), 0.0)  # as operands of the second product
     sums = b.total(used)
     sums = Bounded(np.where(left, sums.value, 1.0), sums.error)
-    out = b.dot(used, exact(v), operand=operand) / sums
+    out = b.dot(used, exact(v), operand=operand, dtype=dtype) / sums
     out = b.where(left, b.rounded(out, dtype), 0.0).map(lambda a: a.transpose(0, 2, 1, 3))
     if not return_lse:
         return out
@@ -365,7 +370,7 @@ def triangle_update(
         )
 
     def product(y: Bounded, w: Array, bias: Array | None) -> Bounded:
-        return _plus(b.dot(y, exact(w).off(half_ulp * np.abs(w))), bias)
+        return b.dot(y, exact(w).off(half_ulp * np.abs(w)), bias, dtype=compute_dtype)
 
     def sigmoid(y: Bounded) -> Bounded:  # half of 1 + tanh, which has 11 bits where operands have as many or fewer
         return b.activation("sigmoid", y).off(0.0 if compute_dtype == "float32" else 2.0**-12)
@@ -387,7 +392,9 @@ def triangle_update(
         return y.map(lambda a: np.moveaxis(a if direction == "outgoing" else np.swapaxes(a, -2, -3), -1, -3))
 
     left, right = side(p[0], p[1]), side(p[2], p[3])
-    y = b.dot(left, right.map(lambda a: np.swapaxes(a, -1, -2))).map(lambda a: np.moveaxis(a, -3, -1))
+    y = b.dot(left, right.map(lambda a: np.swapaxes(a, -1, -2)), dtype=compute_dtype).map(
+        lambda a: np.moveaxis(a, -3, -1)
+    )
     # float16 holds the sums by a power of two, whose choice takes up to 2 bits of what is smallest
     y = b.rounded(y, compute_dtype)
     if compute_dtype == "float16":
@@ -424,7 +431,7 @@ def linear_cross_entropy(
     given = np.ones(labels.shape) if weights is None else weights
     counts = given != 0
     x = np.where(counts[..., None], x, 0.0)
-    products = _product(x, kernel.T if transposed else kernel, dtype, precision)
+    products = _product(x, kernel.T if transposed else kernel, dtype=dtype, precision=precision)
     # The product may be rounded before the bias is added, and the sum again.
     y = b.held(_plus(b.rounded(b.rounded(products, dtype), dtype), bias), dtype)
     y = b.rounded(y, dtype) if bias is not None else y

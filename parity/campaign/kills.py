@@ -34,8 +34,11 @@ LONGEST_S = 0.6  # until the kill, once a writer is in its loop
 def _weights(folder: Path) -> Callable[[int], int]:
     from weights.__main__ import main
 
-    dtypes = ("float16", "float32")
-    return lambda turn: main(["minilm", str(folder / "model"), str(folder / "out"), "--dtype", dtypes[turn]])
+    other = Path(shutil.copytree(folder / "model", folder / "other", dirs_exist_ok=True))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    (other / "sentence_bert_config.json").write_text('{"max_seq_length": 8}')
+    sources = ((folder / "model", "float16"), (other, "float32"))
+    return lambda turn: main(["minilm", str(sources[turn][0]), str(folder / "out"), "--dtype", sources[turn][1]])
 
 
 def _embed(folder: Path) -> Callable[[int], int]:
@@ -98,6 +101,9 @@ WRITERS: dict[str, Callable[[Path], Callable[[int], int]]] = {
 }
 
 
+AT_ONCE = ("weights",)  # whose files are replaced together
+
+
 def main(writer: str, folder: Path) -> None:
     """Writes without end, after a line and a wait once there is a file of each input."""
     say = os.fdopen(os.dup(1), "w")
@@ -137,6 +143,10 @@ def _same(path: Path, content: bytes, other: bytes | None) -> bool:
         tensor.dtype == expected[name].dtype and np.array_equal(tensor, expected[name])
         for name, tensor in found.items()
     )
+
+
+def _same_files(left: dict[Path, bytes], files: dict[Path, bytes]) -> bool:
+    return left.keys() == files.keys() and all(_same(path, content, files[path]) for path, content in left.items())
 
 
 def _is_draft(path: Path) -> bool:
@@ -180,6 +190,8 @@ def _kill(writer: str, delay: float) -> str | None:
     if drafts := [path.name for files in whole for path in files if _is_draft(path)]:
         return f"{drafts} of a killed writer are left after another one"
     left = _written(folder)
+    if writer in AT_ONCE and not any(_same_files(left, files) for files in whole):
+        return f"{sorted(path.name for path in left)} are neither the older nor the newer files together"
     if missing := [path.name for path in whole[0] if path not in left and path in whole[1]]:
         return f"{missing} are gone"
     return next(filter(None, (_wrong(path, content, whole) for path, content in left.items())), None)

@@ -214,15 +214,23 @@ def _backward_kernel(refs: Refs, *, shape: _Shape, walk: _Walk, sm_scale: float,
 
             There is no branch around it: registers of products under way would have to keep still.
             """
-            keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, _ROWS) + key, scores.shape, [0])
-            own = jax.lax.iota(jnp.int32, block_q) + (query + offset)
+
+            # JAX finds no layout in registers for an iota that nothing uses.
+            def keys() -> jax.Array:
+                return jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, _ROWS) + key, scores.shape, [0])
+
+            def least_key(window: int) -> jax.Array:
+                """The first key of the last `window` that each query sees."""
+                own = jax.lax.iota(jnp.int32, block_q) + (query + offset)
+                return jax.lax.broadcast_in_dim(own - (window - 1), scores.shape, [1])
+
             terms = []
             if kv_seq % _BLOCK_KV:
-                terms.append(keys < kv_seq)
+                terms.append(keys() < kv_seq)
             if shape.causal:
-                terms.append(keys <= jax.lax.broadcast_in_dim(own, scores.shape, [1]))
+                terms.append(keys() <= least_key(1))
             if shape.window is not None:
-                terms.append(keys > jax.lax.broadcast_in_dim(own - shape.window, scores.shape, [1]))
+                terms.append(keys() >= least_key(shape.window))
             return jnp.where(functools.reduce(operator.and_, terms), scores, -jnp.inf) if terms else scores
 
         dq_tile = refs.dq_tiles.at[warpgroup]
