@@ -1,12 +1,15 @@
 """Products of the references, whose gradients are as wide as their operands."""
 
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
+
+from pallas_models.ops._linear import linear
 
 
 def einsum(
@@ -46,3 +49,52 @@ def _half_jvp(equation: str, acc_dtype: jnp.dtype, primals: Any, tangents: Any) 
 
 
 _half.defjvp(_half_jvp, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def scaled_einsum(equation: str, dtype: jnp.dtype, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` of two float32 operands that are rounded to 16 bits, summed in and returned as float32.
+
+    For float16 each is multiplied by a power of two first, so that none of it leaves the range of that, whatever
+    its size is; the result is divided by it. The gradients are such products, too, of the cotangent.
+    """
+    (a, *from_a), (b, *from_b) = (_rounded(x, dtype) for x in (a, b))
+    out = _einsum(equation, a, b, jnp.float32)
+    for factor in (*from_a, *from_b):
+        out *= factor
+    return out
+
+
+def _rounded(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    """x in 16 bits and, for float16, the power of two that it was divided by before."""
+    if dtype != jnp.float16:
+        return (x.astype(dtype),)
+    exponent = jnp.frexp(jnp.max(jnp.abs(x)))[1] - 15  # the largest becomes 2**14 to 2**15
+    exponent = jnp.clip(exponent, -100, 113)  # within float32, both powers
+    return (x * jnp.ldexp(jnp.float32(1.0), -exponent)).astype(dtype), jnp.ldexp(jnp.float32(1.0), exponent)
+
+
+def _scaled_jvp(equation: str, dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    terms = re.split(",|->", equation)  # of a, b and the result
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+
+    def product(operands: dict[int, jax.Array], result: int) -> jax.Array:
+        (i, a), (j, b) = operands.items()
+        return scaled_einsum(f"{terms[i]},{terms[j]}->{terms[result]}", dtype, a, b)
+
+    def tangent(primals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
+        return [sum(product({i: x, 1 - i: primals[1 - i]}, 2) for i, x in zip(moving, moved, strict=True))]
+
+    def transpose(primals: list[jax.Array], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
+        return [
+            product({2: cotangents[0], 1 - i: primals[1 - i]}, i) if w else None
+            for i, w in zip(moving, wanted, strict=True)
+        ]
+
+    out = scaled_einsum(equation, dtype, *primals)
+    if not moving:
+        return out, jnp.zeros_like(out)
+    return out, linear(tangent, transpose, list(primals), [tangents[i] for i in moving])[0]
+
+
+scaled_einsum.defjvp(_scaled_jvp, symbolic_zeros=True)

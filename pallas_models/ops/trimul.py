@@ -14,7 +14,7 @@ from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
-from pallas_models.ops import _checks, norm
+from pallas_models.ops import _checks, _products, norm
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -163,12 +163,16 @@ def reference(
     compute_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    scaled: bool = False,
 ) -> jax.Array:
-    """The same in plain XLA, for x (B, N, N, C)."""
+    """The same in plain XLA, for x (B, N, N, C); `scaled`: with products, and gradients, of any range."""
 
     def product(equation: str, a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        a, b = a.astype(compute_dtype), b.astype(compute_dtype)
-        y = jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+        if scaled:
+            y = _products.scaled_einsum(equation, compute_dtype, *(x.astype(jnp.float32) for x in (a, b)))
+        else:
+            a, b = a.astype(compute_dtype), b.astype(compute_dtype)
+            y = jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
         return y if bias is None else y + bias.astype(jnp.float32)
 
     def half(projections: jax.Array) -> jax.Array:
@@ -192,10 +196,8 @@ def reference(
 
 
 def _derivative(*arrays: Any, **static: Any) -> jax.Array:
-    """The reference in true float32, for gradients: cotangents are not bounded as what they belong to is."""
-    if static["compute_dtype"] != jnp.float32:
-        static |= dict(compute_dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    return reference(*arrays, **static)
+    """The reference, for gradients: cotangents are not bounded as what they belong to is."""
+    return reference(*arrays, **static, scaled=static["compute_dtype"].itemsize == 2)
 
 
 def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
