@@ -75,15 +75,16 @@ def _rounded(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
 
 
 def _scaled_jvp(equation: str, dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    terms = re.split(",|->", equation)  # of a, b and the result
+    axes = re.split(",|->", equation)  # of a, b and the result
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
     def product(operands: dict[int, jax.Array], result: int) -> jax.Array:
         (i, a), (j, b) = operands.items()
-        return scaled_einsum(f"{terms[i]},{terms[j]}->{terms[result]}", dtype, a, b)
+        return scaled_einsum(f"{axes[i]},{axes[j]}->{axes[result]}", dtype, a, b)
 
     def tangent(primals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
-        return [sum(product({i: x, 1 - i: primals[1 - i]}, 2) for i, x in zip(moving, moved, strict=True))]
+        terms = [product({i: x, 1 - i: primals[1 - i]}, 2) for i, x in zip(moving, moved, strict=True)]
+        return [functools.reduce(jnp.add, terms)]
 
     def transpose(primals: list[jax.Array], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
         return [

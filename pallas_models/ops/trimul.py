@@ -84,8 +84,8 @@ def triangle_update(
     the output projection, as in AlphaFold 3, OpenFold, Boltz and Protenix; it comes before in lucidrains'
     module and in GPU MODE's TriMul.
 
-    Products take operands of `compute_dtype` and accumulate in float32; norms, sigmoids and gradients are
-    float32. Kernels scale left and right by powers of two from the norm, the weights and the largest factor of a
+    Products, those of gradients too, take operands of `compute_dtype` and accumulate in float32; norms and sigmoids
+    are float32. Kernels scale left and right by powers of two from the norm, the weights and the largest factor of a
     float mask, so that neither they nor their sums leave the range of float16, whatever x is; the layer norm of y
     takes the scales out again. What has no such scale, as normalised channels or weights beyond `compute_dtype`
     and in float16 masks of more than 1024 may have none, comes out as infinity or NaN.
