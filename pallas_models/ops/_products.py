@@ -79,7 +79,8 @@ def _scaled_jvp(equation: str, dtype: jnp.dtype, primals: Any, tangents: Any) ->
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
     def product(operands: dict[int, jax.Array], result: int) -> jax.Array:
-        (i, a), (j, b) = operands.items()
+        # The axes of the result come in the order of the operands', or it would have to be transposed.
+        (i, a), (j, b) = sorted(operands.items(), key=lambda item: axes[result][0] not in axes[item[0]])
         return scaled_einsum(f"{axes[i]},{axes[j]}->{axes[result]}", dtype, a, b)
 
     def tangent(primals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
