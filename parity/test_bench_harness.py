@@ -134,6 +134,7 @@ def test_every_outcome(run, capsys):
 
 def test_modes(run):
     """Gradients are compared, too; a call that has other inputs, or no gradient, is left out."""
+    pytest.importorskip("torch")
     benchmark = benchmark_of(
         Contender("good", "ours", double),
         Contender("wrong", "xla", lambda: lambda x: x + jax.lax.stop_gradient(x)),
@@ -159,6 +160,8 @@ def test_modes(run):
 
 
 def test_inputs_without_gradients_and_inputs_put_together(run):
+    pytest.importorskip("torch")
+
     def pair(seed: int) -> tuple[Any, ...]:
         return *harness.normal(seed, "fp32", (2, 3), (2, 3)), jnp.arange(3)
 

@@ -69,9 +69,14 @@ def _rounded(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
     """x in 16 bits and, for float16, the power of two that it was divided by before."""
     if dtype != jnp.float16:
         return (x.astype(dtype),)
-    exponent = jnp.frexp(jnp.max(jnp.abs(x)))[1] - 15  # the largest becomes 2**14 to 2**15
-    exponent = jnp.clip(exponent, -100, 113)  # within float32, both powers
-    return (x * jnp.ldexp(jnp.float32(1.0), -exponent)).astype(dtype), jnp.ldexp(jnp.float32(1.0), exponent)
+    exponent = (jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x)), jnp.int32) >> 23) - 127
+    # The largest becomes 2**14 to 2**15; both powers are within float32, and what is not finite has none.
+    exponent = jnp.where(exponent < 128, jnp.clip(exponent - 14, -100, 113), 0)
+
+    def power(exponent: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+    return (x * power(-exponent)).astype(dtype), power(exponent)
 
 
 def _scaled_jvp(equation: str, dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
