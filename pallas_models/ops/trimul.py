@@ -85,7 +85,7 @@ def triangle_update(
     module and in GPU MODE's TriMul.
 
     Products, those of gradients too, take operands of `compute_dtype` and accumulate in float32; norms and
-    sigmoids are float32. Kernels scale left and right by powers of two from the norm, the weights and the largest
+    sigmoids are float32. Left and right are scaled by powers of two from the norm, the weights and the largest
     factor of a float mask, so that neither they nor their sums leave the range of float16, whatever x is; the
     layer norm of y takes the scales out again. What has no such scale, as normalised channels or weights beyond
     `compute_dtype` and in float16 masks of more than 1024 may have none, comes out as infinity or NaN.
@@ -163,20 +163,19 @@ def reference(
     compute_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
-    scaled: bool = False,
 ) -> jax.Array:
-    """The same in plain XLA, for x (B, N, N, C); `scaled`: with products, and gradients, of any range.
+    """The same in plain XLA, for x (B, N, N, C).
 
     Hidden channels come first, as the products over k want them: neither they nor the projections are transposed,
     nor are gradients of either.
     """
 
     def product(equation: str, a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        if scaled:
-            y = _products.scaled_einsum(equation, compute_dtype, *(x.astype(jnp.float32) for x in (a, b)))
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if compute_dtype == jnp.float32:
+            y = jnp.einsum(equation, a, b, precision=precision)
         else:
-            a, b = a.astype(compute_dtype), b.astype(compute_dtype)
-            y = jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+            y = _products.rounded_einsum(equation, jnp.dtype(compute_dtype), a, b)
         return y if bias is None else y + bias.astype(jnp.float32)
 
     def half(projection: jax.Array, gate: jax.Array) -> jax.Array:
@@ -188,7 +187,14 @@ def reference(
 
     z = norm.reference(x.astype(jnp.float32), norm_scale, norm_bias, None, epsilon=epsilon)
     projections = product("cgh,bijc->ghbij", w_in, z, None if b_in is None else b_in[..., None, None, None])
-    y = product(_EQUATIONS[direction], half(*projections[:2]), half(*projections[2:]))
+    left, right = half(*projections[:2]), half(*projections[2:])
+    if compute_dtype == jnp.float16:
+        factors = mask if mask is not None and jnp.issubdtype(mask.dtype, jnp.floating) else None
+        weights = (factors, norm_scale, norm_bias, w_in.astype(compute_dtype), b_in)
+        scales = jax.lax.stop_gradient(_side_scales(*jax.lax.stop_gradient(weights)))
+        y = product(_EQUATIONS[direction], left * scales[0], right * scales[1]) / scales[0] / scales[1]
+    else:
+        y = product(_EQUATIONS[direction], left, right)
     y = norm.reference(y, out_norm_scale, out_norm_bias, None, epsilon=epsilon, axis=0)
     gate = jax.nn.sigmoid(product("bijc,cg->bijg", z, w_gate, b_gate))
     if gate_after:
@@ -196,11 +202,6 @@ def reference(
     else:
         out = product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, w_out, b_out)
     return out.astype(out_dtype)
-
-
-def _derivative(*arrays: Any, **static: Any) -> jax.Array:
-    """The reference, for gradients: cotangents are not bounded as what they belong to is."""
-    return reference(*arrays, **static, scaled=static["compute_dtype"].itemsize == 2)
 
 
 def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
@@ -307,7 +308,6 @@ _OP = Op(
         Kernel(backend="mosaic", call=_mosaic, config=None, refuses=_unsupported_by_mosaic),
         Kernel(backend="triton", call=_triton, config=Config),
     ),
-    derivative=_derivative,
 )
 
 
