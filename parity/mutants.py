@@ -273,6 +273,10 @@ MUTANTS = [
             "test_rotary.py",
         ),
         ("rotary.py", "squares / head_dim + epsilon", "squares / (2 * block_d) + epsilon", "test_rotary.py"),
+        ("rotary_backward.py", "(a - b * mean) * factor", "(a + b * mean) * factor", "test_rotary.py -k gradient"),
+        ("rotary_backward.py", "(tokens % cos_ref.shape[0])", "(tokens)", "test_rotary.py -k gradient"),
+        ("norm_backward.py", "dx -= mean(dy)", "dx -= 2 * mean(dy)", "test_norm.py -k gradient"),
+        ("softmax_backward.py", "jnp.where(out == 0.0, 0.0, dout)", "dout", "test_softmax.py -k gradient"),
         (
             "gated_mlp.py",
             "mask = columns.start + jax.lax.rem(lane, columns.size) < n",
@@ -365,6 +369,19 @@ MUTANTS = [
             "return mean * jax.lax.rsqrt(jnp.maximum(square",
             "return mean * jax.lax.rsqrt(jnp.maximum(2 * square",
             "test_pooling.py",
+        ),
+        (
+            "pooling.py",
+            "share = (dout / _tokens(mask))",
+            "share = (dout / mask.shape[1])",
+            "test_pooling.py -k grad",
+        ),
+        ("_products.py", "exponent - 14,", "exponent - 17,", "test_trimul.py -k products_of"),
+        (
+            "_products.py",
+            "for factor in (*from_a, *from_b)",
+            "for factor in from_a",
+            "test_trimul.py -k products_of",
         ),
     ),
     *_of(

@@ -1,6 +1,7 @@
 """The harness of the benchmarks: what becomes of right, wrong, failing and absent contenders; and its users."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from bench import __main__ as cli
-from bench.measuring import contenders, environment, harness, results, timing
-from bench.measuring.harness import Benchmark, Contender, Workload
+from bench.measuring import contenders, environment, gradients, harness, results, timing
+from bench.measuring.harness import Benchmark, Contender, Gradient, Workload
 from parity.common import ON_GPU, cuda_device, kernel_calls
 from parity.test_bench import FAST
 
@@ -131,6 +132,81 @@ def test_every_outcome(run, capsys):
     assert "1 of 2, about" in out and "absent skipped: no_such_package is not installed (all cases)" in out
 
 
+def test_modes(run):
+    """Gradients are compared, too; a call that has other inputs, or no gradient, is left out."""
+    pytest.importorskip("torch")
+    benchmark = benchmark_of(
+        Contender("good", "ours", double),
+        Contender("wrong", "xla", lambda: lambda x: x + jax.lax.stop_gradient(x)),
+        Contender("scaled", "xla", lambda: lambda scale, x: scale * x, params=(jnp.bfloat16(2),)),
+        Contender("rows", "xla", lambda: lambda y: 2 * y.T, prepare=lambda x: (x.T,)),
+        Contender("none", "peer", double, differentiable=False),
+        Contender("torch", "torch", in_torch(), prepare=lambda x: (x,)),
+        Contender("bad", "torch", lambda: lambda x: x + x.detach(), ways=("eager",)),
+        gradient=Gradient(bytes=6.0),
+    )
+    code, result = run(benchmark, "--shapes", "2x3,4x5+odd", "--mode", "both,forward,backward", "--dtype", "fp32")
+    assert code == 0
+    labels = [f"{shape}{mode} fp32" for mode in ("", "+backward", "+both") for shape in ("2x3", "4x5+odd")]
+    assert [case.label for case in result.cases] == labels
+    assert [case.bytes for case in result.cases] == [4.0, 4.0, 6.0, 6.0, 10.0, 10.0]
+    for case in result.cases:
+        found = {entry.name: entry.status for entry in case.entries if entry.message.count("torch.compile") == 0}
+        forward = not {"backward", "both"} & case.shape.keys()
+        assert found.pop("none", None) == ("ok" if forward else None)
+        assert found.pop("wrong") == found.pop("bad-eager") == ("ok" if forward else "wrong")
+        assert found.pop("rows") == ("ok" if forward else "skipped")
+        assert found == {"good": "ok", "scaled": "ok", "torch-eager": "ok"}
+
+
+def test_inputs_without_gradients_and_inputs_put_together(run):
+    pytest.importorskip("torch")
+
+    def pair(seed: int) -> tuple[Any, ...]:
+        return *harness.normal(seed, "fp32", (2, 3), (2, 3)), jnp.arange(3)
+
+    def joined(xy: Any, ids: Any) -> Any:
+        return xy[0] * xy[1] * ids
+
+    def first(x: Any, xy: Any, ids: Any) -> Any:  # as if only the second input were prepared
+        return x * xy[1] * ids
+
+    benchmark = benchmark_of(
+        Contender("good", "ours", lambda: lambda x, y, ids: x * y * ids),
+        Contender("joined", "xla", lambda: joined, prepare=lambda x, y, ids: (jnp.stack([x, y]), ids)),
+        Contender("first", "xla", lambda: first, prepare=lambda x, y, ids: (x, jnp.stack([x, y]), ids)),
+        Contender("torch", "torch", lambda: lambda x, y, ids: x * y * ids),
+        inputs=pair,
+        reference=lambda x, y, ids: x * y * ids,
+        gradient=Gradient(),
+    )
+    for count in (None, 1):
+        gradient = dataclasses.replace(benchmark, workload=counting(benchmark, count))
+        _, result = run(gradient, "--shapes", "2x3", "--mode", "backward,both", "--dtype", "fp32")
+        for case in result.cases:
+            found = {entry.name: entry.status for entry in case.entries}
+            assert found["good"] == found["first"] == found["torch-eager"] == "ok"
+            assert found["joined"] == "skipped" and case.bytes is None
+
+
+def counting(benchmark: Benchmark, count: int | None) -> Callable[[str, harness.Shape], Workload]:
+    """The workload of a benchmark, with gradients by `count` inputs."""
+    workload = benchmark.workload
+    assert workload is not None
+    return lambda *args: dataclasses.replace(workload(*args), gradient=Gradient(inputs=count))
+
+
+def test_a_mode_that_is_unknown_or_has_no_gradient(capsys):
+    benchmark = benchmark_of(Contender("ours", "ours", double))
+    parser = argparse.ArgumentParser()
+    benchmark.add_arguments(parser)
+    assert parser.parse_args([]).mode == ["forward"]
+    assert benchmark.run(parser.parse_args(["--mode", "both"])) == 2
+    assert "its gradient is not measured; `python -m bench train` has whole" in capsys.readouterr().out
+    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown mode back; expected some of \['forward', "):
+        harness.parse_modes("forward,back")
+
+
 @pytest.mark.parametrize(
     ("family", "load", "code"),
     [
@@ -225,7 +301,7 @@ def test_capture():
         ("gemm", "33x65x17"),
         ("softmax", "5x70"),
         ("norm", "5x70,5x70+rms"),
-        ("linear-cross-entropy", "7x50x33,7x50x33+forward"),
+        ("linear-cross-entropy", "7x50x33"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -233,24 +309,30 @@ def test_operations(monkeypatch, tmp_path, name, shapes, dtype):
     """XLA's and torch's figures are for the same computation; each benchmark registers and takes shapes."""
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
     monkeypatch.setattr(timing, "QUICK", FAST)
-    assert cli.main([name, "--shapes", shapes, "--dtype", dtype, "--output", str(tmp_path)]) == 0
+    options = ["--shapes", shapes, "--dtype", dtype, "--mode", "forward,both", "--output", str(tmp_path)]
+    assert cli.main([name, *options]) == 0
     result = results.load(tmp_path / "cpu" / f"{name}.partial.json")
     for case in result.cases:
         status = {entry.name: entry.status for entry in case.entries}
         assert status.pop("xla") == "ok" and status.pop("torch-eager") == "ok"
-        assert set(status.values()) == {"skipped"} and case.bytes and case.flop
+        assert set(status.values()) == {"skipped"} and case.bytes
+        assert case.flop or ("both" in case.shape and name in ("softmax", "norm"))
 
 
+@pytest.mark.parametrize("mode", gradients.MODES)
 @pytest.mark.parametrize("name", OPS)
-def test_kernels_lower_for_cuda(name):
+def test_kernels_lower_for_cuda(name, mode):
     """Everything of ours that a benchmark times can be called as it calls it."""
     benchmark = cli.module_of(name).BENCHMARK
-    workload = benchmark.workload(benchmark.dtypes[0], benchmark.shapes[0])
+    dtype, shape = benchmark.dtypes[0], benchmark.shapes[0]
+    workload = gradients.of(benchmark.workload(dtype, shape), dtype, mode)
     inputs = jax.eval_shape(lambda: workload.inputs(0))
-    kernels = [c for c in workload.contenders if c.family in ("ours", "ladder")]
-    assert "ours" in {contender.family for contender in kernels}
-    for contender in kernels:
+    timed = [c for c in workload.contenders if c.family in ("ours", "ladder") and not c.skip]
+    assert "ours" in {contender.family for contender in timed}
+    for contender in timed:
         with cuda_device("NVIDIA H200", 132):
+            function = contender.load()
             given = jax.eval_shape(contender.prepared, inputs)
-            traced = jax.jit(contender.load()).trace(*contender.params, *given)
-            assert kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text()) > 0, contender.name
+            traced = jax.jit(function).trace(*contender.params, *given)
+            kernels = kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+            assert kernels > 0 or mode == "backward", contender.name  # which may be products of XLA

@@ -68,7 +68,7 @@ def test_inputs():
 def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"1x32x64 fp16: x is fp32, or bf16 with \+bf16"):
         trimul.workload("fp16", (1, 32, 64))
-    args = argparse.Namespace(shapes=[(1, 32, 64)], dtype=["fp16"], quick=True)
+    args = argparse.Namespace(shapes=[(1, 32, 64)], dtype=["fp16"], mode=["forward"], quick=True)
     assert trimul.run(args) == 2
 
 

@@ -1,6 +1,7 @@
 """`ops.mean_pool`, `ops.segment_mean_pool` against torch: masks, segments, garbage in padding, tiles, gradient."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -19,6 +20,7 @@ from parity.common import (
     by_device,
     compiled,
     cosines,
+    cuda_device,
     float64,
     normal,
     random_mask,
@@ -184,8 +186,8 @@ def test_order_of_batch_and_of_tokens():
 
 
 @pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
-def test_gradients(reference, normalize):
-    x, mask = operands((3, 11, 22), seed=8)
+def test_gradients(reference, dtype, tolerance, normalize):
+    x, mask = operands((3, 11, 22), dtype, seed=8)
     mask = mask.at[1].set(0)  # a row with no token at all
     cotangent = normal(np.random.default_rng(9), 3, 22)
     kept = reference.tensor(mask)
@@ -195,7 +197,34 @@ def test_gradients(reference, normalize):
     def f(x):
         return kernel(x, mask, normalize=normalize)
 
-    assert_gradients_close(f, [x], cotangent, expected, GRADIENT)
+    assert_gradients_close(f, [x], cotangent, expected, max(tolerance, GRADIENT))
+
+
+@pytest.mark.parametrize("garbage", [np.inf, np.nan])
+def test_padding_never_reaches_a_gradient(garbage):
+    x, mask = operands((3, 11, 22), seed=10)
+    cotangent = normal(np.random.default_rng(11), 3, 22)
+
+    def pulled(x):
+        return jax.vjp(lambda x: kernel(x, mask), x)[1](cotangent)[0]
+
+    out = pulled(jnp.where(mask[:, :, None] == 0, garbage, x))
+    assert_equal(out, pulled(x))
+    assert not np.any(float64(out)[np.asarray(mask) == 0])
+
+
+def test_the_gradient_keeps_the_mean_and_does_not_read_x_again():
+    x, mask = operands((3, 11, 22), seed=12)
+
+    def loss(implementation):
+        return lambda x: jnp.sum(ops.mean_pool(x, mask, implementation=implementation) ** 3)
+
+    def sums_over_x(implementation):
+        with cuda_device("NVIDIA H200", 132):
+            text = jax.jit(jax.grad(loss(implementation))).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        return len(re.findall(r"stablehlo\.reduce\(.*tensor<3x11x22xf32>", text))
+
+    assert sums_over_x("xla") and not sums_over_x("triton")
 
 
 # Segments

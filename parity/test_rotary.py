@@ -11,15 +11,21 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.triton.rotary import Config
+from pallas_models.kernels.triton.rotary_backward import Config as BackwardConfig
+from pallas_models.kernels.triton.rotary_backward import rotary_backward
+from pallas_models.ops.rotary import reference as xla
 from parity.common import (
     KERNEL,
+    ON_GPU,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
     compiled,
     float64,
+    gpu,
     normal,
+    traces,
 )
 from parity.tolerances import DEEP, GRADIENT, SHORT
 
@@ -155,17 +161,42 @@ def test_the_input_is_not_changed():
     assert_equal(both[1], before + 1)
 
 
-def test_gradients(reference):
-    qkv, q_scale, k_scale = operands(SHAPE, seed=5)
-    table = ops.rotary_table(jnp.arange(11), 32)
-    cotangent = normal(np.random.default_rng(6), *qkv.shape)
-    arrays = (qkv, *table, q_scale, k_scale)
-    expected = reference.gradients(functools.partial(reference.rotary, **SIZES), arrays, cotangent)
+@pytest.mark.parametrize("norm, by_row", [(False, True), (True, True), (True, False)], ids=str)
+def test_gradients(reference, dtype, tolerance, norm, by_row):
+    qkv, *scales = operands(SHAPE, dtype, seed=5)
+    positions = np.random.default_rng(8).integers(0, 500, SHAPE[:2] if by_row else SHAPE[1:2])
+    table = ops.rotary_table(jnp.asarray(positions), SHAPE[-1])
+    arrays = (qkv, *table, *(scales if norm else ()))
+    cotangent = normal(np.random.default_rng(6), *qkv.shape, dtype=dtype)
 
-    def f(qkv, cos, sin, q_scale, k_scale):
+    def expected_of(qkv, cos, sin, *scales):
+        return reference.rotary(qkv, cos, sin, *(scales or (None, None)), **SIZES)
+
+    def f(qkv, cos, sin, q_scale=None, k_scale=None):
         return kernel(qkv, cos, sin, q_scale=q_scale, k_scale=k_scale, **SIZES)
 
-    assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
+    expected = reference.gradients(expected_of, arrays, cotangent)
+    assert traces("rotary_backward", jax.grad(lambda qkv: jnp.sum(f(qkv, *arrays[1:]))), qkv) == norm
+    assert_gradients_close(f, arrays, cotangent, expected, max(tolerance, GRADIENT))
+
+
+@pytest.mark.parametrize("config", [(1, 1, 1, 1), (4, 2, 1, 3), (16, 8, 2, 1), (2, 4, 1, 64)], ids=str)
+def test_every_config_of_the_gradient(config):
+    qkv, q_scale, k_scale = operands(SHAPE, seed=9)
+    arrays = (qkv, *(t[None] for t in ops.rotary_table(jnp.arange(11), 32)), q_scale, k_scale)
+    cotangent = normal(np.random.default_rng(10), *qkv.shape)
+    config = BackwardConfig(**dict(zip(("block_s", "block_h", "num_warps", "splits"), config, strict=True)))
+    options = dict(**SIZES, epsilon=0.1)
+    pull = functools.partial(rotary_backward, config=config, target=gpu(), interpret=not ON_GPU, **options)
+    expected = jax.vjp(functools.partial(xla, **options), *arrays)[1](cotangent)
+    for out, wanted in zip(jax.jit(pull)(*arrays, cotangent), (expected[0], *expected[3:]), strict=True):
+        assert_close(out, wanted, GRADIENT)
+
+
+@pytest.mark.parametrize("changes", [dict(block_s=3), dict(block_h=0), dict(num_warps=3), dict(splits=0)], ids=str)
+def test_a_config_of_the_gradient_that_cannot_be_is_refused(changes):
+    with pytest.raises(ValueError, match="|".join(changes)):
+        BackwardConfig(**{**dict(block_s=1, block_h=1, num_warps=1, splits=1), **changes})
 
 
 @pytest.mark.parametrize("field", ["block_s", "block_h", "num_warps"])

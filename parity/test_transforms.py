@@ -133,8 +133,7 @@ def operands_of_products(call: Call, dtype: str, implementation: str | None) -> 
     return [tuple(re.findall(r"x(b?f\d+)>", pair)) for pair in types]
 
 
-# The triangle update is differentiated in float32 on purpose: its cotangents are not bounded as its products are.
-@pytest.mark.parametrize("call", [c for c in CALLS if c.name != "triangle_update"], ids=lambda call: call.name)
+@every_op
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_gradients_have_products_as_wide_as_their_operands(call: Call, implementation):
     for dtype, kind in (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32")):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import weights
 from pallas_models import ops, target, trimul
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
+from pallas_models.ops import _products
 from pallas_models.ops.trimul import Config
 from parity.common import (
     KERNEL,
@@ -436,27 +437,27 @@ def torch_gradients(module, direction, x, mask, cotangent):
 
 
 @pytest.mark.parametrize(
-    "implementation, family, bias, direction",
+    "implementation, family, bias, direction, compute_dtype",
     [
-        ("xla", "lucidrains", True, "outgoing"),
-        ("xla", "lucidrains", False, "incoming"),
-        ("xla", "openfold", False, "outgoing"),
-        ("xla", "boltz", True, "incoming"),
-        (KERNEL, "lucidrains", False, "outgoing"),
-        (KERNEL, "openfold", True, "incoming"),
+        ("xla", "lucidrains", True, "outgoing", "float32"),
+        ("xla", "lucidrains", False, "incoming", "float16"),
+        ("xla", "openfold", False, "outgoing", "bfloat16"),
+        ("xla", "boltz", True, "incoming", "float32"),
+        (KERNEL, "lucidrains", False, "outgoing", "float32"),
+        (KERNEL, "openfold", True, "incoming", "float16"),
+        (KERNEL, "lucidrains", True, "incoming", "bfloat16"),
     ],
 )
-def test_gradients(torch_trimul, implementation, family, bias, direction):
+def test_gradients(torch_trimul, implementation, family, bias, direction, compute_dtype):
     module, params = module_and_params(torch_trimul, family, 10, 10, direction, bias)
     x = pairs(2, 6, 6, 10)
     mask = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.0, (2, 6, 6)), jnp.float32)
     cotangent = pairs(2, 6, 6, 10, seed=3)
-    # The backward pass is in float32 whatever the forward pass is in.
-    f = update(direction=direction, implementation=implementation)
+    f = update(direction=direction, implementation=implementation, compute_dtype=compute_dtype)
     gradients = jax.vjp(f, params, x, mask)[1](cotangent)
     expected = torch_gradients(module, direction, x, mask, cotangent)
     for out, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        assert_close(out, wanted, DEEP)
+        assert_close(out, wanted, HALF_PRECISION[compute_dtype])
 
 
 def test_cotangents_beyond_half_precision(implementation):
@@ -469,6 +470,34 @@ def test_cotangents_beyond_half_precision(implementation):
             jax.tree.leaves(pullback(cotangent * scale)), jax.tree.leaves(expected), strict=True
         ):
             assert_close(out / scale, wanted, SHORT)
+
+
+@pytest.mark.parametrize("exponent", [-60, 0, 60])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_of_tangents_and_cotangents_of_any_size(dtype, exponent):
+    """In 16 bits, in both modes and of second order: what float32 gives for operands that 16 bits hold exactly."""
+    rng = np.random.default_rng(4)
+    a, b, c = (jnp.asarray(rng.integers(-7, 8, shape), jnp.float32) for shape in ((3, 5), (4, 5), (3, 4)))
+    da, db, c = a[::-1] * 2.0**exponent, b[::-1] * 2.0**exponent, c * 2.0**-exponent
+    exact = functools.partial(jnp.einsum, "ik,jk->ij", precision=jax.lax.Precision.HIGHEST)
+    product = functools.partial(_products.rounded_einsum, "ik,jk->ij", jnp.dtype(dtype))
+
+    def results(f):
+        out, pull = jax.vjp(f, a, b)
+        moved = jax.jvp(f, (a, b), (da, db))
+        second = jax.jvp(lambda a, b: jax.vjp(f, a, b)[1](c), (a, b), (da, db))
+        of_gradient = jax.vjp(lambda a, c: jax.vjp(f, a, b)[1](c), a, c)[1]((da, db))
+        return out, pull(c), moved, second, of_gradient
+
+    for out, wanted in zip(jax.tree.leaves(results(product)), jax.tree.leaves(results(exact)), strict=True):
+        assert_equal(out, wanted)
+
+
+def test_products_of_what_is_zero_or_not_finite():
+    a = jnp.asarray([[0.0, 0.0], [1.0, jnp.inf]])
+    product = functools.partial(_products.rounded_einsum, "ik,kj->ij", jnp.dtype("float16"), any_size=(True, True))
+    assert_equal(product(jnp.zeros((2, 2)), jnp.ones((2, 2))), np.zeros((2, 2)))
+    np.testing.assert_array_equal(product(a, jnp.ones((2, 2))), [[0.0, 0.0], [jnp.inf, jnp.inf]])
 
 
 # Module and parameters

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -143,6 +143,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
             Contender("tokamax", "peer", functools.partial(tokamax, causal=causal), gpu=True),
         ],
         flop=4.0 * batch * heads * seq * sees * head_dim,
+        gradient=Gradient(flop=10.0 * batch * heads * seq * sees * head_dim),  # scores again, and four products
         bytes=2.0 * batch * seq * (heads + kv_heads) * head_dim * itemsize(dtype),
     )
 

@@ -22,7 +22,7 @@ def one_by_one(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def in_torch(layer: Callable[..., Any], *, cudnn: bool) -> Callable[..., Any]:
-    """`layer` of torch tensors without gradients, with the attention that torch chooses or cuDNN's."""
+    """`layer` of torch tensors, with the attention that torch chooses or cuDNN's; with gradients if they ask."""
     import torch
     from torch.nn import attention
 
@@ -30,4 +30,6 @@ def in_torch(layer: Callable[..., Any], *, cudnn: bool) -> Callable[..., Any]:
         with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
             return layer(*arrays)
 
-    return torch.inference_mode()(by_cudnn if cudnn else layer)
+    chosen = by_cudnn if cudnn else layer
+    without_gradients = torch.inference_mode()(chosen)
+    return lambda *arrays: (chosen if any(a.requires_grad for a in arrays) else without_gradients)(*arrays)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -99,6 +99,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
         reference=jax.jit(in_float32),
         contenders=contenders,
         flop=(6.0 if down else 4.0) * m * n * k,
+        gradient=Gradient(flop=(12.0 if down else 8.0) * m * n * k),
         bytes=float((sum(a * b for a, b in operands) + m * (k if down else n)) * itemsize(dtype)),
     )
 

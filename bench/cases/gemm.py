@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.kernels.triton.matmul import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
@@ -49,6 +49,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
         ],
         flop=2.0 * m * n * k,
         bytes=float((m * k + k * n + m * n) * itemsize(dtype)),
+        gradient=Gradient(flop=4.0 * m * n * k, bytes=float((2 * (m * k + k * n) + m * n) * itemsize(dtype))),
     )
 
 

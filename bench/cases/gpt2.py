@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases import decoders
-from bench.measuring.harness import DTYPES, Benchmark, Contender, Shape, Workload, itemsize
+from bench.measuring.harness import DTYPES, Benchmark, Contender, Gradient, Shape, Workload, itemsize
 from pallas_models import gpt2
 
 HELP = "GPT-2 block, causal: ours, XLA, torch"
@@ -111,6 +111,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
         name = "xla-cudnn" if cudnn else "xla"
         return Contender(name, "xla", lambda: function, gpu=cudnn, skip=half if cudnn else "")
 
+    products, scores = 2.0 * rows * (4 * h**2 + 2 * h * f), 2.0 * rows * seq * h
     return Workload(
         inputs=lambda seed: random_inputs(seed, dtype, batch, seq),
         reference=reference,
@@ -133,7 +134,8 @@ def workload(dtype: str, shape: Shape) -> Workload:
             ),
         ],
         # Attention computes the scores of a triangle.
-        flop=2.0 * rows * (4 * h**2 + 2 * h * f) + 2.0 * rows * seq * h,
+        flop=products + scores,
+        gradient=Gradient(flop=2.0 * products + 2.5 * scores),
         bytes=float((2 * rows * h + 4 * h**2 + 2 * h * f) * itemsize(dtype)),
         limit=decoders.LIMITS[dtype],
     )

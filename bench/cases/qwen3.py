@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases import decoders
-from bench.measuring.harness import DTYPES, Benchmark, Contender, Shape, Workload, itemsize
+from bench.measuring.harness import DTYPES, Benchmark, Contender, Gradient, Shape, Workload, itemsize
 from pallas_models import qwen3
 from pallas_models.ops import rotary_table
 
@@ -95,7 +95,8 @@ def in_torch(*, cudnn: bool) -> Callable[..., Any]:
     import torch
     from torch.nn import functional
 
-    def layer(cos: Any, sin: Any, x: Any, *leaves: Any) -> Any:
+    def layer(x: Any, *arrays: Any) -> Any:
+        *leaves, cos, sin = arrays
         p = TREE.unflatten(leaves)
 
         def norm(x: Any, scale: Any) -> Any:
@@ -124,12 +125,12 @@ def in_torch(*, cudnn: bool) -> Callable[..., Any]:
 
 
 def for_torch(x: Any, *leaves: Any) -> tuple[Any, ...]:
-    """The inputs of torch: cos and sin as Hugging Face makes them once, and norms in the dtype of the matrices."""
+    """The inputs of torch: norms in the dtype of the matrices, and cos and sin as Hugging Face makes them once."""
     import torch
 
     table = rotary_table(jnp.arange(x.shape[1]), CONFIG.head_dim, theta=CONFIG.rope_theta)
     cos, sin = (torch.from_dlpack(t).to(x.device).repeat(1, 2).to(x.dtype) for t in table)
-    return cos, sin, x, *(leaf.to(x.dtype) for leaf in leaves)
+    return x, *(leaf.to(x.dtype) for leaf in leaves), cos, sin
 
 
 def workload(dtype: str, shape: Shape) -> Workload:
@@ -142,6 +143,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
     def ours() -> Callable[..., jax.Array]:
         return lambda x, *leaves: qwen3.layer(TREE.unflatten(leaves), x, config=CONFIG)
 
+    products, scores = 2.0 * rows * parameters, 2.0 * rows * seq * CONFIG.num_heads * CONFIG.head_dim
     return Workload(
         inputs=lambda seed: random_inputs(seed, dtype, batch, seq),
         reference=reference,
@@ -168,7 +170,8 @@ def workload(dtype: str, shape: Shape) -> Workload:
             ),
         ],
         # Attention computes the scores of a triangle.
-        flop=2.0 * rows * parameters + 2.0 * rows * seq * CONFIG.num_heads * CONFIG.head_dim,
+        flop=products + scores,
+        gradient=Gradient(flop=2.0 * products + 2.5 * scores),
         bytes=float((2 * rows * CONFIG.hidden_size + parameters) * itemsize(dtype)),
         limit=decoders.LIMITS[dtype],
         sets=2,  # the parameters alone exceed the L2 cache

@@ -1,4 +1,4 @@
-"""Softmax of rows, with +grad backward too: ours and its ladder against XLA, torch and JAX's own Pallas kernel."""
+"""Softmax of rows: ours and its ladder of algorithms against XLA, torch and JAX's own Pallas kernel."""
 
 import functools
 from collections.abc import Callable
@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.cases import gradients
-from bench.measuring.harness import Benchmark, Contender, Shape, Workload, itemsize, normal
+from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
 from pallas_models import ops
 from pallas_models.kernels.triton.softmax import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
@@ -40,7 +39,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
         for name in ALGORITHMS
     ]
     too_long = "it holds a row in the registers of 4 warps" if columns > 32768 else ""
-    forward = Workload(
+    return Workload(
         inputs=lambda seed: normal(seed, dtype, (rows, columns)),
         reference=jax.jit(lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1)),
         contenders=[
@@ -49,23 +48,22 @@ def workload(dtype: str, shape: Shape) -> Workload:
             Contender("heuristic", "ladder", lambda: functools.partial(ours, config=HEURISTIC), gpu=True),
             Contender("xla", "xla", lambda: jax.nn.softmax),
             Contender("torch", "torch", in_torch),
-            Contender("jax-pallas", "peer", jax_pallas, gpu=True, skip=too_long),
+            Contender("jax-pallas", "peer", jax_pallas, gpu=True, skip=too_long, differentiable=False),
         ],
         flop=5.0 * rows * columns,  # maximum, difference, exponential, sum, division
         bytes=2.0 * rows * columns * itemsize(dtype),
+        gradient=Gradient(bytes=3.0 * rows * columns * itemsize(dtype)),  # the result and two cotangents
     )
-    return gradients.of(forward, dtype, (rows, columns), passes=5) if "grad" in shape else forward
 
 
 ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
-GRADIENTS = ((8192, 4096, "grad"), (32768, 1024, "grad"), (65536, 4096, "grad"), (8192, 768, "grad"))
 BENCHMARK = Benchmark(
     name="softmax",
     axes=("rows", "columns"),
-    flags=("grad",),
-    shapes=(*ROWS, *GRADIENTS),
-    cpu_shapes=((64, 768), (32, 4096), (64, 768, "grad")),
+    shapes=ROWS,
+    cpu_shapes=((64, 768), (32, 4096)),
     dtypes=("bf16",),
+    modes=("forward", "both"),
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run

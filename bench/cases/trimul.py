@@ -20,7 +20,7 @@ import weights
 from bench.cases import trimul_models
 from bench.measuring import environment, timing
 from bench.measuring.contenders import NOT_FINITE
-from bench.measuring.harness import Benchmark, Contender, Measure, Shape, Workload, shape_text
+from bench.measuring.harness import Benchmark, Contender, Gradient, Measure, Shape, Workload, shape_text
 from bench.measuring.results import Case, Result
 from bench.reporting import tables
 from pallas_models import trimul
@@ -40,6 +40,7 @@ SEVEN: tuple[Shape, ...] = (
 )
 SEVEN_LABELS = [f"{shape_text(shape)} fp32" for shape in SEVEN]
 TOLERANCE = 2e-2  # relative and absolute
+LIMIT_GRADIENT = 3e-2  # relative: that of bfloat16 operands, twice as deep as an op
 LIMIT_AFTER = 3.0  # times that: cuEquivariance is fastest in bfloat16, which keeps to the former hardly ever
 
 
@@ -108,11 +109,12 @@ def workload(dtype: str, shape: Shape) -> Workload:
     exact = functools.cache(functools.partial(module, precision="highest"))
     update = functools.partial(trimul.trimul, direction="outgoing")
 
+    plain = functools.partial(update, compute_dtype="float32", implementation="xla")
+
     def reference(x: jax.Array, mask: jax.Array) -> jax.Array:
         try:
             run = exact()
         except ImportError:
-            plain = functools.partial(update, compute_dtype="float32", implementation="xla")
             return jax.jit(plain)(params, x.astype(jnp.float32), mask)
         import torch
 
@@ -126,7 +128,9 @@ def workload(dtype: str, shape: Shape) -> Workload:
         Contender("pallas", "ours", lambda: update, params=(params,), gpu=True),
         Contender("triton", "ladder", lambda: triton, params=(params,), gpu=True),
         Contender("xla", "xla", lambda: trimul_models.plain_jax, params=(params,)),
-        Contender("torch", "torch", functools.partial(module, precision="high"), ways=("eager",)),
+        Contender(
+            "torch", "torch", functools.partial(module, precision="high"), ways=("eager",), differentiable=False
+        ),
     ]
     if gate_after:
         tensors = jax.device_put(state)
@@ -138,17 +142,20 @@ def workload(dtype: str, shape: Shape) -> Workload:
     else:
         fused = functools.partial(trimul_models.torch_fused, state, masked=masked, device=device)
         ways = ("eager", "graph", "compile", "compile-graph") if shape in SEVEN else ("eager",)
-        contenders.append(Contender("article", "torch", fused, ways=ways))  # the name in older results
-    kernels = phases(batch, n, channels, flags).values()
+        contenders.append(
+            Contender("article", "torch", fused, ways=ways, differentiable=False)
+        )  # the name in older results
+    flop = sum(kernel.flop for kernel in phases(batch, n, channels, flags).values())
     return Workload(
         inputs=lambda seed: random_inputs(seed, sizes, flags),
         reference=reference,
         contenders=contenders,
-        flop=sum(kernel.flop for kernel in kernels),
+        flop=flop,
         products="fp16",
         bytes=float(batch * n * n * (2 * channels * itemsize(flags) + 4)),  # x, the result, the mask
         measure=Measure("error of an element / (0.02 + 0.02 |expected|)", worst),
         limit=LIMIT_AFTER if gate_after else 1.0,
+        gradient=Gradient(inputs=1, exact=functools.partial(plain, params), flop=2.0 * flop, limit=LIMIT_GRADIENT),
     )
 
 
@@ -252,7 +259,8 @@ def kernel_table(result: Result) -> str:
 def table(result: Result) -> str:
     """Every table of the benchmark: the seven shapes, the others, growth, and the kernels."""
     others = [case for case in result.cases if case.label not in SEVEN_LABELS]
-    square = [case for case in result.cases if (case.shape["batch"], case.shape["channels"]) == (1, 128)]
+    forward = [case for case in result.cases if not {"backward", "both"} & case.shape.keys()]
+    square = [case for case in forward if (case.shape["batch"], case.shape["channels"]) == (1, 128)]
     sections = {
         "The seven shapes of the competition": comparison(
             result, [case for case in result.cases if case.label in SEVEN_LABELS]
@@ -261,7 +269,7 @@ def table(result: Result) -> str:
         "Growth with N, one item of 128 channels": growth(
             [case for case in square if not {"bf16", "after"} & case.shape.keys()]
         ),
-        "Kernels of ours": kernel_table(result),
+        "Kernels of ours": kernel_table(dataclasses.replace(result, cases=forward)),
     }
     notes = "`torch, TF32` is the competition's reference, `torch, fp16` an optimised program published for it."
     return notes + "\n\n" + "\n\n".join(f"{title}:\n\n{text}" for title, text in sections.items() if text)

@@ -88,6 +88,9 @@ class Contender:
       launches: how many kernels a call has at the least. If fewer are seen, CUPTI did not see them all.
       gpu: whether it needs a CUDA GPU, as kernels do.
       skip: why it is skipped, if it is.
+      differentiable: whether it has gradients, by its weights too; else it is left out where they are measured.
+      around: turns a torch function, compiled or not, into what is called.
+      compared: how many of its outputs are compared with the reference; None for all that this has.
     """
 
     name: str
@@ -101,6 +104,9 @@ class Contender:
     launches: int = 1
     gpu: bool = False
     skip: str = ""
+    differentiable: bool = True
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    compared: int | None = None
 
     @property
     def in_torch(self) -> bool:
@@ -110,6 +116,24 @@ class Contender:
     def prepared(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """An input set as the function takes it."""
         return inputs if self.prepare is None else self.prepare(*inputs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """What is known of the backward pass of a workload.
+
+    Attributes:
+      inputs: how many of the inputs have gradients, the first ones.
+      exact: the workload's reference as a function of JAX, where that is none or has no gradient.
+      flop, bytes: of the backward pass alone, as those of the workload.
+      limit: the relative error above which gradients are wrong; None for twice the workload's.
+    """
+
+    inputs: int | None = None
+    exact: Callable[..., Any] | None = None
+    flop: float | None = None
+    bytes: float | None = None
+    limit: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +153,7 @@ class Workload:
         in LIMITS.
       sets: how many input sets the calls rotate through; None for so many that inputs come from memory, not from
         the L2 cache. Give a small number where in real use the cache holds them.
+      gradient: what is known of its backward pass; None where that is not measured.
     """
 
     inputs: Callable[[int], tuple[Any, ...]]
@@ -140,6 +165,7 @@ class Workload:
     measure: Measure = RELATIVE
     limit: float | None = None
     sets: int | None = None
+    gradient: Gradient | None = None
 
     def input_sets(self) -> list[tuple[jax.Array, ...]]:
         """The input sets, on the device."""
@@ -175,6 +201,7 @@ class Attempt:
       name, family: as in the entry.
       candidate: how it is called.
       output: gives its output for an input set, as JAX arrays.
+      compared: how many outputs are compared.
       compile_s, peak_bytes: figures of the entry.
       skipped: why it is not run.
       error: what it raised.
@@ -185,6 +212,7 @@ class Attempt:
     family: Family
     candidate: timing.Candidate | None = None
     output: Callable[[int], Any] | None = None
+    compared: int | None = None
     compile_s: float | None = None
     peak_bytes: float | None = None
     skipped: str = ""
@@ -198,7 +226,7 @@ class Attempt:
         try:
             value = 0.0
             for i, expected in references.items():
-                leaves = jax.tree.leaves(expected)
+                leaves = jax.tree.leaves(expected)[: self.compared]
                 found = jax.tree.leaves(self.output(i))[: len(leaves)]
                 pairs = zip(found, leaves, strict=True)
                 value = max(value, *(measure.of(leaf, right) for leaf, right in pairs))
@@ -303,7 +331,12 @@ class JaxPrograms:
 
     def attempt(self, workload: Workload, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> Attempt:
         """A contender, ready to be called on the input sets."""
-        attempt = Attempt(name=contender.name, family=contender.family, skipped=self._reason(contender))
+        attempt = Attempt(
+            name=contender.name,
+            family=contender.family,
+            compared=contender.compared,
+            skipped=self._reason(contender),
+        )
         if attempt.skipped:
             return attempt
         try:
@@ -351,7 +384,10 @@ class TorchPrograms:
 
     def attempts(self, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> list[Attempt]:
         """A contender, ready to be called on the input sets, in each of its ways."""
-        made = {way: Attempt(name=f"{contender.name}-{way}", family=contender.family) for way in contender.ways}
+        made = {
+            way: Attempt(name=f"{contender.name}-{way}", family=contender.family, compared=contender.compared)
+            for way in contender.ways
+        }
         reason = contender.skip or self.missing
         if reason:
             for attempt in made.values():
@@ -363,6 +399,7 @@ class TorchPrograms:
             for attempt in made.values():
                 attempt.stop(error)
             return list(made.values())
+        around = contender.around or (lambda function: function)
         compiled: Any = None
         for way, attempt in made.items():
             attempt.skipped = self._reason(way, begun=compiled is not None)
@@ -370,8 +407,8 @@ class TorchPrograms:
                 continue
             try:
                 if "compile" in way and compiled is None:
-                    compiled = self._compiled(function, inputs[0])
-                chosen, attempt.compile_s = compiled if "compile" in way else (function, None)
+                    compiled = self._compiled(function, around, inputs[0])
+                chosen, attempt.compile_s = compiled if "compile" in way else (around(function), None)
                 if isinstance(chosen, Exception):
                     raise chosen
                 if self.gpu and "graph" not in way:
@@ -398,13 +435,18 @@ class TorchPrograms:
             return f"--compile-budget: torch.compile had taken {self.compile_s:.0f} s"
         return ""
 
-    def _compiled(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, float]:
-        """The compiled function, or what it raised, and the seconds it took."""
+    def _compiled(
+        self,
+        function: Callable[..., Any],
+        around: Callable[[Callable[..., Any]], Callable[..., Any]],
+        inputs: tuple[Any, ...],
+    ) -> tuple[Any, float]:
+        """`around` the compiled function, or what it raised, and the seconds it took."""
         import torch
 
         start = time.perf_counter()
         try:
-            compiled: Any = torch.compile(function, dynamic=False, mode=self.compile_mode)
+            compiled: Any = around(torch.compile(function, dynamic=False, mode=self.compile_mode))
             compiled(*inputs)
             torch.cuda.synchronize()
         except Exception as error:  # reported as this candidate's result

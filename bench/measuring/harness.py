@@ -23,6 +23,7 @@ A benchmark of an operation is a module such as this one, listed in `bench.__mai
                 Contender("torch", "torch", in_torch),  # becomes torch-eager, torch-graph, torch-compile ...
             ],
             bytes=2.0 * rows * columns * itemsize(dtype),
+            gradient=Gradient(bytes=3.0 * rows * columns * itemsize(dtype)),  # of the backward pass, for --mode
         )
 
     BENCHMARK = Benchmark(name="softmax", axes=("rows", "columns"), shapes=((8192, 4096), (32768, 1024)),
@@ -46,7 +47,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.measuring import environment, results, timing
+from bench.measuring import environment, gradients, results, timing
 from bench.measuring.contenders import (
     COSINE,
     DTYPES,
@@ -54,6 +55,7 @@ from bench.measuring.contenders import (
     RELATIVE,
     Attempt,
     Contender,
+    Gradient,
     JaxPrograms,
     Measure,
     TorchPrograms,
@@ -61,6 +63,7 @@ from bench.measuring.contenders import (
     cosine_distance,
     normal,
 )
+from bench.measuring.gradients import MODES, Mode
 from bench.measuring.results import Case, Result
 from bench.reporting import tables
 
@@ -70,6 +73,7 @@ __all__ = [
     "RELATIVE",
     "Benchmark",
     "Contender",
+    "Gradient",
     "Measure",
     "Shape",
     "Workload",
@@ -77,6 +81,7 @@ __all__ = [
     "itemsize",
     "normal",
     "parse_dtypes",
+    "parse_modes",
 ]
 
 Shape = tuple[int | str, ...]  # sizes, then flags
@@ -103,6 +108,18 @@ def parse_dtypes(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def parse_modes(text: str) -> list[Mode]:
+    """Parses `both` or `forward,both`.
+
+    Raises:
+      argparse.ArgumentTypeError: an unknown mode.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in MODES]:
+        raise argparse.ArgumentTypeError(f"unknown mode {', '.join(unknown)}; expected some of {list(MODES)}")
+    return [mode for mode in MODES if mode in names]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """A benchmark: its cases, and what is computed in each.
@@ -114,6 +131,7 @@ class Benchmark:
       shapes: the cases on a GPU; with --quick only `quick_shapes`, by default the first two.
       cpu_shapes: the cases without a GPU.
       dtypes: those that are measured by default.
+      modes: those that are measured by default: forward, backward, both (`bench.measuring.gradients`).
       workload: gives the workload of a dtype and a shape; a ValueError or NotImplementedError says that there is
         none. None where it depends on the benchmark's own options: `dataclasses.replace` it before `run`.
       shortened: whether the benchmark's own options make the result partial.
@@ -128,6 +146,7 @@ class Benchmark:
     shapes: Sequence[Shape]
     cpu_shapes: Sequence[Shape]
     dtypes: Sequence[str]
+    modes: Sequence[Mode] = ("forward",)
     workload: Callable[[str, Shape], Workload] | None = None
     flags: Sequence[str] = ()
     quick_shapes: Sequence[Shape] | None = None
@@ -164,6 +183,8 @@ class Benchmark:
         show("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
         default = list(self.dtypes)
         show("--dtype", type=parse_dtypes, default=default, help=f"fp32, fp16, bf16 or all; {','.join(default)}")
+        default = list(self.modes)
+        show("--mode", type=parse_modes, default=default, help=f"some of {','.join(MODES)}; {','.join(default)}")
         example = ",".join(map(shape_text, self.shapes[:2]))
         show("--shapes", type=self.parse_shapes, help=f"e.g. {example}: {' x '.join(self.axes)}")
         show("--quick", action="store_true", help="fewer shapes and samples")
@@ -199,7 +220,12 @@ class Benchmark:
         if self.workload is None:
             raise TypeError(f"benchmark {self.name} has no workload")
         try:
-            workloads = {(dtype, shape): self.workload(dtype, shape) for dtype in args.dtype for shape in shapes}
+            workloads = {
+                (dtype, shape, mode): gradients.of(self.workload(dtype, shape), dtype, mode)
+                for dtype in args.dtype
+                for mode in args.mode
+                for shape in shapes
+            }
         except (ValueError, NotImplementedError) as error:
             print(error)
             return 2
@@ -233,8 +259,9 @@ class Benchmark:
             say("measuring the device's ceilings")
             result.ceilings.update(environment.measure_ceilings(budget))
         started = time.perf_counter()
-        for done, ((dtype, shape), workload) in enumerate(workloads.items(), start=1):
-            case = self.measure(dtype, shape, workload, programs, in_torch.result(), budget, gpu=gpu)
+        for done, ((dtype, shape, mode), workload) in enumerate(workloads.items(), start=1):
+            flagged = shape if mode == "forward" else (*shape, mode)
+            case = self.measure(dtype, flagged, workload, programs, in_torch.result(), budget, gpu=gpu)
             result.cases.append(case)
             results.save(result, args.output)  # kept, should the run be interrupted
             left = (time.perf_counter() - started) / done * (len(workloads) - done)
@@ -242,7 +269,7 @@ class Benchmark:
             best = tables.summary(case, tables.device if gpu else tables.wall)
             say(f"{done} of {len(workloads)}{time_left}: {case.label}: {best}")
         complete = gpu and not (args.quick or args.shapes or args.no_compile or self.shortened)
-        if complete and set(self.dtypes) <= set(args.dtype):
+        if complete and set(self.dtypes) <= set(args.dtype) and set(self.modes) <= set(args.mode):
             draft = results.path_of(result, args.output)
             result = dataclasses.replace(result, partial=False)
             results.save(result, args.output)

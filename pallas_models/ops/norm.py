@@ -188,27 +188,32 @@ def reference(
     return_residual: bool = False,
     return_statistics: bool = False,
     epsilon: float,
+    axis: int = -1,
 ) -> Any:
-    """The same in plain XLA, over the last axis of x.
+    """The same in plain XLA, over the last axis of x or another.
 
     The statistics are what the gradient wants: the mean in two parts, and the factor that d is multiplied by.
     """
     y = x.astype(jnp.float32)
     if residual is not None:
         y += residual.astype(jnp.float32)
+    axis %= x.ndim
+
+    def vector(v: jax.Array) -> jax.Array:
+        return v.astype(jnp.float32).reshape(-1, *[1] * (x.ndim - 1 - axis))
+
     d, statistics = y, []
-    for _ in range(
-        2 if subtract_mean else 0
-    ):  # twice: what rounding the mean leaves counts in rows that vary less
-        statistics.append(jnp.mean(d, axis=-1, keepdims=True))
+    # Twice: what rounding the mean leaves counts in rows that vary less.
+    for _ in range(2 if subtract_mean else 0):
+        statistics.append(jnp.mean(d, axis=axis, keepdims=True))
         d -= statistics[-1]
-    statistics.append(jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=-1, keepdims=True) + epsilon))
-    out = d * statistics[-1] * scale.astype(jnp.float32)
+    statistics.append(jax.lax.rsqrt(jnp.mean(jnp.square(d), axis=axis, keepdims=True) + epsilon))
+    out = d * statistics[-1] * vector(scale)
     if bias is not None:
-        out += bias.astype(jnp.float32)
+        out += vector(bias)
     out = out.astype(x.dtype)
     result = (out, y.astype(x.dtype)) if return_residual else out
-    return (result, jnp.stack([s[..., 0] for s in statistics])) if return_statistics else result
+    return (result, jnp.stack([jnp.squeeze(s, axis) for s in statistics])) if return_statistics else result
 
 
 def _sharding(*_: Any, return_residual: bool, return_statistics: bool = False, **__: Any) -> Sharding:

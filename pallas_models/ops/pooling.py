@@ -1,6 +1,8 @@
 """Sentence embeddings from token embeddings: masked mean and L2 normalisation."""
 
+import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 from pallas_models.kernels._common import TINY
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
@@ -102,12 +104,12 @@ def segment_mean_pool(
     )
 
 
-def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float) -> jax.Array:
-    """`mean_pool` in plain XLA."""
+def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float, return_mean: bool = False) -> Any:
+    """`mean_pool` in plain XLA, and the mean itself on request, for the gradient."""
     kept = jnp.where((mask != 0)[:, :, None], x.astype(jnp.float32), 0.0)
-    tokens = jnp.sum(mask != 0, axis=1)[:, None]
-    mean = jnp.sum(kept, axis=1) / jnp.maximum(tokens, 1)
-    return _normalized(mean, epsilon) if normalize else mean
+    mean = jnp.sum(kept, axis=1) / _tokens(mask)
+    out = _normalize(mean, epsilon) if normalize else mean
+    return (out, mean) if return_mean else out
 
 
 def segment_reference(
@@ -119,10 +121,15 @@ def segment_reference(
     total = jnp.zeros((num_segments, x.shape[-1]), jnp.float32).at[ids].add(rows, mode="drop")
     tokens = jnp.zeros(num_segments, jnp.int32).at[ids].add(1, mode="drop")
     mean = total / jnp.maximum(tokens, 1)[:, None]
-    return _normalized(mean, epsilon) if normalize else mean
+    return _normalize(mean, epsilon) if normalize else mean
 
 
-def _normalized(mean: jax.Array, epsilon: float) -> jax.Array:
+def _tokens(mask: jax.Array) -> jax.Array:
+    """What the sum of a row is divided by, (B, 1)."""
+    return jnp.maximum(jnp.sum(mask != 0, axis=1, keepdims=True), 1)
+
+
+def _normalize(mean: jax.Array, epsilon: float) -> jax.Array:
     # By its largest part or epsilon first, so that no square leaves float32. The result does not depend on that,
     # nor does its gradient. The floor under the square keeps m = 0 and its gradient finite.
     peak = jnp.maximum(jax.lax.stop_gradient(jnp.max(jnp.abs(mean), axis=-1, keepdims=True)), epsilon)
@@ -132,14 +139,43 @@ def _normalized(mean: jax.Array, epsilon: float) -> jax.Array:
     return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), TINY)))
 
 
+def _triton(
+    x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float, return_mean: bool = False, **runs: Any
+) -> Any:
+    """The kernel; or, for the gradient, with the norm by itself."""
+    if not return_mean:
+        return triton.mean_pool(x, mask, normalize=normalize, epsilon=epsilon, **runs)
+    mean = triton.mean_pool(x, mask, normalize=False, epsilon=epsilon, **runs)
+    return _normalize(mean, epsilon) if normalize else mean, mean
+
+
+def _backward(
+    x: jax.Array,
+    mask: jax.Array,
+    mean: jax.Array,
+    dout: jax.Array,
+    *_: None,
+    normalize: bool,
+    epsilon: float,
+    **__: Any,
+) -> tuple[jax.Array, None]:
+    """A share of the mean's cotangent for each token, written once: x is not read again."""
+    if normalize:
+        (dout,) = jax.vjp(functools.partial(_normalize, epsilon=epsilon), mean)[1](dout)
+    share = (dout / _tokens(mask)).astype(x.dtype)
+    return jnp.where((mask != 0)[:, :, None], share[:, None, :], jnp.zeros((), x.dtype)), None
+
+
 _OP = Op(
     name="mean_pool",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=triton.mean_pool, config=triton.Config),),
-    sharding=Sharding(equation="b S N, b S -> b N"),
+    kernels=(Kernel(backend="triton", call=_triton, config=triton.Config),),
+    sharding=Sharding(equation="b S N, b S -> b N, b N"),
+    backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_mean": True}),),
 )
 _SEGMENTS = Op(
     name="segment_mean_pool",
     reference=segment_reference,
     kernels=(Kernel(backend="triton", call=triton.segment_mean_pool, config=triton.Config),),
+    sharding=Sharding(equation="B S N, B S -> M N"),
 )

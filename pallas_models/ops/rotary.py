@@ -1,13 +1,18 @@
 """Rotary positions in a fused QKV buffer, with the RMS norm of queries and keys that precedes them."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_models.kernels.triton import rotary as triton
+from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
 
@@ -148,9 +153,36 @@ def reference(
     return jnp.concatenate([rotate(q, q_scale), rotate(k, k_scale), v], axis=2).reshape(qkv.shape)
 
 
+def _backward(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    dout: jax.Array,
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+    **static: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangent turned back by the same angles, and through the norm if there is one."""
+    runs: dict[str, Any] = dict(config=config, target=target, interpret=interpret, **static)
+    dcos, dsin = None, None
+    if wanted[1] or wanted[2]:  # of a table that is learned; others are constants
+        table = functools.partial(reference, q_scale=q_scale, k_scale=k_scale, **static)
+        dcos, dsin = jax.vjp(functools.partial(table, qkv), cos, sin)[1](dout)
+    if q_scale is None or k_scale is None:
+        return triton.rotary(dout, cos, -sin, None, None, **runs), dcos, dsin, None, None
+    dqkv, dq_scale, dk_scale = rotary_backward(qkv, cos, sin, q_scale, k_scale, dout, **runs)
+    return dqkv, dcos, dsin, dq_scale, dk_scale
+
+
 _OP = Op(
     name="rotary",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.rotary, config=triton.Config),),
     sharding=Sharding(equation="b s F, b s C, b s C, D, D -> b s F"),
+    backward=(Backward(backend="triton", call=_backward),),
 )

@@ -14,14 +14,14 @@ from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
-from pallas_models.ops import _checks, norm
+from pallas_models.ops import _checks, _products, norm
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
 Direction = Literal["outgoing", "incoming"]
-_EQUATIONS: dict[Direction, str] = {"outgoing": "bikh,bjkh->bijh", "incoming": "bkih,bkjh->bijh"}
+_EQUATIONS: dict[Direction, str] = {"outgoing": "hbik,hbjk->hbij", "incoming": "hbki,hbkj->hbij"}
 _LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
 _WEIGHTS = (
     "norm_scale",
@@ -85,11 +85,11 @@ def triangle_update(
     the output projection, as in AlphaFold 3, OpenFold, Boltz and Protenix; it comes before in lucidrains'
     module and in GPU MODE's TriMul.
 
-    Products take operands of `compute_dtype` and accumulate in float32; norms, sigmoids and gradients are
-    float32. Kernels scale left and right by powers of two from the norm, the weights and the largest factor of a
-    float mask, so that neither they nor their sums leave the range of float16, whatever x is; the layer norm of y
-    takes the scales out again. What has no such scale, as normalised channels or weights beyond `compute_dtype`
-    and in float16 masks of more than 1024 may have none, comes out as infinity or NaN.
+    Products, those of gradients too, take operands of `compute_dtype` and accumulate in float32; norms and
+    sigmoids are float32. Left and right are scaled by powers of two from the norm, the weights and the largest
+    factor of a float mask, so that neither they nor their sums leave the range of float16, whatever x is; the
+    layer norm of y takes the scales out again. What has no such scale, as normalised channels or weights beyond
+    `compute_dtype` and in float16 masks of more than 1024 may have none, comes out as infinity or NaN.
 
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
@@ -165,38 +165,44 @@ def reference(
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """The same in plain XLA, for x (B, N, N, C)."""
+    """The same in plain XLA, for x (B, N, N, C).
+
+    Hidden channels come first, as the products over k want them: neither they nor the projections are transposed,
+    nor are gradients of either.
+    """
 
     def product(equation: str, a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        a, b = a.astype(compute_dtype), b.astype(compute_dtype)
-        y = jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if compute_dtype == jnp.float32:
+            y = jnp.einsum(equation, a, b, precision=precision)
+        else:
+            y = _products.rounded_einsum(equation, jnp.dtype(compute_dtype), a, b)
         return y if bias is None else y + bias.astype(jnp.float32)
 
-    def half(projections: jax.Array) -> jax.Array:
-        y = projections[..., 0, :] * jax.nn.sigmoid(projections[..., 1, :])
+    def half(projection: jax.Array, gate: jax.Array) -> jax.Array:
+        y = projection * jax.nn.sigmoid(gate)
         if mask is None:
             return y
-        factor = mask.astype(jnp.float32)[..., None]
+        factor = mask.astype(jnp.float32)
         return jnp.where(factor == 0, 0.0, factor * y)  # 0 times what is not finite would be NaN
 
     z = norm.reference(x.astype(jnp.float32), norm_scale, norm_bias, None, epsilon=epsilon)
-    projections = product("bijc,cgh->bijgh", z, w_in, b_in)
-    left, right = half(projections[..., :2, :]), half(projections[..., 2:, :])
-    y = product(_EQUATIONS[direction], left, right)
-    y = norm.reference(y, out_norm_scale, out_norm_bias, None, epsilon=epsilon)
+    projections = product("cgh,bijc->ghbij", w_in, z, None if b_in is None else b_in[..., None, None, None])
+    left, right = half(*projections[:2]), half(*projections[2:])
+    if compute_dtype == jnp.float16:
+        factors = mask if mask is not None and jnp.issubdtype(mask.dtype, jnp.floating) else None
+        weights = (factors, norm_scale, norm_bias, w_in.astype(compute_dtype), b_in)
+        scales = jax.lax.stop_gradient(_side_scales(*jax.lax.stop_gradient(weights)))
+        y = product(_EQUATIONS[direction], left * scales[0], right * scales[1]) / scales[0] / scales[1]
+    else:
+        y = product(_EQUATIONS[direction], left, right)
+    y = norm.reference(y, out_norm_scale, out_norm_bias, None, epsilon=epsilon, axis=0)
     gate = jax.nn.sigmoid(product("bijc,cg->bijg", z, w_gate, b_gate))
     if gate_after:
-        out = product("bijh,hc->bijc", y, w_out, b_out) * gate
+        out = product("hbij,hc->bijc", y, w_out, b_out) * gate
     else:
-        out = product("bijh,hc->bijc", y * gate, w_out, b_out)
+        out = product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, w_out, b_out)
     return out.astype(out_dtype)
-
-
-def _derivative(*arrays: Any, **static: Any) -> jax.Array:
-    """The reference in true float32, for gradients: cotangents are not bounded as what they belong to is."""
-    if static["compute_dtype"] != jnp.float32:
-        static |= dict(compute_dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    return reference(*arrays, **static)
 
 
 def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
@@ -304,7 +310,6 @@ _OP = Op(
         Kernel(backend="triton", call=_triton, config=Config),
     ),
     sharding=Sharding(equation="b I J C, b I J, C, C, C P H, P H, H, H, C G, G, H C, C -> b I J C"),
-    derivative=_derivative,
 )
 
 

@@ -198,7 +198,7 @@ def norm_backward(
         interpret=interpret,
         name=name,
     )(x, scale, residual, statistics, dout, dsum)
-    dscale, *dbias = jnp.sum(dvectors, axis=1)
+    dscale, *dbias = (jnp.sum(dvectors[i], axis=0) for i in range(len(dvectors)))  # results apart, and no copies
     return (
         dx,
         dscale.astype(scale.dtype),
