@@ -189,5 +189,5 @@ _OP = Op(
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.embed_tokens, config=triton.Config),),
     backward=(Backward(backend="triton", call=_backward),),
-    sharding=Sharding(equation="b S, b S, V D, P D, T D, D, D -> b S D"),
+    sharding=Sharding(equation="b S, b S, b S, V D, P D, T D, D, D -> b S D"),
 )
