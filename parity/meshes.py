@@ -204,7 +204,7 @@ def cases() -> Mapping[str, Case]:
             (normal(rng, 4, 3, 3, 8), *weights),
             (data, *[whole] * 7),
             P("data", None, None, None),
-            7,
+            7 + 8,  # each weight, and the largest cotangents, a number each, that scale products in float16
         ),
     }
 
