@@ -335,7 +335,7 @@ def loaded() -> dict[str, Any]:
     params = random_params(config, init=gpt2.init)
     shardings = gpt2.shardings(config, mesh, fsdp="data")
     with tempfile.TemporaryDirectory() as folder:
-        weights.save(params, config, folder)
+        weights.save(params, folder, config=config)
         found = weights.load_gpt2(folder, sharding=shardings)
     found, grouped = gpt2.group_heads(found, config, 2)
     expected, _ = gpt2.group_heads(params, config, 2)

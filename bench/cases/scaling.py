@@ -1,7 +1,7 @@
 """The models on 1, 2, 4, ... devices: time, efficiency, collectives, memory of each.
 
-The batch is split over the devices under plain `jax.jit`, or the parameters by tensor parallelism. Efficiency is the
-time on one device over n times that on n devices. Time is wall time, of many queued calls on GPUs.
+The batch is split over the devices under plain `jax.jit`, or the parameters by tensor parallelism. Efficiency is
+the time on one device over n times that on n devices. Time is wall time, of many queued calls on GPUs.
 """
 
 import argparse
