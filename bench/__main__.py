@@ -36,7 +36,7 @@ BENCHMARKS = (
     "train",
     "startup",
 )
-COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package
+COMMANDS = dict.fromkeys((*BENCHMARKS, "scaling", "all"), "cases")  # name: package
 COMPILING = (*COMMANDS, "tune")
 COMMANDS |= {"compare": "reporting", "report": "reporting", "tune": "measuring"}
 

@@ -38,11 +38,6 @@ def shardings(
     for name, axis in (("tensor", tensor), ("fsdp", fsdp)):
         if axis is not None and axis not in mesh.shape:
             raise ValueError(f"{name}={axis!r} is no axis of the mesh; expected None or one of {mesh.axis_names}")
-    if tensor is not None and config.head_groups % mesh.shape[tensor]:
-        raise ValueError(
-            f"head_groups={config.head_groups} is no multiple of the {mesh.shape[tensor]} devices of axis "
-            f"{tensor!r}; group_heads gives parameters and a config of as many"
-        )
 
     def of_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = ".".join(str(entry.key) for entry in path)
@@ -81,7 +76,14 @@ def group_heads(params: Params, given: int, wanted: int, heads: tuple[int, int])
         return jnp.concatenate(parts, axis=-2).reshape(x.shape)
 
     def of_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        return regrouped(leaf) if any(entry.key == "qkv" for entry in path) else leaf
+        if not any(entry.key == "qkv" for entry in path):
+            return leaf
+        # What is spread stays so.
+        return (
+            regrouped(leaf)
+            if isinstance(leaf, jax.core.Tracer)
+            else jax.device_put(regrouped(leaf), leaf.sharding)
+        )
 
     return jax.tree.map_with_path(of_leaf, params)
 

@@ -232,11 +232,11 @@ def shardings(
 
     Tensor parallelism: devices share heads, columns of the MLP and words of the vocabulary, so that a layer sums
     twice over them, after attention and after the MLP. What does not divide, such as a vocabulary of 50257, each
-    device has whole.
+    device has whole. They share attention where `group_heads` made as many groups of heads; else each gathers all.
 
     Args:
-      config: the model's sizes. `head_groups` is a multiple of the devices of axis `tensor`: see `group_heads`.
-      mesh: of all axes that are named.
+      config: the model's sizes.
+      mesh: with all axes that are named.
       tensor: the axis of the mesh for tensor parallelism, or None for none.
       fsdp: the axis over which matrices are split too, gathered where they are used, or None for none; that of
         the batch as a rule.
@@ -246,7 +246,7 @@ def shardings(
       A tree like the parameters, of `jax.sharding.NamedSharding`.
 
     Raises:
-      ValueError: the mesh has no such axis, or `config.head_groups` does not fit it.
+      ValueError: the mesh has no such axis.
     """
     return _shardings.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
 

@@ -3,11 +3,11 @@
 A process has the devices that it begins with, so that `test_meshes.py` runs this in one of its own.
 """
 
-import collections
 import contextlib
 import dataclasses
+import functools
 import json
-import re
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import weights
+from bench.measuring import collectives
 from pallas_models import gpt2, minilm, ops, qwen3, trimul
 from parity.common import normal, random_mask, random_params, relative_error
 
@@ -54,15 +56,6 @@ def with_gradient(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
         return out, *pull(jnp.cos(out))
 
     return program
-
-
-def collectives(text: str) -> dict[str, int]:
-    """How many arrays each kind of collective of a compiled program takes."""
-    found: collections.Counter[str] = collections.Counter()
-    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    for kind, operands in re.findall(rf"\b({kinds})(?:-start)?\(([^)]*)\)", text):
-        found[kind] += operands.count("%")
-    return dict(found)
 
 
 def cases() -> Mapping[str, Case]:
@@ -287,7 +280,7 @@ def measured(case: Case, kind: str) -> dict[str, Any]:
         out = compiled(*arrays)
     return dict(
         errors=[relative_error(a, b) for a, b in zip(out, expected, strict=True)],
-        collectives=collectives(compiled.as_text()),
+        collectives=collectives.count(compiled.as_text()),
         is_spread=out[0].sharding.is_equivalent_to(NamedSharding(mesh, case.result), out[0].ndim),
     )
 
@@ -333,14 +326,41 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
     )
 
 
+def loaded() -> dict[str, Any]:
+    """A checkpoint read to a mesh, with heads grouped there: each device has its part of what is split."""
+    mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
+    config = gpt2.GPT2Config(
+        vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=16
+    )
+    params = random_params(config, init=gpt2.init)
+    shardings = gpt2.shardings(config, mesh, fsdp="data")
+    with tempfile.TemporaryDirectory() as folder:
+        weights.save(params, folder, config=config)
+        found = weights.load_gpt2(folder, sharding=shardings)
+    found, grouped = gpt2.group_heads(found, config, 2)
+    expected, _ = gpt2.group_heads(params, config, 2)
+    leaves = list(zip(*map(jax.tree.leaves, (found, expected, shardings)), strict=True))
+    qkv = found["layers"]["0"]["attention"]["qkv"]["kernel"]
+    assert grouped.head_groups == 2 and qkv.addressable_shards[0].data.shape == (8, 48)
+    return dict(
+        errors=[relative_error(a, b) for a, b, _ in leaves],
+        collectives={},
+        is_spread=all(a.sharding.is_equivalent_to(place, a.ndim) for a, _, place in leaves),
+    )
+
+
 def main() -> None:
     """Runs every case; what one raises is its result."""
-    for (kind, name), case in all_cases().items():
+    runs = {
+        f"{kind}, {name}": (case.sums, functools.partial(measured, case, kind))
+        for (kind, name), case in all_cases().items()
+    }
+    for name, (sums, run) in (runs | {"loaded": (0, loaded)}).items():
         try:
-            result = measured(case, kind)
+            result = run()
         except Exception:  # the other cases shall run
             result = dict(error=traceback.format_exc())
-        print(json.dumps(dict(case=f"{kind}, {name}", sums=case.sums) | result), flush=True)
+        print(json.dumps(dict(case=name, sums=sums) | result), flush=True)
 
 
 if __name__ == "__main__":

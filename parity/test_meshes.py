@@ -1,7 +1,9 @@
 """Arrays that are spread over devices: under jit, in a shard_map as it is by default, and on explicit meshes."""
 
+import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,9 +17,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_models import ops
-from parity.common import kernel_calls
+from bench.cases import scaling
+from bench.measuring import timing
+from pallas_models import gpt2, ops, qwen3
+from parity.common import assert_equal, kernel_calls, random_params
 from parity.tolerances import CHAIN, DEEP
+from weights import CheckpointError, export
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,50 @@ def test_the_kernel_is_for_the_part_of_a_device(name):
     for text in (explicit, manual):
         assert kernel_calls(text) == 1
         assert "(tensor<128x512xbf16>, tensor<512x512xbf16>)" in text
+
+
+def test_each_device_has_its_share_of_qwen3():
+    """Of the parameters, over 4 x 2 devices, all but the norms are split."""
+    config = dataclasses.replace(qwen3.CONFIGS["Qwen3-8B"], num_layers=2)
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: qwen3.init(jax.random.key(0), config, dtype=jnp.bfloat16)))
+
+    def share(**how: Any) -> float:
+        places = jax.tree.leaves(qwen3.shardings(config, mesh, **how))
+        parts = [math.prod(place.shard_shape(x.shape)) for place, x in zip(places, shapes, strict=True)]
+        return sum(parts) / sum(x.size for x in shapes)
+
+    assert share(tensor=None) == 1.0
+    assert share() == pytest.approx(1 / 2, abs=1e-3)
+    assert share(tensor=None, fsdp="data") == pytest.approx(1 / 4, abs=1e-3)
+    assert share(fsdp="data") == pytest.approx(1 / 8, abs=1e-3)
+    with pytest.raises(ValueError, match=r"fsdp='rows' is no axis of the mesh; expected .*'data', 'model'"):
+        qwen3.shardings(config, mesh, fsdp="rows")
+
+
+def test_grouped_heads_are_taken_back(tmp_path):
+    config = gpt2.GPT2Config(
+        vocab_size=40, hidden_size=64, num_layers=1, num_heads=4, intermediate_size=48, max_positions=16
+    )
+    params = random_params(config, init=gpt2.init)
+    grouped, grouped_config = gpt2.group_heads(params, config, 4)
+    # Queries, keys and values of head 1, one after another.
+    given, found = (p["layers"]["0"]["attention"]["qkv"]["kernel"] for p in (params, grouped))
+    assert_equal(found[:, 48:96], jnp.concatenate([given[:, i * 64 + 16 : i * 64 + 32] for i in range(3)], axis=1))
+    back, _ = gpt2.group_heads(gpt2.group_heads(grouped, grouped_config, 2)[0], gpt2_groups(config, 2), 1)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+        assert_equal(a, b)
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of head_groups=3"):
+        gpt2.group_heads(params, config, 3)
+    with pytest.raises(CheckpointError, match="'head_groups' is no field of a gpt2 config"):
+        export(grouped, tmp_path, config=grouped_config)
+
+
+def gpt2_groups(config: gpt2.GPT2Config, groups: int) -> gpt2.GroupedGPT2Config:
+    return gpt2.GroupedGPT2Config(**dataclasses.asdict(config), head_groups=groups)
+
+
+def test_scaling_is_measured():
+    workload = scaling.workloads(small=True)["gpt2 block"](1)
+    found = scaling.measure(workload, 1, timing.QUICK)
+    assert found["us"] > 0 and found["collectives"] == {} and found["mebibytes"] > 0

@@ -27,8 +27,8 @@ def load_gpt2(
         `"openai-community/gpt2"`.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
         scales stay float32.
-      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `gpt2.shardings` gives it; the default device when
-        None. Each device is sent its part alone, so that a model may be larger than any of them.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `gpt2.shardings` gives it; the
+        default device when None. Each device is sent its part alone: a model may be larger than any of them.
 
     Returns:
       Nested dict of arrays, as `gpt2.init` returns it and `gpt2.logits` takes it. Names

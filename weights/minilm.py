@@ -15,7 +15,7 @@ from weights.families import Family, Part, joined, linear, register, same
 
 
 def load_minilm(
-    path_or_name: str | os.PathLike[str] = hub.DEFAULT, *, dtype: DTypeLike = jnp.float32
+    path_or_name: str | os.PathLike[str] = hub.DEFAULT, *, dtype: DTypeLike = jnp.float32, sharding: Any = None
 ) -> dict[str, Any]:
     """Loads the weights of all-MiniLM-L6-v2, or of another BERT encoder, as parameters.
 
@@ -25,9 +25,10 @@ def load_minilm(
         `weights.resolve` knows.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
         scales stay float32.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them; the default device when None.
 
     Returns:
-      Nested dict of arrays on the default device, as `minilm.init` returns it and `minilm.embed` takes
+      Nested dict of arrays, as `minilm.init` returns it and `minilm.embed` takes
       it. Names may or may not start with `bert.`; a pooler and `embeddings.position_ids` are ignored.
 
     Raises:
@@ -36,8 +37,9 @@ def load_minilm(
         are missing, unexpected or misshapen (all are listed).
       ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
       TypeError: `dtype` is none of the above.
+      ValueError: `sharding` is a tree unlike the parameters.
     """
-    return loading.load(_FAMILY, path_or_name, dtype)
+    return loading.load(_FAMILY, path_or_name, dtype, sharding)
 
 
 def load_minilm_config(path_or_name: str | os.PathLike[str] = hub.DEFAULT) -> MiniLMConfig:

@@ -27,8 +27,8 @@ def load_qwen3(
         `"Qwen/Qwen3-8B"`.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; norm scales are
         float32.
-      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `qwen3.shardings` gives it; the default device when
-        None. Each device is sent its part alone, so that a model may be larger than any of them.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `qwen3.shardings` gives it; the
+        default device when None. Each device is sent its part alone: a model may be larger than any of them.
 
     Returns:
       Nested dict of arrays, as `qwen3.init` returns it and `qwen3.logits` takes it. Names
