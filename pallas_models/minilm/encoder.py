@@ -204,12 +204,9 @@ class Encoder:
         if len(sentences) == 1:
             return self._encode_one(sentences[0], normalize_embeddings)[None]
         embeddings = np.empty((len(sentences), self.config.hidden_size), np.float32)
-        done = 0
         show = _shows(show_progress_bar, len(sentences) >= _SENTENCES_WORTH_A_BAR)
         with _progress("sentences", len(sentences), show) as advance:
-            for rows in self._rows(sentences, budget, normalize_embeddings):
-                embeddings[done : done + len(rows)] = rows
-                done += len(rows)
+            for rows in self._rows(sentences, budget, normalize_embeddings, embeddings):
                 advance(len(rows))
         return embeddings
 
@@ -288,7 +285,9 @@ class Encoder:
         tokens[0, : len(ids)] = ids
         return np.array(self._programs(tokens, normalize))[0]
 
-    def _rows(self, sentences: Iterable[str], budget: int, normalize: bool) -> Iterator[np.ndarray]:
+    def _rows(
+        self, sentences: Iterable[str], budget: int, normalize: bool, out: np.ndarray | None = None
+    ) -> Iterator[np.ndarray]:
         return pipeline.run(
             sentences,
             self._tokenize,
@@ -296,6 +295,7 @@ class Encoder:
             width=self.config.hidden_size,
             limit=self._max_length,
             budget=budget,
+            out=out,
         )
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
