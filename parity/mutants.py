@@ -557,7 +557,7 @@ MUTANTS = [
             "kernels/triton/linear_cross_entropy.py",
             "    if rest < vocab:\n",
             "    if rest + 1 < vocab:\n",
-            _LOSSES,
+            "test_linear_cross_entropy.py -k against_torch",
         ),
         (
             "kernels/triton/linear_cross_entropy.py",
@@ -609,20 +609,8 @@ MUTANTS = [
         ),
         (
             "ops/linear_cross_entropy.py",
-            "weights = jnp.where(weights == 0.0, 0.0, cotangent)",
-            "weights = cotangent",
-            _LOSSES,
-        ),
-        (
-            "ops/linear_cross_entropy.py",
             "zip((dx, dkernel, dbias, None, losses), tangents, strict=True)",
             "zip((dx, dkernel, dbias, None, None), tangents, strict=True)",
-            _LOSSES,
-        ),
-        (
-            "ops/linear_cross_entropy.py",
-            "        dx = dot(g, kernel, (((1,), (outputs,)), ((), ())), preferred_element_type=jnp.float32)",
-            "        dx = dot(g, kernel, (((1,), (outputs,)), ((), ())), preferred_element_type=x.dtype)",
             _LOSSES,
         ),
         (
