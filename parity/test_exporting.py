@@ -44,6 +44,13 @@ def test_one_artefact_for_cpu_and_cuda(tmp_path):
         assert_close(artefact.call(*arrays), expected, 5e-6)
 
 
+def test_the_last_of_many_platforms():
+    artefact = deserialize(export(jnp.sin, jnp.ones(3), platforms=["tpu", "cuda", "cpu"]).serialize())
+    assert {name: program.platforms for name, program in artefact.programs.items()} == {
+        name: (name,) for name in ("tpu", "cuda", "cpu")
+    }
+
+
 @pytest.mark.parametrize("device, hopper", [(("NVIDIA H200", 132), True), (("NVIDIA A100", 108), False)])
 def test_kernels_are_those_of_the_device(device, hopper):
     artefact = export(embed("float16"), *tokens(4, 64), platforms=["cuda"], device=device)

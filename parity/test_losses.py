@@ -166,6 +166,13 @@ def test_policies_keep_what_they_name(model):
     assert counts == sorted(set(counts)), f"{counts} should increase"
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+def test_what_is_computed_again_is_not_taken_from_the_first_time(scanned):
+    """XLA would, and keep it; not where a loop stands between."""
+    (layer,) = jax.make_jaxpr(training.checkpointed(jnp.sin, "block", scanned=scanned))(1.0).eqns
+    assert layer.params["prevent_cse"] is not scanned
+
+
 @pytest.mark.parametrize("model", ["gpt2", "qwen3", "minilm"])
 def test_mixed_precision(model):
     """Kernels are cast, gradients are not, and sums over tokens that occur often are float32."""

@@ -253,7 +253,7 @@ def test_gradients_of_half_precision(reference, implementation, activation, dtyp
     assert_gradients_close(f, arrays, cotangent, expected, OP[dtype])
 
 
-@pytest.mark.parametrize("config", [(1, 16, 1, 1), (8, 64, 2, 3), (4, 128, 1, 40)], ids=str)
+@pytest.mark.parametrize("config", [(1, 16, 1, 1), (1, 64, 1, 4), (8, 64, 2, 3), (4, 128, 1, 40)], ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid", "silu"])
 def test_the_gradient_of_an_epilogue(reference, activation, config):
     rng = np.random.default_rng(32)

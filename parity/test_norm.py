@@ -308,7 +308,9 @@ def test_gradients_in_every_dtype(reference, dtype, tolerance, name, shape):
         assert_close(out, wanted, max(tolerance, GRADIENT))
 
 
-@pytest.mark.parametrize("config", [(1, 1, 1, 1), (4, 1, 3, 2), (8, 2, 7, 1), (2, 4, 64, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [(1, 1, 3, 1), (1, 1, 2, 1), (4, 1, 3, 2), (8, 2, 7, 1), (2, 4, 64, 2)], ids=str
+)
 @pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer", "rms"])
 def test_every_config_of_the_gradient(config, subtract_mean):
     x, scale, bias, residual = operands((33, 50), seed=15)
