@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench.cases import gpt2, qwen3
+from bench.measuring import gradients
 from pallas_models.gpt2 import GPT2Config
 from pallas_models.qwen3 import Qwen3Config
 from parity.common import KERNEL, assert_close
@@ -24,13 +26,14 @@ def module(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.parametrize("mode", gradients.MODES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_contenders_agree(module, dtype):
+def test_contenders_agree(module, dtype, mode):
     torch = pytest.importorskip("torch")
-    workload = module.workload(dtype, (2, 16))
+    workload = gradients.of(module.workload(dtype, (2, 16)), dtype, mode)
     inputs = workload.inputs(0)
-    expected = np.asarray(workload.reference(*inputs))
-    assert expected.dtype == np.float32
+    expected = jax.tree.leaves(workload.reference(*inputs))
+    assert {x.dtype for x in expected} == {jnp.dtype("float32")} and (len(expected) == 1) == (mode == "forward")
     checked = set()
     for contender in workload.contenders:
         if contender.skip or "cudnn" in contender.name:
@@ -38,12 +41,14 @@ def test_contenders_agree(module, dtype):
         function = contender.load()
         if contender.in_torch:
             given = contender.prepared(tuple(torch.from_dlpack(x) for x in inputs))
-            out = function(*given).float().cpu().numpy()
+            out = contender.around(function)(*given) if contender.around else function(*given)
+            found = [x.float().detach().cpu().numpy() for x in jax.tree.leaves(out)]
         elif contender.gpu and KERNEL != "triton":
             continue
         else:
-            out = np.asarray(jax.jit(function)(*inputs)).astype(np.float32)
-        assert_close(out, expected, workload.limit)
+            found = jax.tree.leaves(jax.jit(function)(*contender.prepared(inputs)))
+        for x, wanted in zip(found, expected, strict=True):
+            assert_close(x, wanted, workload.limit)
         checked.add(contender.family)
     assert "torch" in checked
 
