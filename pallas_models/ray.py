@@ -143,7 +143,7 @@ class _EmbedFile:
 
     def _embed(self, path: str, name: str) -> Shard:
         digest = Digest()
-        sentences = map(digest.add, self._corpus.only(path))
+        sentences = digest.of(self._corpus.only(path))
         if earlier := self._embedded.get(name):
             collections.deque(sentences, 0)  # reads them
             job.check_source(self._folder, earlier, digest)

@@ -154,8 +154,24 @@ def test_a_shard_that_is_lost_is_made_again(tmp_path):
     whole = contents(tmp_path)
     (tmp_path / "000000.npy").unlink()
     (tmp_path / "000002.npy").write_bytes(whole["000002.npy"][:-1])
+    assert not job.begin(tmp_path, planned()).complete
     assert run(tmp_path, layout).sentences == 10
     assert contents(tmp_path) == whole
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_file_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, index):
+    def full(path, embeddings, format):
+        if path.name == f"{index:06d}.npy":
+            raise OSError("no space left")
+        return write(path, embeddings, format)
+
+    write = writing.write
+    monkeypatch.setattr(writing, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        run(tmp_path)
+    held = manifest.read(tmp_path)
+    assert len(held.shards) == index and not held.complete
 
 
 def test_an_error_keeps_what_was_written(tmp_path):

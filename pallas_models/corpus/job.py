@@ -78,7 +78,7 @@ def embed_to_folder(
             if (first := next(sentences, None)) is None:
                 break
             digest = Digest()
-            own = map(digest.add, itertools.chain((first,), itertools.islice(sentences, others)))
+            own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
             if earlier := embedded.pop(name, None):
                 collections.deque(own, 0)  # reads them
                 check_source(folder, earlier, digest)
