@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from pallas_models import ops, training
 from pallas_models._modules import (
     Embedding,
+    GateUp,
     Params,
     Projection,
     RMSNorm,
@@ -82,13 +83,6 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(head_dim)
         self.k_norm = RMSNorm(head_dim)
         self.out = Projection(heads * head_dim, config.hidden_size, dtype=dtype, rngs=rngs)
-
-
-class GateUp(nnx.Module):
-    """Two projections of one input side by side, (in, 2, out): the gate and what it gates."""
-
-    def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, 2, d_out), dtype))
 
 
 class MLP(nnx.Module):

@@ -91,7 +91,7 @@ def export(
                 tensors |= {name: tensor.read() for name, tensor in kept.items() if name in unused}
     folder.mkdir(parents=True, exist_ok=True)
     if "config.json" not in beside:
-        stated = {"model_type": family.model_type, **described}
+        stated = {"model_type": family.model_types[0], **family.describe(described)}
         files.write(folder / "config.json", json.dumps(stated, indent=2))
     for name, path in beside.items():
         if path.resolve() != (folder / name).resolve():

@@ -41,9 +41,9 @@ def find_family(path: Path) -> Family:
     path = _config_path(path)
     model_type = checkpoint.read_json(path).get("model_type")
     for family in FAMILIES.values():
-        if family.model_type == model_type:
+        if model_type in family.model_types:
             return family
-    known = " or ".join(repr(family.model_type) for family in FAMILIES.values())
+    known = " or ".join(repr(kind) for family in FAMILIES.values() for kind in family.model_types)
     raise CheckpointError(f"{path} describes a model of type {shown(model_type)}; expected {known}")
 
 
@@ -69,9 +69,15 @@ def convert(
     for name, other in tied.items():
         if name in tensors and not np.array_equal(tensors[name].read(), tensors[other].read()):
             raise CheckpointError(f"{source} holds {name} apart from {other}; expected the same, as they are tied")
+    return tree.unflatten(read_parameters(parts, tensors, dtype, source))
+
+
+def read_parameters(
+    parts: Mapping[str, Part], tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike, source: object
+) -> dict[str, jax.Array]:
+    """Makes parameters of tensors that were checked, by their dotted names."""
     # Waiting for each lets go of what was read before more is.
-    flat = {name: jax.block_until_ready(_parameter(part, tensors, dtype, source)) for name, part in parts.items()}
-    return tree.unflatten(flat)
+    return {name: jax.block_until_ready(_parameter(part, tensors, dtype, source)) for name, part in parts.items()}
 
 
 def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike, source: object) -> jax.Array:

@@ -93,7 +93,7 @@ _FAMILY = register(
         description="dense Qwen3 models, 0.6B to 32B",
         config=Qwen3Config,
         init=qwen3.init,
-        model_type="qwen3",
+        model_types=("qwen3",),
         keys={
             "vocab_size": "vocab_size",
             "hidden_size": "hidden_size",
