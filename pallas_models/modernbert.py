@@ -64,9 +64,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array, *, implementation: Implementation | None) -> jax.Array:
         scale = self.scale[...]
-        return ops.layer_norm(
-            x, scale, jnp.zeros_like(scale), epsilon=self.epsilon, implementation=implementation
-        )
+        return ops.layer_norm(x, scale, jnp.zeros_like(scale), epsilon=self.epsilon, implementation=implementation)
 
 
 class Attention(nnx.Module):

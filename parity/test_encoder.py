@@ -17,8 +17,7 @@ import pytest
 import weights
 from pallas_models import gpt2, minilm
 from pallas_models.__main__ import EXAMPLES
-from pallas_models.minilm import Encoder, batching, programs
-from pallas_models.minilm import encoder as encoder_module
+from pallas_models.minilm import Encoder, packing, pipeline, programs
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
 from parity.common import assert_close, cosines
@@ -148,9 +147,9 @@ def test_limits_in_tokenizer_json_are_not_used(folder, encoder):
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[str | tuple[int, int]]:
+def calls(monkeypatch) -> list[str | tuple[int, ...]]:
     """What happens in `encode`: the shape of each batch given to the device, "read" for each result taken."""
-    seen: list[str | tuple[int, int]] = []
+    seen: list[str | tuple[int, ...]] = []
     run = programs.Programs.__call__
 
     class Result:
@@ -170,9 +169,9 @@ def calls(monkeypatch) -> list[str | tuple[int, int]]:
 
 
 @pytest.fixture
-def compiled(monkeypatch) -> list[tuple[int, int]]:
+def compiled(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes that are compiled, of encoders made in this test; none is there before."""
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, ...]] = []
     lower = programs.Programs._lower
 
     def recorded(self, shape, normalize):
@@ -184,59 +183,48 @@ def compiled(monkeypatch) -> list[tuple[int, int]]:
     return seen
 
 
-def test_lengths_of_batches():
-    lengths = [batching.padded_length(length, 512) for length in range(1, 513)]
+def test_lengths_of_one_sentence():
+    lengths = [packing.padded_length(length, 512) for length in range(1, 513)]
     assert sorted(set(lengths)) == [16, 32, 64, 96, 128, 192, 256, 384, 512]
     assert lengths == sorted(lengths)
     for length, padded in enumerate(lengths, start=1):
         assert length <= padded <= max(16, (2 if length <= 64 else 1.5) * length)
-    assert batching.padded_length(18, 20) == 20 and batching.padded_length(9, 12) == 12
-
-
-@pytest.mark.parametrize(
-    "sentences, batch_size, rows",
-    [
-        (1, 32, 1),
-        (2, 32, 8),
-        (8, 32, 8),
-        (9, 32, 32),
-        (32, 32, 32),
-        (33, 32, 32),
-        (5, 4, 4),
-        (9, 512, 64),
-        (3, 1, 1),
-    ],
-)
-def test_rows_of_batches(sentences, batch_size, rows):
-    assert batching.padded_rows(sentences, batch_size) == rows
-
-
-def test_pack():
-    packed = batching.pack([[7, 8, 9], [], [5]], 4, 20)
-    assert packed.shape == (4, 16) and packed.dtype == np.int32
-    assert packed[:, :4].tolist() == [[7, 8, 9, -1], [-1] * 4, [5, -1, -1, -1], [-1] * 4]
-    assert np.all(packed[:, 4:] == -1)
+    assert packing.padded_length(18, 20) == 20 and packing.padded_length(9, 12) == 12
 
 
 def test_few_shapes(folder, calls):
-    encoder = Encoder.from_pretrained(folder, max_length=24)
-    encoder.encode(random_sentences(61), batch_size=8)
-    shapes = [call for call in calls if call != "read"]
-    assert len(shapes) == 8  # the last batch, of 5, has 8 rows too
-    assert set(shapes) == {(8, 16), (8, 24)}
-    assert shapes == sorted(shapes, key=lambda shape: shape[1], reverse=True)
+    encoder = Encoder.from_pretrained(folder)
+    for count in (2, 61, 300):
+        encoder.encode(random_sentences(count), batch_size=500)
+    assert {call for call in calls if call != "read"} == {(2, 51, 20)}
     calls.clear()
-    for count in (1, 2, 3, 6, 7):
-        encoder.encode(["a man"] * count, batch_size=6)
-    assert [call for call in calls if call != "read"] == [(1, 16), *[(6, 16)] * 5]
+    for sentences in ("a man", ["a man"], ["a man"] * 2):
+        encoder.encode(sentences)
+    assert [call for call in calls if call != "read"] == [(1, 16), (1, 16), (2, 51, 20)]
 
 
-def test_many_sentences_are_tokenized_some_at_a_time(encoder, monkeypatch):
-    sentences = random_sentences(50)
-    expected = encoder.encode(sentences, batch_size=3)
-    monkeypatch.setattr(encoder_module, "_SENTENCES_AHEAD", 7)
-    assert [len(window) for window in encoder._batches(sentences, 3)] == [2] * 8 + [1]
-    np.testing.assert_array_equal(encoder.encode(sentences, batch_size=3), expected)
+def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    sentences = random_sentences(900)
+    expected = encoder.encode(sentences, batch_size=1)
+    assert {call for call in calls if call != "read"} == {(2, 51, 20)}
+    calls.clear()
+    np.testing.assert_allclose(encoder.encode(sentences, batch_size=420), expected, atol=1e-6)
+    assert (2, 409, 20) in calls and len(set(calls) - {"read"}) <= 2
+
+
+def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
+    sentences, read = random_sentences(50), []
+    expected = encoder.encode(sentences)
+    run = functools.partial(pipeline.run, chunk=4)
+    monkeypatch.setattr(pipeline, "run", run)
+    stream = encoder.encode_iter(read.append(s) or s for s in sentences)
+    assert read == []
+    chunks = [next(stream)]
+    assert 0 < len(read) <= 4 * 13  # of chunks that are tokenized or computed
+    chunks += list(stream)
+    assert [len(rows) for rows in chunks] == [4] * 12 + [2]
+    np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
 
 
 # Programs
@@ -245,21 +233,21 @@ def test_many_sentences_are_tokenized_some_at_a_time(encoder, monkeypatch):
 def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
     sentences = random_sentences(40)
-    assert encoder.warm_up(sentences, batch_size=8) == 2
-    assert compiled == [(8, 20), (8, 16)]
-    assert encoder.warm_up(sentences, batch_size=8) == 0
-    encoder.encode(sentences, batch_size=8)
-    Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
+    assert encoder.warm_up(sentences) == 1
+    assert compiled == [(2, 51, 20)]
+    assert encoder.warm_up(sentences) == 0
+    encoder.encode(sentences)
+    Encoder.from_pretrained(folder, implementation="xla").encode(sentences[:9])
+    assert len(compiled) == 1
+    encoder.encode(sentences[:8], normalize_embeddings=False)
     assert len(compiled) == 2
-    encoder.encode(sentences[:8], batch_size=8, normalize_embeddings=False)
-    assert len(compiled) > 2
 
 
 def test_warm_up_of_lengths(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
-    assert encoder.warm_up(lengths=[3, 16, 500], batch_size=4) == 4
-    assert sorted(compiled) == [(1, 16), (1, 20), (4, 16), (4, 20)]
-    assert encoder.warm_up(batch_size=4) == 0
+    assert encoder.warm_up(lengths=[3, 16, 500], batch_size=420) == 4
+    assert sorted(compiled) == [(1, 16), (1, 20), (2, 51, 20), (2, 409, 20)]
+    assert encoder.warm_up(batch_size=420) == 0
     with pytest.raises(ValueError, match="lengths holds 0; expected numbers of tokens"):
         encoder.warm_up(lengths=[0])
     with pytest.raises(ValueError, match="batch_size=0"):
@@ -281,7 +269,7 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     def compiles(self, lowered, name):
         together.wait()  # breaks unless two threads are here
         result = compile_(self, lowered, name)
-        if "8x16x" in lowered.as_text():  # the second batches
+        if "1024x1x32" in lowered.as_text():  # the second batch
             assert first_ran.wait(60)
         return result
 
@@ -293,9 +281,9 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(programs.Programs, "_compile", compiles)
     monkeypatch.setattr(programs.Programs, "__call__", runs)
-    sentences = ["a man is playing"] * 8 + [" ".join(WORDS * 2)] * 8
-    embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=8)
-    assert compiled == [(8, 20), (8, 16)]
+    sentences = ["a man is playing"] * 1500
+    embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=420)
+    assert compiled == [(2, 409, 20), (2, 51, 20)]
     assert np.all(np.isfinite(embeddings))
 
 
@@ -324,14 +312,15 @@ def test_precision_in_force_counts(folder, compiled):
 
 
 def test_batches_are_queued(encoder, calls):
-    encoder.encode(["a man"] * 20, batch_size=1)
-    in_flight = [calls[: i + 1].count((1, 16)) - calls[: i + 1].count("read") for i in range(len(calls))]
+    encoder.encode(["a man is playing the guitar"] * 20 * 51 * 2, batch_size=1)
+    shape = (2, 51, 20)
+    in_flight = [calls[: i + 1].count(shape) - calls[: i + 1].count("read") for i in range(len(calls))]
     assert calls.count("read") == 20
     assert calls.index("read") >= 2 and max(in_flight) <= 10
 
 
 def test_progress_bar(encoder, capsys):
-    encoder.encode(["a man"] * 40, batch_size=1)
+    encoder.encode(["a man"] * 40)
     encoder.encode(["a man"] * 3, show_progress_bar=False)
     assert capsys.readouterr() == ("", "")
     encoder.encode(["a man"] * 3, batch_size=2, show_progress_bar=True)
@@ -339,7 +328,7 @@ def test_progress_bar(encoder, capsys):
     assert out == "" and "3/3" in err
     encoder.warm_up(lengths=[16, 20], batch_size=2, show_progress_bar=True)
     out, err = capsys.readouterr()
-    assert out == "" and "4/4" in err
+    assert out == "" and "3/3" in err
 
 
 # Errors
@@ -443,10 +432,12 @@ def test_files_are_checked(folder):
 
 
 def batch_of(encoder: Encoder, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask as the encoder makes them."""
-    ((rows, tokens),) = next(encoder._batches(sentences, len(sentences)))
-    tokens = tokens[np.argsort(rows)]
-    return np.maximum(tokens, 0), (tokens >= 0).astype(np.int32)
+    """Padded ids and mask of the tokens that the encoder makes."""
+    tokens = encoder._tokenize(sentences)
+    ids, mask = np.zeros((2, len(tokens), max(map(len, tokens))), np.int32)
+    for i, row in enumerate(tokens):
+        ids[i, : len(row)], mask[i, : len(row)] = row, 1
+    return ids, mask
 
 
 @pytest.fixture(scope="module")
@@ -458,9 +449,9 @@ def real_encoder() -> Encoder:
 def test_real_tokens(real_encoder):
     assert real_encoder.max_length == 256
     ids, mask = batch_of(real_encoder, ["Hello, World!", "unaffable"])
-    assert ids.shape == (2, 16)
-    assert ids[0, :6].tolist() == [101, 7592, 1010, 2088, 999, 102]
-    assert ids[1, :6].tolist() == [101, 14477, 20961, 3468, 102, 0]  # una ##ffa ##ble
+    assert ids.shape == (2, 6)
+    assert ids[0].tolist() == [101, 7592, 1010, 2088, 999, 102]
+    assert ids[1].tolist() == [101, 14477, 20961, 3468, 102, 0]  # una ##ffa ##ble
     assert mask.sum(1).tolist() == [6, 5]
 
 

@@ -16,7 +16,7 @@ POOLINGS = (*((mode,) for mode in MODES), MODES[::-1])
 
 def hidden_states() -> np.ndarray:
     """(4, 7, 6); what stands in padding must not be seen."""
-    x = np.array(normal(0, (len(LENGTHS), max(LENGTHS), 6), "float32"))
+    x = np.array(normal(np.random.default_rng(0), len(LENGTHS), max(LENGTHS), 6))
     x[~mask().astype(bool)] = 1e4
     return x
 
@@ -85,8 +85,9 @@ def test_dense_layers(implementation):
     )
     head = Head(pooling=("cls", "mean"), layers=layers)
     assert head.features(6) == 4
-    a, b, c, d = (np.array(normal(i, shape, "float32")) for i, shape in enumerate(((12, 5), (5, 5), (5, 4), (5, 4))))
-    biases = np.array(normal(9, (9,), "float32"))
+    rng = np.random.default_rng(1)
+    a, b, c, d = (np.array(normal(rng, *shape)) for shape in ((12, 5), (5, 5), (5, 4), (5, 4)))
+    biases = np.array(normal(rng, 9))
     params = {"0": {"kernel": a, "bias": biases[:5]}, "2": {"kernel": b}}
     params["3"] = {"kernel": c, "bias": biases[5:], "residual": d}
     y = np.tanh(expected(("cls", "mean")) @ a + biases[:5])

@@ -35,7 +35,11 @@ class Names:
     """What tensors of a layer are called; the defaults are BERT's."""
 
     layers: str = "encoder.layer"
-    queries_keys_values: tuple[str, str, str] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    queries_keys_values: tuple[str, str, str] = (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+    )
     attention_out: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     up: str = "intermediate.dense"
@@ -150,7 +154,12 @@ register(
         init=minilm.init,
         model_types=("distilbert",),
         keys=KEYS
-        | {"hidden_size": "dim", "num_layers": "n_layers", "num_heads": "n_heads", "intermediate_size": "hidden_dim"},
+        | {
+            "hidden_size": "dim",
+            "num_layers": "n_layers",
+            "num_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+        },
         defaults={"epsilon": 1e-12},
         values={"activation": ("gelu",)},  # sinusoidal positions are in the table like any other
         parts=lambda config: parts(

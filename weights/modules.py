@@ -161,7 +161,9 @@ def _name_and_place(module: object, folder: Path, path: Path) -> tuple[str, Path
 def _pooling(path: Path) -> tuple[Pooling, ...]:
     given = read_json(path)
     if given.get("include_prompt") is False:
-        raise NotImplementedError(f"{path}: include_prompt is False; only pooling over the prompt too is implemented")
+        raise NotImplementedError(
+            f"{path}: include_prompt is False; only pooling over the prompt too is implemented"
+        )
     modes = given.get("pooling_mode")
     if modes is None:
         modes = [mode for key, mode in _OLD_POOLING.items() if given.get(key) is True] or ["mean"]

@@ -1,17 +1,17 @@
-"""Sentences to embeddings: tokenizer, batching and the MiniLM encoder in one object.
+"""Sentences to embeddings: tokenizer, pipeline and the MiniLM encoder in one object.
 
-Tokenizing and batching follow [sentence-transformers](https://sbert.net), so results agree with it.
+Tokenizing follows [sentence-transformers](https://sbert.net), so results agree with it.
 """
 
-import collections
 import collections.abc
 import contextlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models.minilm import batching, model
+from pallas_models.minilm import model, packing, pipeline
 from pallas_models.minilm.model import MiniLMConfig, Params
 from pallas_models.minilm.programs import Programs
 from pallas_models.ops import Implementation
@@ -30,13 +30,10 @@ if TYPE_CHECKING:
 
 CompilationCache = str | os.PathLike[str] | Literal[True]
 
-# Batches in flight: enough to keep a device busy while the next are tokenized, few enough that neither
-# inputs nor results of a long list of sentences pile up on it.
-_BATCHES_IN_FLIGHT = 8
-# Sentences tokenized at a time: enough to know early which programs are needed, and for all cores to have work.
-_SENTENCES_AHEAD = 8192
-# With `show_progress_bar=None`, shorter work shows no bar.
-_BATCHES_WORTH_A_BAR = 32
+# With `show_progress_bar=None`, shorter lists show no bar.
+_SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
+# The most tokens of a batch, where `batch_size` does not say: enough to fill a GPU, few enough for a CPU's caches.
+_BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 1024}
 
 
 class Encoder:
@@ -175,20 +172,21 @@ class Encoder:
     def encode(
         self,
         sentences: str | Iterable[str],
-        batch_size: int = 32,
+        batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         *,
         normalize_embeddings: bool = True,
     ) -> np.ndarray:
         """Computes the embeddings of sentences.
 
-        Sentences of similar length share a batch. Batches are padded to few shapes, each compiled once
-        (`pallas_models.minilm.batching` has the rule); the programs that are needed are compiled side by side. The
-        next sentences are tokenized while the device computes.
+        Sentences share rows of batches without padding to each other's length (`pallas_models.minilm.packing`), so
+        that a list of any lengths takes five programs at most. The next sentences are tokenized while the device
+        computes.
 
         Args:
           sentences: one sentence or many. An empty one is embedded as [CLS] [SEP].
-          batch_size: sentences computed at a time, at least 1.
+          batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have, and no
+            less than 1024. When None, what suits the device.
           show_progress_bar: None shows one for long work on a terminal.
           normalize_embeddings: whether embeddings have unit L2 norm, as all-MiniLM-L6-v2 defines them.
 
@@ -200,39 +198,49 @@ class Encoder:
           TypeError: a sentence is not a string, or sentences are a mapping or a table.
           ValueError: `batch_size` is below 1, or a sentence is no valid Unicode.
         """
+        budget = self._budget(batch_size)
         if isinstance(sentences, str):
-            _check_batch_size(batch_size)
             _check_unicode(sentences, "sentences")
             return self._encode_one(sentences, normalize_embeddings)
-        sentences = _as_list(sentences)
+        sentences = list(_checked(sentences))
+        if len(sentences) == 1:
+            return self._encode_one(sentences[0], normalize_embeddings)[None]
         embeddings = np.empty((len(sentences), self.config.hidden_size), np.float32)
-        pending: collections.deque[tuple[list[int], jax.Array]] = collections.deque()
-
-        def collect() -> None:
-            rows, result = pending.popleft()
-            embeddings[rows] = np.asarray(result)[: len(rows)]
-
-        batches = -(-len(sentences) // _check_batch_size(batch_size))
-        show = _shows(show_progress_bar, batches >= _BATCHES_WORTH_A_BAR)
+        done = 0
+        show = _shows(show_progress_bar, len(sentences) >= _SENTENCES_WORTH_A_BAR)
         with _progress("sentences", len(sentences), show) as advance:
-            for window in self._batches(sentences, batch_size):
-                self._programs.prepare((tokens.shape for _, tokens in window), normalize_embeddings)
-                for rows, tokens in window:
-                    # Returns before the device is done; only batches from a while ago are waited for.
-                    pending.append((rows, self._programs(tokens, normalize_embeddings)))
-                    advance(len(rows))
-                    if len(pending) > _BATCHES_IN_FLIGHT:
-                        collect()
-            while pending:
-                collect()
+            for rows in self._rows(sentences, budget, normalize_embeddings):
+                embeddings[done : done + len(rows)] = rows
+                done += len(rows)
+                advance(len(rows))
         return embeddings
+
+    def encode_iter(
+        self, sentences: Iterable[str], *, batch_size: int | None = None, normalize_embeddings: bool = True
+    ) -> Iterator[np.ndarray]:
+        """Computes the embeddings of sentences as they come, in memory that does not grow with their number.
+
+        Args:
+          sentences: any iterable, read a few chunks ahead of what is yielded.
+          batch_size, normalize_embeddings: as in `encode`.
+
+        Yields:
+          float32 (sentences of a chunk, hidden_size), chunk by chunk in the order of the sentences.
+
+        Raises:
+          TypeError: sentences are a string, a mapping or a table; later, a sentence is not a string.
+          ValueError: `batch_size` is below 1; later, a sentence is no valid Unicode.
+        """
+        if isinstance(sentences, str):
+            raise TypeError("sentences is a str; expected an iterable of str")
+        return self._rows(_checked(sentences), self._budget(batch_size), normalize_embeddings)
 
     def warm_up(
         self,
         sentences: Iterable[str] | None = None,
         *,
         lengths: Iterable[int] | None = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         normalize_embeddings: bool = True,
     ) -> int:
@@ -240,8 +248,8 @@ class Encoder:
 
         Args:
           sentences: a list that `encode` will be given.
-          lengths: numbers of tokens that sentences will have: programs for full batches of them, and for one
-            sentence. When neither is given, all lengths up to `max_length`.
+          lengths: numbers of tokens that sentences will have: the programs for lists of them, and for one
+            sentence alone. When neither is given, all lengths up to `max_length`.
           batch_size, normalize_embeddings: as `encode` will be given.
           show_progress_bar: None shows one on a terminal.
 
@@ -252,18 +260,21 @@ class Encoder:
           TypeError: a sentence is not a string.
           ValueError: `batch_size` or a length is below 1.
         """
-        _check_batch_size(batch_size)
-        shapes: dict[Any, None] = {}
+        budget, limit = self._budget(batch_size), self._max_length
+        shapes: dict[tuple[int, ...], None] = {}
         if sentences is None and lengths is None:
-            lengths = range(self.max_length, 0, -1)
+            lengths = range(limit, 0, -1)
         for length in lengths or ():
             if length < 1:
                 raise ValueError(f"lengths holds {length}; expected numbers of tokens, at least 1")
-            padded = batching.padded_length(length, self.max_length)
-            shapes |= {(batch_size, padded): None, (1, padded): None}
+            by_row_length = packing.shapes(limit, budget)
+            batches = by_row_length[next(row for row in by_row_length if min(length, limit) <= row)]
+            shapes |= {(2, *shape): None for shape in batches}
+            shapes |= {(1, packing.padded_length(length, limit)): None}
         if sentences is not None:
-            windows = self._batches(_as_list(sentences), batch_size)
-            shapes |= {tokens.shape: None for window in windows for _, tokens in window}
+            for chunk in pipeline.chunks(_checked(sentences), pipeline.CHUNK):
+                tokens, counts = pipeline.tokens(self._tokenize, chunk)
+                shapes |= {b.tokens.shape: None for b in packing.pack(tokens, counts, limit, budget)}
         show = _shows(show_progress_bar, len(shapes) > 1)
         with _progress("programs", len(shapes), show) as advance:
             started = self._programs.prepare(shapes, normalize_embeddings)
@@ -274,42 +285,46 @@ class Encoder:
         return len(started)
 
     def _encode_one(self, sentence: str, normalize: bool) -> np.ndarray:
-        tokens = batching.pack([self._tokenizer.encode(sentence).ids], 1, self._max_length)
+        ids = self._tokenizer.encode(sentence).ids
+        tokens = np.full((1, packing.padded_length(len(ids), self._max_length)), -1, np.int32)
+        tokens[0, : len(ids)] = ids
         return np.array(self._programs(tokens, normalize))[0]
 
-    def _batches(self, sentences: list[str], batch_size: int) -> Iterator[list[tuple[list[int], np.ndarray]]]:
-        """Yields batches, some at a time: which sentences, and their tokens as `batching.pack` makes them."""
-        # Longest first: memory runs out at once if it runs out, and the progress bar errs on the safe side.
-        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
-        count = batching.padded_rows(len(sentences), batch_size)
-        ahead = max(1, _SENTENCES_AHEAD // batch_size) * batch_size
-        for start in range(0, len(order), ahead):
-            window = order[start : start + ahead]
-            tokens = [
-                encoding.ids for encoding in self._tokenizer.encode_batch_fast([sentences[i] for i in window])
-            ]
-            yield [
-                (window[i : i + batch_size], batching.pack(tokens[i : i + batch_size], count, self.max_length))
-                for i in range(0, len(window), batch_size)
-            ]
+    def _rows(self, sentences: Iterable[str], budget: int, normalize: bool) -> Iterator[np.ndarray]:
+        return pipeline.run(
+            sentences,
+            self._tokenize,
+            self._programs.of(normalize),
+            width=self.config.hidden_size,
+            limit=self._max_length,
+            budget=budget,
+        )
+
+    def _tokenize(self, sentences: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]
+
+    def _budget(self, batch_size: int | None) -> int:
+        """The most tokens of a batch."""
+        if batch_size is None:
+            return _BUDGET[self._programs.platform]
+        if batch_size < 1:
+            raise ValueError(f"{batch_size=}; expected at least 1")
+        return batch_size * self._max_length
 
 
-def _check_batch_size(batch_size: int) -> int:
-    if batch_size < 1:
-        raise ValueError(f"{batch_size=}; expected at least 1")
-    return batch_size
-
-
-def _as_list(sentences: Iterable[str]) -> list[str]:
+def _checked(sentences: Iterable[str]) -> Iterator[str]:
+    """The sentences; TypeError and ValueError where one is no text."""
     if isinstance(sentences, collections.abc.Mapping) or hasattr(sentences, "columns"):
         raise TypeError(f"sentences is a {type(sentences).__name__}; expected a str or an iterable of str")
-    sentences = list(sentences)
-    for i, sentence in enumerate(sentences):
-        if not isinstance(sentence, str):
-            raise TypeError(f"sentences[{i}] is of type {type(sentence).__name__}; expected str")
-        if not sentence.isascii():
-            _check_unicode(sentence, f"sentences[{i}]")
-    return sentences
+    return map(_check_sentence, sentences, itertools.count())
+
+
+def _check_sentence(sentence: str, index: int) -> str:
+    if not isinstance(sentence, str):
+        raise TypeError(f"sentences[{index}] is of type {type(sentence).__name__}; expected str")
+    if not sentence.isascii():
+        _check_unicode(sentence, f"sentences[{index}]")
+    return sentence
 
 
 def _check_unicode(sentence: str, name: str) -> None:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_models import ops, training
 from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layers, init_params
+from pallas_models.minilm import packing
 from pallas_models.ops import Implementation, _checks
 
 
@@ -96,7 +97,12 @@ class Embeddings(nnx.Module):
         self.norm = LayerNorm(config.hidden_size)
 
     def __call__(
-        self, ids: jax.Array, token_type_ids: jax.Array | None, *, implementation: Implementation | None
+        self,
+        ids: jax.Array,
+        token_type_ids: jax.Array | None,
+        position_ids: jax.Array | None,
+        *,
+        implementation: Implementation | None,
     ) -> jax.Array:
         word = self.word.embedding[...]
         none = jnp.zeros((1, word.shape[1]), word.dtype)
@@ -108,6 +114,7 @@ class Embeddings(nnx.Module):
             self.norm.scale[...],
             self.norm.bias[...],
             token_type_ids=token_type_ids,
+            position_ids=position_ids,
             epsilon=self.epsilon,
             implementation=implementation,
         )
@@ -139,7 +146,15 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = LayerNorm(config.hidden_size)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, *, implementation: Implementation | None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None,
+        segment_ids: jax.Array | None,
+        bias: jax.Array | None,
+        *,
+        implementation: Implementation | None,
+    ) -> jax.Array:
         def add_and_norm(y: jax.Array, linear: Linear, residual: jax.Array, norm: LayerNorm) -> jax.Array:
             return ops.matmul_layer_norm(
                 y,
@@ -155,7 +170,14 @@ class Layer(nnx.Module):
         qkv = ops.matmul(
             x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
         )
-        y = ops.attention_qkv(qkv, num_heads=self.num_heads, mask=mask, implementation=implementation)
+        y = ops.attention_qkv(
+            qkv,
+            num_heads=self.num_heads,
+            mask=mask,
+            bias=bias,
+            segment_ids=segment_ids,
+            implementation=implementation,
+        )
         x = add_and_norm(y, self.attention.out, x, self.attention_norm)
         y = ops.matmul(
             x,
@@ -180,16 +202,25 @@ class MiniLM(nnx.Module):
     def __call__(
         self,
         ids: jax.Array,
-        mask: jax.Array,
+        mask: jax.Array | None,
         token_type_ids: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         *,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the hidden states, (B, S, hidden_size), of ids (B, S) with mask (B, S)."""
-        _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
-        x = self.embeddings(ids, token_type_ids, implementation=implementation)
-        return call_layers(self.layers, x, mask, remat=remat, implementation=implementation)
+        """Computes the hidden states, (B, S, hidden_size), of ids (B, S) with mask or segments (B, S)."""
+        if mask is not None:
+            _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
+        positions = None if segment_ids is None else packing.position_ids(segment_ids)
+        x = self.embeddings(ids, token_type_ids, positions, implementation=implementation)
+        # The distance of two tokens of a segment is that of their places in the row.
+        bias = (
+            _relative_bias(self.relative_bias.embedding[...], ids.shape[1])
+            if self.config.relative_buckets
+            else None
+        )
+        return call_layers(self.layers, x, mask, segment_ids, bias, remat=remat, implementation=implementation)
 
 
 def _relative_bias(table: jax.Array, length: int) -> jax.Array:
@@ -222,9 +253,10 @@ def init(key: jax.Array, config: EncoderConfig = MiniLMConfig(), *, dtype: DType
 def encode(
     params: Params,
     ids: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None,
     *,
     token_type_ids: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -235,9 +267,11 @@ def encode(
     Args:
       params: nested dict of arrays, from `init` or `weights.load_minilm`. The dtype of the matrices
         (float16, bfloat16 or float32) is that of the computation; sums and statistics are float32.
-      ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
-      mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed.
+      ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions` without `segment_ids`.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed. None where all are tokens.
       token_type_ids: (B, S), integers in [0, num_token_types); all 0 when None.
+      segment_ids: (B, S), integers, as `embed_packed` has them: a token sees those of its own segment, and
+        positions are counted from its first. None for one segment a row.
       config: the model's sizes.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
@@ -252,7 +286,10 @@ def encode(
     """
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
-    return bind(MiniLM, config, params)(ids, mask, token_type_ids, implementation=implementation)
+    if segment_ids is not None:
+        _checks.check_integer("segment_ids", segment_ids)
+        _checks.check_shape("segment_ids", segment_ids, ids.shape, "the shape of ids")
+    return bind(MiniLM, config, params)(ids, mask, token_type_ids, segment_ids, implementation=implementation)
 
 
 def embed(
@@ -274,3 +311,45 @@ def embed(
     """
     hidden = encode(params, ids, mask, token_type_ids=token_type_ids, config=config, implementation=implementation)
     return ops.mean_pool(hidden, mask, implementation=implementation)
+
+
+def embed_packed(
+    params: Params,
+    ids: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    num_segments: int,
+    token_type_ids: jax.Array | None = None,
+    config: EncoderConfig = MiniLMConfig(),
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the embeddings of sentences of any lengths that are joined in rows, without padding each.
+
+    The values are those of `embed`. Rows of a length that is known beforehand, filled by `packing.pack`, need one
+    program for whatever sentences.
+
+    Args:
+      params, token_type_ids, config, implementation: as in `encode`.
+      ids: (B, S), integers in [0, vocab_size), the tokens of whole sentences one after another.
+      segment_ids: (B, S), integers: i for the tokens of sentence i, which are next to each other in one row.
+        Tokens of other ids than 0 to num_segments - 1 are padding, whose result is nobody's.
+      num_segments: how many results there are.
+
+    Returns:
+      (num_segments, hidden_size) float32 with unit norm; zeros where there is no token of a sentence.
+
+    Raises:
+      TypeError: ids or segment ids are not integers.
+      ValueError: shapes do not fit each other, ids are (where concrete) outside the vocabulary, or `num_segments`
+        is negative.
+    """
+    hidden = encode(
+        params,
+        ids,
+        None,
+        token_type_ids=token_type_ids,
+        segment_ids=segment_ids,
+        config=config,
+        implementation=implementation,
+    )
+    return ops.segment_mean_pool(hidden, segment_ids, num_segments=num_segments, implementation=implementation)

@@ -1,5 +1,6 @@
 """The compiled programs of an encoder, one for each shape of a batch, made ahead of use and side by side."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,9 +14,10 @@ import numpy as np
 from pallas_models import ops
 from pallas_models._modules import Params
 from pallas_models.compilation_cache import Executables, jax_setting
+from pallas_models.minilm import packing
 from pallas_models.ops import Implementation
 
-Shape = tuple[int, int]
+Shape = tuple[int, ...]
 Program = Future[jax.stages.Compiled]
 
 # As with jax.jit, encoders of the same kind share what was compiled.
@@ -23,9 +25,11 @@ _COMPILED: dict[Any, dict[Any, Program]] = {}
 
 
 class Programs:
-    """Computes sentence embeddings, (B, H) float32, of batches as `batching.pack` makes them, (B, S).
+    """Computes sentence embeddings, (n, H) float32, of batches that `packing.pack` makes, or of one sentence.
 
-    The parameters are flattened here, once: a call takes some 25 us beside the computation.
+    A batch is (2, B, S), token ids and segment ids, and has `packing.num_segments((B, S))` embeddings. One
+    sentence is (1, S), token ids and -1 where there is none. The parameters are flattened here, once: a call takes
+    some 25 us beside the computation.
     """
 
     def __init__(
@@ -44,22 +48,33 @@ class Programs:
         self._compiled = _COMPILED.setdefault((encode, config, implementation, tree, kinds, places, folder), {})
         self._key = (f"{encode.__module__}.{encode.__qualname__}", config, implementation, str(tree), kinds)
         devices = set().union(*(leaf.devices() for leaf in self._leaves))
+        self.platform = next(iter(devices)).platform
         # Only our own code is part of the key under which a program is kept.
         ours = encode.__module__.startswith("pallas_models.")
         self._kept = Executables(folder, *devices) if folder and ours and len(devices) == 1 else None
 
         def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, normalize: bool) -> jax.Array:
-            mask = (tokens >= 0).astype(jnp.int32)
-            hidden = encode(
-                jax.tree.unflatten(tree, leaves),
-                jnp.maximum(tokens, 0),
-                mask,
-                config=config,
+            options = dict(config=config, implementation=implementation)
+            params = jax.tree.unflatten(tree, leaves)
+            if tokens.ndim == 2:
+                mask = (tokens >= 0).astype(jnp.int32)
+                hidden = encode(params, jnp.maximum(tokens, 0), mask, **options)
+                return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
+            ids, segment_ids = tokens
+            hidden = encode(params, ids, None, segment_ids=segment_ids, **options)
+            return ops.segment_mean_pool(
+                hidden,
+                segment_ids,
+                num_segments=packing.num_segments(ids.shape),
+                normalize=normalize,
                 implementation=implementation,
             )
-            return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
 
         self._run = jax.jit(run, static_argnums=2, out_shardings=_on_the_host(devices))
+
+    def of(self, normalize: bool) -> "Forward":
+        """What computes batches with these settings."""
+        return Forward(self, normalize)
 
     def __call__(self, tokens: np.ndarray, normalize: bool) -> jax.Array:
         """Starts the computation of one batch; returns before the device is done."""
@@ -109,6 +124,20 @@ class Programs:
         if self._kept and name:
             self._kept.save(name, compiled)
         return compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forward:
+    """The programs with settings: a `pipeline.Forward`."""
+
+    programs: Programs
+    normalize: bool
+
+    def __call__(self, tokens: np.ndarray) -> jax.Array:
+        return self.programs(tokens, self.normalize)
+
+    def prepare(self, shapes: Iterable[Shape]) -> list[Program]:
+        return self.programs.prepare(shapes, self.normalize)
 
 
 def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:

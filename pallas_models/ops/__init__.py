@@ -24,7 +24,7 @@ from pallas_models.ops.linear_cross_entropy import linear_cross_entropy
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm, rms_norm
-from pallas_models.ops.pooling import mean_pool
+from pallas_models.ops.pooling import mean_pool, segment_mean_pool
 from pallas_models.ops.rotary import rotary, rotary_table
 from pallas_models.ops.softmax import softmax
 from pallas_models.ops.trimul import triangle_update
@@ -48,6 +48,7 @@ __all__ = [
     "rotary",
     "rotary_table",
     "segment_ids_from_cu_seqlens",
+    "segment_mean_pool",
     "softmax",
     "stack_gate_up",
     "triangle_update",

@@ -21,22 +21,24 @@ def embed_tokens(
     bias: jax.Array,
     *,
     token_type_ids: jax.Array | None = None,
+    position_ids: jax.Array | None = None,
     epsilon: float = 1e-12,
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes `layer_norm(word[ids] + position[0..S-1] + token_type[token_type_ids])`.
+    """Computes `layer_norm(word[ids] + position[position_ids] + token_type[token_type_ids])`.
 
-    Positions restart at every row of the batch ([BERT](https://arxiv.org/abs/1810.04805)).
+    This is the input of [BERT](https://arxiv.org/abs/1810.04805).
 
     Args:
       ids: (B, S), integers in [0, V).
       word: (V, D), float16, bfloat16 or float32.
-      position: (P, D) with P >= S, the dtype of `word`.
+      position: (P, D), the dtype of `word`; P >= S without `position_ids`.
       token_type: (T, D), the dtype of `word`.
       scale: (D,), scale of the layer norm.
       bias: (D,), bias of the layer norm.
       token_type_ids: (B, S), integers in [0, T); all 0 when None.
+      position_ids: (B, S), integers in [0, P); 0 to S - 1 in every row when None.
       epsilon: added to the variance of the layer norm.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
@@ -46,7 +48,7 @@ def embed_tokens(
 
     Raises:
       TypeError: ids are not integers or tables not floating point.
-      ValueError: shapes do not fit, S is over P, or concrete ids lie outside their table.
+      ValueError: shapes do not fit, S is over P without `position_ids`, or concrete ids lie outside their table.
     """
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
@@ -61,20 +63,27 @@ def embed_tokens(
     for name, vector in (("scale", scale), ("bias", bias)):
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, word.shape[1:], "(D,)")
-    if ids.shape[1] > position.shape[0]:
+    if position_ids is None and ids.shape[1] > position.shape[0]:
         raise ValueError(f"ids has length {ids.shape[1]}; expected at most {position.shape[0]} positions")
-    for name, table in (("word", word), ("token_type", token_type)):
+    looked_up = [("word", word), ("token_type", token_type)]
+    looked_up += [] if position_ids is None else [("position", position)]
+    for name, table in looked_up:
         if table.shape[0] == 0 and ids.size:
             raise ValueError(f"{name} has shape {table.shape}; expected at least one row to look up")
     _checks.check_ids("ids", ids, word.shape[0], "rows of the vocabulary")
-    if token_type_ids is not None:
-        _checks.check_integer("token_type_ids", token_type_ids)
-        _checks.check_shape("token_type_ids", token_type_ids, ids.shape, "the shape of ids")
-        _checks.check_ids("token_type_ids", token_type_ids, token_type.shape[0], "token types")
+    for name, given, table, what in (
+        ("token_type_ids", token_type_ids, token_type, "token types"),
+        ("position_ids", position_ids, position, "positions"),
+    ):
+        if given is not None:
+            _checks.check_integer(name, given)
+            _checks.check_shape(name, given, ids.shape, "the shape of ids")
+            _checks.check_ids(name, given, table.shape[0], what)
     return run(
         _OP,
         _signed(ids, word),
         None if token_type_ids is None else _signed(token_type_ids, token_type),
+        None if position_ids is None else _signed(position_ids, position),
         word,
         position,
         token_type,
@@ -103,6 +112,7 @@ def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
 def reference(
     ids: jax.Array,
     token_type_ids: jax.Array | None,
+    position_ids: jax.Array | None,
     word: jax.Array,
     position: jax.Array,
     token_type: jax.Array,
@@ -114,26 +124,29 @@ def reference(
     """The same in plain XLA. Ids outside their table are clamped to it."""
     if ids.size == 0:
         return jnp.zeros((*ids.shape, word.shape[1]), word.dtype)
-    total = _sum(ids, token_type_ids, word, position, token_type)
+    total = _sum(ids, token_type_ids, position_ids, word, position, token_type)
     return norm.reference(total, scale, bias, None, epsilon=epsilon).astype(word.dtype)
 
 
 def _sum(
     ids: jax.Array,
     token_type_ids: jax.Array | None,
+    position_ids: jax.Array | None,
     word: jax.Array,
     position: jax.Array,
     token_type: jax.Array,
 ) -> jax.Array:
     """What is normalised, in float32."""
     types = token_type[:1] if token_type_ids is None else rows_of(token_type, token_type_ids)
+    positions = position[: ids.shape[1]] if position_ids is None else rows_of(position, position_ids)
     total = rows_of(word, ids).astype(jnp.float32)
-    return total + (position[: ids.shape[1]].astype(jnp.float32) + types.astype(jnp.float32))
+    return total + (positions.astype(jnp.float32) + types.astype(jnp.float32))
 
 
 def _backward(
     ids: jax.Array,
     token_type_ids: jax.Array | None,
+    position_ids: jax.Array | None,
     word: jax.Array,
     position: jax.Array,
     token_type: jax.Array,
@@ -146,21 +159,28 @@ def _backward(
     **_: Any,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of the norm in its kernels, then sums over tokens, in float32 whatever the dtype."""
-    total = _sum(ids, token_type_ids, word, position, token_type)
+    total = _sum(ids, token_type_ids, position_ids, word, position, token_type)
     layer_norm = functools.partial(
         norm.layer_norm, epsilon=epsilon, implementation="interpret" if interpret else "triton"
     )
     pull = jax.vjp(layer_norm, total, scale, bias)[1]
     dtotal, dscale, dbias = pull(dout.astype(jnp.float32))
-    dword = jnp.zeros(word.shape, jnp.float32).at[jnp.clip(ids, 0, len(word) - 1)].add(dtotal)
-    by_position = jnp.sum(dtotal, axis=0)
-    dposition = jnp.pad(by_position, ((0, len(position) - len(by_position)), (0, 0)))
+
+    def scattered(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.zeros(table.shape, jnp.float32).at[jnp.clip(ids, 0, len(table) - 1)].add(dtotal)
+
+    dword = scattered(word, ids)
+    if position_ids is None:
+        by_position = jnp.sum(dtotal, axis=0)
+        dposition = jnp.pad(by_position, ((0, len(position) - len(by_position)), (0, 0)))
+    else:
+        dposition = scattered(position, position_ids)
     types = jnp.zeros_like(ids) if token_type_ids is None else jnp.clip(token_type_ids, 0, len(token_type) - 1)
     # Sums, and no scatter: there are few types, and all tokens would meet in their rows.
     is_type = types[:, :, None, None] == jnp.arange(len(token_type))[:, None]
     dtoken_type = jnp.sum(jnp.where(is_type, dtotal[:, :, None, :], 0.0), axis=(0, 1))
     tables = (a.astype(word.dtype) for a in (dword, dposition, dtoken_type))
-    return None, None, *tables, dscale, dbias
+    return None, None, None, *tables, dscale, dbias
 
 
 _OP = Op(

@@ -1,5 +1,7 @@
 """Sentence embeddings from token embeddings: masked mean and L2 normalisation."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -53,13 +55,73 @@ def mean_pool(
     )
 
 
+def segment_mean_pool(
+    x: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    num_segments: int,
+    normalize: bool = True,
+    epsilon: float = 1e-12,
+    config: triton.Config | Chooser | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `mean_pool` of the segments of packed rows: m_i is the mean of x over the tokens of segment i.
+
+    Args:
+      x: (B, S, D), float16, bfloat16 or float32.
+      segment_ids: (B, S), integers: i for the tokens of segment i, which follow one another in the order of
+        (B, S) flattened. Tokens of other ids than 0 to num_segments - 1 reach no result, whatever they hold.
+      num_segments: how many segments there are at most.
+      normalize, epsilon, config, implementation: as in `mean_pool`.
+
+    Returns:
+      (num_segments, D) in float32; zeros for a segment without tokens.
+
+    Raises:
+      TypeError: `x` is not floating point or segment ids are not integers.
+      ValueError: shapes do not fit or `num_segments` is negative.
+    """
+    _checks.check_float("x", x)
+    _checks.check_rank("x", x, 3, "(B, S, D)")
+    _checks.check_integer("segment_ids", segment_ids)
+    _checks.check_shape("segment_ids", segment_ids, x.shape[:2], "(B, S)")
+    if operator.index(num_segments) < 0:
+        raise ValueError(f"{num_segments=}; expected at least 0")
+    if segment_ids.dtype.itemsize > 4:  # ids that int32 does not hold belong to no segment
+        segment_ids = jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1)
+    return run(
+        _SEGMENTS,
+        x,
+        segment_ids.astype(jnp.int32),
+        config=config,
+        implementation=implementation,
+        num_segments=num_segments,
+        normalize=normalize,
+        epsilon=epsilon,
+    )
+
+
 def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float) -> jax.Array:
-    """The same in plain XLA."""
+    """`mean_pool` in plain XLA."""
     kept = jnp.where((mask != 0)[:, :, None], x.astype(jnp.float32), 0.0)
     tokens = jnp.sum(mask != 0, axis=1)[:, None]
     mean = jnp.sum(kept, axis=1) / jnp.maximum(tokens, 1)
-    if not normalize:
-        return mean
+    return _normalized(mean, epsilon) if normalize else mean
+
+
+def segment_reference(
+    x: jax.Array, segment_ids: jax.Array, *, num_segments: int, normalize: bool, epsilon: float
+) -> jax.Array:
+    """`segment_mean_pool` in plain XLA."""
+    ids, rows = segment_ids.ravel(), x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    ids = jnp.where(ids < 0, num_segments, ids)  # an index from the end otherwise; beyond it, nothing is added
+    total = jnp.zeros((num_segments, x.shape[-1]), jnp.float32).at[ids].add(rows, mode="drop")
+    tokens = jnp.zeros(num_segments, jnp.int32).at[ids].add(1, mode="drop")
+    mean = total / jnp.maximum(tokens, 1)[:, None]
+    return _normalized(mean, epsilon) if normalize else mean
+
+
+def _normalized(mean: jax.Array, epsilon: float) -> jax.Array:
     # By its largest part or epsilon first, so that no square leaves float32. The result does not depend on that,
     # nor does its gradient. The floor under the square keeps m = 0 and its gradient finite.
     peak = jnp.maximum(jax.lax.stop_gradient(jnp.max(jnp.abs(mean), axis=-1, keepdims=True)), epsilon)
@@ -73,4 +135,9 @@ _OP = Op(
     name="mean_pool",
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.mean_pool, config=triton.Config),),
+)
+_SEGMENTS = Op(
+    name="segment_mean_pool",
+    reference=segment_reference,
+    kernels=(Kernel(backend="triton", call=triton.segment_mean_pool, config=triton.Config),),
 )

@@ -52,6 +52,7 @@ def configs(m: int, n: int) -> Iterator[Config]:
 def _embed_tokens_kernel(
     ids_ref: Ref,  # (M,)
     types_ref: Ref | None,  # (M,)
+    positions_ref: Ref | None,  # (M,)
     word_ref: Ref,  # (V, N)
     position_ref: Ref,  # (P, N)
     type_ref: Ref,  # (T, N)
@@ -85,7 +86,8 @@ def _embed_tokens_kernel(
 
     types = jnp.zeros((block_m,), jnp.int32) if types_ref is None else load_ids(types_ref)
     y = look_up(word_ref, load_ids(ids_ref)) + look_up(type_ref, types)
-    y += look_up(position_ref, (start + jnp.arange(block_m)) % seq)
+    rows = (start + jnp.arange(block_m)) % seq if positions_ref is None else load_ids(positions_ref)
+    y += look_up(position_ref, rows)
     for _ in range(2):  # twice: what rounding the mean leaves counts in rows that vary less
         y -= jnp.sum(y, axis=1, keepdims=True) / n
         if mask is not None:
@@ -97,6 +99,7 @@ def _embed_tokens_kernel(
 def embed_tokens(
     ids: jax.Array,
     token_type_ids: jax.Array | None,
+    position_ids: jax.Array | None,
     word: jax.Array,
     position: jax.Array,
     token_type: jax.Array,
@@ -133,8 +136,7 @@ def embed_tokens(
         interpret=interpret,
         name="embed_tokens",
     )(
-        ids.reshape(m).astype(jnp.int32),
-        None if token_type_ids is None else token_type_ids.reshape(m).astype(jnp.int32),
+        *(None if x is None else x.reshape(m).astype(jnp.int32) for x in (ids, token_type_ids, position_ids)),
         word,
         position,
         token_type,

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import TINY, Ref
 from pallas_models.kernels.triton._common import (
@@ -22,6 +23,8 @@ from pallas_models.kernels.triton._common import (
 )
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
+
+_SEGMENT = 32  # tokens of a packed sentence that blocks are chosen for; how many there are is not known then
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,29 +53,38 @@ def configs(seq: int, width: int) -> Iterator[Config]:
 
 
 def _mean_pool_kernel(
-    x_ref: Ref,  # (B, S, N)
-    mask_ref: Ref,  # (B, S)
+    x_ref: Ref,  # (M, N)
+    mask_ref: Ref | None,  # (M,)
+    start_ref: Ref | None,  # (B,)
+    length_ref: Ref | None,  # (B,)
     o_ref: Ref,  # (B, N)
     *,
     config: Config,
     normalize: bool,
     epsilon: float,
 ) -> None:
-    _, seq, n = x_ref.shape
+    m, n = x_ref.shape
     block_s, block_n = config.block_s, pl.next_power_of_2(n)
-    batch = pl.program_id(0)
+    sentence = pl.program_id(0)
+    if start_ref is None or length_ref is None:  # as many rows of x for each
+        seq = m // o_ref.shape[0]
+        start, length = sentence * seq, seq
+    else:
+        start, length = plgpu.load(start_ref.at[sentence]), plgpu.load(length_ref.at[sentence])
     columns, column_mask = span(0, block_n), in_bounds(0, block_n, n)
 
     def step(s: jax.Array | int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total, tokens = carry
-        positions = span(s * block_s, block_s)
-        valid = load(mask_ref.at[batch, positions], in_bounds(s * block_s, block_s, seq)) != 0
+        rows = span(start + s * block_s, block_s)
+        valid = s * block_s + jnp.arange(block_s) < length
+        if mask_ref is not None:
+            valid &= load(mask_ref.at[rows], valid) != 0
         # Padding is not read at all: a masked load gives 0, whatever the padding holds.
-        x = load(x_ref.at[batch, positions, columns], tile_mask(valid, column_mask)).astype(jnp.float32)
+        x = load(x_ref.at[rows, columns], tile_mask(valid, column_mask)).astype(jnp.float32)
         return total + jnp.sum(x, axis=0), tokens + jnp.sum(valid.astype(jnp.float32))
 
     carry = jnp.zeros((block_n,), jnp.float32), jnp.float32(0)
-    total, tokens = jax.lax.fori_loop(0, pl.cdiv(seq, block_s), step, carry)
+    total, tokens = jax.lax.fori_loop(0, pl.cdiv(length, block_s), step, carry)
     mean = total / jnp.maximum(tokens, 1.0)
     if normalize:  # by its largest part or epsilon first, so that no square leaves float32
         peak = jnp.maximum(jnp.max(jnp.abs(mean)), epsilon)
@@ -80,7 +92,7 @@ def _mean_pool_kernel(
         mean /= peak
         floor = jnp.maximum((epsilon / peak) * (epsilon / peak), TINY)
         mean *= jax.lax.rsqrt(jnp.maximum(jnp.sum(mean * mean), floor))
-    store(o_ref.at[batch, columns], mean, column_mask)
+    store(o_ref.at[sentence, columns], mean, column_mask)
 
 
 def mean_pool(
@@ -95,25 +107,57 @@ def mean_pool(
 ) -> jax.Array:
     """Masked mean of x (B, S, N) over S; see `pallas_models.ops.mean_pool`."""
     batch, seq, n = x.shape
-    config = choose(
-        config,
-        Problem(
-            backend="triton",
-            op="mean_pool",
-            shape={"batch": batch, "seq": seq, "n": n},
-            bucketed=("batch", "seq"),
-            dtype=x.dtype,
-            config=Config,
-            heuristic=functools.partial(heuristic, seq, n),
-            candidates=functools.partial(configs, seq, n),
-        ),
-        target,
+    config = _choose(config, batch, seq, n, x.dtype, target)
+    kernel = functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon)
+    return _pool(kernel, batch, config, interpret)(
+        x.reshape(batch * seq, n), mask.reshape(batch * seq), None, None
     )
-    return pl.pallas_call(
-        functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon),
-        out_shape=jax.ShapeDtypeStruct((batch, n), jnp.float32),
+
+
+def segment_mean_pool(
+    x: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    num_segments: int,
+    normalize: bool,
+    epsilon: float,
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """Mean of each segment of x (B, S, N); see `pallas_models.ops.segment_mean_pool`."""
+    batch, seq, n = x.shape
+    ids = segment_ids.ravel()
+    ids = jnp.where(ids < 0, num_segments, ids)  # an index from the end otherwise; beyond it, nothing is set
+    starts = jnp.full(num_segments, batch * seq, jnp.int32).at[ids].min(jnp.arange(ids.size), mode="drop")
+    lengths = jnp.zeros(num_segments, jnp.int32).at[ids].add(1, mode="drop")
+    config = _choose(config, num_segments, min(seq, _SEGMENT), n, x.dtype, target)
+    kernel = functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon)
+    return _pool(kernel, num_segments, config, interpret)(x.reshape(batch * seq, n), None, starts, lengths)
+
+
+def _choose(
+    config: Config | Chooser | None, batch: int, seq: int, n: int, dtype: DTypeLike, target: Target
+) -> Config:
+    problem = Problem(
+        backend="triton",
+        op="mean_pool",
+        shape={"batch": batch, "seq": seq, "n": n},
+        bucketed=("batch", "seq"),
+        dtype=dtype,
+        config=Config,
+        heuristic=functools.partial(heuristic, seq, n),
+        candidates=functools.partial(configs, seq, n),
+    )
+    return choose(config, problem, target)
+
+
+def _pool(kernel: Callable[..., None], batch: int, config: Config, interpret: bool) -> Callable[..., jax.Array]:
+    return lambda x, *where: pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, x.shape[1]), jnp.float32),
         grid=(batch,),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
         interpret=interpret,
         name="mean_pool",
-    )(x, mask)
+    )(x, *where)

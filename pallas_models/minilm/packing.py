@@ -1,0 +1,190 @@
+"""Sentences of any lengths joined in rows of one length, without padding to the longest of a batch.
+
+A GPU takes 1 to 3 s to compile a program for one shape, and milliseconds for a batch. Packed, a batch has the
+shape of its program, whatever sentences it holds: a corpus needs one program for each size of a batch.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Results have a size that is known beforehand: one for so many tokens of a batch. Sentences are longer on average;
+# where all are shorter, a batch is full before its tokens are.
+_TOKENS_PER_SEGMENT = 8
+_SHORT = 64  # tokens of a row; those of sentences beyond that are as long as the longest sentence may be
+_BUDGETS = (1024, 8192, 65536)  # tokens of a batch
+_LONG_BUDGETS = (1024, 16384)
+
+Shape = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of packed sentences.
+
+    Attributes:
+      tokens: (2, rows, row length) int32: token ids, and segment ids in ascending order over rows. What no
+        sentence fills of a row is a segment of its own.
+      segments: (n,), the segment id of each sentence.
+      sentences: (n,), which of the given sentences it is.
+    """
+
+    tokens: np.ndarray
+    segments: np.ndarray
+    sentences: np.ndarray
+
+
+def position_ids(segment_ids: jax.Array) -> jax.Array:
+    """The index of each token in its segment, of ids (B, S); 0 for padding, which has negative ids."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
+    first = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
+    return jnp.where(segment_ids < 0, 0, index - first)
+
+
+def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Divides sentences into rows: each row takes the longest that fits, then the longest that still fits.
+
+    Rows that hold the same lengths are made at once, so that this takes a step for each distinct set of lengths
+    and not for each sentence.
+
+    Args:
+      lengths: (N,), tokens of each sentence, 1 to `row_length`.
+      row_length: tokens of a row.
+      most: sentences of a row.
+
+    Yields:
+      For each set of k lengths that n rows hold: which sentences, (n, k), and their lengths, (k,).
+    """
+    order = np.argsort(lengths, kind="stable")
+    counts = np.bincount(lengths, minlength=row_length + 1)
+    taken = np.cumsum(counts)  # the end of those of each length, in that order, that are left
+    left = counts.copy()
+    remaining = np.flatnonzero(counts)
+    while remaining.size:
+        room = row_length
+        kinds: list[int] = []
+        uses: dict[int, int] = {}
+        while len(kinds) < most:
+            fitting = remaining[: np.searchsorted(remaining, room, side="right")]
+            while fitting.size and uses.get(int(fitting[-1]), 0) >= left[fitting[-1]]:
+                fitting = fitting[:-1]
+            if not fitting.size:
+                break
+            kinds.append(int(fitting[-1]))
+            uses[kinds[-1]] = uses.get(kinds[-1], 0) + 1
+            room -= kinds[-1]
+        rows = min(int(left[kind]) // count for kind, count in uses.items())
+        chosen = []
+        for kind in kinds:
+            taken[kind] -= rows
+            left[kind] -= rows
+            chosen.append(order[taken[kind] : taken[kind] + rows])
+        yield np.stack(chosen, axis=1), np.array(kinds)
+        remaining = remaining[left[remaining] > 0]
+
+
+def shapes(limit: int, budget: int) -> dict[int, list[Shape]]:
+    """The shapes of batches, (rows, row length), by row length, small ones first: five at most.
+
+    Args:
+      limit: tokens of the longest sentence.
+      budget: tokens of the largest batch, unless the longest sentence has more.
+    """
+    lengths = {min(_SHORT, limit): _BUDGETS} | ({limit: _LONG_BUDGETS} if limit > _SHORT else {})
+    return {
+        length: [(max(tokens // length, 1), length) for tokens in budgets if tokens <= max(budget, budgets[0])]
+        for length, budgets in lengths.items()
+    }
+
+
+def padded_length(length: int, limit: int) -> int:
+    """The length that one sentence is padded to, where it is computed alone; at most `limit`.
+
+    Powers of two from 16 and, beyond 64, the halves between: sentences of up to 512 tokens have nine lengths.
+    """
+    power = max(16, 1 << (length - 1).bit_length())
+    between = 3 * power // 4
+    return min(between if length <= between and between > 64 else power, limit)
+
+
+def num_segments(shape: Shape) -> int:
+    """How many segments a batch of a shape has at most."""
+    return max(shape[0] * shape[1] // _TOKENS_PER_SEGMENT, 2)
+
+
+def pack(tokens: np.ndarray, lengths: np.ndarray, limit: int, budget: int) -> Iterator[Batch]:
+    """Divides sentences into batches of few shapes.
+
+    Args:
+      tokens: (total,) int32, token ids of all sentences, one after another.
+      lengths: (N,), how many of them each sentence has, at most `limit`. Sentences without tokens are in no batch.
+      limit, budget: as in `shapes`.
+    """
+    starts = np.cumsum(lengths) - lengths
+    above = 0
+    for row_length, sizes in shapes(limit, budget).items():
+        chosen = np.flatnonzero((lengths > above) & (lengths <= row_length))
+        above = row_length
+        if chosen.size:
+            rows = _rows(lengths[chosen], row_length, num_segments(sizes[0]) - 1)
+            for which, offsets, row, shape in _divide(rows, row_length, sizes):
+                of = chosen[which]
+                yield _batch(tokens, starts[of], lengths[of], row * row_length + offsets, of, shape)
+
+
+def _rows(lengths: np.ndarray, row_length: int, most: int) -> tuple[np.ndarray, ...]:
+    """For sentences in the order of rows: which, row and place in the row; then how many segments each row has."""
+    which, rows, offsets, counts = [], [], [], []
+    count = 0
+    for chosen, kinds in fill(lengths, row_length, most):
+        n, k = chosen.shape
+        which.append(chosen.ravel())
+        rows.append(np.repeat(np.arange(count, count + n), k))
+        offsets.append(np.tile(np.cumsum(kinds) - kinds, n))
+        counts.append(np.full(n, k + (kinds.sum() < row_length)))
+        count += n
+    return tuple(np.concatenate(parts) for parts in (which, rows, offsets, counts))
+
+
+def _divide(
+    rows: tuple[np.ndarray, ...], row_length: int, sizes: list[Shape]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, Shape]]:
+    """Divides rows into batches: which sentences, their places and rows, and the shape of the batch."""
+    which, row, offsets, counts = rows
+    segments = np.concatenate([[0], np.cumsum(counts)])
+    first, last = 0, len(counts)
+    while first < last:
+        needed = max(last - first, (segments[last] - segments[first]) * _TOKENS_PER_SEGMENT // row_length)
+        # A batch that is half full costs less than its rest in smaller ones.
+        shape = next((size for size in reversed(sizes) if 2 * needed >= size[0]), sizes[0])
+        room = np.searchsorted(segments, segments[first] + num_segments(shape), side="right") - 1
+        end = min(first + shape[0], int(room), last)
+        part = slice(*np.searchsorted(row, [first, end]))
+        yield which[part], offsets[part], row[part] - first, shape
+        first = end
+
+
+def _batch(
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    places: np.ndarray,
+    sentences: np.ndarray,
+    shape: Shape,
+) -> Batch:
+    """The batch that has each sentence at its place in the flattened rows."""
+    packed = np.zeros((2, shape[0] * shape[1]), np.int32)
+    ids, segments = packed
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    ids[np.repeat(places, lengths) + within] = tokens[np.repeat(starts, lengths) + within]
+    segments[:: shape[1]] = 1  # a row begins
+    segments[places] = 1
+    ends = places + lengths
+    segments[ends[ends < segments.size]] = 1
+    np.cumsum(segments, out=segments)
+    segments -= 1
+    return Batch(tokens=packed.reshape(2, *shape), segments=segments[places], sentences=sentences)

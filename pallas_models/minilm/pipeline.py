@@ -1,0 +1,113 @@
+"""From texts to rows of embeddings: tokenizing, packing, computing and collecting, each while the others work."""
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from pallas_models.minilm import packing
+
+# Texts of a chunk: enough for all cores to tokenize and for a device to compute, few enough for little memory.
+CHUNK = 16384
+# Chunks that are tokenized while others are computed.
+_AHEAD = 2
+_THREADS = 2  # while one takes the ids out of its chunk, the other's is tokenized, by all cores
+# Batches in flight: enough to keep a device busy while the next are packed, few enough that neither inputs nor
+# results pile up on it.
+_BATCHES_IN_FLIGHT = 8
+
+
+class Forward(Protocol):
+    """Computes the results of batches, (segments, width); `prepare` is told beforehand what shapes there are."""
+
+    def __call__(self, tokens: np.ndarray) -> jax.Array: ...
+
+    def prepare(self, shapes: Iterable[tuple[int, ...]]) -> object: ...
+
+
+Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
+
+
+def run(
+    texts: Iterable[str],
+    tokenize: Tokenize,
+    forward: Forward,
+    *,
+    width: int,
+    limit: int,
+    budget: int,
+    chunk: int = CHUNK,
+) -> Iterator[np.ndarray]:
+    """Computes a row for each text.
+
+    Memory does not grow with the number of texts, which are read as they are needed, in this thread.
+
+    Args:
+      texts: checked already.
+      tokenize: gives the token ids of texts; called in another thread.
+      forward: starts the computation of one batch of `packing.pack` and returns before it is done.
+      width: of a row.
+      limit: the most tokens that a text has.
+      budget: the most tokens that a batch has.
+      chunk: how many texts are taken at a time.
+
+    Yields:
+      float32 (texts of the chunk, width), in the order of the texts.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        tokenized: collections.deque[Future[tuple[np.ndarray, np.ndarray]]] = collections.deque()
+        started: collections.deque[_Rows] = collections.deque()
+        in_flight: collections.deque[_Rows] = collections.deque()
+        for some in itertools.chain(chunks(texts, chunk), itertools.repeat(None)):
+            if some is not None:
+                tokenized.append(pool.submit(tokens, tokenize, some))
+                if len(tokenized) <= _AHEAD:
+                    continue
+            if not tokenized:
+                break
+            ids, lengths = tokenized.popleft().result()
+            batches = list(packing.pack(ids, lengths, limit, budget))
+            forward.prepare(batch.tokens.shape for batch in batches)
+            started.append(_Rows(len(lengths), width))
+            for batch in batches:
+                started[-1].pending.append((batch, forward(batch.tokens)))
+                in_flight.append(started[-1])
+                if len(in_flight) > _BATCHES_IN_FLIGHT:
+                    in_flight.popleft().collect()
+            while len(started) > 1 and not started[0].pending:
+                yield started.popleft().rows
+        for rows in started:
+            while rows.pending:
+                rows.collect()
+            yield rows.rows
+
+
+class _Rows:
+    """The rows of one chunk, and its batches that are being computed."""
+
+    def __init__(self, count: int, width: int):
+        self.rows = np.zeros((count, width), np.float32)
+        self.pending: collections.deque[tuple[packing.Batch, jax.Array]] = collections.deque()
+
+    def collect(self) -> None:
+        """Waits for the oldest batch."""
+        batch, result = self.pending.popleft()
+        self.rows[batch.sentences] = np.asarray(result)[batch.segments]
+
+
+def chunks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Divides texts into lists of `size`, the last of which may be shorter."""
+    source = iter(texts)
+    while chunk := list(itertools.islice(source, size)):
+        yield chunk
+
+
+def tokens(tokenize: Tokenize, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids of all texts, one after another, and how many each has."""
+    ids = tokenize(texts)
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32, lengths.sum()), lengths
