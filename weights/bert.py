@@ -128,7 +128,7 @@ register(
         model_types=("mpnet",),
         keys=KEYS,
         defaults={"epsilon": 1e-12},
-        values=VALUES | {"relative_attention_num_buckets": (MPNetConfig.relative_buckets,)},
+        values=VALUES | {"relative_attention_num_buckets": (MPNetConfig().relative_buckets,)},
         adapt=_used_positions,
         describe=lambda config: _used_positions(config, _UNUSED_POSITIONS),
         parts=lambda config: parts(

@@ -43,7 +43,7 @@ def shown(value: object) -> str:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """Reads a JSON object, or an array where `kind` is list; FileNotFoundError or CheckpointError naming the file."""
+    """Reads a JSON object, or an array if `kind` is list; FileNotFoundError or CheckpointError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -61,10 +61,16 @@ def _build(
     family: Family, fields: Mapping[str, Any], source: object, *, names: Mapping[str, str], wrong: list[str]
 ) -> Any:
     values = {}
+    # A field that config.json has no key for has one value in the family.
+    fixed = {
+        field.name: field.default for field in dataclasses.fields(family.config) if field.name not in family.keys
+    }
     for name, kind in _kinds(family):
-        value = fields.get(name)
+        value = fields.get(name, fixed.get(name))
         fits, expected = _KINDS[kind]
-        if fits(value):
+        if name in fixed:
+            fits, expected = fixed[name].__eq__, repr(fixed[name])
+        if fits(value) is True:
             values[name] = kind(value)
         else:
             wrong.append(f"{names.get(name, name)} is {shown(value)}; expected {expected}")

@@ -47,6 +47,14 @@ def find_family(path: Path) -> Family:
     raise CheckpointError(f"{path} describes a model of type {shown(model_type)}; expected {known}")
 
 
+def find_encoder(path: Path) -> Family:
+    """As `find_family`; CheckpointError where the family embeds no sentences."""
+    family = find_family(path)
+    if family.encode is None:
+        raise CheckpointError(f"{path} holds a model of {family.name}, which embeds no sentences")
+    return family
+
+
 def _config_path(path: Path) -> Path:
     return (path if path.is_dir() else path.parent) / "config.json"
 

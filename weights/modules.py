@@ -1,4 +1,4 @@
-"""The folder of a sentence-transformers model: its modules, their parameters, prompts, and the length of sentences.
+"""The folder of a sentence-transformers model: its modules and their parameters, prompts, the length of sentences.
 
 Both spellings are read: that of versions up to 5, and that of version 6.
 """
@@ -12,7 +12,8 @@ from typing import Any, get_args
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models.minilm.head import ACTIVATIONS, Dense, Head, Normalize, Pooling
+from pallas_models.minilm.heads import ACTIVATIONS, Dense, Head, Normalize, Pooling
+from pallas_models.minilm.similarity import Similarity
 from weights import checkpoint, lazy, loading, tree
 from weights.checkpoint import CheckpointError, read_json, shown
 from weights.families import Part, linear, same
@@ -26,7 +27,6 @@ _OLD_POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _EMBEDDING = "sentence_embedding"
 
 
@@ -42,7 +42,7 @@ class Description:
       lower_case: whether sentences are lower-cased before the tokenizer's own normalisation.
       prompts: what is put before a sentence, by name.
       default_prompt_name: of the prompt that is used where none is named, or None.
-      similarity: the name of the function that compares embeddings, or None.
+      similarity: the measure that compares embeddings.
     """
 
     transformer: Path
@@ -52,7 +52,7 @@ class Description:
     lower_case: bool
     prompts: Mapping[str, str]
     default_prompt_name: str | None
-    similarity: str | None
+    similarity: Similarity
 
 
 def describe(folder: Path) -> Description:
@@ -77,9 +77,11 @@ def describe(folder: Path) -> Description:
             f"{folder / 'config_sentence_transformers.json'}: default_prompt_name is {shown(default)}; "
             f"expected one of {sorted(prompts)}"
         )
-    similarity = stated.get("similarity_fn_name")
-    if similarity not in (None, *_SIMILARITIES):
-        raise NotImplementedError(f"{folder} compares by {shown(similarity)}; expected one of {_SIMILARITIES}")
+    similarity: Any = stated.get("similarity_fn_name") or "cosine"
+    if similarity not in get_args(Similarity):
+        raise NotImplementedError(
+            f"{folder} compares embeddings by {shown(similarity)}; expected one of {get_args(Similarity)}"
+        )
     return Description(
         transformer=transformer,
         head=head,
@@ -93,7 +95,7 @@ def describe(folder: Path) -> Description:
 
 
 def load_head(description: Description, dtype: DTypeLike) -> dict[str, Any]:
-    """Loads the parameters of the dense layers, as `minilm.head.apply` takes them; errors as in the loaders."""
+    """Loads the parameters of the dense layers, as `minilm.heads.apply` takes them; errors as in the loaders."""
     params = {}
     for index, path in description.dense.items():
         layer = description.head.layers[index]
@@ -180,7 +182,7 @@ def _dense(path: Path) -> Dense:
     name = activation.rsplit(".", 1)[1].lower() if activation.startswith("torch.nn.") else activation
     if name not in ACTIVATIONS:
         raise NotImplementedError(f"{path}: activation_function is {shown(activation)}; expected {_torch_names()}")
-    sizes = {key: given.get(key) for key in ("in_features", "out_features")}
+    sizes: dict[str, Any] = {key: given.get(key) for key in ("in_features", "out_features")}
     for key, size in sizes.items():
         if type(size) is not int or not 0 < size < 2**31:
             raise CheckpointError(f"{path}: {key} is {shown(size)}; expected a positive integer")

@@ -9,7 +9,6 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084). The config says which
 
 import dataclasses
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,8 @@ class EncoderConfig:
 
     Attributes:
       num_token_types: rows of the table of token types; 0 for a family that has none.
-      relative_buckets: of the distances between tokens, each with a bias of attention for each head; 0 for a family
-        that has none.
+      relative_buckets: of the distances between tokens, each with a bias of attention for each head; 0 for a
+        family that has none.
     """
 
     vocab_size: int
@@ -40,8 +39,8 @@ class EncoderConfig:
     intermediate_size: int = 3072
     max_positions: int = 512
     epsilon: float = 1e-12
-    num_token_types: ClassVar[int] = 0
-    relative_buckets: ClassVar[int] = 0
+    num_token_types: int = 0
+    relative_buckets: int = 0
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -82,7 +81,7 @@ class MPNetConfig(EncoderConfig):
 
     vocab_size: int = 30527
     epsilon: float = 1e-5
-    relative_buckets: ClassVar[int] = 32
+    relative_buckets: int = 32
 
 
 class Embeddings(nnx.Module):

@@ -1,11 +1,11 @@
-"""Pooling, dense layers and normalisation of sentence encoders: padded, packed, and against sentence-transformers."""
+"""Pooling, dense layers and normalisation of sentence encoders, of padded and of packed sentences."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.minilm import head as heads
-from pallas_models.minilm.head import Dense, Head, Normalize
+from pallas_models.minilm import heads
+from pallas_models.minilm.heads import Dense, Head, Normalize
 from parity.common import assert_close, normal
 from parity.tolerances import SHORT
 

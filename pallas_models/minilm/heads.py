@@ -81,6 +81,9 @@ class Head:
         return dataclasses.replace(self, layers=(*self.layers, Normalize()))
 
 
+HEAD = Head()
+
+
 def apply(
     head: Head,
     params: Mapping[str, Any],
