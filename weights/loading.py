@@ -34,22 +34,25 @@ def load_config(family: Family, path_or_name: str | os.PathLike[str]) -> Any:
     return configs.read(family, _config_path(path))
 
 
-def find_family(path: Path) -> Family:
-    """The family of the model at `path`, as its file or config.json says; CheckpointError if it is of none."""
+def find_family(path: Path, *, embeds: bool = False) -> Family:
+    """The family of the model at `path`, as its file or config.json says; CheckpointError if it is of none.
+
+    Where there is one for its language models and one that embeds sentences, `embeds` asks for the second.
+    """
     if store.is_stored(path):
         return named(store.model_name(path), path)
     path = _config_path(path)
     model_type = checkpoint.read_json(path).get("model_type")
-    for family in FAMILIES.values():
-        if model_type in family.model_types:
-            return family
-    known = " or ".join(repr(kind) for family in FAMILIES.values() for kind in family.model_types)
+    families = [family for family in FAMILIES.values() if model_type in family.model_types]
+    if families:
+        return families[-1 if embeds else 0]
+    known = " or ".join(repr(kind) for kind in sorted({k for f in FAMILIES.values() for k in f.model_types}))
     raise CheckpointError(f"{path} describes a model of type {shown(model_type)}; expected {known}")
 
 
 def find_encoder(path: Path) -> Family:
     """As `find_family`; CheckpointError where the family embeds no sentences."""
-    family = find_family(path)
+    family = find_family(path, embeds=True)
     if family.encode is None:
         raise CheckpointError(f"{path} holds a model of {family.name}, which embeds no sentences")
     return family

@@ -45,6 +45,7 @@ def _describe(config: dict[str, Any]) -> dict[str, Any]:
     """Both spellings of config.json."""
     every, thetas = config["global_attn_every_n_layers"], (config["global_rope_theta"], config["local_rope_theta"])
     return config | {
+        "pad_token_id": None,  # transformers' own is that of one vocabulary
         "layer_types": _layer_types(config["num_hidden_layers"], every),
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(_KINDS, thetas, strict=True)
