@@ -15,6 +15,7 @@ from pallas_models.minilm.model import (
     Params,
     RobertaConfig,
     embed,
+    embed_packed,
     encode,
     init,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "RobertaConfig",
     "contrastive_loss",
     "embed",
+    "embed_packed",
     "encode",
     "init",
 ]

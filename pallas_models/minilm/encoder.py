@@ -38,7 +38,7 @@ CompilationCache = str | os.PathLike[str] | Literal[True]
 # With `show_progress_bar=None`, shorter lists show no bar.
 _SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
 # The most tokens of a batch, where `batch_size` does not say: enough to fill a GPU, few enough for a CPU's caches.
-_BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 1024}
+_BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 2048}
 
 
 class Encoder:
@@ -276,8 +276,8 @@ class Encoder:
 
         Args:
           sentences: one sentence or many. An empty one is embedded as its special tokens, [CLS] [SEP].
-          batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have, and no
-            less than 1024. When None, what suits the device.
+          batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have. When
+            None, what suits the device.
           show_progress_bar: None shows one for long work on a terminal.
           prompt_name: of the prompt that is put before each sentence; the default prompt when None.
           prompt: the text to put there, in place of a named one.
@@ -430,7 +430,7 @@ class Encoder:
 
     def _embeddings(self, sentences: list[str], call: "_Call", show_progress_bar: bool | None) -> np.ndarray:
         if len(sentences) == 1:
-            (tokens,) = self._tokenize([call.prompt + sentences[0]])
+            tokens = self._tokenizer.encode(call.prompt + sentences[0]).ids  # sooner than a batch of one
             padded = np.full((1, packing.padded_length(len(tokens), self._max_length)), -1, np.int32)
             padded[0, : len(tokens)] = tokens
             return call.finish(np.array(call.programs(padded, call.head)))

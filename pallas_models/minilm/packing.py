@@ -14,9 +14,10 @@ import numpy as np
 # Results have a size that is known beforehand: one for so many tokens of a batch. Sentences are longer on average;
 # where all are shorter, a batch is full before its tokens are.
 _TOKENS_PER_SEGMENT = 8
-_SHORT = 64  # tokens of a row; those of sentences beyond that are as long as the longest sentence may be
-_BUDGETS = (1024, 8192, 65536)  # tokens of a batch
-_LONG_BUDGETS = (1024, 16384)
+# Tokens of a row. Longer sentences have rows as long as the longest may be.
+_ROW = 64
+# A batch has so much of the largest number of tokens: short rows, of which most are, then long ones.
+_PARTS = ((64, 8, 1), (64, 4))
 
 Shape = tuple[int, int]
 
@@ -60,31 +61,22 @@ def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.n
       For each set of k lengths that n rows hold: which sentences, (n, k), and their lengths, (k,).
     """
     order = np.argsort(lengths, kind="stable")
-    counts = np.bincount(lengths, minlength=row_length + 1)
-    taken = np.cumsum(counts)  # the end of those of each length, in that order, that are left
-    left = counts.copy()
-    remaining = np.flatnonzero(counts)
-    while remaining.size:
-        room = row_length
+    left = np.bincount(lengths, minlength=row_length + 1)  # sentences of each length
+    ends = np.cumsum(left)  # where in `order` the last of those is
+    while left.any():
+        room, free = row_length, left.copy()
         kinds: list[int] = []
-        uses: dict[int, int] = {}
-        while len(kinds) < most:
-            fitting = remaining[: np.searchsorted(remaining, room, side="right")]
-            while fitting.size and uses.get(int(fitting[-1]), 0) >= left[fitting[-1]]:
-                fitting = fitting[:-1]
-            if not fitting.size:
-                break
+        while len(kinds) < most and (fitting := np.flatnonzero(free[: room + 1])).size:
             kinds.append(int(fitting[-1]))
-            uses[kinds[-1]] = uses.get(kinds[-1], 0) + 1
+            free[kinds[-1]] -= 1
             room -= kinds[-1]
-        rows = min(int(left[kind]) // count for kind, count in uses.items())
+        rows = np.min(left[kinds] // (left - free)[kinds])
         chosen = []
         for kind in kinds:
-            taken[kind] -= rows
+            chosen.append(order[ends[kind] - rows : ends[kind]])
+            ends[kind] -= rows
             left[kind] -= rows
-            chosen.append(order[taken[kind] : taken[kind] + rows])
         yield np.stack(chosen, axis=1), np.array(kinds)
-        remaining = remaining[left[remaining] > 0]
 
 
 def shapes(limit: int, budget: int) -> dict[int, list[Shape]]:
@@ -92,12 +84,12 @@ def shapes(limit: int, budget: int) -> dict[int, list[Shape]]:
 
     Args:
       limit: tokens of the longest sentence.
-      budget: tokens of the largest batch, unless the longest sentence has more.
+      budget: tokens of the largest batch, unless one row has more.
     """
-    lengths = {min(_SHORT, limit): _BUDGETS} | ({limit: _LONG_BUDGETS} if limit > _SHORT else {})
+    lengths = [_ROW, limit] if limit > _ROW else [limit]
     return {
-        length: [(max(tokens // length, 1), length) for tokens in budgets if tokens <= max(budget, budgets[0])]
-        for length, budgets in lengths.items()
+        length: sorted({(max(budget // part // length, 1), length) for part in parts})
+        for length, parts in zip(lengths, _PARTS, strict=False)
     }
 
 

@@ -13,9 +13,12 @@ from pallas_models.minilm import packing
 
 # Texts of a chunk: enough for all cores to tokenize and for a device to compute, few enough for little memory.
 CHUNK = 16384
-# Chunks that are tokenized while others are computed.
+# Chunks that are tokenized while another is computed.
 _AHEAD = 2
-_THREADS = 2  # while one takes the ids out of its chunk, the other's is tokenized, by all cores
+# Texts are tokenized by all cores. What takes the ids out of the tokenizer's objects is Python, which leaves cores
+# idle unless other threads have pieces of their own.
+_THREADS = 4
+_PIECE = 2048
 # Batches in flight: enough to keep a device busy while the next are packed, few enough that neither inputs nor
 # results pile up on it.
 _BATCHES_IN_FLIGHT = 8
@@ -58,18 +61,10 @@ def run(
     Yields:
       float32 (texts of the chunk, width), in the order of the texts.
     """
+    started: collections.deque[_Rows] = collections.deque()
+    in_flight: collections.deque[_Rows] = collections.deque()
     with ThreadPoolExecutor(_THREADS) as pool:
-        tokenized: collections.deque[Future[tuple[np.ndarray, np.ndarray]]] = collections.deque()
-        started: collections.deque[_Rows] = collections.deque()
-        in_flight: collections.deque[_Rows] = collections.deque()
-        for some in itertools.chain(chunks(texts, chunk), itertools.repeat(None)):
-            if some is not None:
-                tokenized.append(pool.submit(tokens, tokenize, some))
-                if len(tokenized) <= _AHEAD:
-                    continue
-            if not tokenized:
-                break
-            ids, lengths = tokenized.popleft().result()
+        for ids, lengths in _tokenized(pool, texts, tokenize, chunk):
             batches = list(packing.pack(ids, lengths, limit, budget))
             forward.prepare(batch.tokens.shape for batch in batches)
             started.append(_Rows(len(lengths), width))
@@ -80,10 +75,26 @@ def run(
                     in_flight.popleft().collect()
             while len(started) > 1 and not started[0].pending:
                 yield started.popleft().rows
-        for rows in started:
-            while rows.pending:
-                rows.collect()
-            yield rows.rows
+    for rows in started:
+        while rows.pending:
+            rows.collect()
+        yield rows.rows
+
+
+def _tokenized(
+    pool: ThreadPoolExecutor, texts: Iterable[str], tokenize: Tokenize, size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The `tokens` of each chunk; those of the next are being made then."""
+
+    def submit(chunk: list[str]) -> list[Future[tuple[np.ndarray, np.ndarray]]]:
+        return [pool.submit(tokens, tokenize, piece) for piece in chunks(chunk, _PIECE)]
+
+    ahead = map(submit, chunks(texts, size))
+    waiting = collections.deque(itertools.islice(ahead, _AHEAD))
+    while waiting:
+        waiting.extend(itertools.islice(ahead, 1))
+        ids, lengths = zip(*(piece.result() for piece in waiting.popleft()), strict=True)
+        yield np.concatenate(ids), np.concatenate(lengths)
 
 
 class _Rows:

@@ -1,6 +1,7 @@
 """The compiled programs of an encoder, one for each shape of a batch, made ahead of use and side by side."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,9 @@ from pallas_models.ops import Implementation
 Shape = tuple[int, ...]
 Program = Future[jax.stages.Compiled]
 
+# Bytes of parameters of which programs hold copies: each length of a sentence has one.
+_MOST_BOUND = 128 * 2**20
+
 # As with jax.jit, encoders of the same kind share what was compiled.
 _COMPILED: dict[Any, dict[Any, Program]] = {}
 
@@ -29,8 +33,10 @@ class Programs:
 
     A batch is (2, B, S), token ids and segment ids, and has `packing.num_segments((B, S))` embeddings. One
     sentence is (1, S), token ids and -1 where there is none. A head says how embeddings are made of hidden states;
-    None asks for these, (B, S, H) float32. The parameters are flattened here, once: a call takes some 25 us beside
-    the computation.
+    None asks for these, (B, S, H) float32.
+
+    Each array that a call is given costs it about a microsecond. The parameters are flattened here, once; and the
+    programs for one sentence, which take no longer than that, hold a copy of them unless they are kept in files.
     """
 
     def __init__(
@@ -60,6 +66,10 @@ class Programs:
         ours = encode.__module__.startswith("pallas_models.")
         self._kept = Executables(folder, *devices) if folder and ours and len(devices) == 1 else None
 
+        size = sum(leaf.nbytes for leaf in self._leaves)
+        self._binds = not folder and size <= _MOST_BOUND and not any(leaf.committed for leaf in self._leaves)
+        self._bound: dict[Any, Program] = {}
+
         def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, head: Head | None) -> jax.Array:
             options = dict(config=config, implementation=implementation)
             params, head_params = jax.tree.unflatten(tree, leaves)
@@ -76,7 +86,9 @@ class Programs:
                 return hidden.astype(jnp.float32)
             return heads.apply(head, head_params, hidden, **where, implementation=implementation)
 
-        self._run = jax.jit(run, static_argnums=2, out_shardings=_on_the_host(devices))
+        self._function = run
+        self._jit = functools.partial(jax.jit, out_shardings=_on_the_host(devices))
+        self._run = self._jit(run, static_argnums=2)
 
     def of(self, head: Head | None) -> "Forward":
         """What computes batches with this head."""
@@ -86,15 +98,15 @@ class Programs:
         """Starts the computation of one batch; returns before the device is done."""
         if jax_setting("jax_disable_jit"):
             return self._run(self._leaves, tokens, head)
-        key = _key(tokens.shape, head)
-        if key not in self._compiled:
+        programs, key = self._programs(tokens.shape), _key(tokens.shape, head)
+        if key not in programs:
             self.prepare([tokens.shape], head)
         try:
-            program = self._compiled[key].result()
+            program = programs[key].result()
         except BaseException:
-            self._compiled.pop(key, None)  # it may succeed another time
+            programs.pop(key, None)  # it may succeed another time
             raise
-        return program(self._leaves, tokens)
+        return program(tokens) if programs is self._bound else program(self._leaves, tokens)
 
     def prepare(self, shapes: Iterable[Shape], head: Head | None) -> list[Program]:
         """Starts to compile the programs of these shapes that are not there yet, and returns those.
@@ -102,7 +114,7 @@ class Programs:
         They are lowered one after another, as that is Python, and compiled side by side, as that is not; the order
         is that of `shapes`, so that the first batch can run while the programs of others are compiled.
         """
-        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, head) not in self._compiled]
+        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, head) not in self._programs(shape)]
         if not missing or jax_setting("jax_disable_jit"):
             return []
         pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
@@ -114,16 +126,24 @@ class Programs:
                 program: Program = load
                 if load.result() is None:
                     program = pool.submit(self._compile, self._lower(shape, head), name)
-                self._compiled[_key(shape, head)] = program
+                self._programs(shape)[_key(shape, head)] = program
         finally:
             pool.shutdown(wait=False)
-        return [self._compiled[_key(shape, head)] for shape in missing]
+        return [self._programs(shape)[_key(shape, head)] for shape in missing]
+
+    def _programs(self, shape: Shape) -> dict[Any, Program]:
+        """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
+        alone = len(shape) == 2 and self._binds and not jax_setting("jax_compilation_cache_dir")
+        return self._bound if alone else self._compiled
 
     def _load(self, name: str | None) -> Any:
         return self._kept.load(name) if self._kept and name else None
 
     def _lower(self, shape: Shape, head: Head | None) -> jax.stages.Lowered:
-        return self._run.lower(self._leaves, jax.ShapeDtypeStruct(shape, jnp.int32), head)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        if self._programs(shape) is self._bound:
+            return self._jit(lambda tokens: self._function(self._leaves, tokens, head)).lower(tokens)
+        return self._run.lower(self._leaves, tokens, head)
 
     def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> jax.stages.Compiled:
         compiled = lowered.compile()
