@@ -349,7 +349,7 @@ def test_files_that_ask_for_what_is_not_run(folder, file, content, error, messag
         (
             {"activation_function": "my.Activation"},
             NotImplementedError,
-            "is 'my.Activation'; expected one of torch.nn",
+            "is 'my.Activation'; expected a class of torch.nn",
         ),
         ({"activation_function": "torch.nn.Mish"}, NotImplementedError, "is 'torch.nn.Mish'"),
         (

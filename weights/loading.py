@@ -73,7 +73,7 @@ def convert(
     """Converts the tensors of a checkpoint to parameters; CheckpointError lists all that do not fit."""
     configs.check_sizes(family, config, stored, source)
     parts, tied = family.parts(config), family.tied(config)
-    tensors = _without_prefix(stored, family.prefix, source)
+    tensors = without_prefix(stored, family.prefix, source)
     expected = {name: shape for part in parts.values() for name, shape in part.tensors.items()}
     expected |= {name: expected[other] for name, other in tied.items() if name in tensors}
     checkpoint.check_tensors(source, tensors, expected, ignored=family.ignored(config))
@@ -102,9 +102,10 @@ def _parameter(part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeL
     return jax.device_put(cast, may_alias=False)
 
 
-def _without_prefix(
+def without_prefix(
     stored: Mapping[str, lazy.LazyTensor], prefix: str, source: object
 ) -> dict[str, lazy.LazyTensor]:
+    """The tensors by their names without the prefix; CheckpointError where one is there with it and without."""
     tensors: dict[str, lazy.LazyTensor] = {}
     for name, tensor in stored.items():
         short = name.removeprefix(prefix)

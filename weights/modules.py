@@ -63,7 +63,7 @@ def describe(folder: Path) -> Description:
       NotImplementedError: the folder asks for what is not run here; names it.
     """
     transformer, head, dense = _modules(folder)
-    options, source = _transformer_options(transformer)
+    options, source = _transformer_options(transformer, "feature-extraction", "token_embeddings")
     stated = _read(folder / "config_sentence_transformers.json")
     kind = stated.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
@@ -91,6 +91,36 @@ def describe(folder: Path) -> Description:
         prompts={name: text or "" for name, text in prompts.items()},
         default_prompt_name=default,
         similarity=similarity,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairDescription:
+    """What a folder says of a cross-encoder: as `Description`; `activation` is that of scores, or None."""
+
+    max_length: int | None
+    lower_case: bool
+    activation: str | None
+
+
+def describe_pairs(folder: Path) -> PairDescription:
+    """As `describe`, of a cross-encoder: a classifier of transformers, with or without modules.json."""
+    path = folder / "modules.json"
+    listed = [_name_and_place(m, folder, path) for m in read_json(path, list)] if path.is_file() else []
+    if listed not in ([], [("Transformer", folder)]):
+        raise NotImplementedError(f"{path} lists {[name for name, _ in listed]}; expected a Transformer alone")
+    options, source = _transformer_options(folder, "sequence-classification", "scores")
+    stated = _check_keys(folder / "config_sentence_transformers.json", {"default_prompt_name": None})
+    if (kind := stated.get("model_type", "CrossEncoder")) != "CrossEncoder":
+        raise NotImplementedError(f"{folder} holds a {shown(kind)}; only CrossEncoder compares pairs of sentences")
+    config = read_json(folder / "config.json")
+    older = config.get("sentence_transformers")
+    activation = stated.get("activation_fn") or (older.get("activation_fn") if isinstance(older, dict) else None)
+    activation = activation or config.get("sbert_ce_default_activation_function")
+    return PairDescription(
+        max_length=_max_length(folder, options, source),
+        lower_case=options.get("do_lower_case") is True,
+        activation=None if activation is None else _activation(activation, folder),
     )
 
 
@@ -178,10 +208,7 @@ def _pooling(path: Path) -> tuple[Pooling, ...]:
 
 def _dense(path: Path) -> Dense:
     given = _check_keys(path, {"module_input_name": _EMBEDDING, "module_output_name": _EMBEDDING})
-    activation = str(given.get("activation_function", "torch.nn.Tanh"))
-    name = activation.rsplit(".", 1)[1].lower() if activation.startswith("torch.nn.") else activation
-    if name not in ACTIVATIONS:
-        raise NotImplementedError(f"{path}: activation_function is {shown(activation)}; expected {_torch_names()}")
+    activation = _activation(given.get("activation_function", "torch.nn.Tanh"), path)
     sizes: dict[str, Any] = {key: given.get(key) for key in ("in_features", "out_features")}
     for key, size in sizes.items():
         if type(size) is not int or not 0 < size < 2**31:
@@ -190,19 +217,24 @@ def _dense(path: Path) -> Dense:
     for key, flag in flags.items():
         if type(flag) is not bool:
             raise CheckpointError(f"{path}: {key} is {shown(flag)}; expected true or false")
-    return Dense(**sizes, activation=name, use_bias=flags["bias"], residual=flags["use_residual"])
+    return Dense(**sizes, activation=activation, use_bias=flags["bias"], residual=flags["use_residual"])
 
 
-def _torch_names() -> str:
-    return "one of torch.nn's " + ", ".join(ACTIVATIONS)
+def _activation(stated: object, source: object) -> str:
+    """Our name of an activation that is stated as a class of torch."""
+    name = stated.rsplit(".", 1)[1].lower() if isinstance(stated, str) and stated.startswith("torch.nn.") else None
+    if name not in ACTIVATIONS:
+        expected = f"a class of torch.nn: {', '.join(ACTIVATIONS)}"
+        raise NotImplementedError(f"{source}: the activation function is {shown(stated)}; expected {expected}")
+    return name
 
 
-def _transformer_options(folder: Path) -> tuple[dict[str, Any], Path]:
+def _transformer_options(folder: Path, task: str, output: str) -> tuple[dict[str, Any], Path]:
     """What sentence_bert_config.json says, or a file of one of its other names."""
     kinds = ("bert", "roberta", "distilbert", "xlm-roberta")
     found = [path for kind in kinds if (path := folder / f"sentence_{kind}_config.json").is_file()]
     path = (found or [folder / "sentence_bert_config.json"])[0]
-    expected: dict[str, Any] = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+    expected: dict[str, Any] = {"transformer_task": task, "module_output_name": output}
     expected |= dict.fromkeys(("processing_kwargs", "query_length", "document_length", "query_expansion"))
     return _check_keys(path, expected), path
 

@@ -1,6 +1,7 @@
 """all-MiniLM-L6-v2: the model on token ids (`encode`, `embed`), and `Encoder`, which takes sentences."""
 
 from pallas_models.minilm.contrastive import contrastive_loss
+from pallas_models.minilm.cross_encoder import CrossEncoder
 from pallas_models.minilm.encoder import Encoder
 from pallas_models.minilm.model import (
     MLP,
@@ -23,6 +24,7 @@ from pallas_models.minilm.model import (
 __all__ = [
     "MLP",
     "Attention",
+    "CrossEncoder",
     "DistilBertConfig",
     "Embeddings",
     "Encoder",

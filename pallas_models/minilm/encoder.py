@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 CompilationCache = str | os.PathLike[str] | Literal[True]
 
 # With `show_progress_bar=None`, shorter lists show no bar.
-_SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
+SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
 # The most tokens of a batch, where `batch_size` does not say: enough to fill a GPU, few enough for a CPU's caches.
-_BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 2048}
+BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 2048}
 
 
 class Encoder:
@@ -173,7 +173,7 @@ class Encoder:
           TypeError: `dtype` is none of the above.
           ValueError: an argument does not fit the model.
         """
-        _check_weights_package()
+        check_weights_package()
         from weights import hub, loading, modules, text
 
         found = hub.resolve(path)
@@ -436,7 +436,7 @@ class Encoder:
             return call.finish(np.array(call.programs(padded, call.head)))
         embeddings = np.empty((len(sentences), self._width(call)), np.float32)
         done = 0
-        show = inputs.shows(show_progress_bar, len(sentences) >= _SENTENCES_WORTH_A_BAR)
+        show = inputs.shows(show_progress_bar, len(sentences) >= SENTENCES_WORTH_A_BAR)
         with inputs.progress("sentences", len(sentences), show) as advance:
             for rows in self._rows(sentences, call):
                 embeddings[done : done + len(rows)] = rows
@@ -500,7 +500,7 @@ class Encoder:
     def _budget(self, batch_size: int | None, platform: str) -> int:
         """The most tokens of a batch."""
         if batch_size is None:
-            return _BUDGET[platform]
+            return BUDGET[platform]
         if operator.index(batch_size) < 1:
             raise ValueError(f"{batch_size=}; expected at least 1")
         return batch_size * self._max_length
@@ -562,7 +562,7 @@ def _device(device: str | jax.Device) -> jax.Device:
         raise ValueError(f"{device=} is not there; expected one of {names}") from error
 
 
-def _check_weights_package() -> None:
+def check_weights_package() -> None:
     """ImportError where `import weights` would find another module than the one beside this package."""
     ours = Path(__file__).parents[2] / "weights" / "__init__.py"
     spec = importlib.util.find_spec("weights")

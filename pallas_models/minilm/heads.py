@@ -49,6 +49,17 @@ class Normalize:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNorm:
+    """A layer norm with parameters `scale` and, with `use_bias`, `bias`, (features,)."""
+
+    epsilon: float = 1e-5
+    use_bias: bool = True
+
+
+Layer = Dense | Normalize | LayerNorm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
     """How the hidden states of a sentence become its embedding; by default that of all-MiniLM-L6-v2.
 
@@ -62,7 +73,7 @@ class Head:
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
-    layers: tuple[Dense | Normalize, ...] = (Normalize(),)
+    layers: tuple[Layer, ...] = (Normalize(),)
 
     def __post_init__(self) -> None:
         unknown = [mode for mode in self.pooling if mode not in get_args(Pooling)]
@@ -98,7 +109,7 @@ def apply(
 
     Args:
       head: what is computed.
-      params: the parameters of each dense layer, by its index in `head.layers` as a string.
+      params: the parameters of each layer that has some, by its index in `head.layers` as a string.
       hidden: (B, S, H), what the transformer gives for padded sentences, or for packed ones.
       mask: (B, S), 1 for a token and 0 for padding, of padded sentences.
       segment_ids: (B, S), of packed ones: i for the tokens of sentence i, as in `minilm.embed_packed`.
@@ -133,7 +144,7 @@ def apply(
         assert segment_ids is not None and num_segments is not None
         x = _pool(head.pooling, hidden, segment_ids, num_segments, mean)
     for index, layer in layers:
-        x = _normalize(x) if isinstance(layer, Normalize) else _dense(layer, params[str(index)], x, implementation)
+        x = _CALLS[type(layer)](layer, params.get(str(index), {}), x, implementation)
     return x
 
 
@@ -171,8 +182,18 @@ def _pool(
     return jnp.where(count[:, None] > 0, pooled, 0.0)
 
 
-def _normalize(x: jax.Array) -> jax.Array:
-    return ops.mean_pool(x[:, None, :], jnp.ones((len(x), 1), jnp.int32))
+def _normalize(
+    _: Normalize, __: Mapping[str, jax.Array], x: jax.Array, implementation: Implementation | None
+) -> jax.Array:
+    return ops.mean_pool(x[:, None, :], jnp.ones((len(x), 1), jnp.int32), implementation=implementation)
+
+
+def _layer_norm(
+    layer: LayerNorm, params: Mapping[str, jax.Array], x: jax.Array, implementation: Implementation | None
+) -> jax.Array:
+    scale = params["scale"]
+    bias = params["bias"] if layer.use_bias else jnp.zeros_like(scale)
+    return ops.layer_norm(x, scale, bias, epsilon=layer.epsilon, implementation=implementation)
 
 
 def _dense(
@@ -189,3 +210,6 @@ def _dense(
     if layer.residual:
         out += product(params["residual"]) if "residual" in params else x
     return out
+
+
+_CALLS: dict[type, Callable[..., jax.Array]] = {Dense: _dense, Normalize: _normalize, LayerNorm: _layer_norm}
