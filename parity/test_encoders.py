@@ -2,13 +2,16 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import weights
+from pallas_models import minilm, modernbert, qwen3
 from parity import encoder_checkpoints
-from parity.common import assert_close
+from parity.common import assert_close, cuda_device, kernel_calls
+from parity.test_lowering import lowered_for_cuda
 from parity.test_weights import assert_trees_equal
 from parity.tolerances import DEEP
 from weights import families, loading
@@ -65,6 +68,34 @@ def test_files_come_back(tmp_path, kind):
         assert weights.load_encoder_config(folder) == config
         assert_trees_equal(weights.load_encoder(folder), params)
         assert loading.find_encoder(folder) is families.of(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        minilm.RobertaConfig(num_layers=1),
+        minilm.MPNetConfig(num_layers=1),
+        minilm.DistilBertConfig(num_layers=1),
+        modernbert.ModernBertConfig(num_layers=2),
+        qwen3.Qwen3EncoderConfig(num_layers=1),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_products_and_attention_are_kernels_of_ours(config):
+    """On a GPU, packed, in rows longer than a window; layers of a kind are alike."""
+    family = families.of(config)
+    params = jax.eval_shape(lambda: family.init(jax.random.key(0), config, dtype=jnp.float16))
+    tokens = jax.ShapeDtypeStruct((16, 256), jnp.int32)
+    with cuda_device("NVIDIA H200", 132):
+        text = lowered_for_cuda(
+            lambda params, ids, segments: family.encode(params, ids, None, segment_ids=segments, config=config),
+            params,
+            tokens,
+            tokens,
+        )
+    assert kernel_calls(text) >= 6
+    for operation in ("dot_general", "exponential", "rsqrt"):
+        assert f"stablehlo.{operation}" not in text
 
 
 @pytest.mark.parametrize(
