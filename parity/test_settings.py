@@ -84,6 +84,14 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
         "modernbert": lambda i: modernbert.encode(
             params["modernbert"], ids, mask, config=modern, implementation=i
         ),
+        "packed": lambda i: minilm.embed_packed(
+            params["minilm"],
+            ids,
+            jnp.array([[0, 0, 1, 1, 1, -1, -1], [2] * 7]),
+            num_segments=3,
+            config=bert,
+            implementation=i,
+        ),
         "gpt2": lambda i: gpt2.logits(params["gpt2"], ids, mask, config=gpt, implementation=i),
         "qwen3": lambda i: qwen3.logits(params["qwen3"], ids, mask, config=qwen, implementation=i),
         "trimul": lambda i: trimul.trimul(params["trimul"], x, direction="outgoing", implementation=i),
@@ -114,7 +122,7 @@ def test_ops_compute_the_same(call: Call, setting):
 
 
 @every_setting
-@pytest.mark.parametrize("model", ["minilm", "gpt2", "qwen3", "trimul", "loss", "contrastive"])
+@pytest.mark.parametrize("model", ["minilm", "packed", "gpt2", "qwen3", "trimul", "loss", "contrastive"])
 def test_models_compute_the_same(models, model, setting):
     """As without the setting: other tests compare models with references."""
     call = models[model]
@@ -215,6 +223,10 @@ EMPTY = {
         (2, 3, 2, 16),
     ),
     "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
+    "segment_mean_pool": (
+        lambda **o: ops.segment_mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), num_segments=3, **o),
+        (3, 4),
+    ),
     "linear_cross_entropy": (
         lambda **o: ops.linear_cross_entropy(Z((0, 3)), Z((3, 4)), Z(0, jnp.int32), reduction=None, **o),
         (0,),

@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models.minilm import inputs, pipeline
-from pallas_models.minilm.encoder import BUDGET, SENTENCES_WORTH_A_BAR, CompilationCache, check_weights_package
+from pallas_models.minilm import inputs, packing, pipeline
+from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, check_weights_package
 from pallas_models.minilm.heads import Head
 from pallas_models.minilm.model import Params
 from pallas_models.minilm.programs import Programs
@@ -166,7 +166,7 @@ class CrossEncoder:
         given: list[Any] = list(pairs)
         single = len(given) == 2 and all(isinstance(sentence, str) for sentence in given)
         texts: list[Any] = [_checked(pair, i) for i, pair in enumerate([given] if single else given)]
-        budget = BUDGET[self._programs.platform]
+        budget = packing.budget(self._programs.platform)
         if batch_size is not None:
             if operator.index(batch_size) < 1:
                 raise ValueError(f"{batch_size=}; expected at least 1")

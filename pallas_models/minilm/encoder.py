@@ -37,8 +37,6 @@ CompilationCache = str | os.PathLike[str] | Literal[True]
 
 # With `show_progress_bar=None`, shorter lists show no bar.
 SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
-# The most tokens of a batch, where `batch_size` does not say: enough to fill a GPU, few enough for a CPU's caches.
-BUDGET = {"gpu": 65536, "tpu": 65536, "cpu": 2048}
 
 
 class Encoder:
@@ -500,7 +498,7 @@ class Encoder:
     def _budget(self, batch_size: int | None, platform: str) -> int:
         """The most tokens of a batch."""
         if batch_size is None:
-            return BUDGET[platform]
+            return packing.budget(platform)
         if operator.index(batch_size) < 1:
             raise ValueError(f"{batch_size=}; expected at least 1")
         return batch_size * self._max_length

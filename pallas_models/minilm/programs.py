@@ -21,8 +21,9 @@ from pallas_models.ops import Implementation
 Shape = tuple[int, ...]
 Program = Future[jax.stages.Compiled]
 
-# Bytes of parameters of which programs hold copies: each length of a sentence has one.
+# Parameters of so many bytes are held by the programs for one sentence of so many tokens.
 _MOST_BOUND = 128 * 2**20
+_MOST_TOKENS_BOUND = 64
 
 # As with jax.jit, encoders of the same kind share what was compiled.
 _COMPILED: dict[Any, dict[Any, Program]] = {}
@@ -36,7 +37,7 @@ class Programs:
     None asks for these, (B, S, H) float32.
 
     Each array that a call is given costs it about a microsecond. The parameters are flattened here, once; and the
-    programs for one sentence, which take no longer than that, hold a copy of them unless they are kept in files.
+    programs for one short sentence, which take no longer than that, hold a copy of them unless kept in files.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class Programs:
 
     def _programs(self, shape: Shape) -> dict[Any, Program]:
         """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
-        alone = len(shape) == 2 and self._binds and not jax_setting("jax_compilation_cache_dir")
+        short = len(shape) == 2 and shape[1] <= _MOST_TOKENS_BOUND
+        alone = short and self._binds and not jax_setting("jax_compilation_cache_dir")
         return self._bound if alone else self._compiled
 
     def _load(self, name: str | None) -> Any:
