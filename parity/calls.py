@@ -117,6 +117,14 @@ def _pooling(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, n, dtype=dtype), random_mask(rng, b, s)
 
 
+def _segments(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, _, n = _sizes(size)
+    rng = np.random.default_rng(32)
+    ends = np.sort(rng.integers(0, s, (b, 3)))
+    places = 4 * np.arange(b)[:, None] + np.sum(np.arange(s) >= ends[..., None], axis=1)
+    return normal(rng, b, s, n, dtype=dtype), jnp.asarray(np.where(places % 4 == 3, -1, places), jnp.int32)
+
+
 def _triangle_update(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, c, h = _sizes(size)
     rng = np.random.default_rng(27)
@@ -185,6 +193,10 @@ def _call_matmul(x, residual, w, bias, **options):
 
 def _call_split_matmul(x, residual, w, bias, **options):
     return _call_matmul(x, residual, w, bias, algorithm="split_k", **options)
+
+
+def _call_segment_mean_pool(x, ids, **options):
+    return ops.segment_mean_pool(x, ids, num_segments=4 * len(x), **options)
 
 
 def _call_batched_matmul(x, w, **options):
@@ -283,6 +295,7 @@ CALLS = [
     Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),
     Call("rotary", _call_rotary, _rotary, 5, (0, 1, 2)),
     Call("mean_pool", ops.mean_pool, _pooling, 1, (0, 1)),
+    Call("segment_mean_pool", _call_segment_mean_pool, _segments, 1, (0, 1)),
     Call("linear_cross_entropy", _call_linear_cross_entropy, _vocabulary, 4, (0, 3, 4)),
     Call("linear_cross_entropy_mean", _call_mean_linear_cross_entropy, _vocabulary, 4, (0, 3, 4)),
     Call("triangle_update", _call_triangle_update, _triangle_update, 11, (0, 11)),

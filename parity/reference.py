@@ -208,10 +208,12 @@ def embed_tokens(
     bias: Tensor,
     *,
     token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
     epsilon: float = 1e-12,
 ) -> Tensor:
     types = torch.zeros_like(ids) if token_type_ids is None else token_type_ids
-    total = F.embedding(ids, word) + F.embedding(types, token_type) + position[: ids.shape[1]]
+    positions = torch.arange(ids.shape[1], device=ids.device) if position_ids is None else position_ids
+    total = F.embedding(ids, word) + F.embedding(types, token_type) + F.embedding(positions, position)
     return F.layer_norm(total, scale.shape, scale, bias, epsilon)
 
 

@@ -470,9 +470,12 @@ class TestReport:
         ours = Entry(name="pallas", family="ours", status="ok", metrics=metrics)
         torch = Entry(name="torch", family="torch", status="ok", metrics={"forward_sentences_per_s": 1e5})
         case = Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours, torch])
-        last = sts.table(make_result(benchmark="sts", cases=[case])).splitlines()[2]
-        cells = [cell.strip() for cell in last.strip("|").split("|")]
-        assert cells == ["fp16", "0.999990", "1.000000", "82.03", "12,346", "-", "100,000"]
+        bare = dataclasses.replace(case, entries=[ours])
+        head, _, *rows = sts.table(make_result(benchmark="sts", cases=[case, bare])).splitlines()
+        assert "text in" in head and "padded" not in head  # only columns of which something was measured
+        first, last = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
+        assert first == ["fp16", "0.999990", "1.000000", "82.03", "12,346", "100,000"]
+        assert last[-2:] == ["12,346", "-"]
 
 
 class TestMiniLM:
@@ -610,6 +613,16 @@ class TestSts:
         assert ids.shape == (3, 16) and last_mask.shape == (3, 8)
         assert mask.sum(-1).tolist() == [9, 8, 3] and last_mask.sum(-1).tolist() == [1, 0, 0]
         assert all(ids[i, : mask[i].sum()].tolist() == tokens[row] for i, row in enumerate(rows))
+
+    def test_rates_of_packed_and_padded_rows(self):
+        config = minilm.MiniLMConfig(
+            vocab_size=30, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=16, max_positions=20
+        )
+        tensors = minilm_models.random_tensors(config)
+        checkpoint = minilm_models.Checkpoint(tensors=tensors, config=config, origin="random")
+        tokens = [[1], [2] * 9, [3] * 3, [4] * 15]
+        assert sts.forward_rate(checkpoint, "fp32", tokens) > 0
+        assert sts.padded_rate(checkpoint, "fp32", tokens, batch_size=2) > 0
 
     def test_spearman(self):
         embeddings = np.array([[1.0, 0], [0.9, 0.1], [0.5, 0.5], [0, 1.0]])

@@ -75,6 +75,23 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape, typed
     assert_close(out, reference.compute(reference.embed_tokens, *arrays, token_type_ids=types), tolerance)
 
 
+def random_positions(shape: tuple[int, ...], rows: int, seed: int = 11) -> jax.Array:
+    positions = np.random.default_rng(seed).integers(0, rows, shape)
+    positions.flat[0], positions.flat[-1] = rows - 1, 0
+    return jnp.asarray(positions, jnp.int32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16, 5), (3, 40, 33, 50)], ids=str)
+def test_positions_against_torch(reference, implementation, dtype, tolerance, shape):
+    """Fewer positions than tokens, as in rows of several sentences."""
+    (ids, word, position, *rest), types = operands(shape, dtype)
+    position = position[:3]
+    options = dict(token_type_ids=types, position_ids=random_positions(ids.shape, len(position)))
+    out = compiled.embed_tokens(ids, word, position, *rest, **options, implementation=implementation)
+    expected = reference.compute(reference.embed_tokens, ids, word, position, *rest, **options)
+    assert_close(out, expected, tolerance)
+
+
 @pytest.mark.parametrize("integers", ["uint8", "int16", "uint32"])
 def test_any_integer_dtype_and_epsilon(reference, implementation, integers):
     arrays, types = operands((2, 9, 24, 200), seed=1)
@@ -147,6 +164,26 @@ def test_gradients(reference):
         return kernel(ids, *tables, token_type_ids=types)
 
     assert_gradients_close(f, tables, cotangent, expected, GRADIENT)
+
+
+def test_gradients_with_positions(reference):
+    (ids, *tables), _ = operands((3, 8, 22, 6), seed=5)
+    positions, cotangent = random_positions(ids.shape, 4), normal(np.random.default_rng(6), 3, 8, 22)
+    given = reference.tensor(ids), reference.tensor(positions)
+    expected = reference.gradients(
+        lambda *tables: reference.embed_tokens(given[0], *tables, position_ids=given[1]), tables, cotangent
+    )
+    assert_gradients_close(
+        lambda *tables: kernel(ids, *tables, position_ids=positions), tables, cotangent, expected, GRADIENT
+    )
+
+
+def test_positions_outside_the_table_read_the_nearest_row(implementation):
+    arrays, _ = operands((2, 9, 24, 40), seed=3)
+    f = jax.jit(lambda p: ops.embed_tokens(*arrays, position_ids=p, implementation=implementation))
+    positions, last = random_positions((2, 9), 5), len(arrays[2]) - 1
+    out = f(positions.at[0, 3].set(2**30).at[1, 4].set(-7))
+    assert_equal(out, f(positions.at[0, 3].set(last).at[1, 4].set(0)))
 
 
 @pytest.mark.parametrize("far", [2**31, 2**32 - 1])

@@ -25,6 +25,10 @@ WORD, POSITION, TYPE = normal(RNG, 9, 8), normal(RNG, 6, 8), normal(RNG, 2, 8)
 INTS, DOUBLE = jnp.arange(30).reshape(5, 6), np.ones((5, 6)) * 0.5
 
 
+def segment_mean_pool(x, segment_ids, num_segments=2):
+    return ops.segment_mean_pool(x, segment_ids, num_segments=num_segments)
+
+
 def embed_tokens(ids=IDS, word=WORD, position=POSITION, token_type=TYPE, scale=N8, bias=N8, **options):
     return ops.embed_tokens(ids, word, position, token_type, scale, bias, **options)
 
@@ -252,6 +256,7 @@ CASES = {
         (lambda: embed_tokens(token_type_ids=MASK * 0.5), TypeError, "token_type_ids has dtype float32; expected"),
         (lambda: embed_tokens(token_type_ids=MASK[:1]), ValueError, "token_type_ids has shape (1, 4); expected"),
         (lambda: embed_tokens(token_type_ids=MASK * 2), ValueError, "token_type_ids has values from 0 to 2; exp"),
+        (lambda: embed_tokens(position_ids=MASK * 9), ValueError, "position_ids has values from 0 to 9; expected"),
     ],
     "softmax": [
         (lambda: ops.softmax([1.0]), TypeError, "x must be an array, got list"),
@@ -335,6 +340,20 @@ CASES = {
         ),
         (lambda: triangle_update(b_out=N8), ValueError, "b_out has shape (8,); expected (6,), (C,)"),
         (lambda: triangle_update(precision="some"), ValueError, "some"),
+    ],
+    "segment_mean_pool": [
+        (lambda: segment_mean_pool(X, MASK), ValueError, "x has shape (5, 6); expected 3 axes, (B, S, D)"),
+        (
+            lambda: segment_mean_pool(X3, MASK * 0.5),
+            TypeError,
+            "segment_ids has dtype float32; expected an integer",
+        ),
+        (
+            lambda: segment_mean_pool(X3, MASK.T),
+            ValueError,
+            "segment_ids has shape (4, 2); expected (2, 4), (B, S)",
+        ),
+        (lambda: segment_mean_pool(X3, MASK, -1), ValueError, "num_segments=-1; expected at least 0"),
     ],
     "mean_pool": [
         (lambda: ops.mean_pool(INTS, MASK), TypeError, "x has dtype int32; expected float16"),

@@ -111,6 +111,23 @@ def test_minilm_is_nothing_but_kernels_of_ours(device, dtype, batch, seq):
         assert f"stablehlo.{operation}" not in text
 
 
+@every_device
+def test_packed_minilm_is_kernels_of_ours_and_two_scatters(device):
+    config = minilm.MiniLMConfig(num_layers=1)
+    params = jax.eval_shape(lambda: minilm.init(jax.random.key(0), config, dtype="float16"))
+    tokens = jax.ShapeDtypeStruct((128, 64), jnp.int32)
+
+    def embed(params, ids, segments):
+        return minilm.embed_packed(params, ids, segments, num_segments=1024, config=config)
+
+    with cuda_device(*device):
+        text = lowered_for_cuda(embed, params, tokens, tokens)
+    assert 7 <= kernel_calls(text) <= 9
+    assert text.count('"stablehlo.scatter"') == 2  # where segments begin and end
+    for operation in ("dot_general", "convolution", "exponential", "gather"):
+        assert f"stablehlo.{operation}" not in text
+
+
 def test_mosaic_gpu_is_not_imported_before_it_is_wanted():
     program = "import sys, pallas_models; assert 'jax.experimental.pallas.mosaic_gpu' not in sys.modules"
     command = [sys.executable, "-c", program]

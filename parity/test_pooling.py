@@ -1,4 +1,4 @@
-"""`ops.mean_pool` against torch: masks, garbage in padding, lengths, tiles, gradients."""
+"""`ops.mean_pool`, `ops.segment_mean_pool` against torch: masks, segments, garbage in padding, tiles, gradient."""
 
 import functools
 
@@ -196,3 +196,90 @@ def test_gradients(reference, normalize):
         return kernel(x, mask, normalize=normalize)
 
     assert_gradients_close(f, [x], cotangent, expected, GRADIENT)
+
+
+# Segments
+
+
+def segments(x: jax.Array, lengths: list[int], seed: int = 5) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    """Segment ids of x (B, S, D), with padding between; which rows of the flattened x each segment has."""
+    rng = np.random.default_rng(seed)
+    ids = np.full(x.shape[0] * x.shape[1], -1)
+    names, place = rng.permutation(len(lengths)), 1
+    for name, length in zip(names, lengths, strict=True):
+        ids[place : place + length] = name
+        place += length + rng.integers(0, 3)
+    assert place <= ids.size + 2
+    mask = ids == np.arange(len(lengths))[:, None]
+    ids[-1] = len(lengths) + 2 if ids[-1] == -1 else ids[-1]  # padding as well
+    return jnp.asarray(ids.reshape(x.shape[:2]), jnp.int32), mask, ids
+
+
+LENGTHS_OF_SEGMENTS = [3, 1, 0, 40, 7, 17, 2]
+segments_kernel = functools.partial(compiled.segment_mean_pool, implementation=KERNEL)
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
+@pytest.mark.parametrize("width", by_device(cpu=[33, 384], gpu=[33, 384, 1024]))
+def test_segments_against_torch(reference, implementation, dtype, width, normalize):
+    x, _ = operands((3, 31, width), dtype)
+    ids, mask, _ = segments(x, LENGTHS_OF_SEGMENTS)
+    options = dict(num_segments=len(mask), normalize=normalize, implementation=implementation)
+    out = compiled.segment_mean_pool(x, ids, **options)
+    assert out.shape == (len(mask), width) and out.dtype == "float32"
+    rows = jnp.broadcast_to(x.reshape(1, -1, width), (len(mask), x.shape[0] * x.shape[1], width))
+    expected = reference.compute(reference.mean_pool, rows, jnp.asarray(mask, jnp.int32), normalize=normalize)
+    empty = ~mask.any(1)
+    assert empty.sum() == 1 and np.all(float64(out)[empty] == 0.0)
+    assert_close(float64(out)[~empty], expected[~empty], LONG)
+
+
+@pytest.mark.parametrize("garbage", [1e4, np.inf, np.nan])
+def test_padding_never_reaches_a_segment(implementation, garbage):
+    x, _ = operands((3, 31, 33), seed=1)
+    ids, mask, flat = segments(x, LENGTHS_OF_SEGMENTS)
+    f = functools.partial(compiled.segment_mean_pool, num_segments=len(mask), implementation=implementation)
+    outside = jnp.asarray(~mask.any(0).reshape(x.shape[:2]))
+    assert set(flat[~mask.any(0)]) == {-1, len(mask) + 2}
+    assert_equal(f(jnp.where(outside[:, :, None], garbage, x), ids), f(x, ids))
+
+
+def test_segments_in_any_order(implementation):
+    x, _ = operands((3, 31, 33))
+    ids, mask, _ = segments(x, LENGTHS_OF_SEGMENTS)
+    order = np.random.default_rng(8).permutation(ids.size)
+    mixed = (a.reshape(-1, *a.shape[2:])[order].reshape(a.shape) for a in (x, ids))
+    f = functools.partial(compiled.segment_mean_pool, num_segments=len(mask), implementation=implementation)
+    assert_close(f(*mixed), f(x, ids), LONG)
+
+
+@pytest.mark.parametrize("block_s", [1, 4, 64])
+def test_segments_with_any_blocks(block_s):
+    x, _ = operands((3, 31, 33))
+    ids, mask, _ = segments(x, LENGTHS_OF_SEGMENTS)
+    out = segments_kernel(x, ids, num_segments=len(mask), config=Config(block_s=block_s, num_warps=1))
+    assert_close(out, compiled.segment_mean_pool(x, ids, num_segments=len(mask), implementation="xla"), LONG)
+
+
+def test_segment_ids_of_64_bits(implementation):
+    x, _ = operands((3, 31, 33))
+    ids, mask, _ = segments(x, LENGTHS_OF_SEGMENTS)
+    f = functools.partial(ops.segment_mean_pool, x, num_segments=len(mask), implementation=implementation)
+    with jax.enable_x64(True):
+        wide = jnp.where(ids == -1, 2**32, ids.astype("int64"))
+        assert_close(f(wide), f(ids), SAME)
+
+
+def test_gradient_of_segments():
+    x, _ = operands((3, 31, 33), seed=6)
+    ids, mask, _ = segments(x, LENGTHS_OF_SEGMENTS)
+    cotangent = normal(np.random.default_rng(7), len(mask), 33)
+    rows = jnp.asarray(mask, jnp.int32)
+
+    def padded(x):
+        return ops.mean_pool(
+            jnp.broadcast_to(x.reshape(1, -1, 33), (len(mask), 93, 33)), rows, implementation="xla"
+        )
+
+    found = jax.grad(lambda x: jnp.sum(segments_kernel(x, ids, num_segments=len(mask)) * cotangent))(x)
+    assert_close(found, jax.grad(lambda x: jnp.sum(padded(x) * cotangent))(x), GRADIENT)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder
-from pallas_models.quantization import quantize
 from pallas_models.ray import Embed
 from parity import checkpoints
 from parity.common import ON_GPU
@@ -35,7 +35,7 @@ def test_batches(folder):
         found = embed(batch)
         assert list(found) == ["id", "text", "e"] and list(batch) == ["id", "text"]
         np.testing.assert_array_equal(found["id"], batch["id"])
-        np.testing.assert_array_equal(found["e"], quantize(expected, dtype, ranges))
+        np.testing.assert_array_equal(found["e"], convert(expected, dtype, ranges))
 
 
 def test_refused(folder):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
+from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity.calls import CALLS, Call
 from parity.common import KERNEL, assert_close, cuda_device, float64, normal
 
@@ -56,16 +56,42 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
         intermediate_size=48,
         max_positions=16,
     )
+    mpnet = minilm.MPNetConfig(
+        vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=16
+    )
+    modern = modernbert.ModernBertConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        intermediate_size=48,
+        max_positions=16,
+        local_attention=4,
+    )
     pair = trimul.TriMulConfig(channels=16, hidden=16, use_bias=True)
     x = normal(rng, 1, 5, 5, 16)
     params = {
         "minilm": minilm.init(key, bert),
+        "mpnet": minilm.init(key, mpnet),
+        "modernbert": modernbert.init(key, modern),
         "gpt2": gpt2.init(key, gpt),
         "qwen3": qwen3.init(key, qwen),
         "trimul": trimul.init(key, pair),
     }
     return {
         "minilm": lambda i: minilm.embed(params["minilm"], ids, mask, config=bert, implementation=i),
+        "mpnet": lambda i: minilm.embed(params["mpnet"], ids, mask, config=mpnet, implementation=i),
+        "modernbert": lambda i: modernbert.encode(
+            params["modernbert"], ids, mask, config=modern, implementation=i
+        ),
+        "packed": lambda i: minilm.embed_packed(
+            params["minilm"],
+            ids,
+            jnp.array([[0, 0, 1, 1, 1, -1, -1], [2] * 7]),
+            num_segments=3,
+            config=bert,
+            implementation=i,
+        ),
         "gpt2": lambda i: gpt2.logits(params["gpt2"], ids, mask, config=gpt, implementation=i),
         "qwen3": lambda i: qwen3.logits(params["qwen3"], ids, mask, config=qwen, implementation=i),
         "trimul": lambda i: trimul.trimul(params["trimul"], x, direction="outgoing", implementation=i),
@@ -96,7 +122,7 @@ def test_ops_compute_the_same(call: Call, setting):
 
 
 @every_setting
-@pytest.mark.parametrize("model", ["minilm", "gpt2", "qwen3", "trimul", "loss", "contrastive"])
+@pytest.mark.parametrize("model", ["minilm", "packed", "gpt2", "qwen3", "trimul", "loss", "contrastive"])
 def test_models_compute_the_same(models, model, setting):
     """As without the setting: other tests compare models with references."""
     call = models[model]
@@ -197,6 +223,10 @@ EMPTY = {
         (2, 3, 2, 16),
     ),
     "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
+    "segment_mean_pool": (
+        lambda **o: ops.segment_mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), num_segments=3, **o),
+        (3, 4),
+    ),
     "linear_cross_entropy": (
         lambda **o: ops.linear_cross_entropy(Z((0, 3)), Z((3, 4)), Z(0, jnp.int32), reduction=None, **o),
         (0,),

@@ -115,6 +115,10 @@ CALLS = {
             (shaped(dtype, 8192, 768), shaped(dtype, 768, 50257), shaped("int32", 8192)),
         ),
         "mean-pool": lambda dtype: (ops.mean_pool, (shaped(dtype, 64, 512, 384), shaped("int32", 64, 512))),
+        "segment-mean-pool": lambda dtype: (
+            functools.partial(ops.segment_mean_pool, num_segments=512),
+            (shaped(dtype, 64, 64, 384), shaped("int32", 64, 64)),
+        ),
     }.items()
 }
 

@@ -152,6 +152,7 @@ ELEMENTWISE = {
     "softmax_split",
     "rotary",
     "mean_pool",
+    "segment_mean_pool",
 }
 
 

@@ -1,6 +1,5 @@
 """Writes parameters as PyTorch's libraries read them: Hugging Face's names and layouts, and the files beside."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -16,21 +15,15 @@ from pallas_models.minilm import MiniLMConfig
 from weights import checkpoint, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
 
-# What may lie beside the tensors and stays true when they change.
+# What may lie beside the tensors and stays true when they change, other than `hub.TEXT_FILES`.
 _BESIDE = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.txt",
     "vocab.json",
     "merges.txt",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "1_Pooling/config.json",
 )
 
 
@@ -76,14 +69,15 @@ def export(
     for name, part in family.parts(config).items():
         pieces = part.split(flat[name], list(part.tensors.values()))
         tensors |= zip(part.tensors, map(np.ascontiguousarray, pieces), strict=True)
-    described = {family.keys[field]: value for field, value in dataclasses.asdict(config).items()}
+    described = {key: getattr(config, field) for field, key in family.keys.items()}
     beside: dict[str, Path] = {}
     if like is not None:
         found = hub.resolve(like)
         if (other := loading.load_config(family, found)) != config:
             raise CheckpointError(f"{found} holds a model with {other}; expected {config}")
         source = found if found.is_dir() else found.parent
-        beside = {name: source / name for name in _BESIDE if (source / name).is_file()}
+        names = [*hub.text_files(source), *(name for name in _BESIDE if (source / name).is_file())]
+        beside = {name: source / name for name in names}
         if not store.is_stored(found):
             with lazy.open_tensors(found) as stored:
                 unused = family.ignored(config)
@@ -91,7 +85,7 @@ def export(
                 tensors |= {name: tensor.read() for name, tensor in kept.items() if name in unused}
     folder.mkdir(parents=True, exist_ok=True)
     if "config.json" not in beside:
-        stated = {"model_type": family.model_type, **described}
+        stated = {"model_type": family.model_types[0], **family.describe(described)}
         files.write(folder / "config.json", json.dumps(stated, indent=2))
     for name, path in beside.items():
         if path.resolve() != (folder / name).resolve():

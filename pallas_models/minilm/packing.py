@@ -79,16 +79,21 @@ def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.n
         yield np.stack(chosen, axis=1), np.array(kinds)
 
 
-def shapes(limit: int, budget: int) -> dict[int, list[Shape]]:
+def budget(platform: str) -> int:
+    """The most tokens of a batch that suit a device: enough to fill a GPU, few enough for the caches of a CPU."""
+    return 2048 if platform == "cpu" else 65536
+
+
+def shapes(limit: int, most: int) -> dict[int, list[Shape]]:
     """The shapes of batches, (rows, row length), by row length, small ones first: five at most.
 
     Args:
       limit: tokens of the longest sentence.
-      budget: tokens of the largest batch, unless one row has more.
+      most: tokens of the largest batch, unless one row has more.
     """
     lengths = [_ROW, limit] if limit > _ROW else [limit]
     return {
-        length: sorted({(max(budget // part // length, 1), length) for part in parts})
+        length: sorted({(max(most // part // length, 1), length) for part in parts})
         for length, parts in zip(lengths, _PARTS, strict=False)
     }
 
@@ -108,17 +113,17 @@ def num_segments(shape: Shape) -> int:
     return max(shape[0] * shape[1] // _TOKENS_PER_SEGMENT, 2)
 
 
-def pack(tokens: np.ndarray, lengths: np.ndarray, limit: int, budget: int) -> Iterator[Batch]:
+def pack(tokens: np.ndarray, lengths: np.ndarray, limit: int, most: int) -> Iterator[Batch]:
     """Divides sentences into batches of few shapes.
 
     Args:
       tokens: (total,) int32, token ids of all sentences, one after another.
       lengths: (N,), how many of them each sentence has, at most `limit`. Sentences without tokens are in no batch.
-      limit, budget: as in `shapes`.
+      limit, most: as in `shapes`.
     """
     starts = np.cumsum(lengths) - lengths
     above = 0
-    for row_length, sizes in shapes(limit, budget).items():
+    for row_length, sizes in shapes(limit, most).items():
         chosen = np.flatnonzero((lengths > above) & (lengths <= row_length))
         above = row_length
         if chosen.size:

@@ -69,8 +69,8 @@ def segment_mean_pool(
 
     Args:
       x: (B, S, D), float16, bfloat16 or float32.
-      segment_ids: (B, S), integers: i for the tokens of segment i, which follow one another in the order of
-        (B, S) flattened. Tokens of other ids than 0 to num_segments - 1 reach no result, whatever they hold.
+      segment_ids: (B, S), integers: i for the tokens of segment i. Tokens of other ids than 0 to num_segments - 1
+        reach no result, whatever they hold. The kernel reads ids from the first to the last token of a segment.
       num_segments: how many segments there are at most.
       normalize, epsilon, config, implementation: as in `mean_pool`.
 

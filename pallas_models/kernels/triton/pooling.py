@@ -54,7 +54,7 @@ def configs(seq: int, width: int) -> Iterator[Config]:
 
 def _mean_pool_kernel(
     x_ref: Ref,  # (M, N)
-    mask_ref: Ref | None,  # (M,)
+    mask_ref: Ref,  # (M,): not 0 for a token or, of segments, the one that a token belongs to
     start_ref: Ref | None,  # (B,)
     length_ref: Ref | None,  # (B,)
     o_ref: Ref,  # (B, N)
@@ -77,8 +77,8 @@ def _mean_pool_kernel(
         total, tokens = carry
         rows = span(start + s * block_s, block_s)
         valid = s * block_s + jnp.arange(block_s) < length
-        if mask_ref is not None:
-            valid &= load(mask_ref.at[rows], valid) != 0
+        mask = load(mask_ref.at[rows], valid)
+        valid &= mask != 0 if start_ref is None else mask == sentence
         # Padding is not read at all: a masked load gives 0, whatever the padding holds.
         x = load(x_ref.at[rows, columns], tile_mask(valid, column_mask)).astype(jnp.float32)
         return total + jnp.sum(x, axis=0), tokens + jnp.sum(valid.astype(jnp.float32))
@@ -127,13 +127,13 @@ def segment_mean_pool(
 ) -> jax.Array:
     """Mean of each segment of x (B, S, N); see `pallas_models.ops.segment_mean_pool`."""
     batch, seq, n = x.shape
-    ids = segment_ids.ravel()
-    ids = jnp.where(ids < 0, num_segments, ids)  # an index from the end otherwise; beyond it, nothing is set
-    starts = jnp.full(num_segments, batch * seq, jnp.int32).at[ids].min(jnp.arange(ids.size), mode="drop")
-    lengths = jnp.zeros(num_segments, jnp.int32).at[ids].add(1, mode="drop")
+    ids, index = segment_ids.ravel(), jnp.arange(batch * seq, dtype=jnp.int32)
+    where = jnp.where(ids < 0, num_segments, ids)  # an index from the end otherwise; beyond it, nothing is set
+    starts = jnp.full(num_segments, batch * seq, jnp.int32).at[where].min(index, mode="drop")
+    ends = jnp.zeros(num_segments, jnp.int32).at[where].max(index + 1, mode="drop")
     config = _choose(config, num_segments, min(seq, _SEGMENT), n, x.dtype, target)
     kernel = functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon)
-    return _pool(kernel, num_segments, config, interpret)(x.reshape(batch * seq, n), None, starts, lengths)
+    return _pool(kernel, num_segments, config, interpret)(x.reshape(batch * seq, n), ids, starts, ends - starts)
 
 
 def _choose(
