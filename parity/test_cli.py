@@ -217,8 +217,8 @@ def test_prompts(folder, table, tmp_path, capsys):
     assert embed(folder, *inputs, "--prompt", "the guitar ") == 0
     expected = list(Encoder.from_pretrained(folder).encode_iter(sentences_of(table), prompt="the guitar "))
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.concatenate(expected))
-    assert embed(folder, *inputs, "--prompt-name", "query") == 1
-    assert "query" in capsys.readouterr().err
+    assert embed(folder, *inputs, "--prompt-name", "haiku") == 1
+    assert "haiku" in capsys.readouterr().err
 
 
 def test_folder_to_folder(folder, table, tmp_path, capsys, monkeypatch):
