@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_models import compilation_cache, files, quantization
+from pallas_models import compilation_cache, files
 from pallas_models.corpus import job, manifest, progress, reading, writing
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.job import Layout
@@ -82,6 +82,8 @@ def _embed(args: argparse.Namespace) -> None:
         implementation=args.implementation,
         compilation_cache=args.compilation_cache,
         batch_size=args.batch_size,
+        prompt=args.prompt,
+        prompt_name=args.prompt_name,
         truncate_dim=args.truncate_dim,
     )
     corpus = reading.Corpus(args.inputs, args.column, args.input_format)
@@ -102,7 +104,7 @@ def _embed(args: argparse.Namespace) -> None:
     with files.replacing(args.output) if args.output else contextlib.nullcontext() as file:
         with progress.shown(corpus, args.progress) as advance:
             embeddings = np.concatenate([advance(rows) for rows in embedder(sentences)])
-        written = quantization.quantize(embeddings, layout.dtype, ranges)
+        written = writing.convert(embeddings, layout.dtype, ranges)
         if file:
             writing.FORMATS[layout.format](file, written)
     if args.similarities or not args.output:
@@ -182,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     embed.add_argument(
         "--dtype",
-        choices=(*quantization.PRECISIONS, "bfloat16"),
+        choices=(*writing.DTYPES, "bfloat16"),
         default="float32",
         help="what is written (%(default)s); int8 and uint8 are relative to --ranges; bfloat16 is what is "
         "computed in, and written as float32",
@@ -192,8 +194,13 @@ def main(argv: list[str] | None = None) -> int:
         choices=_COMPUTE_DTYPES,
         help="default: --dtype where that is one of these, else float32",
     )
+    prompts = embed.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", help='put before each sentence, such as "query: "; default: what the model says'
+    )
+    prompts.add_argument("--prompt-name", metavar="NAME", help="the prompt that the model has under this name")
     embed.add_argument(
-        "--truncate-dim", type=_positive, metavar="D", help="keep the first D values, unit norm again"
+        "--truncate-dim", type=_positive, metavar="D", help="keep the first D values, scaled to unit norm"
     )
     embed.add_argument(
         "--ranges",

@@ -33,6 +33,13 @@ class Linear(Projection):
         self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32))
 
 
+class GateUp(nnx.Module):
+    """Two projections of one input side by side, (in, 2, out): the gate and what it gates."""
+
+    def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, 2, d_out), dtype))
+
+
 class LayerNorm(nnx.Module):
     """Parameters of a layer norm."""
 

@@ -1,69 +1,66 @@
-"""Embeddings in fewer bytes, as version 6 of [sentence-transformers](https://sbert.net) defines them.
+"""Embeddings in fewer bytes: a byte or a bit a dimension, as sentence-transformers defines them."""
 
-`int8` and `uint8` divide what a dimension spans into 255 steps; `binary` and `ubinary` keep one bit of a value,
-its sign, eight to a byte.
-"""
-
-from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
-# What `quantize` makes, by name; binary and ubinary hold the same bits as signed and as unsigned bytes.
-PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
-# Those that need the ranges of the dimensions.
-RANGED = ("int8", "uint8")
+Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 
-def find_ranges(embeddings: np.ndarray) -> np.ndarray:
-    """Returns what each dimension spans: (2, D) float32, the least values and the greatest ones.
+def check_precision(precision: str) -> None:
+    """Raises ValueError unless `precision` is one of `Precision`."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"{precision=} is unknown; expected one of {get_args(Precision)}")
+
+
+def ranges_of(embeddings: np.ndarray) -> np.ndarray:
+    """The smallest and the largest value of each dimension, (2, D), of embeddings (N, D) that stand for all.
 
     Raises:
-      ValueError: there are no embeddings.
+      ValueError: there are fewer than two, which span no range.
     """
-    if not len(embeddings):
-        raise ValueError(f"embeddings have shape {embeddings.shape}; expected at least one row")
-    return np.stack([embeddings.min(0), embeddings.max(0)])
+    if len(embeddings) < 2:
+        raise ValueError(f"embeddings has {len(embeddings)} rows; expected at least 2 to take ranges from")
+    return np.stack([embeddings.min(axis=0), embeddings.max(axis=0)])
 
 
-def quantize(
-    embeddings: np.ndarray, precision: str, ranges: np.ndarray | Sequence[Sequence[float]] | None = None
+def quantize_embeddings(
+    embeddings: np.ndarray, precision: Precision, *, ranges: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns embeddings in another precision.
+    """Computes embeddings in a smaller type, the values of sentence-transformers' function of this name.
 
-    uint8 is floor(255 (x - least) / (greatest - least)), int8 the same less 128. What lies beyond the ranges takes
-    the nearest value, and a dimension that spans nothing the least one.
+    - `"float32"`: unchanged.
+    - `"uint8"`: each dimension's range in 255 steps, `floor((x - low) / step)`, clipped to [0, 255].
+    - `"int8"`: the same less 128.
+    - `"ubinary"`: a bit a dimension, 1 where it is above 0, eight to a byte, the first in the highest bit.
+    - `"binary"`: the same bytes less 128.
 
     Args:
-      embeddings: (N, D) float32.
-      precision: one of `PRECISIONS`.
-      ranges: (2, D), as `find_ranges` returns them; when None, those of the embeddings themselves. The same for
-        all that are to be compared. Only int8 and uint8 use them.
+      embeddings: (N, D), floating point.
+      precision: one of the above.
+      ranges: (2, D), of int8 and uint8, as `ranges_of` gives it. None takes that of the embeddings themselves,
+        so that the same sentence has other bytes in another call.
 
     Returns:
-      (N, D); (N, ceil(D / 8)) for binary, which is int8, and ubinary, which is uint8. The highest bit is the
-      first; int8 is the unsigned byte less 128.
+      (N, D) of that type; for "binary" int8 and for "ubinary" uint8 of (N, ceil(D / 8)).
 
     Raises:
-      ValueError: the precision is unknown, or ranges do not fit.
+      ValueError: `precision` is unknown, ranges have another shape, or there are none and fewer than two
+        embeddings to take them from.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"{precision=}; expected one of {', '.join(PRECISIONS)}")
-    count, dimension = embeddings.shape
-    if precision in RANGED:
-        if ranges is None:
-            ranges = find_ranges(embeddings) if count else np.zeros((2, dimension))
-        least, greatest = _check_ranges(ranges, dimension)
-        step = (greatest - least) / 255
-        unsigned = np.clip((embeddings - least) / np.where(step > 0, step, 1), 0, 255).astype(np.uint8)
-    elif precision in ("binary", "ubinary"):
-        unsigned = np.packbits(embeddings > 0, axis=1)
-    else:
-        return embeddings.astype(precision)
-    return unsigned if precision.startswith("u") else (unsigned ^ 0x80).view(np.int8)  # less 128, mod 256
-
-
-def _check_ranges(ranges: np.ndarray | Sequence[Sequence[float]], dimension: int) -> np.ndarray:
-    found = np.asarray(ranges, np.float32)
-    if found.shape != (2, dimension):
-        raise ValueError(f"ranges have shape {found.shape}; expected {(2, dimension)}")
-    return found
+    check_precision(precision)
+    if precision == "float32":
+        return np.asarray(embeddings, np.float32)
+    if precision in ("binary", "ubinary"):
+        bits = np.packbits(embeddings > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits - 128).astype(np.int8)
+    if ranges is None:
+        if not len(embeddings):
+            return np.zeros(embeddings.shape, precision)
+        ranges = ranges_of(embeddings)
+    if ranges.shape != (2, embeddings.shape[1]):
+        raise ValueError(f"ranges has shape {ranges.shape}; expected {(2, embeddings.shape[1])}, (2, D)")
+    low, high = ranges.astype(np.float32)
+    step = (high - low) / 255
+    steps = np.clip(np.floor((embeddings - low) / np.where(step == 0, 1, step)), 0, 255)
+    return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)

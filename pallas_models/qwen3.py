@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from pallas_models import _shardings, ops, training
 from pallas_models._modules import (
     Embedding,
+    GateUp,
     Params,
     Projection,
     RMSNorm,
@@ -31,6 +32,7 @@ from pallas_models._modules import (
     next_token_loss,
 )
 from pallas_models._shardings import over_groups
+from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
 
 Table = tuple[jax.Array, jax.Array]
@@ -76,6 +78,19 @@ class GroupedQwen3Config(Qwen3Config):
     head_groups: int = 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3EncoderConfig(Qwen3Config):
+    """Sizes of a model without a head, for `encode`; the defaults are those of Qwen3-Embedding-0.6B."""
+
+    vocab_size: int = 151669
+    hidden_size: int = 1024
+    num_layers: int = 28
+    num_heads: int = 16
+    intermediate_size: int = 3072
+    max_positions: int = 32768
+    tie_embeddings: bool = True
+
+
 # By the names of the Hugging Face hub, which put "Qwen/" before them.
 CONFIGS = {
     "Qwen3-0.6B": Qwen3Config(
@@ -102,13 +117,6 @@ class Attention(nnx.Module):
         self.out = Projection(heads * head_dim, config.hidden_size, dtype=dtype, rngs=rngs)
 
 
-class GateUp(nnx.Module):
-    """Two projections of one input side by side, (in, 2, out): the gate and what it gates."""
-
-    def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, 2, d_out), dtype))
-
-
 class MLP(nnx.Module):
     """Parameters of the gated MLP."""
 
@@ -132,6 +140,7 @@ class Layer(nnx.Module):
         x: jax.Array,
         table: Table,
         mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         *,
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation | None = None,
@@ -151,7 +160,7 @@ class Layer(nnx.Module):
         def attend(qkv: jax.Array) -> jax.Array:
             scales: dict[str, Any] = dict(q_scale=attention.q_norm.scale[...], k_scale=attention.k_norm.scale[...])
             qkv = checkpoint_name(ops.rotary(qkv, cos, sin, **scales, **heads, **norm), "rotated")
-            return ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product)
+            return ops.attention_qkv(qkv, causal=True, mask=mask, segment_ids=segment_ids, **heads, **product)
 
         y = checkpoint_name(over_groups(attend, qkv, groups), "attention")
         x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
@@ -176,6 +185,7 @@ class Qwen3(nnx.Module):
         mask: jax.Array | None = None,
         *,
         positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         last_only: bool = False,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -186,7 +196,7 @@ class Qwen3(nnx.Module):
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         table = _table(positions, ids.shape, config)
-        x = call_layers(self.layers, x, table, mask, remat=remat, implementation=implementation)
+        x = call_layers(self.layers, x, table, mask, segment_ids, remat=remat, implementation=implementation)
         if last_only:
             x = last_tokens(x, mask)
         return ops.rms_norm(x, self.norm.scale[...], epsilon=config.epsilon, implementation=implementation)
@@ -198,7 +208,7 @@ class Qwen3(nnx.Module):
 
 def _table(positions: jax.Array | None, shape: tuple[int, ...], config: Qwen3Config) -> Table:
     """cos and sin for tokens of this shape, (B, S)."""
-    if shape[1] > config.max_positions:
+    if positions is None and shape[1] > config.max_positions:
         raise ValueError(f"length {shape[1]} is too long; expected at most {config.max_positions} positions")
     if positions is None:
         positions = jnp.arange(shape[1])
@@ -306,6 +316,37 @@ def layer(
     _checks.check_rank("x", x, 3, "(B, S, H)")
     table = _table(positions, x.shape[:2], config)
     return bind(Layer, config, params)(x, table, mask, precision=precision, implementation=implementation)
+
+
+def encode(
+    params: Params,
+    ids: jax.Array,
+    mask: jax.Array | None,
+    *,
+    segment_ids: jax.Array | None = None,
+    config: Qwen3Config = Qwen3EncoderConfig(),
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes the hidden states after the last norm, of which an encoder of sentences takes the last token's.
+
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_encoder`.
+      ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
+      mask: (B, S), bool or integer, 1 for a token and 0 for padding (on either side). None where all are tokens.
+      segment_ids: (B, S), integers, of packed sentences, as in `minilm.encode`.
+      config: the model's sizes.
+      implementation: as `pallas_models.ops` has it; None for the best available.
+
+    Returns:
+      (B, S, hidden_size) in the dtype of the matrices. Rows of padding positions hold values without meaning.
+
+    Raises:
+      TypeError, ValueError: as `logits`.
+    """
+    positions = None if segment_ids is None else position_ids(segment_ids)
+    return bind(Qwen3, config, params)(
+        ids, mask, positions=positions, segment_ids=segment_ids, implementation=implementation
+    )
 
 
 def logits(

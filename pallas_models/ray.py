@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pallas_models import quantization
-from pallas_models.corpus import job, manifest
+from pallas_models.corpus import job, manifest, writing
 from pallas_models.corpus.embedder import Embedder
-from pallas_models.corpus.job import Layout, Ranges
+from pallas_models.corpus.job import Layout
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
 from pallas_models.corpus.reading import Corpus
+from pallas_models.corpus.writing import Ranges
 
 
 class Embed:
@@ -43,7 +43,7 @@ class Embed:
         Args:
           column: holds the sentences.
           output_column: where the embeddings go.
-          dtype, ranges: of the embeddings, as in `quantization.quantize`.
+          dtype, ranges: of the embeddings, as in `corpus.writing.convert`.
           options: fields of `corpus.embedder.Embedder`: model, compute_dtype, batch_size, truncate_dim and others.
 
         Raises:
@@ -59,7 +59,7 @@ class Embed:
         if self._column not in batch:
             raise ValueError(f"a batch has the columns {', '.join(batch)}; expected {self._column!r} among them")
         embeddings = np.concatenate(list(self._embedder(batch[self._column])))
-        return batch | {self._output_column: quantization.quantize(embeddings, self._dtype, self._ranges)}
+        return batch | {self._output_column: writing.convert(embeddings, self._dtype, self._ranges)}
 
 
 def embed_files(
@@ -143,7 +143,7 @@ class _EmbedFile:
 
     def _embed(self, path: str, name: str) -> Shard:
         digest = Digest()
-        sentences = map(digest.add, self._corpus.only(path))
+        sentences = digest.of(self._corpus.only(path))
         if earlier := self._embedded.get(name):
             collections.deque(sentences, 0)  # reads them
             job.check_source(self._folder, earlier, digest)
@@ -153,5 +153,5 @@ class _EmbedFile:
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:
-    if dtype in quantization.RANGED and ranges is None:
+    if dtype in writing.RANGED and ranges is None:
         raise ValueError(f"{dtype=} needs ranges that all workers share; expected those of a sample, not None")

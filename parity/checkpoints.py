@@ -85,6 +85,19 @@ def word_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def modules(*kinds: str) -> list[dict[str, Any]]:
+    """modules.json with these, the first in the folder itself."""
+    return [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for i, kind in enumerate(kinds)
+    ]
+
+
 def write(
     folder: Path,
     tensors: dict[str, np.ndarray] | None = None,
@@ -92,8 +105,10 @@ def write(
     *,
     max_length: int | None = None,
 ) -> Path:
-    """Writes a checkpoint folder with model.safetensors; returns `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes a checkpoint folder as sentence-transformers had it until version 5; returns `folder`."""
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(modules("Transformer", "Pooling", "Normalize")))
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (folder / "config.json").write_text(json.dumps(bert_config() if config is None else config))
     save_file(bert_tensors() if tensors is None else tensors, folder / "model.safetensors")
     word_tokenizer().save(str(folder / "tokenizer.json"))

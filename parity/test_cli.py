@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from pallas_models.__main__ import EXAMPLES, main
+from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder, programs
-from pallas_models.quantization import quantize
 from parity import checkpoints
 
 
@@ -209,7 +209,16 @@ def test_one_file_of_a_table(folder, table, tmp_path, options, dtype):
     expected = np.concatenate(list(encoder.encode_iter(sentences_of(table))))
     if "--truncate-dim" in options:
         expected = expected[:, :24] / np.linalg.norm(expected[:, :24], axis=1, keepdims=True)
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["embeddings"], quantize(expected, dtype))
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["embeddings"], convert(expected, dtype))
+
+
+def test_prompts(folder, table, tmp_path, capsys):
+    inputs = (table, "--column", "text", "--output", tmp_path / "out.npy")
+    assert embed(folder, *inputs, "--prompt", "the guitar ") == 0
+    expected = list(Encoder.from_pretrained(folder).encode_iter(sentences_of(table), prompt="the guitar "))
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.concatenate(expected))
+    assert embed(folder, *inputs, "--prompt-name", "haiku") == 1
+    assert "haiku" in capsys.readouterr().err
 
 
 def test_folder_to_folder(folder, table, tmp_path, capsys, monkeypatch):
@@ -244,7 +253,7 @@ def test_ranges_of_a_sample(folder, table, tmp_path):
     ranges = json.loads((tmp_path / "sample" / "manifest.json").read_text())["ranges"]
     expected = np.concatenate(list(Encoder.from_pretrained(folder).encode_iter(sentences_of(table))))
     for found in ("out.npy", "out/000000.npy"):
-        np.testing.assert_array_equal(np.load(tmp_path / found), quantize(expected, "uint8", ranges))
+        np.testing.assert_array_equal(np.load(tmp_path / found), convert(expected, "uint8", ranges))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pallas_models import files
 from pallas_models.corpus import job, manifest, writing
 from pallas_models.corpus.job import Layout
 from pallas_models.corpus.manifest import Manifest
-from pallas_models.quantization import PRECISIONS, RANGED, find_ranges, quantize
+from pallas_models.corpus.writing import DTYPES, RANGED, convert
+from pallas_models.quantization import ranges_of
 
 SENTENCES = [f"sentence {i}" * (i % 3) for i in range(23)]
 DIMENSION = 16
@@ -67,33 +68,33 @@ def load(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [0, 3])
-@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", writing.FORMATS)
 def test_formats(tmp_path, format, dtype, count):
     """What is read back is what was written; the same bytes each time."""
     if format == "parquet":
         pytest.importorskip("pyarrow")
     embeddings = np.random.default_rng(0).normal(size=(count, DIMENSION)).astype(np.float32)
-    embeddings = quantize(embeddings, dtype)
+    embeddings = convert(embeddings, dtype)
     digests = {writing.write(tmp_path / f"{name}.{format}", embeddings, format) for name in "ab"}
     found = load(tmp_path / f"a.{format}")
     assert found.dtype == embeddings.dtype and len(digests) == 1
     np.testing.assert_array_equal(found, embeddings)
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_shards(tmp_path, dtype):
     layout = Layout(dtype, "npy", 5)
     run(tmp_path / "out", layout)
     shards = [np.concatenate(list(Encode()(SENTENCES[i : i + 5]))) for i in range(0, 23, 5)]
-    ranges = find_ranges(shards[0])
+    ranges = ranges_of(shards[0])
     held = manifest.read(tmp_path / "out")
     assert held.complete and held.sentences == 23 and held.dimension == DIMENSION
     assert held.ranges == (ranges.tolist() if dtype in RANGED else None)
     assert [shard.file for shard in held.shards] == [f"{i:06d}.npy" for i in range(5)]
     for shard, expected in zip(held.shards, shards, strict=True):
         found = np.load(tmp_path / "out" / shard.file)
-        np.testing.assert_array_equal(found, quantize(expected, dtype, ranges))
+        np.testing.assert_array_equal(found, convert(expected, dtype, ranges))
         assert shard.sentences == len(expected) and (tmp_path / "out" / shard.file).stat().st_size == shard.bytes
         assert writing.write(tmp_path / "again", found, "npy") == shard.sha256
 
@@ -154,8 +155,24 @@ def test_a_shard_that_is_lost_is_made_again(tmp_path):
     whole = contents(tmp_path)
     (tmp_path / "000000.npy").unlink()
     (tmp_path / "000002.npy").write_bytes(whole["000002.npy"][:-1])
+    assert not job.begin(tmp_path, planned()).complete
     assert run(tmp_path, layout).sentences == 10
     assert contents(tmp_path) == whole
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_file_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, index):
+    def full(path, embeddings, format):
+        if path.name == f"{index:06d}.npy":
+            raise OSError("no space left")
+        return write(path, embeddings, format)
+
+    write = writing.write
+    monkeypatch.setattr(writing, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        run(tmp_path)
+    held = manifest.read(tmp_path)
+    assert len(held.shards) == index and not held.complete
 
 
 def test_an_error_keeps_what_was_written(tmp_path):
@@ -239,7 +256,7 @@ def test_given_ranges(tmp_path):
     plan = planned()
     plan.ranges = ranges
     run(tmp_path / "out", layout, plan=plan)
-    expected = quantize(np.concatenate(list(Encode()(SENTENCES[:5]))), "uint8", ranges)
+    expected = convert(np.concatenate(list(Encode()(SENTENCES[:5]))), "uint8", ranges)
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "000000.npy"), expected)
     run(tmp_path / "floats")
     for folder in ("floats", "absent"):

@@ -104,8 +104,10 @@ def test_empty_sentence_is_the_special_tokens_alone(encoder):
         np.testing.assert_allclose(embeddings[[0, 2]], np.repeat(expected, 2, 0), atol=1e-6)
 
 
-def test_normalize_embeddings(encoder):
-    sentences = random_sentences(6)
+def test_normalize_embeddings(folder):
+    """A model whose modules do not normalise."""
+    (folder / "modules.json").write_text(json.dumps(checkpoints.modules("Transformer", "Pooling")))
+    encoder, sentences = Encoder.from_pretrained(folder), random_sentences(6)
     unit, plain = (encoder.encode(sentences, normalize_embeddings=value) for value in (True, False))
     norms = np.linalg.norm(plain, axis=1, keepdims=True)
     np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1, rtol=1e-6)
@@ -243,7 +245,9 @@ def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):
     encoder.encode(sentences, batch_size=24)
     Encoder.from_pretrained(folder, implementation="xla").encode(sentences, batch_size=24)
     assert len(compiled) == 2
-    encoder.encode(sentences, batch_size=24, normalize_embeddings=False)
+    encoder.encode(sentences, batch_size=24, normalize_embeddings=True)  # as its modules do
+    assert len(compiled) == 2
+    encoder.encode(sentences, batch_size=24, output_value="token_embeddings")
     assert len(compiled) == 4
 
 
@@ -343,7 +347,7 @@ def test_progress_bar(encoder, capsys):
         ({"batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
         ({"sentences": ["a", None]}, TypeError, r"sentences\[1\] is of type NoneType; expected str"),
         ({"sentences": [["a", "b"]]}, TypeError, r"sentences\[0\] is of type list"),
-        ({"sentences": {"a": "b"}}, TypeError, "sentences is a dict; expected a str or an iterable of str"),
+        ({"sentences": {"a": "b"}}, TypeError, "sentences is a dict; expected an iterable of str"),
         ({"sentences": "a", "batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
     ],
 )
@@ -393,7 +397,9 @@ def test_max_length_can_be_set_and_nothing_unknown(encoder):
     np.testing.assert_allclose(encoder.encode(sentence), kept, atol=1e-6)
     with pytest.raises(ValueError, match="max_length=25; expected 2 to 24"):
         encoder.max_length = 25
-    for name in ("max_seq_length", "config", "params", "implementation"):
+    encoder.max_seq_length = 6
+    assert encoder.max_length == 6
+    for name in ("max_tokens", "config", "params", "implementation"):
         with pytest.raises(AttributeError, match=name):
             setattr(encoder, name, 8)
 
@@ -430,15 +436,6 @@ def test_tokenizer_of_another_model(encoder):
 
 
 def test_files_are_checked(folder):
-    pooling = folder / "1_Pooling" / "config.json"
-    pooling.parent.mkdir()
-    modes = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 64}
-    pooling.write_text(json.dumps(modes))
-    Encoder.from_pretrained(folder)
-    pooling.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
-    with pytest.raises(NotImplementedError, match="pooling_mode_cls_token"):
-        Encoder.from_pretrained(folder)
-    pooling.unlink()
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')
     with pytest.raises(checkpoint.CheckpointError, match="max_seq_length is 'long'"):
         Encoder.from_pretrained(folder)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
+from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity.calls import CALLS, Call
 from parity.common import KERNEL, assert_close, cuda_device, float64, normal
 
@@ -56,16 +56,34 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
         intermediate_size=48,
         max_positions=16,
     )
+    mpnet = minilm.MPNetConfig(
+        vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=16
+    )
+    modern = modernbert.ModernBertConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        intermediate_size=48,
+        max_positions=16,
+        local_attention=4,
+    )
     pair = trimul.TriMulConfig(channels=16, hidden=16, use_bias=True)
     x = normal(rng, 1, 5, 5, 16)
     params = {
         "minilm": minilm.init(key, bert),
+        "mpnet": minilm.init(key, mpnet),
+        "modernbert": modernbert.init(key, modern),
         "gpt2": gpt2.init(key, gpt),
         "qwen3": qwen3.init(key, qwen),
         "trimul": trimul.init(key, pair),
     }
     return {
         "minilm": lambda i: minilm.embed(params["minilm"], ids, mask, config=bert, implementation=i),
+        "mpnet": lambda i: minilm.embed(params["mpnet"], ids, mask, config=mpnet, implementation=i),
+        "modernbert": lambda i: modernbert.encode(
+            params["modernbert"], ids, mask, config=modern, implementation=i
+        ),
         "packed": lambda i: minilm.embed_packed(
             params["minilm"],
             ids,

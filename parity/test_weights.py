@@ -344,7 +344,7 @@ def test_every_family_is_stored_and_found_again(tmp_path, config):
 
 
 def test_a_config_of_no_family(tmp_path, folder):
-    with pytest.raises(TypeError, match="config is a dict; expected one of GPT2Config, MiniLMConfig, Qwen3Config"):
+    with pytest.raises(TypeError, match=r"config is a dict; expected one of .*GPT2Config, .*Qwen3Config"):
         weights.save(weights.load_minilm(folder), tmp_path / "new", config={"hidden_size": 64})
 
 
@@ -373,7 +373,7 @@ def test_load_checks_its_file(tmp_path, folder):
     tensors = load_file(path)
     for change, message in [
         ({}, "'depth' is no field of a minilm config"),
-        ({"model": "other"}, "holds a model 'other'; expected one of gpt2, minilm, qwen3"),
+        ({"model": "other"}, r"holds a model 'other'; expected one of .*gpt2, .*minilm, .*qwen3"),
         ({"config": "{}"}, "hidden_size is None; expected a positive integer"),
         ({"config": "{"}, "not a minilm config"),
     ]:
@@ -502,10 +502,10 @@ def test_command_line_converts(folder, tmp_path, capsys):
 
 def test_a_folder_has_nothing_of_the_model_before(folder, tmp_path):
     """Its length, its pooling and its tokenizer would be taken for those of the new one."""
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 8}')
     other, new = checkpoints.write(tmp_path / "other"), tmp_path / "new"
+    for name in ("modules.json", "1_Pooling/config.json"):
+        (other / name).unlink()
     assert main(["minilm", str(folder), str(new)]) == 0
     assert Encoder.from_pretrained(new).max_length == 8
     (new / "notes.txt").write_text("ours")
@@ -526,7 +526,7 @@ def test_a_folder_of_others_keeps_its_files(folder, tmp_path):
 def test_a_failure_leaves_the_converted_model_as_it_was(folder, tmp_path, capsys, monkeypatch):
     new = tmp_path / "new"
     assert main(["minilm", str(folder), str(new)]) == 0
-    before = {path: path.read_bytes() for path in new.iterdir()}
+    before = {path: path.read_bytes() for path in new.rglob("*.*")}
     (folder / "tokenizer.json").write_text("{}")
 
     def no_space(descriptor):
@@ -534,7 +534,7 @@ def test_a_failure_leaves_the_converted_model_as_it_was(folder, tmp_path, capsys
 
     monkeypatch.setattr(os, "fsync", no_space)
     assert main(["minilm", str(folder), str(new), "--dtype", "float16"]) == 1
-    assert {path: path.read_bytes() for path in new.iterdir()} == before
+    assert {path: path.read_bytes() for path in new.rglob("*.*")} == before
 
 
 def test_command_line_reports_errors(folder, tmp_path, capsys):

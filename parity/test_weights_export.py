@@ -51,9 +51,7 @@ def test_files_beside_the_tensors_come_along(tmp_path):
     config = checkpoints.CONFIG
     pooler = {"pooler.dense.bias": np.full(64, 3.0, np.float32)}
     source = checkpoints.write(tmp_path / "source", checkpoints.bert_tensors() | pooler, max_length=7)
-    for name in ("modules.json", "1_Pooling/config.json", "notes.txt"):
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text('{"pooling_mode_mean_tokens": true}')
+    (source / "notes.txt").write_text("ours")
     trained = jax.tree.map(lambda leaf: 1.5 * leaf, weights.load_minilm(source))
     weights.export(trained, tmp_path / "out", config=config, like=source)
     found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}

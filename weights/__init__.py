@@ -4,7 +4,9 @@ Parameters are nested dicts of arrays, exactly as the `init` of a model returns 
 (in, out) and queries, keys and values in one projection: the conversion happens here, once.
 """
 
+from weights import bert, modernbert  # noqa: F401 (register families)
 from weights.checkpoint import CheckpointError
+from weights.encoders import load_encoder, load_encoder_config
 from weights.exporting import export
 from weights.gpt2 import load_gpt2, load_gpt2_block, load_gpt2_config
 from weights.hub import resolve
@@ -18,6 +20,8 @@ __all__ = [
     "export",
     "load",
     "load_config",
+    "load_encoder",
+    "load_encoder_config",
     "load_gpt2",
     "load_gpt2_block",
     "load_gpt2_config",

@@ -17,9 +17,9 @@ def _convert(family: Family, src: str, dst: Path, dtype: str) -> None:
     params = loading.load(family, source, dtype)
     written = store.file_of(dst)
     alone = written == dst or not source.is_dir() or source.resolve() == dst.resolve()
-    text = () if alone else [name for name in hub.TEXT_FILES if (source / name).is_file()]
+    text = [] if alone else hub.text_files(source)
     # What the model that was converted into this folder before had, and this one has not.
-    stale = [name for name in hub.TEXT_FILES if name not in text] if written.is_file() and not alone else ()
+    stale = [name for name in hub.text_files(dst) if name not in text] if written.is_file() and not alone else []
     dst.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext(dst) if alone else files.replacing_folder(dst) as draft:
         for name in text:

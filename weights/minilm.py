@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig
-from weights import hub, lazy, loading
-from weights.families import Family, Part, joined, linear, register, same
+from weights import bert, hub, lazy, loading
+from weights.families import Family, register
 
 
 def load_minilm(
@@ -65,64 +65,19 @@ def convert(
     return loading.convert(_FAMILY, lazy.in_memory(tensors), config, dtype=dtype, source=source)
 
 
-def _parts(config: MiniLMConfig) -> dict[str, Part]:
-    h, f = config.hidden_size, config.intermediate_size
-
-    def norm(parameter: str, name: str) -> dict[str, Part]:
-        return {f"{parameter}.scale": same(f"{name}.weight", h), f"{parameter}.bias": same(f"{name}.bias", h)}
-
-    def dense(parameter: str, d_in: int, d_out: int, *names: str) -> dict[str, Part]:
-        return {
-            f"{parameter}.kernel": linear({f"{name}.weight": (d_out, d_in) for name in names}),
-            f"{parameter}.bias": joined({f"{name}.bias": (d_out,) for name in names}),
-        }
-
-    rows = {"word": config.vocab_size, "position": config.max_positions, "token_type": config.num_token_types}
-    parts = {
-        f"embeddings.{table}.embedding": same(f"embeddings.{table}_embeddings.weight", size, h)
-        for table, size in rows.items()
-    }
-    parts |= norm("embeddings.norm", "embeddings.LayerNorm")
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}", f"encoder.layer.{i}"
-        queries_keys_values = [f"{theirs}.attention.self.{role}" for role in ("query", "key", "value")]
-        parts |= dense(f"{ours}.attention.qkv", h, h, *queries_keys_values)
-        parts |= dense(f"{ours}.attention.out", h, h, f"{theirs}.attention.output.dense")
-        parts |= norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-        parts |= dense(f"{ours}.mlp.up", h, f, f"{theirs}.intermediate.dense")
-        parts |= dense(f"{ours}.mlp.down", f, h, f"{theirs}.output.dense")
-        parts |= norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
-    return parts
-
-
 _FAMILY = register(
     Family(
         name="minilm",
         description="BERT sentence encoders such as all-MiniLM-L6-v2",
         config=MiniLMConfig,
         init=minilm.init,
-        model_type="bert",
-        keys={
-            "vocab_size": "vocab_size",
-            "hidden_size": "hidden_size",
-            "num_layers": "num_hidden_layers",
-            "num_heads": "num_attention_heads",
-            "intermediate_size": "intermediate_size",
-            "max_positions": "max_position_embeddings",
-            "num_token_types": "type_vocab_size",
-            "epsilon": "layer_norm_eps",
-        },
+        model_types=("bert",),
+        keys=bert.KEYS | {"num_token_types": "type_vocab_size"},
         defaults={"epsilon": 1e-12},
-        values={
-            "hidden_act": ("gelu",),
-            "position_embedding_type": ("absolute",),
-            "is_decoder": (False,),
-            "add_cross_attention": (False,),
-        },
-        parts=_parts,
+        values=bert.VALUES,
+        parts=bert.parts,
         prefix="bert.",
-        # A buffer (0, 1, 2, ...), and a layer on the first token that mean pooling does not use.
-        ignored=lambda config: ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"),
+        ignored=lambda config: bert.UNUSED,
         encode=minilm.encode,
     )
 )

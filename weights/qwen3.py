@@ -1,5 +1,6 @@
 """Qwen3 checkpoints of Hugging Face to parameters of `pallas_models.qwen3`."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models import qwen3
-from pallas_models.qwen3 import Qwen3Config
+from pallas_models.qwen3 import Qwen3Config, Qwen3EncoderConfig
 from weights import loading
 from weights.checkpoint import shown
 from weights.families import Family, Part, gate_up, linear, register, same
@@ -92,26 +93,27 @@ def _parts(config: Qwen3Config) -> dict[str, Part]:
     return parts
 
 
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "epsilon": "rms_norm_eps",
+}
+
 _FAMILY = register(
     Family(
         name="qwen3",
         description="dense Qwen3 models, 0.6B to 32B",
         config=Qwen3Config,
         init=qwen3.init,
-        model_type="qwen3",
-        keys={
-            "vocab_size": "vocab_size",
-            "hidden_size": "hidden_size",
-            "num_layers": "num_hidden_layers",
-            "num_heads": "num_attention_heads",
-            "num_kv_heads": "num_key_value_heads",
-            "head_dim": "head_dim",
-            "intermediate_size": "intermediate_size",
-            "max_positions": "max_position_embeddings",
-            "rope_theta": "rope_theta",
-            "epsilon": "rms_norm_eps",
-            "tie_embeddings": "tie_word_embeddings",
-        },
+        model_types=("qwen3",),
+        keys=_KEYS | {"tie_embeddings": "tie_word_embeddings"},
         defaults={"rope_theta": 1e6, "epsilon": 1e-6, "tie_embeddings": False},
         unbounded=("max_positions",),
         values={
@@ -126,5 +128,20 @@ _FAMILY = register(
         parts=_parts,
         prefix="model.",
         tied=lambda config: {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {},
+    )
+)
+
+# The same without the head of a language model, which these checkpoints may lack.
+register(
+    dataclasses.replace(
+        _FAMILY,
+        name="qwen3-embedding",
+        description="Qwen3-Embedding, 0.6B to 8B",
+        config=Qwen3EncoderConfig,
+        keys=_KEYS,
+        defaults={"rope_theta": 1e6, "epsilon": 1e-6},
+        tied=lambda config: {},
+        ignored=lambda config: ("lm_head.weight",),
+        encode=qwen3.encode,
     )
 )

@@ -114,7 +114,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
 def load_config_of(family: Family, path: Path) -> Any:
     """Like `load_config`, for a model of `family`; CheckpointError where it is of another."""
     config = load_config(path)
-    if not isinstance(config, family.config):
+    if type(config) is not family.config:
         kind = family.config.__name__
         raise CheckpointError(f"{path} holds a model with a {type(config).__name__}; expected a {kind}")
     return config

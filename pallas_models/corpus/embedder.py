@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Embedder:
-    """Turns sentences into embeddings of unit norm; it can be pickled and sent to where it is to work.
+    """Turns sentences into embeddings; it can be pickled and sent to where it is to work.
 
     Attributes:
       model: what `Encoder.from_pretrained` takes.
       compute_dtype: float16, bfloat16 or float32, that of the parameters and the computation.
       implementation, compilation_cache: as in `Encoder.from_pretrained`.
-      batch_size: as in `Encoder.encode_iter`.
-      truncate_dim: how many of the first values of an embedding to keep; their norm is 1 again. None for all.
+      batch_size, prompt, prompt_name: as in `Encoder.encode_iter`.
+      truncate_dim: how many of the first values of an embedding to keep, scaled to unit norm; None for all.
     """
 
     model: str = "all-MiniLM-L6-v2"
@@ -29,6 +29,8 @@ class Embedder:
     implementation: Any = None
     compilation_cache: Path | None = None
     batch_size: int | None = None
+    prompt: str | None = None
+    prompt_name: str | None = None
     truncate_dim: int | None = None
 
     def load(self) -> "Encoder":
@@ -45,8 +47,9 @@ class Embedder:
             implementation=self.implementation,
             compilation_cache=self.compilation_cache,
         )
-        if self.truncate_dim is not None and not 1 <= self.truncate_dim <= encoder.config.hidden_size:
-            raise ValueError(f"truncate_dim={self.truncate_dim}; expected 1 to {encoder.config.hidden_size}")
+        dimension = encoder.get_sentence_embedding_dimension()
+        if self.truncate_dim is not None and not 1 <= self.truncate_dim <= dimension:
+            raise ValueError(f"truncate_dim={self.truncate_dim}; expected 1 to {dimension}")
         return encoder
 
     @property
@@ -57,17 +60,20 @@ class Embedder:
             "compute_dtype": self.compute_dtype,
             "implementation": list(self.implementation or ()),
             "batch_size": self.batch_size,
+            "prompt": self.prompt,
+            "prompt_name": self.prompt_name,
             "truncate_dim": self.truncate_dim,
         }
 
     def __call__(self, sentences: Iterable[str]) -> Iterator[np.ndarray]:
         """Yields (n, dimension) float32, chunk by chunk in the order of the sentences; n may be 0."""
         encoder = self.load()
-        dimension = self.truncate_dim or encoder.config.hidden_size
-        yield np.empty((0, dimension), np.float32)
-        for embeddings in encoder.encode_iter(sentences, batch_size=self.batch_size):
-            if dimension < embeddings.shape[1]:
-                embeddings = embeddings[:, :dimension]
-                norm = np.linalg.norm(embeddings, axis=1, keepdims=True)
-                embeddings = embeddings / np.where(norm > 0, norm, 1)
-            yield embeddings
+        yield np.empty((0, self.truncate_dim or encoder.get_sentence_embedding_dimension()), np.float32)
+        yield from encoder.encode_iter(
+            sentences,
+            batch_size=self.batch_size,
+            prompt=self.prompt,
+            prompt_name=self.prompt_name,
+            truncate_dim=self.truncate_dim,
+            normalize_embeddings=self.truncate_dim is not None,
+        )

@@ -12,10 +12,10 @@ import numpy as np
 from pallas_models import quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
+from pallas_models.corpus.writing import Ranges
 
 # Sentences to (n, dimension) float32, in order, some at a time, at least once; the same for the same sentences.
 Encode = Callable[[Iterable[str]], Iterable[np.ndarray]]
-Ranges = list[list[float]] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Layout:
     """How embeddings are written.
 
     Attributes:
-      dtype: one of `quantization.PRECISIONS`.
+      dtype: one of `writing.DTYPES`.
       format: one of `writing.FORMATS`.
       shard_size: sentences of a file of a folder; None for a file of embeddings for each file of sentences.
     """
@@ -78,14 +78,14 @@ def embed_to_folder(
             if (first := next(sentences, None)) is None:
                 break
             digest = Digest()
-            own = map(digest.add, itertools.chain((first,), itertools.islice(sentences, others)))
+            own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
             if earlier := embedded.pop(name, None):
                 collections.deque(own, 0)  # reads them
                 check_source(folder, earlier, digest)
                 continue
             embeddings = np.concatenate(list(encode(own)))
-            if begun.ranges is None and layout.dtype in quantization.RANGED:
-                begun.ranges = quantization.find_ranges(embeddings).tolist()
+            if begun.ranges is None and layout.dtype in writing.RANGED:
+                begun.ranges = quantization.ranges_of(embeddings).tolist()
             if last:
                 last.result()
             last = writer.submit(_add, folder / name, embeddings, digest, begun, layout)
@@ -107,7 +107,7 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
 
 def write_shard(path: Path, embeddings: np.ndarray, digest: Digest, layout: Layout, ranges: Ranges) -> Shard:
     """Writes (N, D) float32 embeddings of the sentences of `digest` to one file."""
-    sha256 = writing.write(path, quantization.quantize(embeddings, layout.dtype, ranges), layout.format)
+    sha256 = writing.write(path, writing.convert(embeddings, layout.dtype, ranges), layout.format)
     return Shard(path.name, digest.count, embeddings.shape[1], path.stat().st_size, sha256, str(digest))
 
 

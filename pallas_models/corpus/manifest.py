@@ -3,9 +3,13 @@
 import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import pallas_models
 from pallas_models import files
@@ -122,17 +126,23 @@ def read_ranges(folder: Path) -> list[list[float]]:
 
 
 class Digest:
-    """The sha256 of sentences, one after another, and how many there were."""
+    """The sha256 of sentences and how many there were, both of those that were taken from `of`.
+
+    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8.
+    """
 
     def __init__(self) -> None:
         self._hash, self.count = hashlib.sha256(), 0
 
-    def add(self, sentence: str) -> str:
-        # The length keeps "ab", "c" apart from "a", "bc".
-        content = sentence.encode()
-        self._hash.update(b"%d:%b" % (len(content), content))
-        self.count += 1
-        return sentence
+    def of(self, sentences: Iterable[str]) -> Iterator[str]:
+        """Yields the sentences."""
+        sentences = iter(sentences)
+        while block := list(itertools.islice(sentences, 4096)):
+            # The lengths keep "ab", "c" apart from "a", "bc".
+            self._hash.update(np.fromiter(map(len, block), "<i8", len(block)).tobytes())
+            self._hash.update("".join(block).encode())
+            self.count += len(block)
+            yield from block
 
     def __str__(self) -> str:
         return self._hash.hexdigest()

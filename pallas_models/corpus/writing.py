@@ -3,12 +3,25 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, cast, get_args
 
 import numpy as np
 
-from pallas_models import files
+from pallas_models import files, quantization
 from pallas_models.corpus.reading import pyarrow
+
+DTYPES = (*get_args(quantization.Precision), "float16")
+# Those that are relative to ranges, as `quantization.ranges_of` finds them.
+RANGED = ("int8", "uint8")
+Ranges = list[list[float]] | None
+
+
+def convert(embeddings: np.ndarray, dtype: str, ranges: Ranges = None) -> np.ndarray:
+    """Returns (N, D) float32 embeddings in one of `DTYPES`, as `quantization.quantize_embeddings` defines them."""
+    if dtype == "float16":
+        return embeddings.astype(np.float16)
+    given = None if ranges is None else np.asarray(ranges, np.float32)
+    return quantization.quantize_embeddings(embeddings, cast(quantization.Precision, dtype), ranges=given)
 
 
 def write(path: Path, embeddings: np.ndarray, format: str) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_models import ops, training
 from pallas_models._modules import Params, bind
-from pallas_models.minilm.model import MiniLM, MiniLMConfig
+from pallas_models.minilm.model import EncoderConfig, MiniLM, MiniLMConfig
 from pallas_models.ops import Implementation, _checks
 
 Tokens = tuple[jax.Array, jax.Array]
@@ -23,7 +23,7 @@ def contrastive_loss(
     *,
     scale: float | jax.Array = 20.0,
     symmetric: bool = False,
-    config: MiniLMConfig = MiniLMConfig(),
+    config: EncoderConfig = MiniLMConfig(),
     remat: training.Remat = "none",
     implementation: Implementation | None = None,
 ) -> jax.Array:

@@ -3,27 +3,32 @@
 Tokenizing follows [sentence-transformers](https://sbert.net), so results agree with it.
 """
 
-import collections.abc
-import contextlib
+import dataclasses
+import functools
 import importlib.util
 import itertools
+import operator
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models.minilm import model, packing, pipeline
+from pallas_models.minilm import inputs, model, packing, pipeline
+from pallas_models.minilm import similarity as similarities
+from pallas_models.minilm.heads import HEAD, Head
 from pallas_models.minilm.model import MiniLMConfig, Params
 from pallas_models.minilm.programs import Programs
+from pallas_models.minilm.similarity import Similarity
 from pallas_models.ops import Implementation
 from pallas_models.ops._dispatch import check_implementation
+from pallas_models.quantization import Precision, check_precision, quantize_embeddings
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,11 +36,11 @@ if TYPE_CHECKING:
 CompilationCache = str | os.PathLike[str] | Literal[True]
 
 # With `show_progress_bar=None`, shorter lists show no bar.
-_SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
+SENTENCES_WORTH_A_BAR = 2 * pipeline.CHUNK
 
 
 class Encoder:
-    """Turns sentences into embeddings.
+    """Turns sentences into embeddings, with the methods and the values of sentence-transformers.
 
     ```
     encoder = Encoder.from_pretrained()
@@ -44,21 +49,47 @@ class Encoder:
     ```
 
     Attributes:
-      params: the parameters, as `weights.load_minilm` returns them.
+      params: the parameters of the model, as `weights.load_minilm` returns them.
       config: the model's sizes.
-      max_length: tokens kept of a sentence, [CLS] and [SEP] included; what is beyond is cut off. Can be set.
+      head: what follows the model: pooling, dense layers, normalisation.
+      max_seq_length: tokens kept of a sentence, special ones included; what is beyond is cut off. Can be set.
+        `max_length` is the same.
       implementation: that of the ops, or None for the best available.
+      prompts: what is put before sentences, by name; "query" and "document" are always there.
+      default_prompt_name: of the prompt where none is asked for, or None.
+      similarity_fn_name: the measure of `similarity`: "cosine", "dot", "euclidean" or "manhattan".
+      truncate_dim: dimensions kept of an embedding where a call does not say, or None for all.
     """
 
-    __slots__ = ("_config", "_implementation", "_max_length", "_params", "_programs", "_tokenizer")
+    __slots__ = (
+        "_config",
+        "_head",
+        "_implementation",
+        "_max_length",
+        "_params",
+        "_programs",
+        "_programs_elsewhere",
+        "_similarity_fn_name",
+        "_start",
+        "_tokenizer",
+        "default_prompt_name",
+        "prompts",
+        "truncate_dim",
+    )
 
     def __init__(
         self,
         params: Params,
         tokenizer: "tokenizers.Tokenizer",
         *,
-        config: MiniLMConfig = MiniLMConfig(),
+        config: Any = MiniLMConfig(),
+        head: Head = HEAD,
+        head_params: Params | None = None,
         max_length: int | None = None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
+        similarity_fn_name: Similarity = "cosine",
+        truncate_dim: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
         forward: Callable[..., jax.Array] = model.encode,
@@ -68,25 +99,38 @@ class Encoder:
         Args:
           params, config: of the model.
           tokenizer: its tokenizer, of which a copy is used.
+          head: what follows the model; by default the mean of the tokens, and unit norm.
+          head_params: the parameters of its dense layers, as `heads.apply` takes them.
           max_length, implementation, compilation_cache: as in `from_pretrained`.
+          prompts, default_prompt_name, similarity_fn_name, truncate_dim: the attributes.
           forward: computes the hidden states, called as `minilm.encode` is.
 
         Raises:
           ValueError: `max_length` is not in [2, config.max_positions], the tokenizer knows ids that the
-            model does not, or the implementation is unknown.
+            model does not, `default_prompt_name` is not one of `prompts`, or a name is unknown.
         """
         implementation = check_implementation(implementation) or None
         if (size := tokenizer.get_vocab_size()) > config.vocab_size:
             raise ValueError(f"the tokenizer has {size} ids, the model only {config.vocab_size}")
-        self._params, self._config, self._implementation = params, config, implementation
+        self._params, self._config, self._implementation, self._head = params, config, implementation, head
         # A copy, as the caller's tokenizer keeps its own limits. Padding is done here, to shapes that repeat.
         self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
         self._tokenizer.no_padding()
         self.max_length = config.max_positions if max_length is None else max_length
+        self.prompts = {"query": "", "document": "", **(prompts or {})}
+        self.default_prompt_name, self.truncate_dim = default_prompt_name, truncate_dim
+        self._prompt(None, default_prompt_name)
+        self.similarity_fn_name = similarity_fn_name
         folder = caches.default_folder() if compilation_cache is True else compilation_cache
-        self._programs = Programs(
-            params, forward, config, implementation, None if folder is None else Path(folder)
+        self._start = functools.partial(
+            Programs,
+            encode=forward,
+            config=config,
+            implementation=implementation,
+            folder=None if folder is None else Path(folder),
         )
+        self._programs = self._start((params, head_params or {}))
+        self._programs_elsewhere: dict[jax.Device, Programs] = {}
 
     @classmethod
     def from_pretrained(
@@ -95,18 +139,24 @@ class Encoder:
         *,
         dtype: DTypeLike = jnp.float32,
         max_length: int | None = None,
+        truncate_dim: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
     ) -> "Encoder":
-        """Loads weights and tokenizer.
+        """Loads weights, tokenizer, and what else a folder of sentence-transformers says.
+
+        That is modules.json (pooling, dense layers, normalisation; without it, as in sentence-transformers, the
+        mean of the tokens, of any norm), config_sentence_transformers.json (prompts, similarity) and the length of
+        sentences.
 
         Args:
-          path: what `weights.load_minilm` takes, with tokenizer.json in the same folder: a folder of
-            PyTorch's or of `python -m weights minilm`, a hub id, or `"all-MiniLM-L6-v2"`.
+          path: a folder of sentence-transformers, of transformers or of `python -m weights`, a hub id, or
+            `"all-MiniLM-L6-v2"`. docs/models.md lists the models that are run.
           dtype: float16, bfloat16 or float32, that of parameters and computation.
           max_length: tokens kept of a sentence. When None, as in sentence-transformers, `max_seq_length` of
-            sentence_bert_config.json (256 for all-MiniLM-L6-v2); without that file the model's positions.
-            A limit in tokenizer.json itself is not used.
+            sentence_bert_config.json (256 for all-MiniLM-L6-v2), or `model_max_length` of tokenizer_config.json;
+            without both the model's positions. A limit in tokenizer.json itself is not used.
+          truncate_dim: the attribute.
           implementation: that of the ops, or None for the best available.
           compilation_cache: a folder in which compiled programs are kept for other processes, or True for
             `$XDG_CACHE_HOME/pallas_models/compilation`. Compiled programs are code: the folder must be one that
@@ -117,31 +167,42 @@ class Encoder:
           FileNotFoundError: the model or its tokenizer.json was not found.
           CheckpointError: a file is corrupt, or of a model that is not run here.
           ImportError: another module named `weights` hides the package that reads checkpoints.
-          NotImplementedError: the model pools in another way than by the mean.
+          NotImplementedError: the folder asks for a module, or an option of one, that is not run here; names it.
           TypeError: `dtype` is none of the above.
           ValueError: an argument does not fit the model.
         """
-        _check_weights_package()
-        from weights import hub, loading, text
-        from weights.checkpoint import CheckpointError
+        check_weights_package()
+        from weights import hub, loading, modules, text
 
         found = hub.resolve(path)
-        folder = found if found.is_dir() else found.parent
-        text.check_pooling(folder)
-        family = loading.find_family(found)
-        if family.encode is None:
-            raise CheckpointError(f"{found} holds a model of {family.name}, which embeds no sentences")
-        config = loading.load_config(family, found)
-        if max_length is None and (stated := text.stated_max_length(folder)) is not None:
-            max_length = min(stated, config.max_positions)
+        described = modules.describe(found if found.is_dir() else found.parent)
+        source = described.transformer if found.is_dir() else found
+        family = loading.find_encoder(source)
+        assert family.encode is not None
+        config = loading.load_config(family, source)
+        if max_length is None and described.max_length is not None:
+            max_length = min(described.max_length, config.max_positions)
         return cls(
-            loading.load(family, found, dtype),
-            text.read_tokenizer(folder),
+            loading.load(family, source, dtype),
+            text.read_tokenizer(described.transformer, lower_case=described.lower_case),
             config=config,
+            head=described.head,
+            head_params=modules.load_head(described, dtype),
             max_length=max_length,
+            prompts=described.prompts,
+            default_prompt_name=described.default_prompt_name,
+            similarity_fn_name=described.similarity,
+            truncate_dim=truncate_dim,
             implementation=implementation,
             compilation_cache=compilation_cache,
             forward=family.encode,
+        )
+
+    def __repr__(self) -> str:
+        dtype = next(leaf.dtype for leaf in jax.tree.leaves(self._params) if leaf.ndim > 1)
+        return (
+            f"Encoder({self._config}, {self._head}, max_seq_length={self._max_length}, dtype={dtype}, "
+            f"prompts={self.prompts}, default_prompt_name={self.default_prompt_name!r})"
         )
 
     @property
@@ -149,8 +210,12 @@ class Encoder:
         return self._params
 
     @property
-    def config(self) -> MiniLMConfig:
+    def config(self) -> Any:
         return self._config
+
+    @property
+    def head(self) -> Head:
+        return self._head
 
     @property
     def implementation(self) -> Implementation | None:
@@ -167,14 +232,40 @@ class Encoder:
         self._max_length = max_length
         self._tokenizer.enable_truncation(max_length)
 
+    max_seq_length = max_length
+
+    @property
+    def similarity_fn_name(self) -> Similarity:
+        return self._similarity_fn_name
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, name: Similarity) -> None:
+        similarities.check(name)
+        self._similarity_fn_name = name
+
+    def get_embedding_dimension(self) -> int:
+        """The number of dimensions of an embedding."""
+        width = self._head.features(self._config.hidden_size)
+        return width if self.truncate_dim is None else min(width, self.truncate_dim)
+
+    get_sentence_embedding_dimension = get_embedding_dimension
+
     def encode(
         self,
         sentences: str | Iterable[str],
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         *,
-        normalize_embeddings: bool = True,
-    ) -> np.ndarray:
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        output_value: Literal["sentence_embedding", "token_embeddings"] = "sentence_embedding",
+        precision: Precision = "float32",
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: str | jax.Device | None = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+    ) -> Any:
         """Computes the embeddings of sentences.
 
         Sentences share rows of batches without padding to each other's length (`pallas_models.minilm.packing`), so
@@ -182,53 +273,108 @@ class Encoder:
         computes.
 
         Args:
-          sentences: one sentence or many. An empty one is embedded as [CLS] [SEP].
+          sentences: one sentence or many. An empty one is embedded as its special tokens, [CLS] [SEP].
           batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have. When
             None, what suits the device.
           show_progress_bar: None shows one for long work on a terminal.
-          normalize_embeddings: whether embeddings have unit L2 norm, as all-MiniLM-L6-v2 defines them.
+          prompt_name: of the prompt that is put before each sentence; the default prompt when None.
+          prompt: the text to put there, in place of a named one.
+          output_value: "token_embeddings" asks for the hidden states of all tokens, special ones and those of the
+            prompt included.
+          precision: "float32", or "int8", "uint8", "binary", "ubinary" as `quantization.quantize_embeddings` has
+            them, with ranges taken from these sentences.
+          convert_to_numpy: whether the result is one NumPy array; a list of JAX arrays otherwise.
+          convert_to_tensor: whether it is one JAX array instead.
+          device: where to compute, `"cpu"`, `"cuda:1"` or one of `jax.devices()`; the parameters are copied there
+            once. None is where they are.
+          normalize_embeddings: whether embeddings have unit L2 norm where the model's own modules do not see to
+            that already, or after truncation.
+          truncate_dim: dimensions kept, the first ones; the attribute of that name when None.
 
         Returns:
-          float32, (hidden_size,) for a single string, else (number of sentences, hidden_size), rows in the
-          order of the sentences; (0, hidden_size) for none.
+          (D,) for a single string, else (number of sentences, D), float32 unless `precision` says otherwise, rows
+          in the order of the sentences; (0, D) for none. Token embeddings are a list of float32
+          (tokens, hidden_size), or one for a single string.
 
         Raises:
-          TypeError: a sentence is not a string, or sentences are a mapping or a table.
-          ValueError: `batch_size` is below 1, or a sentence is no valid Unicode.
+          TypeError: a sentence is not a string, sentences are a mapping or a table, or a number is no integer.
+          ValueError: `batch_size` or `truncate_dim` is below 1, a name is unknown, there is no such device, or a
+            sentence is no valid Unicode.
         """
-        budget = self._budget(batch_size)
-        if isinstance(sentences, str):
-            _check_unicode(sentences, "sentences")
-            return self._encode_one(sentences, normalize_embeddings)
-        sentences = list(_checked(sentences))
-        if len(sentences) == 1:
-            return self._encode_one(sentences[0], normalize_embeddings)[None]
-        embeddings = np.empty((len(sentences), self.config.hidden_size), np.float32)
-        show = _shows(show_progress_bar, len(sentences) >= _SENTENCES_WORTH_A_BAR)
-        with _progress("sentences", len(sentences), show) as advance:
-            for rows in self._rows(sentences, budget, normalize_embeddings, embeddings):
-                advance(len(rows))
-        return embeddings
+        call = self._call(batch_size, prompt, prompt_name, device, normalize_embeddings, truncate_dim)
+        check_precision(precision)
+        single = isinstance(sentences, str)
+        given = [inputs.check_sentence(sentences, "sentences")] if isinstance(sentences, str) else sentences
+        checked = list(inputs.checked(given))
+        if output_value != "sentence_embedding":
+            if output_value != "token_embeddings" or precision != "float32":
+                raise ValueError(
+                    f"{output_value=} and {precision=}; expected 'sentence_embedding', "
+                    "or 'token_embeddings' in float32"
+                )
+            states = self._hidden_states(checked, call)
+            return states[0] if single else states
+        embeddings = self._embeddings(checked, call, show_progress_bar)
+        if precision != "float32":
+            embeddings = quantize_embeddings(embeddings, precision)
+        result: Any = embeddings
+        if convert_to_tensor or not convert_to_numpy:
+            result = jnp.asarray(embeddings) if convert_to_tensor else list(jnp.asarray(embeddings))
+        return result[0] if single else result
+
+    def encode_query(self, sentences: str | Iterable[str], *args: Any, **options: Any) -> Any:
+        """Computes `encode`, with the prompt "query" where none is given."""
+        return self.encode(sentences, *args, **self._with_prompt(options, "query"))
+
+    def encode_document(self, sentences: str | Iterable[str], *args: Any, **options: Any) -> Any:
+        """Computes `encode`, with the prompt "document", "passage" or "corpus" where none is given."""
+        return self.encode(sentences, *args, **self._with_prompt(options, "document", "passage", "corpus"))
 
     def encode_iter(
-        self, sentences: Iterable[str], *, batch_size: int | None = None, normalize_embeddings: bool = True
+        self,
+        sentences: Iterable[str],
+        *,
+        batch_size: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        device: str | jax.Device | None = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
     ) -> Iterator[np.ndarray]:
         """Computes the embeddings of sentences as they come, in memory that does not grow with their number.
 
         Args:
           sentences: any iterable, read a few chunks ahead of what is yielded.
-          batch_size, normalize_embeddings: as in `encode`.
+          batch_size, prompt_name, prompt, device, normalize_embeddings, truncate_dim: as in `encode`.
 
         Yields:
-          float32 (sentences of a chunk, hidden_size), chunk by chunk in the order of the sentences.
+          float32 (sentences of a chunk, D), chunk by chunk in the order of the sentences.
 
         Raises:
-          TypeError: sentences are a string, a mapping or a table; later, a sentence is not a string.
-          ValueError: `batch_size` is below 1; later, a sentence is no valid Unicode.
+          TypeError, ValueError: as `encode`; about a sentence once it is read.
         """
-        if isinstance(sentences, str):
-            raise TypeError("sentences is a str; expected an iterable of str")
-        return self._rows(_checked(sentences), self._budget(batch_size), normalize_embeddings)
+        call = self._call(batch_size, prompt, prompt_name, device, normalize_embeddings, truncate_dim)
+        return self._rows(inputs.checked(sentences), call)
+
+    def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> np.ndarray:
+        """The similarity of each of embeddings1, (N, D) or (D,), with each of embeddings2: (N, M) float32.
+
+        Raises:
+          ValueError: shapes do not fit.
+        """
+        return similarities.similarity(embeddings1, embeddings2, self._similarity_fn_name)
+
+    def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> np.ndarray:
+        """The similarity of embeddings1[i] with embeddings2[i]: (N,) float32. Errors as `similarity`."""
+        return similarities.similarity_pairwise(embeddings1, embeddings2, self._similarity_fn_name)
+
+    def tokenize(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
+        """The tokens of texts: `input_ids` and `attention_mask`, (texts, longest) int32, 0 where there is none."""
+        ids = self._tokenize(list(inputs.checked(texts, "texts")))
+        mask = np.arange(max(map(len, ids), default=0)) < np.array([len(row) for row in ids])[:, None]
+        padded = np.zeros(mask.shape, np.int32)
+        padded[mask] = list(itertools.chain.from_iterable(ids))
+        return {"input_ids": padded, "attention_mask": mask.astype(np.int32)}
 
     def warm_up(
         self,
@@ -237,7 +383,7 @@ class Encoder:
         lengths: Iterable[int] | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
-        normalize_embeddings: bool = True,
+        normalize_embeddings: bool = False,
     ) -> int:
         """Compiles ahead, side by side, what `encode` will need.
 
@@ -255,7 +401,8 @@ class Encoder:
           TypeError: a sentence is not a string.
           ValueError: `batch_size` or a length is below 1.
         """
-        budget, limit = self._budget(batch_size), self._max_length
+        call, limit = self._call(batch_size, normalize=normalize_embeddings), self._max_length
+        budget = call.budget
         shapes: dict[tuple[int, ...], None] = {}
         if sentences is None and lengths is None:
             lengths = range(limit, 0, -1)
@@ -267,94 +414,153 @@ class Encoder:
             shapes |= {(2, *shape): None for shape in batches}
             shapes |= {(1, packing.padded_length(length, limit)): None}
         if sentences is not None:
-            for chunk in pipeline.chunks(_checked(sentences), pipeline.CHUNK):
+            for chunk in pipeline.chunks(inputs.checked(sentences), pipeline.CHUNK):
                 tokens, counts = pipeline.tokens(self._tokenize, chunk)
                 shapes |= {b.tokens.shape: None for b in packing.pack(tokens, counts, limit, budget)}
-        show = _shows(show_progress_bar, len(shapes) > 1)
-        with _progress("programs", len(shapes), show) as advance:
-            started = self._programs.prepare(shapes, normalize_embeddings)
+        show = inputs.shows(show_progress_bar, len(shapes) > 1)
+        with inputs.progress("programs", len(shapes), show) as advance:
+            started = self._programs.prepare(shapes, call.head)
             advance(len(shapes) - len(started))
             for program in started:
                 program.result()
                 advance(1)
         return len(started)
 
-    def _encode_one(self, sentence: str, normalize: bool) -> np.ndarray:
-        ids = self._tokenizer.encode(sentence).ids
-        tokens = np.full((1, packing.padded_length(len(ids), self._max_length)), -1, np.int32)
-        tokens[0, : len(ids)] = ids
-        return np.array(self._programs(tokens, normalize))[0]
+    def _embeddings(self, sentences: list[str], call: "_Call", show_progress_bar: bool | None) -> np.ndarray:
+        if len(sentences) == 1:
+            tokens = self._tokenizer.encode(call.prompt + sentences[0]).ids  # sooner than a batch of one
+            padded = np.full((1, packing.padded_length(len(tokens), self._max_length)), -1, np.int32)
+            padded[0, : len(tokens)] = tokens
+            return call.finish(np.array(call.programs(padded, call.head)))
+        embeddings = np.empty((len(sentences), self._width(call)), np.float32)
+        done = 0
+        show = inputs.shows(show_progress_bar, len(sentences) >= SENTENCES_WORTH_A_BAR)
+        with inputs.progress("sentences", len(sentences), show) as advance:
+            for rows in self._rows(sentences, call):
+                embeddings[done : done + len(rows)] = rows
+                done += len(rows)
+                advance(len(rows))
+        return embeddings
 
-    def _rows(
-        self, sentences: Iterable[str], budget: int, normalize: bool, out: np.ndarray | None = None
-    ) -> Iterator[np.ndarray]:
-        return pipeline.run(
-            sentences,
+    def _rows(self, sentences: Iterable[str], call: "_Call") -> Iterator[np.ndarray]:
+        rows = pipeline.run(
+            (call.prompt + sentence for sentence in sentences) if call.prompt else sentences,
             self._tokenize,
-            self._programs.of(normalize),
-            width=self.config.hidden_size,
+            call.programs.of(call.head),
+            width=self._head.features(self._config.hidden_size),
             limit=self._max_length,
-            budget=budget,
-            out=out,
+            budget=call.budget,
         )
+        return map(call.finish, rows)
+
+    def _hidden_states(self, sentences: list[str], call: "_Call") -> list[np.ndarray]:
+        states: list[np.ndarray] = [np.empty(0)] * len(sentences)
+        for start in range(0, len(sentences), pipeline.CHUNK):
+            chunk = [call.prompt + sentence for sentence in sentences[start : start + pipeline.CHUNK]]
+            tokens, lengths = pipeline.tokens(self._tokenize, chunk)
+            for batch in packing.pack(tokens, lengths, self._max_length, call.budget):
+                hidden = np.asarray(call.programs(batch.tokens, None))
+                rows = hidden.reshape(-1, hidden.shape[-1])
+                first = np.searchsorted(batch.tokens[1].ravel(), batch.segments)
+                for sentence, place in zip(batch.sentences, first, strict=True):
+                    states[start + sentence] = rows[place : place + lengths[sentence]].copy()
+        return states
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]
 
-    def _budget(self, batch_size: int | None) -> int:
+    def _width(self, call: "_Call") -> int:
+        width = self._head.features(self._config.hidden_size)
+        return width if call.truncate_dim is None else min(width, call.truncate_dim)
+
+    def _call(
+        self,
+        batch_size: int | None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        device: str | jax.Device | None = None,
+        normalize: bool = False,
+        truncate_dim: int | None = None,
+    ) -> "_Call":
+        truncate_dim = self.truncate_dim if truncate_dim is None else truncate_dim
+        if truncate_dim is not None and operator.index(truncate_dim) < 1:
+            raise ValueError(f"{truncate_dim=}; expected at least 1")
+        programs = self._programs_on(device)
+        return _Call(
+            programs=programs,
+            head=self._head.normalized() if normalize and truncate_dim is None else self._head,
+            budget=self._budget(batch_size, programs.platform),
+            prompt=self._prompt(prompt, prompt_name),
+            truncate_dim=truncate_dim,
+            normalize=normalize,
+        )
+
+    def _budget(self, batch_size: int | None, platform: str) -> int:
         """The most tokens of a batch."""
         if batch_size is None:
-            return packing.budget(self._programs.platform)
-        if batch_size < 1:
+            return packing.budget(platform)
+        if operator.index(batch_size) < 1:
             raise ValueError(f"{batch_size=}; expected at least 1")
         return batch_size * self._max_length
 
+    def _prompt(self, prompt: str | None, name: str | None) -> str:
+        if prompt is not None:
+            return inputs.check_sentence(prompt, "prompt")
+        name = self.default_prompt_name if name is None else name
+        if name is not None and name not in self.prompts:
+            raise ValueError(f"there is no prompt {name!r}; expected one of {tuple(self.prompts)}")
+        return "" if name is None else self.prompts[name]
 
-def _checked(sentences: Iterable[str]) -> Iterator[str]:
-    """The sentences; TypeError and ValueError where one is no text."""
-    if isinstance(sentences, collections.abc.Mapping) or hasattr(sentences, "columns"):
-        raise TypeError(f"sentences is a {type(sentences).__name__}; expected a str or an iterable of str")
-    return map(_check_sentence, sentences, itertools.count())
+    def _with_prompt(self, options: dict[str, Any], *names: str) -> dict[str, Any]:
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            return options | {"prompt_name": next((name for name in names if name in self.prompts), None)}
+        return options
+
+    def _programs_on(self, device: str | jax.Device | None) -> Programs:
+        if device is None:
+            return self._programs
+        place = _device(device)
+        if self._programs.devices == {place}:
+            return self._programs
+        if place not in self._programs_elsewhere:
+            self._programs_elsewhere[place] = self._start(jax.device_put(self._programs.params, place))
+        return self._programs_elsewhere[place]
 
 
-def _check_sentence(sentence: str, index: int) -> str:
-    if not isinstance(sentence, str):
-        raise TypeError(f"sentences[{index}] is of type {type(sentence).__name__}; expected str")
-    if not sentence.isascii():
-        _check_unicode(sentence, f"sentences[{index}]")
-    return sentence
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What one call asks for: `normalize` and `truncate_dim` are those of `encode`."""
+
+    programs: Programs
+    head: Head
+    budget: int
+    prompt: str
+    truncate_dim: int | None
+    normalize: bool
+
+    def finish(self, rows: np.ndarray) -> np.ndarray:
+        """Truncates embeddings, here and not on the device, which would need other programs for it."""
+        if self.truncate_dim is None:
+            return rows
+        rows = rows[:, : self.truncate_dim]
+        if self.normalize:
+            rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        return rows
 
 
-def _check_unicode(sentence: str, name: str) -> None:
+def _device(device: str | jax.Device) -> jax.Device:
+    """The device of a name such as "cpu" or "cuda:1"."""
+    if not isinstance(device, str):
+        return device
+    platform, _, index = device.partition(":")
     try:
-        sentence.encode()
-    except UnicodeEncodeError as error:
-        found = ascii(sentence[error.start])
-        raise ValueError(
-            f"{name} holds {found} at {error.start}, half of a surrogate pair; expected valid Unicode"
-        ) from error
+        return jax.devices(platform)[int(index or 0)]
+    except (RuntimeError, IndexError, ValueError) as error:
+        names = [f"{d.platform}:{d.id}" for d in jax.devices()]
+        raise ValueError(f"{device=} is not there; expected one of {names}") from error
 
 
-def _shows(asked: bool | None, long: bool) -> bool:
-    return long and sys.stderr.isatty() if asked is None else asked
-
-
-@contextlib.contextmanager
-def _progress(what: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar, if one is to be shown, for as long as the context lasts; what it gives advances it."""
-    if not show:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.advance(task, count)
-
-
-def _check_weights_package() -> None:
+def check_weights_package() -> None:
     """ImportError where `import weights` would find another module than the one beside this package."""
     ours = Path(__file__).parents[2] / "weights" / "__init__.py"
     spec = importlib.util.find_spec("weights")

@@ -2,13 +2,17 @@
 
 The model is [sentence-transformers/all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2),
 its architecture [BERT](https://arxiv.org/abs/1810.04805) with post-norm layers, its pooling the masked
-mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084).
+mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084). The config says which of BERT's relatives it is:
+[RoBERTa](https://arxiv.org/abs/1907.11692) and XLM-RoBERTa, [DistilBERT](https://arxiv.org/abs/1910.01108), or
+[MPNet](https://arxiv.org/abs/2004.09297).
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -19,31 +23,76 @@ from pallas_models.ops import Implementation, _checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MiniLMConfig:
-    """Sizes of the encoder; the defaults are those of all-MiniLM-L6-v2."""
+class EncoderConfig:
+    """Sizes of an encoder like BERT, with defaults of the best known one of each family.
 
-    vocab_size: int = 30522
-    hidden_size: int = 384
-    num_layers: int = 6
+    Attributes:
+      num_token_types: rows of the table of token types; 0 for a family that has none.
+      relative_buckets: of the distances between tokens, each with a bias of attention for each head; 0 for a
+        family that has none.
+    """
+
+    vocab_size: int
+    hidden_size: int = 768
+    num_layers: int = 12
     num_heads: int = 12
-    intermediate_size: int = 1536
+    intermediate_size: int = 3072
     max_positions: int = 512
-    num_token_types: int = 2
     epsilon: float = 1e-12
+    num_token_types: int = 0
+    relative_buckets: int = 0
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MiniLMConfig(EncoderConfig):
+    """BERT; the defaults are those of all-MiniLM-L6-v2."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 384
+    num_layers: int = 6
+    intermediate_size: int = 1536
+    num_token_types: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RobertaConfig(EncoderConfig):
+    """RoBERTa and XLM-RoBERTa; the defaults are those of multilingual-e5-base. Positions are counted from 0."""
+
+    vocab_size: int = 250002
+    epsilon: float = 1e-5
+    num_token_types: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DistilBertConfig(EncoderConfig):
+    """DistilBERT; the defaults are those of distilbert-base-uncased."""
+
+    vocab_size: int = 30522
+    num_layers: int = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MPNetConfig(EncoderConfig):
+    """MPNet; the defaults are those of all-mpnet-base-v2. Positions are counted from 0."""
+
+    vocab_size: int = 30527
+    epsilon: float = 1e-5
+    relative_buckets: int = 32
+
+
 class Embeddings(nnx.Module):
     """Word, position and token-type look-up, and layer norm: (B, S) ids to (B, S, H)."""
 
-    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.epsilon = config.epsilon
         self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.position = Embedding(config.max_positions, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.token_type = Embedding(config.num_token_types, config.hidden_size, dtype=dtype, rngs=rngs)
+        if config.num_token_types:
+            self.token_type = Embedding(config.num_token_types, config.hidden_size, dtype=dtype, rngs=rngs)
         self.norm = LayerNorm(config.hidden_size)
 
     def __call__(
@@ -54,11 +103,13 @@ class Embeddings(nnx.Module):
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
+        word = self.word.embedding[...]
+        none = jnp.zeros((1, word.shape[1]), word.dtype)
         return ops.embed_tokens(
             ids,
-            self.word.embedding[...],
+            word,
             self.position.embedding[...],
-            self.token_type.embedding[...],
+            self.token_type.embedding[...] if hasattr(self, "token_type") else none,
             self.norm.scale[...],
             self.norm.bias[...],
             token_type_ids=token_type_ids,
@@ -71,7 +122,7 @@ class Embeddings(nnx.Module):
 class Attention(nnx.Module):
     """Parameters of multi-head self-attention: queries, keys and values in one projection."""
 
-    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype=dtype, rngs=rngs)
         self.out = Linear(config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
 
@@ -79,7 +130,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Parameters of the feed-forward half: up, exact GELU, down."""
 
-    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.up = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
         self.down = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
 
@@ -87,7 +138,7 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """One post-norm transformer layer: (B, S, H) to (B, S, H)."""
 
-    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.num_heads, self.epsilon = config.num_heads, config.epsilon
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.attention_norm = LayerNorm(config.hidden_size)
@@ -99,6 +150,7 @@ class Layer(nnx.Module):
         x: jax.Array,
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
+        bias: jax.Array | None,
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
@@ -118,7 +170,12 @@ class Layer(nnx.Module):
             x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
         )
         y = ops.attention_qkv(
-            qkv, num_heads=self.num_heads, mask=mask, segment_ids=segment_ids, implementation=implementation
+            qkv,
+            num_heads=self.num_heads,
+            mask=mask,
+            bias=bias,
+            segment_ids=segment_ids,
+            implementation=implementation,
         )
         x = add_and_norm(y, self.attention.out, x, self.attention_norm)
         y = ops.matmul(
@@ -134,9 +191,11 @@ class Layer(nnx.Module):
 class MiniLM(nnx.Module):
     """The encoder: token ids to the hidden states of the last layer."""
 
-    def __init__(self, config: MiniLMConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
+        if config.relative_buckets:
+            self.relative_bias = Embedding(config.relative_buckets, config.num_heads, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
 
     def __call__(
@@ -154,10 +213,34 @@ class MiniLM(nnx.Module):
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         positions = None if segment_ids is None else packing.position_ids(segment_ids)
         x = self.embeddings(ids, token_type_ids, positions, implementation=implementation)
-        return call_layers(self.layers, x, mask, segment_ids, remat=remat, implementation=implementation)
+        # The distance of two tokens of a segment is that of their places in the row.
+        bias = (
+            _relative_bias(self.relative_bias.embedding[...], ids.shape[1])
+            if self.config.relative_buckets
+            else None
+        )
+        return call_layers(self.layers, x, mask, segment_ids, bias, remat=remat, implementation=implementation)
 
 
-def init(key: jax.Array, config: MiniLMConfig = MiniLMConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
+def _relative_bias(table: jax.Array, length: int) -> jax.Array:
+    """The bias of attention between all pairs of tokens, (1, num_heads, S, S), by the distance of the two.
+
+    Distances fall into buckets as in [T5](https://arxiv.org/abs/1910.10683): half of them for keys on either side,
+    half of these for one distance each, the others for ranges that grow up to a distance of 128.
+    """
+    side, furthest = len(table) // 2, 128
+    alone = side // 2
+    distance = np.arange(1 - length, length)  # of the key from the query
+    away = np.abs(distance)
+    growth = np.log(np.maximum(away, alone).astype(np.float32) / alone) / math.log(furthest / alone)
+    ranged = np.minimum(alone + (growth * (side - alone)).astype(np.int32), side - 1)
+    buckets = np.where(away < alone, away, ranged) + np.where(distance > 0, side, 0)
+    index = jnp.arange(length)
+    pairs = index[None, :] - index[:, None] + length - 1
+    return table[buckets].T[:, pairs][None]
+
+
+def init(key: jax.Array, config: EncoderConfig = MiniLMConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws random parameters: a nested dict of arrays, as `encode` and `embed` take it.
 
     Matrices are of `dtype`; biases and norm scales are float32, which costs nothing and halves the error
@@ -173,7 +256,7 @@ def encode(
     *,
     token_type_ids: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
-    config: MiniLMConfig = MiniLMConfig(),
+    config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the hidden states of the last layer.
@@ -214,7 +297,7 @@ def embed(
     mask: jax.Array,
     *,
     token_type_ids: jax.Array | None = None,
-    config: MiniLMConfig = MiniLMConfig(),
+    config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes sentence embeddings: `encode`, the mean over the tokens of a sentence, unit L2 norm.
@@ -236,7 +319,7 @@ def embed_packed(
     *,
     num_segments: int,
     token_type_ids: jax.Array | None = None,
-    config: MiniLMConfig = MiniLMConfig(),
+    config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the embeddings of sentences of any lengths that are joined in rows, without padding each.

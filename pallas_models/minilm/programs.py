@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models import ops
 from pallas_models._modules import Params
 from pallas_models.compilation_cache import Executables, jax_setting
-from pallas_models.minilm import packing
+from pallas_models.minilm import heads, packing
+from pallas_models.minilm.heads import Head
 from pallas_models.ops import Implementation
 
 Shape = tuple[int, ...]
@@ -30,10 +30,11 @@ _COMPILED: dict[Any, dict[Any, Program]] = {}
 
 
 class Programs:
-    """Computes sentence embeddings, (n, H) float32, of batches that `packing.pack` makes, or of one sentence.
+    """Computes sentence embeddings, (n, D) float32, of batches that `packing.pack` makes, or of one sentence.
 
     A batch is (2, B, S), token ids and segment ids, and has `packing.num_segments((B, S))` embeddings. One
-    sentence is (1, S), token ids and -1 where there is none.
+    sentence is (1, S), token ids and -1 where there is none. A head says how embeddings are made of hidden states;
+    None asks for these, (B, S, H) float32.
 
     Each array that a call is given costs it about a microsecond. The parameters are flattened here, once; and the
     programs for one short sentence, which take no longer than that, hold a copy of them unless kept in files.
@@ -41,20 +42,26 @@ class Programs:
 
     def __init__(
         self,
-        params: Params,
+        params: tuple[Params, Params],
         encode: Callable[..., jax.Array],
         config: Any,
         implementation: Implementation | None,
         folder: Path | None,
     ):
-        """Args: `encode` computes hidden states as `minilm.encode` does; `folder` keeps programs unless None."""
+        """Makes programs of the parameters of model and head.
+
+        Args:
+          encode: computes hidden states as `minilm.encode` does.
+          folder: keeps programs unless None.
+        """
         leaves, tree = jax.tree.flatten(params)
         self._leaves = tuple(map(jnp.asarray, leaves))
         kinds = tuple((leaf.shape, leaf.dtype.name) for leaf in self._leaves)
         places = tuple((leaf.sharding, leaf.committed) for leaf in self._leaves)
         self._compiled = _COMPILED.setdefault((encode, config, implementation, tree, kinds, places, folder), {})
         self._key = (f"{encode.__module__}.{encode.__qualname__}", config, implementation, str(tree), kinds)
-        devices = set().union(*(leaf.devices() for leaf in self._leaves))
+        self.params = params
+        self.devices = devices = set().union(*(leaf.devices() for leaf in self._leaves))
         self.platform = next(iter(devices)).platform
         # Only our own code is part of the key under which a program is kept.
         ours = encode.__module__.startswith("pallas_models.")
@@ -64,38 +71,37 @@ class Programs:
         self._binds = not folder and size <= _MOST_BOUND and not any(leaf.committed for leaf in self._leaves)
         self._bound: dict[Any, Program] = {}
 
-        def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, normalize: bool) -> jax.Array:
+        def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, head: Head | None) -> jax.Array:
             options = dict(config=config, implementation=implementation)
-            params = jax.tree.unflatten(tree, leaves)
+            params, head_params = jax.tree.unflatten(tree, leaves)
+            where: dict[str, Any]
             if tokens.ndim == 2:
                 mask = (tokens >= 0).astype(jnp.int32)
                 hidden = encode(params, jnp.maximum(tokens, 0), mask, **options)
-                return ops.mean_pool(hidden, mask, normalize=normalize, implementation=implementation)
-            ids, segment_ids = tokens
-            hidden = encode(params, ids, None, segment_ids=segment_ids, **options)
-            return ops.segment_mean_pool(
-                hidden,
-                segment_ids,
-                num_segments=packing.num_segments(ids.shape),
-                normalize=normalize,
-                implementation=implementation,
-            )
+                where = dict(mask=mask)
+            else:
+                ids, segment_ids = tokens
+                hidden = encode(params, ids, None, segment_ids=segment_ids, **options)
+                where = dict(segment_ids=segment_ids, num_segments=packing.num_segments(ids.shape))
+            if head is None:
+                return hidden.astype(jnp.float32)
+            return heads.apply(head, head_params, hidden, **where, implementation=implementation)
 
         self._function = run
         self._jit = functools.partial(jax.jit, out_shardings=_on_the_host(devices))
         self._run = self._jit(run, static_argnums=2)
 
-    def of(self, normalize: bool) -> "Forward":
-        """What computes batches with these settings."""
-        return Forward(self, normalize)
+    def of(self, head: Head | None) -> "Forward":
+        """What computes batches with this head."""
+        return Forward(self, head)
 
-    def __call__(self, tokens: np.ndarray, normalize: bool) -> jax.Array:
+    def __call__(self, tokens: np.ndarray, head: Head | None) -> jax.Array:
         """Starts the computation of one batch; returns before the device is done."""
         if jax_setting("jax_disable_jit"):
-            return self._run(self._leaves, tokens, normalize)
-        programs, key = self._programs(tokens.shape), _key(tokens.shape, normalize)
+            return self._run(self._leaves, tokens, head)
+        programs, key = self._programs(tokens.shape), _key(tokens.shape, head)
         if key not in programs:
-            self.prepare([tokens.shape], normalize)
+            self.prepare([tokens.shape], head)
         try:
             program = programs[key].result()
         except BaseException:
@@ -103,28 +109,28 @@ class Programs:
             raise
         return program(tokens) if programs is self._bound else program(self._leaves, tokens)
 
-    def prepare(self, shapes: Iterable[Shape], normalize: bool) -> list[Program]:
+    def prepare(self, shapes: Iterable[Shape], head: Head | None) -> list[Program]:
         """Starts to compile the programs of these shapes that are not there yet, and returns those.
 
         They are lowered one after another, as that is Python, and compiled side by side, as that is not; the order
         is that of `shapes`, so that the first batch can run while the programs of others are compiled.
         """
-        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, normalize) not in self._programs(shape)]
+        missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, head) not in self._programs(shape)]
         if not missing or jax_setting("jax_disable_jit"):
             return []
         pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
         try:
             # Named here, as the other threads do not see what JAX is set to in this one.
-            names = [self._kept.name(*self._key, shape, normalize) if self._kept else None for shape in missing]
+            names = [self._kept.name(*self._key, shape, head) if self._kept else None for shape in missing]
             loading = [pool.submit(self._load, name) for name in names]
             for shape, name, load in zip(missing, names, loading, strict=True):
                 program: Program = load
                 if load.result() is None:
-                    program = pool.submit(self._compile, self._lower(shape, normalize), name)
-                self._programs(shape)[_key(shape, normalize)] = program
+                    program = pool.submit(self._compile, self._lower(shape, head), name)
+                self._programs(shape)[_key(shape, head)] = program
         finally:
             pool.shutdown(wait=False)
-        return [self._programs(shape)[_key(shape, normalize)] for shape in missing]
+        return [self._programs(shape)[_key(shape, head)] for shape in missing]
 
     def _programs(self, shape: Shape) -> dict[Any, Program]:
         """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
@@ -135,11 +141,11 @@ class Programs:
     def _load(self, name: str | None) -> Any:
         return self._kept.load(name) if self._kept and name else None
 
-    def _lower(self, shape: Shape, normalize: bool) -> jax.stages.Lowered:
+    def _lower(self, shape: Shape, head: Head | None) -> jax.stages.Lowered:
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         if self._programs(shape) is self._bound:
-            return self._jit(lambda tokens: self._function(self._leaves, tokens, normalize)).lower(tokens)
-        return self._run.lower(self._leaves, tokens, normalize)
+            return self._jit(lambda tokens: self._function(self._leaves, tokens, head)).lower(tokens)
+        return self._run.lower(self._leaves, tokens, head)
 
     def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> jax.stages.Compiled:
         compiled = lowered.compile()
@@ -150,16 +156,16 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
-    """The programs with settings: a `pipeline.Forward`."""
+    """The programs with one head: a `pipeline.Forward`."""
 
     programs: Programs
-    normalize: bool
+    head: Head | None
 
     def __call__(self, tokens: np.ndarray) -> jax.Array:
-        return self.programs(tokens, self.normalize)
+        return self.programs(tokens, self.head)
 
     def prepare(self, shapes: Iterable[Shape]) -> list[Program]:
-        return self.programs.prepare(shapes, self.normalize)
+        return self.programs.prepare(shapes, self.head)
 
 
 def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:
@@ -169,6 +175,6 @@ def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:
     return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
-def _key(shape: tuple[int, ...], normalize: bool) -> tuple[object, ...]:
+def _key(shape: tuple[int, ...], head: Head | None) -> tuple[object, ...]:
     # What a compiled program would not follow by itself, as a function under jax.jit does.
-    return shape, normalize, jax_setting("jax_default_matmul_precision"), jax_setting("jax_enable_x64")
+    return shape, head, jax_setting("jax_default_matmul_precision"), jax_setting("jax_enable_x64")

@@ -1,0 +1,34 @@
+"""Encoders of sentences, whatever their family: the one that their files say."""
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from weights import hub, loading
+
+
+def load_encoder(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+    """Loads the weights of an encoder of sentences as parameters.
+
+    Args:
+      path_or_name: as in `weights.load_minilm`, of a model that docs/models.md lists.
+      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation.
+
+    Returns:
+      Nested dict of arrays on the default device, for `minilm.encode`, `modernbert.encode` or `qwen3.encode`,
+      with the config of `load_encoder_config`. What follows the transformer, such as pooling, is not read: that is
+      for `minilm.Encoder`.
+
+    Raises:
+      As `weights.load_minilm`; CheckpointError where the model is of a family that embeds no sentences.
+    """
+    path = hub.resolve(path_or_name)
+    return loading.load(loading.find_encoder(path), path, dtype)
+
+
+def load_encoder_config(path_or_name: str | os.PathLike[str]) -> Any:
+    """Reads the sizes of the model that `load_encoder` loads; argument and errors as there."""
+    path = hub.resolve(path_or_name)
+    return loading.load_config(loading.find_encoder(path), path)
