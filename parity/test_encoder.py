@@ -216,18 +216,18 @@ def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
     assert {call for call in calls if call != "read"} == {(2, 1, 20)}
     calls.clear()
     np.testing.assert_allclose(encoder.encode(sentences, batch_size=24), expected, atol=1e-6)
-    assert {call for call in calls if call != "read"} == {(2, 24, 20), (2, 3, 20), (2, 1, 20)}
+    assert {call for call in calls if call != "read"} == {(2, 24, 20), (2, 3, 20)}
 
 
 def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
     sentences, read = random_sentences(50), []
     expected = encoder.encode(sentences)
-    run = functools.partial(pipeline.run, chunk=4)
-    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(pipeline, "run", functools.partial(pipeline.run, chunk=4))
+    monkeypatch.setattr(pipeline, "_BATCHES_IN_FLIGHT", 2)
     stream = encoder.encode_iter(read.append(s) or s for s in sentences)
     assert read == []
     chunks = [next(stream)]
-    assert 0 < len(read) <= 4 * 13  # of chunks that are tokenized or computed
+    assert 4 <= len(read) <= 4 * 7  # of chunks that are tokenized or computed
     chunks += list(stream)
     assert [len(rows) for rows in chunks] == [4] * 12 + [2]
     np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
@@ -354,6 +354,26 @@ def test_progress_bar(encoder, capsys):
 def test_encode_checks_its_arguments(encoder, given, error, message):
     with pytest.raises(error, match=message):
         encoder.encode(**{"sentences": ["a"]} | given)
+
+
+def test_encode_iter_checks_its_arguments(encoder):
+    with pytest.raises(TypeError, match="sentences is a str; expected an iterable of str"):
+        encoder.encode_iter("a man")
+    with pytest.raises(TypeError, match="sentences is a dict; expected an iterable of str"):
+        encoder.encode_iter({"a": 1})
+    with pytest.raises(ValueError, match="batch_size=0; expected at least 1"):
+        encoder.encode_iter(["a man"], batch_size=0)
+    stream = encoder.encode_iter(["a man", 3])
+    with pytest.raises(TypeError, match=r"sentences\[1\] is of type int; expected str"):
+        list(stream)
+
+
+def test_many_pieces_of_a_chunk_keep_their_order(encoder, monkeypatch):
+    sentences = random_sentences(100)
+    expected = encoder.encode(sentences)
+    monkeypatch.setattr(pipeline, "_FEW", 0)
+    monkeypatch.setattr(pipeline, "_PIECE", 7)
+    np.testing.assert_array_equal(encoder.encode(sentences), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """From texts to rows of embeddings: tokenizing, packing, computing and collecting, each while the others work."""
 
 import collections
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import jax
@@ -17,8 +18,9 @@ CHUNK = 16384
 _AHEAD = 2
 # Texts are tokenized by all cores. What takes the ids out of the tokenizer's objects is Python, which leaves cores
 # idle unless other threads have pieces of their own.
-_THREADS = 4
-_PIECE = 2048
+_THREADS = 8
+_PIECE = 512
+_FEW = 64  # texts are tokenized before a thread is started
 # Batches in flight: enough to keep a device busy while the next are packed, few enough that neither inputs nor
 # results pile up on it.
 _BATCHES_IN_FLIGHT = 8
@@ -43,6 +45,7 @@ def run(
     width: int,
     limit: int,
     budget: int,
+    out: np.ndarray | None = None,
     chunk: int = CHUNK,
 ) -> Iterator[np.ndarray]:
     """Computes a row for each text.
@@ -56,6 +59,8 @@ def run(
       width: of a row.
       limit: the most tokens that a text has.
       budget: the most tokens that a batch has.
+      out: float32 (texts, width), which rows are written into, where there is a place for all; else each chunk has
+        an array of its own.
       chunk: how many texts are taken at a time.
 
     Yields:
@@ -63,11 +68,15 @@ def run(
     """
     started: collections.deque[_Rows] = collections.deque()
     in_flight: collections.deque[_Rows] = collections.deque()
+    done = 0
     with ThreadPoolExecutor(_THREADS) as pool:
         for ids, lengths in _tokenized(pool, texts, tokenize, chunk):
             batches = list(packing.pack(ids, lengths, limit, budget))
             forward.prepare(batch.tokens.shape for batch in batches)
-            started.append(_Rows(len(lengths), width))
+            rows = np.empty((len(lengths), width), np.float32) if out is None else out[done : done + len(lengths)]
+            rows[lengths == 0] = 0.0  # of texts that are in no batch
+            done += len(rows)
+            started.append(_Rows(rows))
             for batch in batches:
                 started[-1].pending.append((batch, forward(batch.tokens)))
                 in_flight.append(started[-1])
@@ -75,10 +84,10 @@ def run(
                     in_flight.popleft().collect()
             while len(started) > 1 and not started[0].pending:
                 yield started.popleft().rows
-    for rows in started:
-        while rows.pending:
-            rows.collect()
-        yield rows.rows
+    for last in started:
+        while last.pending:
+            last.collect()
+        yield last.rows
 
 
 def _tokenized(
@@ -86,22 +95,24 @@ def _tokenized(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The `tokens` of each chunk; those of the next are being made then."""
 
-    def submit(chunk: list[str]) -> list[Future[tuple[np.ndarray, np.ndarray]]]:
-        return [pool.submit(tokens, tokenize, piece) for piece in chunks(chunk, _PIECE)]
+    def start(chunk: list[str]) -> list[Callable[[], tuple[np.ndarray, np.ndarray]]]:
+        if len(chunk) <= _FEW:
+            return [functools.partial(tokens, tokenize, chunk)]
+        return [pool.submit(tokens, tokenize, piece).result for piece in chunks(chunk, _PIECE)]
 
-    ahead = map(submit, chunks(texts, size))
+    ahead = map(start, chunks(texts, size))
     waiting = collections.deque(itertools.islice(ahead, _AHEAD))
     while waiting:
         waiting.extend(itertools.islice(ahead, 1))
-        ids, lengths = zip(*(piece.result() for piece in waiting.popleft()), strict=True)
+        ids, lengths = zip(*(piece() for piece in waiting.popleft()), strict=True)
         yield np.concatenate(ids), np.concatenate(lengths)
 
 
 class _Rows:
     """The rows of one chunk, and its batches that are being computed."""
 
-    def __init__(self, count: int, width: int):
-        self.rows = np.zeros((count, width), np.float32)
+    def __init__(self, rows: np.ndarray):
+        self.rows = rows
         self.pending: collections.deque[tuple[packing.Batch, jax.Array]] = collections.deque()
 
     def collect(self) -> None:
