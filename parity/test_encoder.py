@@ -359,7 +359,7 @@ def test_encode_checks_its_arguments(encoder, given, error, message):
 def test_encode_iter_checks_its_arguments(encoder):
     with pytest.raises(TypeError, match="sentences is a str; expected an iterable of str"):
         encoder.encode_iter("a man")
-    with pytest.raises(TypeError, match="sentences is a dict; expected a str or an iterable of str"):
+    with pytest.raises(TypeError, match="sentences is a dict; expected an iterable of str"):
         encoder.encode_iter({"a": 1})
     with pytest.raises(ValueError, match="batch_size=0; expected at least 1"):
         encoder.encode_iter(["a man"], batch_size=0)

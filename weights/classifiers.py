@@ -34,10 +34,6 @@ class Classifier:
     head: Head
     head_params: dict[str, Any]
 
-    @property
-    def num_labels(self) -> int:
-        return self.head.features(self.config.hidden_size)
-
 
 def load_classifier(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike) -> Classifier:
     """Loads a model that transformers calls ForSequenceClassification.

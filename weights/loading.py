@@ -46,8 +46,10 @@ def find_family(path: Path, *, embeds: bool = False) -> Family:
     path = _config_path(path)
     model_type = checkpoint.read_json(path).get("model_type")
     families = [family for family in FAMILIES.values() if model_type in family.model_types]
+    if embeds:
+        families.sort(key=lambda family: family.encode is None)
     if families:
-        return families[-1 if embeds else 0]
+        return families[0]
     known = " or ".join(repr(kind) for kind in sorted({k for f in FAMILIES.values() for k in f.model_types}))
     raise CheckpointError(f"{path} describes a model of type {shown(model_type)}; expected {known}")
 

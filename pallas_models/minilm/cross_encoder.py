@@ -172,7 +172,6 @@ class CrossEncoder:
                 raise ValueError(f"{batch_size=}; expected at least 1")
             budget = batch_size * self._max_length
         scores = np.empty((len(texts), self.num_labels), np.float32)
-        done = 0
         show = inputs.shows(show_progress_bar, len(texts) >= SENTENCES_WORTH_A_BAR)
         with inputs.progress("pairs", len(texts), show) as advance:
             for rows in pipeline.run(
@@ -182,9 +181,8 @@ class CrossEncoder:
                 width=self.num_labels,
                 limit=self._max_length,
                 budget=budget,
+                out=scores,
             ):
-                scores[done : done + len(rows)] = rows
-                done += len(rows)
                 advance(len(rows))
         scores = (activation_fn or _ACTIVATIONS[self._activation])(scores)
         if self.num_labels == 1:

@@ -354,7 +354,7 @@ class Encoder:
           TypeError, ValueError: as `encode`; about a sentence once it is read.
         """
         call = self._call(batch_size, prompt, prompt_name, device, normalize_embeddings, truncate_dim)
-        return self._rows(inputs.checked(sentences), call)
+        return map(call.finish, self._rows(inputs.checked(sentences), call))
 
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> np.ndarray:
         """The similarity of each of embeddings1, (N, D) or (D,), with each of embeddings2: (N, M) float32.
@@ -432,26 +432,25 @@ class Encoder:
             padded = np.full((1, packing.padded_length(len(tokens), self._max_length)), -1, np.int32)
             padded[0, : len(tokens)] = tokens
             return call.finish(np.array(call.programs(padded, call.head)))
-        embeddings = np.empty((len(sentences), self._width(call)), np.float32)
-        done = 0
+        embeddings = np.empty((len(sentences), self._head.features(self._config.hidden_size)), np.float32)
         show = inputs.shows(show_progress_bar, len(sentences) >= SENTENCES_WORTH_A_BAR)
         with inputs.progress("sentences", len(sentences), show) as advance:
-            for rows in self._rows(sentences, call):
-                embeddings[done : done + len(rows)] = rows
-                done += len(rows)
+            for rows in self._rows(sentences, call, embeddings):
                 advance(len(rows))
-        return embeddings
+        return call.finish(embeddings)
 
-    def _rows(self, sentences: Iterable[str], call: "_Call") -> Iterator[np.ndarray]:
-        rows = pipeline.run(
+    def _rows(
+        self, sentences: Iterable[str], call: "_Call", out: np.ndarray | None = None
+    ) -> Iterator[np.ndarray]:
+        return pipeline.run(
             (call.prompt + sentence for sentence in sentences) if call.prompt else sentences,
             self._tokenize,
             call.programs.of(call.head),
             width=self._head.features(self._config.hidden_size),
             limit=self._max_length,
             budget=call.budget,
+            out=out,
         )
-        return map(call.finish, rows)
 
     def _hidden_states(self, sentences: list[str], call: "_Call") -> list[np.ndarray]:
         states: list[np.ndarray] = [np.empty(0)] * len(sentences)
@@ -468,10 +467,6 @@ class Encoder:
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]
-
-    def _width(self, call: "_Call") -> int:
-        width = self._head.features(self._config.hidden_size)
-        return width if call.truncate_dim is None else min(width, call.truncate_dim)
 
     def _call(
         self,
@@ -542,9 +537,9 @@ class _Call:
         """Truncates embeddings, here and not on the device, which would need other programs for it."""
         if self.truncate_dim is None:
             return rows
-        rows = rows[:, : self.truncate_dim]
+        rows = rows[:, : self.truncate_dim].copy()  # and let go of the rest
         if self.normalize:
-            rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+            rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
         return rows
 
 

@@ -2,6 +2,7 @@
 
 import collections.abc
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,13 @@ def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[str]:
     """The sentences; TypeError and ValueError where one is no text."""
     if isinstance(sentences, str | collections.abc.Mapping) or hasattr(sentences, "columns"):
         raise TypeError(f"{name} is a {type(sentences).__name__}; expected an iterable of str")
-    return (check_sentence(sentence, f"{name}[{i}]") for sentence, i in zip(sentences, itertools.count()))
+    return map(functools.partial(_check_one_of, name), sentences, itertools.count())
+
+
+def _check_one_of(name: str, sentence: str, index: int) -> str:
+    if isinstance(sentence, str) and sentence.isascii():
+        return sentence
+    return check_sentence(sentence, f"{name}[{index}]")  # which is made where it may be needed
 
 
 def check_sentence(sentence: str, name: str) -> str:
