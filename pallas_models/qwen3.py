@@ -122,9 +122,11 @@ class Layer(nnx.Module):
         (cos, sin), config, attention, mlp = table, self.config, self.attention, self.mlp
         heads: dict[str, Any] = dict(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
         norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
+        with_x: dict[str, Any] = norm | dict(return_residual=True)  # x's gradient is added where the norm's is
         product: dict[str, Any] = dict(precision=precision, implementation=implementation)
 
-        y = checkpoint_name(ops.rms_norm(x, self.attention_norm.scale[...], **norm), "attention_norm")
+        y, x = ops.rms_norm(x, self.attention_norm.scale[...], **with_x)
+        y = checkpoint_name(y, "attention_norm")
         qkv = ops.rotary(
             checkpoint_name(ops.matmul(y, attention.qkv.kernel[...], **product), "qkv"),
             cos,
@@ -137,7 +139,8 @@ class Layer(nnx.Module):
         qkv = checkpoint_name(qkv, "rotated")
         y = checkpoint_name(ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product), "attention")
         x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
-        y = checkpoint_name(ops.rms_norm(x, self.mlp_norm.scale[...], **norm), "mlp_norm")
+        y, x = ops.rms_norm(x, self.mlp_norm.scale[...], **with_x)
+        y = checkpoint_name(y, "mlp_norm")
         return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)
 
 
