@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.activation_backward import Config as EpilogueConfig
@@ -594,11 +594,12 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
 def test_hopper_kernel_has_no_races(monkeypatch, capfd, config, has_residual):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    monkeypatch.setattr(_gemm, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
     x, w, bias, residual = operands((256, 192, 128), "bfloat16", seed=23)
-    options = dict(bias=bias, residual=residual if has_residual else None)
-    out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), OP["bfloat16"])
+    residual = residual if has_residual else None
+    outs, expected = kept(mosaic, x, w, bias, residual, config=config, out_dtype="bfloat16")
+    for out, wanted in zip(outs, expected, strict=True):
+        assert_close(out, wanted, OP["bfloat16"])
     assert "RACE" not in capfd.readouterr().out
 
 
