@@ -145,9 +145,15 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Computes the block; arguments and errors are those of `block`."""
 
-        def norm(x: jax.Array, norm: LayerNorm) -> jax.Array:
+        def norm(x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
+            # With x itself, whose gradient the norm's kernel then adds to its own.
             return ops.layer_norm(
-                x, norm.scale[...], norm.bias[...], epsilon=self.epsilon, implementation=implementation
+                x,
+                norm.scale[...],
+                norm.bias[...],
+                return_residual=True,
+                epsilon=self.epsilon,
+                implementation=implementation,
             )
 
         def linear(
@@ -167,7 +173,8 @@ class Block(nnx.Module):
                 implementation=implementation,
             )
 
-        y = checkpoint_name(norm(x, self.attention_norm), "attention_norm")
+        y, x = norm(x, self.attention_norm)
+        y = checkpoint_name(y, "attention_norm")
         attend = functools.partial(
             ops.attention_qkv,
             num_heads=self.num_heads // self.head_groups,
@@ -179,7 +186,8 @@ class Block(nnx.Module):
         y = over_groups(attend, checkpoint_name(linear(y, self.attention.qkv), "qkv"), self.head_groups)
         y = checkpoint_name(y, "attention")
         x = checkpoint_name(linear(y, self.attention.out, residual=x), "residual")
-        y = checkpoint_name(norm(x, self.mlp_norm), "mlp_norm")
+        y, x = norm(x, self.mlp_norm)
+        y = checkpoint_name(y, "mlp_norm")
         y = checkpoint_name(linear(y, self.mlp.up, activation="gelu_tanh"), "mlp_up")
         return linear(y, self.mlp.down, residual=x)
 

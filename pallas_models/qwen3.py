@@ -152,9 +152,11 @@ class Layer(nnx.Module):
             num_heads=config.num_heads // groups, num_kv_heads=config.num_kv_heads // groups
         )
         norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
+        with_x: dict[str, Any] = norm | dict(return_residual=True)  # x's gradient is added where the norm's is
         product: dict[str, Any] = dict(precision=precision, implementation=implementation)
 
-        y = checkpoint_name(ops.rms_norm(x, self.attention_norm.scale[...], **norm), "attention_norm")
+        y, x = ops.rms_norm(x, self.attention_norm.scale[...], **with_x)
+        y = checkpoint_name(y, "attention_norm")
         qkv = checkpoint_name(ops.matmul(y, attention.qkv.kernel[...], **product), "qkv")
 
         def attend(qkv: jax.Array) -> jax.Array:
@@ -164,7 +166,8 @@ class Layer(nnx.Module):
 
         y = checkpoint_name(over_groups(attend, qkv, groups), "attention")
         x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
-        y = checkpoint_name(ops.rms_norm(x, self.mlp_norm.scale[...], **norm), "mlp_norm")
+        y, x = ops.rms_norm(x, self.mlp_norm.scale[...], **with_x)
+        y = checkpoint_name(y, "mlp_norm")
         return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)
 
 

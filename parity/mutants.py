@@ -291,6 +291,18 @@ MUTANTS = [
             "up += tile.load_vector(bias_ref, c, jnp.int32(0))",
             "test_gated_mlp.py",
         ),
+        (
+            "matmul.py",
+            "tile.store(kept_ref, c, y)",
+            "tile.store(kept_ref, c, activate(activation, y, interpret=interpret))",
+            "test_matmul.py -k applied_to",
+        ),
+        (
+            "gated_mlp.py",
+            "((gate_ref, gate), (up_ref, up))",
+            "((gate_ref, up), (up_ref, up))",
+            "test_gated_mlp.py",
+        ),
         ("trimul_product.py", "right = left + padded", "right = left + h", "test_trimul.py"),
     ),
     *_of(
@@ -327,11 +339,24 @@ MUTANTS = [
         ),
         (
             "matmul.py",
-            "            y = activate(activation, y, out_dtype)\n"
+            "            y = activate(activation, preactivation(block, slot), out_dtype)\n"
             "            return y if residual is None else y + slot[...].astype(jnp.float32)\n",
+            "            y = preactivation(block, slot)\n"
             "            y = y if residual is None else y + slot[...].astype(jnp.float32)\n"
             "            return activate(activation, y, out_dtype)\n",
             "test_matmul.py -k test_hopper_kernel",
+        ),
+        (
+            "matmul.py",
+            "tile, kept_parts, preactivation, wait=True)",
+            "tile, kept_parts, value, wait=True)",
+            "test_matmul.py -k applied_to",
+        ),
+        (
+            "gated_mlp.py",
+            "of = (refs.gate, refs.up)[part]",
+            "of = (refs.up, refs.gate)[part]",
+            "test_gated_mlp.py -k half_precision",
         ),
     ),
     *_of(

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.activation_backward import Config as EpilogueConfig
 from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
+from pallas_models.ops.matmul import reference as plain
 from parity.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
+    ON_GPU,
     TRITON_CALL,
     assert_close,
     assert_gradients_close,
@@ -251,6 +253,37 @@ def test_gradients_of_half_precision(reference, implementation, activation, dtyp
     named = implementation == KERNEL and activation is not None
     assert traces("activation_backward", jax.grad(lambda x: jnp.sum(f(x, *arrays[1:]))), arrays[0]) == named
     assert_gradients_close(f, arrays, cotangent, expected, OP[dtype])
+
+
+def kept(backend, x, w, bias, residual, *, config, out_dtype):
+    """What a kernel gives with what its activation is applied to, and both in float32 in plain XLA."""
+    options = dict(transpose_w=False, activation="gelu_tanh", acc_dtype="float32", return_preactivation=True)
+    options["precision"] = jax.lax.Precision.HIGHEST
+    expected = plain(
+        *(a if a is None else a.astype("float32") for a in (x, w, bias, residual)), **options, out_dtype="float32"
+    )
+    call = functools.partial(
+        backend.matmul,
+        config=config,
+        out_dtype=out_dtype,
+        algorithm=None,
+        batch=1,
+        target=gpu(),
+        interpret=not ON_GPU,
+        **options,
+    )
+    return jax.jit(call)(x, w, bias, residual), expected
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_the_activation_is_applied_to(has_residual, splits):
+    x, w, bias, residual = operands((37, 90, 41), seed=33)
+    config = Config(block_m=16, block_n=32, block_k=32, num_warps=2, num_stages=2, splits=splits)
+    residual = residual if has_residual else None
+    (out, y), (expected, wanted) = kept(matmul, x, w, bias, residual, config=config, out_dtype="float32")
+    assert_close(out, expected, SHORT)
+    assert_close(y, wanted, SHORT)
 
 
 @pytest.mark.parametrize("config", [(1, 16, 1, 1), (1, 64, 1, 4), (8, 64, 2, 3), (4, 128, 1, 40)], ids=str)
@@ -561,12 +594,26 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
 def test_hopper_kernel_has_no_races(monkeypatch, capfd, config, has_residual):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    monkeypatch.setattr(_gemm, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
     x, w, bias, residual = operands((256, 192, 128), "bfloat16", seed=23)
-    options = dict(bias=bias, residual=residual if has_residual else None)
-    out = ops.matmul(x, w, config=config, implementation=MOSAIC, **options)
-    assert_close(out, ops.matmul(x, w, implementation="xla", **options), OP["bfloat16"])
+    residual = residual if has_residual else None
+    outs, expected = kept(mosaic, x, w, bias, residual, config=config, out_dtype="bfloat16")
+    for out, wanted in zip(outs, expected, strict=True):
+        assert_close(out, wanted, OP["bfloat16"])
     assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("has_bias, has_residual", [(False, False), (True, True)])
+@pytest.mark.parametrize("ping_pong, out_dtype", [(False, "float32"), (True, "bfloat16")])
+def test_what_the_activation_of_the_hopper_kernel_is_applied_to(has_bias, has_residual, ping_pong, out_dtype):
+    x, w, bias, residual = operands((256, 128, 128), "bfloat16", seed=34)
+    bias, residual = bias if has_bias else None, residual.astype(out_dtype) if has_residual else None
+    # More parts of a tile than there are slots for what is kept.
+    config = hopper(128, 128, ping_pong=ping_pong)
+    (out, y), (expected, wanted) = kept(mosaic, x, w, bias, residual, config=config, out_dtype=out_dtype)
+    assert out.dtype == out_dtype and y.dtype == "bfloat16"
+    assert_close(out, expected, OP["bfloat16"])
+    assert_close(y, wanted, ROUNDED["bfloat16"])
 
 
 @pytest.mark.parametrize("has_bias, has_residual", [(False, False), (True, False), (False, True)])
@@ -641,8 +688,10 @@ def test_hopper_kernel_lowers(dtype, out_dtype, ping_pong):
 def test_hopper_heuristic(m, n, k):
     for out_dtype in ("bfloat16", "float32"):
         for residual in (False, True):
-            config = mosaic.heuristic(m, n, k, gpu(), out_dtype=out_dtype, residual=residual)
-            assert mosaic.shared_memory(config, out_dtype, residual=residual) <= 227 * 1024
+            for kept in (None, "bfloat16"):
+                options = dict(out_dtype=out_dtype, residual=residual, preactivation=kept)
+                config = mosaic.heuristic(m, n, k, gpu(), **options)
+                assert mosaic.shared_memory(config, **options) <= 227 * 1024
 
 
 HALF = functools.partial(jnp.ones, dtype="bfloat16")

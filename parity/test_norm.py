@@ -1,6 +1,7 @@
 """`ops.layer_norm` and `ops.rms_norm` against torch: widths, residual, tiles, hard inputs, gradients."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -21,11 +22,13 @@ from parity.common import (
     assert_gradients_close,
     by_device,
     compiled,
+    cuda_device,
     float64,
     gpu,
     normal,
     traces,
 )
+from parity.test_lowering import HOPPER
 from parity.tolerances import CHAIN, GRADIENT, LONG, OP, SHORT
 
 SHAPES = by_device(
@@ -334,6 +337,30 @@ def test_every_config_of_the_gradient(config, subtract_mean):
         assert (out is None) == (wanted is None)
         if out is not None:
             assert_close(out, wanted, GRADIENT)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_gradient_of_what_is_returned_beside_its_norm(reference, name):
+    x, scale, bias, _ = operands((9, 40), seed=21)
+    vectors = (scale, bias) if name == "layer_norm" else (scale,)
+    first, second = (normal(np.random.default_rng(seed), 9, 40) for seed in (22, 23))
+
+    def torch_loss(x, *vectors):
+        normalised = getattr(reference, name)(x, *vectors)
+        return (normalised * reference.tensor(first) + x * reference.tensor(second)).sum()
+
+    def pull(implementation):
+        function = functools.partial(getattr(ops, name), return_residual=True, implementation=implementation)
+        return jax.jit(lambda *arrays: jax.vjp(function, *arrays)[1]((first, second)))
+
+    arrays = (x, *vectors)
+    for out, wanted in zip(
+        pull(KERNEL)(*arrays), reference.gradients(torch_loss, arrays, np.ones(())), strict=True
+    ):
+        assert_close(out, wanted, GRADIENT)
+    with cuda_device(*HOPPER):
+        text = pull("triton").trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert not re.search(r"= stablehlo.add .*<9x40x", text)  # the kernel adds
 
 
 def test_gradients_of_a_residual_of_another_dtype():

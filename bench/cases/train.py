@@ -8,6 +8,7 @@ and the state of the optimiser.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from bench.cases import minilm_models
 from bench.cases import train_programs as programs
 from bench.cases.train_programs import Batch, Trainer
 from bench.measuring import environment, results, timing
-from bench.measuring.contenders import absent
+from bench.measuring.contenders import COMPILED_AT_ONCE, absent
 from bench.measuring.harness import Progress
 from bench.measuring.results import Accuracy, Case, Entry, Family, Result
 from bench.reporting import tables
@@ -154,6 +155,20 @@ def in_torch(make: Callable[..., Trainer]) -> Iterator[Contender]:
         )
 
 
+def compiled_in(pool: concurrent.futures.Executor, workload: Workload) -> Workload:
+    """The workload with the JAX programs of its contenders compiled in a pool."""
+    return dataclasses.replace(
+        workload,
+        contenders=[
+            contender
+            if contender.family == "torch"
+            else dataclasses.replace(contender, make=pool.submit(contender.make).result)
+            for contender in workload.contenders
+        ],
+        reference=pool.submit(workload.reference).result,
+    )
+
+
 def losses(trainer: Trainer) -> np.ndarray:
     """The losses of the first steps."""
     return np.array([float(trainer.step(i)) for i in range(CHECKED)])
@@ -230,11 +245,19 @@ def run(args: argparse.Namespace) -> int:
         cases=[],
     )
     budget = timing.QUICK if args.quick or not gpu else timing.STANDARD
+    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        workloads = [
+            compiled_in(
+                pool,
+                gpt2_workload(*shape, gpu=gpu)
+                if model == "gpt2"
+                else minilm_workload(*shape, checkpoint, gpu=gpu),
+            )
+            for model, shape in todo
+        ]
+    say("compiled the JAX programs")
     for model, (batch, seq) in todo:
-        if model == "gpt2":
-            workload = gpt2_workload(batch, seq, gpu=gpu)
-        else:
-            workload = minilm_workload(batch, seq, checkpoint, gpu=gpu)
+        workload = workloads.pop(0)  # with which its parameters go
         case = Case(
             label=f"{model} {batch}x{seq} bf16",
             dtype="bf16",

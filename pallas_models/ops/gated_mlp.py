@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic import matmul as mosaic_matmul
 from pallas_models.kernels.triton import gated_mlp as triton
-from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.ops import _checks, _products, activations
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
@@ -113,43 +111,21 @@ def reference(
     y = _products.einsum(EQUATION, x, w_gate_up, precision=precision)
     if bias is not None:
         y += bias.astype(jnp.float32)
-    out = _finish(y, activation).astype(out_dtype)
-    return (out, y.astype(x.dtype)) if return_products else out
+    gate, up = y[:, 0], y[:, 1]
+    out = _finish(gate, up, activation).astype(out_dtype)
+    return (out, gate.astype(x.dtype), up.astype(x.dtype)) if return_products else out
 
 
-def _keeping(call: Callable[..., jax.Array], product: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """A kernel that also gives both products, in the dtype of x, where that is asked for: as one plain product."""
-
-    def forward(
-        x: jax.Array,
-        w_gate_up: jax.Array,
-        bias: jax.Array | None,
-        *,
-        return_products: bool = False,
-        **static: Any,
-    ) -> Any:
-        if not return_products:
-            return call(x, w_gate_up, bias, **static)
-        k, _, n = w_gate_up.shape
-        form = dict(transpose_w=False, acc_dtype=jnp.float32, algorithm=None, batch=1)
-        activation, config = static["activation"], static["config"]
-        plain = dict(activation=None, out_dtype=x.dtype, config=config if isinstance(config, Chooser) else None)
-        bias = None if bias is None else bias.reshape(2 * n)
-        y = product(x, w_gate_up.reshape(k, 2 * n), bias, None, **form, **static | plain).reshape(-1, 2, n)
-        return _finish(y.astype(jnp.float32), activation).astype(static["out_dtype"]), y
-
-    return forward
-
-
-def _finish(y: jax.Array, activation: Activation | None) -> jax.Array:
-    return activations.apply(activation, y[:, 0]) * y[:, 1]
+def _finish(gate: jax.Array, up: jax.Array, activation: Activation | None) -> jax.Array:
+    return activations.apply(activation, gate) * up
 
 
 def _backward(
     x: jax.Array,
     w_gate_up: jax.Array,
     bias: jax.Array | None,
-    y: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
     dout: jax.Array,
     *_: None,
     activation: Activation | None,
@@ -157,16 +133,12 @@ def _backward(
     **__: Any,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients as XLA's products of x, both weights and the cotangent of both products."""
-    pull = jax.vjp(functools.partial(_finish, activation=activation), y.astype(jnp.float32))[1]
-    (dy,) = pull(dout.astype(jnp.float32))
+    products = gate.astype(jnp.float32), up.astype(jnp.float32)
+    dgate_up = jax.vjp(functools.partial(_finish, activation=activation), *products)[1](dout.astype(jnp.float32))
+    dy = jnp.stack(dgate_up, axis=1)
     dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
     pull = jax.vjp(functools.partial(_products.einsum, EQUATION, precision=precision), x, w_gate_up)[1]
     return *pull(dy), dbias
-
-
-def _refuses(*arrays: Any, return_products: bool = False, **static: Any) -> str | None:
-    del return_products
-    return mosaic.unsupported(*arrays, **static)
 
 
 _OP = Op(
@@ -175,19 +147,15 @@ _OP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
-            call=_keeping(mosaic.gated_matmul, mosaic_matmul.matmul),
+            call=mosaic.gated_matmul,
             config=mosaic.Config,
-            refuses=_refuses,
+            refuses=mosaic.unsupported,
             preferred=mosaic_matmul.prefer,
         ),
-        Kernel(
-            backend="triton",
-            call=_keeping(triton.gated_matmul, triton_matmul.matmul),
-            config=triton.Config,
-        ),
+        Kernel(backend="triton", call=triton.gated_matmul, config=triton.Config),
     ),
-    backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_products": True}),),
-    sharding=Sharding(equation="m K, K G n, G n -> m n, m G n"),
+    backward=(Backward(backend="xla", call=_backward, keeps=-2, options={"return_products": True}),),
+    sharding=Sharding(equation="m K, K G n, G n -> m n, m n, m n"),
 )
 
 

@@ -98,29 +98,6 @@ def matmul(
     return _over_batch(one, x, w, bias, residual).reshape(shape)
 
 
-def _keeping(call: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """A kernel that also gives what the activation is applied to, in the dtype of x, where that is asked for.
-
-    The activation is then not applied in the kernel: it reads what another wrote.
-    """
-
-    def forward(
-        x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, **static: Any
-    ) -> Any:
-        if not static.pop("return_preactivation", False):
-            return call(x, w, bias, residual, **static)
-        activation, out_dtype = static["activation"], static["out_dtype"]
-        y = call(x, w, bias, None, **static | dict(activation=None, out_dtype=x.dtype))
-        return _finish(y.astype(jnp.float32), activation, residual).astype(out_dtype), y
-
-    return forward
-
-
-def _finish(y: jax.Array, activation: Activation | None, residual: jax.Array | None) -> jax.Array:
-    y = activations.apply(activation, y)
-    return y if residual is None else y + residual.astype(jnp.float32)
-
-
 def _backward(
     x: jax.Array,
     w: jax.Array,
@@ -191,13 +168,11 @@ def reference(
     y = y.astype(jnp.float32)
     if bias is not None:
         y += bias.astype(jnp.float32)
-    out = _finish(y, activation, residual).astype(out_dtype)
+    out = activations.apply(activation, y)
+    if residual is not None:
+        out += residual.astype(jnp.float32)
+    out = out.astype(out_dtype)
     return (out, y.astype(x.dtype)) if return_preactivation else out
-
-
-def _refuses(*arrays: Any, return_preactivation: bool = False, **static: Any) -> str | None:
-    del return_preactivation
-    return mosaic.unsupported(*arrays, **static)
 
 
 def _has_activation(*_: Any, activation: Activation | None, **__: Any) -> str | None:
@@ -235,12 +210,12 @@ _OP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
-            call=_keeping(mosaic.matmul),
+            call=mosaic.matmul,
             config=mosaic.Config,
-            refuses=_refuses,
+            refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
         ),
-        Kernel(backend="triton", call=_keeping(triton.matmul), config=triton.Config),
+        Kernel(backend="triton", call=triton.matmul, config=triton.Config),
     ),
     backward=(
         Backward(backend="xla", call=_backward, refuses=_has_activation),

@@ -161,7 +161,7 @@ def _norm(
     if residual is not None:
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, x.shape, "the shape of x")
-    rows, both = (math.prod(x.shape[:-1]), x.shape[-1]), return_residual and residual is not None
+    rows = math.prod(x.shape[:-1]), x.shape[-1]
     out = run(
         _OP,
         x.reshape(rows),
@@ -171,11 +171,10 @@ def _norm(
         config=config,
         implementation=implementation,
         subtract_mean=subtract_mean,
-        return_residual=both,
+        return_residual=return_residual,
         epsilon=epsilon,
     )
-    out = jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
-    return (out, x) if return_residual and not both else out  # without a residual, y is x
+    return jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
 
 
 def reference(

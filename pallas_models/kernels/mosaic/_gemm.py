@@ -167,7 +167,7 @@ def store(
 
 def gemm(
     operands: Mapping[str, jax.Array | None],
-    out_type: Mapping[str, jax.ShapeDtypeStruct],
+    out_type: Mapping[str, jax.ShapeDtypeStruct | None],
     *,
     config: Config,
     batch: int = 1,
@@ -191,7 +191,7 @@ def gemm(
     Args:
       operands: arrays in device memory, those that are None being absent. The callables see these, the outputs and
         the scratch memory as attributes of one namespace.
-      out_type: what the kernel writes.
+      out_type: what the kernel writes, None for what a call does not ask for.
       n: columns of the products, of which a tile has `block_n`: where `b` has parts, those of one part.
       dtype: of what is multiplied, float16 or bfloat16.
       a: `a(refs, tile, ks)` is where (block_m, block_k) of the left operand lies in device memory.

@@ -37,6 +37,7 @@ def unsupported(
     activation: str | None,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    return_products: bool = False,
 ) -> str | None:
     """Why `gated_matmul` does not serve a call; None if it does."""
     if x.dtype not in (jnp.float16, jnp.bfloat16):
@@ -49,9 +50,12 @@ def unsupported(
     )
 
 
-def shared_memory(config: Config, out_dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a block takes."""
-    return _gemm.shared_memory(config, num_slots(config, config.block_n // 2, out_dtype, residual=False))
+def shared_memory(config: Config, out_dtype: DTypeLike, *, products: DTypeLike | None = None) -> int:
+    """Bytes of shared memory that a block takes; `products` is their dtype, None where they are not kept."""
+    slots = num_slots(config, config.block_n // 2, out_dtype, residual=False)
+    if products is not None:
+        slots += num_slots(config, config.block_n // 2, products, residual=False)
+    return _gemm.shared_memory(config, slots)
 
 
 # Fitted to 6 products of 128 to 16384 rows in bfloat16 on an H200; columns are those of gate and up together.
@@ -63,9 +67,12 @@ _TILES = (
 )
 
 
-def heuristic(m: int, n: int, k: int, target: Target, *, out_dtype: DTypeLike) -> Config:
+def heuristic(
+    m: int, n: int, k: int, target: Target, *, out_dtype: DTypeLike, products: DTypeLike | None = None
+) -> Config:
     """Chooses tiles for x (m, k) and w (k, 2, n): `block_n` columns are those of gate and up together."""
-    return fastest(_TILES, m, 2 * n, k, functools.partial(shared_memory, out_dtype=out_dtype), target)
+    size = functools.partial(shared_memory, out_dtype=out_dtype, products=products)
+    return fastest(_TILES, m, 2 * n, k, size, target)
 
 
 def gated_matmul(
@@ -79,21 +86,27 @@ def gated_matmul(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> jax.Array:
-    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
+    return_products: bool = False,
+) -> Any:
+    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`.
+
+    With `return_products` both products too, in the dtype of x: (result, x @ gate, x @ up).
+    """
     (m, k), n = x.shape, w_gate_up.shape[2]
     del precision  # of float32, see `unsupported`
-    size = functools.partial(shared_memory, out_dtype=out_dtype)
+    kept = x.dtype if return_products else None
+    form: dict[str, Any] = dict(out_dtype=out_dtype, products=kept)
+    size = functools.partial(shared_memory, **form)
     config = choose(
         config,
         Problem(
             backend="mosaic",
             op="gated_matmul",
-            shape={"m": m, "n": n, "k": k},
+            shape={"m": m, "n": n, "k": k} | ({"products": 1} if return_products else {}),
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, target, out_dtype=out_dtype),
+            heuristic=functools.partial(heuristic, m, n, k, target, **form),
             candidates=functools.partial(candidates, m, 2 * n, size, target, parts=2),
             shared_memory=size,
         ),
@@ -103,6 +116,10 @@ def gated_matmul(
     slots = num_slots(config, columns, out_dtype, residual=False)
     parts = blocks(config, columns, out_dtype, slots)
     scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
+    if kept is not None:
+        kept_slots = num_slots(config, columns, kept, residual=False)
+        kept_parts = blocks(config, columns, kept, kept_slots)
+        scratch_types["kept_slots"] = staging(config, kept_parts, kept, kept_slots)
     if bias is not None:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=config.num_consumers)
         scratch_types["bias_tiles"] = plgpu.SMEM((config.num_consumers, 2, columns), bias.dtype)
@@ -117,18 +134,27 @@ def gated_matmul(
         if bias is not None:
             plgpu.barrier_wait(refs.ready.at[warpgroup])
 
-        def value(block: Block, _: Ref) -> jax.Array:
-            gate, up = (block.of(total) for total in sums)
-            if bias is not None:
-                gate += row(refs.bias_tiles.at[warpgroup, 0, block.columns], gate.shape)
-                up += row(refs.bias_tiles.at[warpgroup, 1, block.columns], up.shape)
-            return activate(activation, gate, out_dtype) * up
+        def product(part: int, block: Block, _: Ref) -> jax.Array:
+            y = block.of(sums[part])
+            return y if bias is None else y + row(refs.bias_tiles.at[warpgroup, part, block.columns], y.shape)
 
+        def value(block: Block, slot: Ref) -> jax.Array:
+            return activate(activation, product(0, block, slot), out_dtype) * product(1, block, slot)
+
+        for part in range(2 if kept is not None else 0):
+            of_part = functools.partial(product, part)
+            of = (refs.gate, refs.up)[part]
+            store(refs.kept_slots.at[warpgroup], of, tile, kept_parts, of_part, wait=True)
         store(refs.slots.at[warpgroup], refs.o, tile, parts, value, wait=True)
 
-    (out,) = gemm(
+    product_type = None if kept is None else jax.ShapeDtypeStruct((m, n), kept)
+    out, *products = gemm(
         dict(x=x, w=w_gate_up, bias=bias),
-        dict(o=jax.ShapeDtypeStruct((m, n), out_dtype)),
+        dict(
+            o=jax.ShapeDtypeStruct((m, n), out_dtype),
+            gate=product_type,
+            up=product_type,
+        ),
         config=config,
         m=m,
         n=n,
@@ -146,4 +172,4 @@ def gated_matmul(
         target=target,
         interpret=interpret,
     )
-    return out
+    return (out, *products) if products else out

@@ -42,6 +42,7 @@ def unsupported(
     precision: jax.lax.Precision,
     algorithm: str | None,
     batch: int,
+    return_preactivation: bool = False,
 ) -> str | None:
     """Why `matmul` does not serve a call; None if it does."""
     if x.dtype not in (jnp.float16, jnp.bfloat16):
@@ -96,9 +97,14 @@ def num_slots(config: Config, columns: int, out_dtype: DTypeLike, *, residual: b
     return count if residual else min(count, config.num_slots)
 
 
-def shared_memory(config: Config, out_dtype: DTypeLike, *, residual: bool = False) -> int:
-    """Bytes of shared memory that a block takes."""
-    return _gemm.shared_memory(config, num_slots(config, config.block_n, out_dtype, residual=residual))
+def shared_memory(
+    config: Config, out_dtype: DTypeLike, *, residual: bool = False, preactivation: DTypeLike | None = None
+) -> int:
+    """Bytes of shared memory that a block takes; `preactivation` is its dtype, None where it is not kept."""
+    slots = num_slots(config, config.block_n, out_dtype, residual=residual)
+    if preactivation is not None:
+        slots += num_slots(config, config.block_n, preactivation, residual=False)
+    return _gemm.shared_memory(config, slots)
 
 
 def heuristic(
@@ -110,11 +116,12 @@ def heuristic(
     out_dtype: DTypeLike,
     residual: bool = False,
     activation: bool = False,
+    preactivation: DTypeLike | None = None,
 ) -> Config:
     """Chooses tiles for x (m, k) and w (k, n)."""
     # An activation takes as long as a short sum: it wants to be computed beside one.
     tiles = _TILES_AND_RESIDUAL if residual else [t for t in _TILES if t.ping_pong or not activation]
-    size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual)
+    size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual, preactivation=preactivation)
     return fastest(tiles, m, n, k, size, target)
 
 
@@ -134,15 +141,22 @@ def matmul(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> jax.Array:
-    """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`."""
+    return_preactivation: bool = False,
+) -> Any:
+    """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
+
+    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x.
+    """
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
     del acc_dtype, precision, algorithm, batch  # see `unsupported`
-    size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual is not None)
+    kept = x.dtype if return_preactivation else None
+    form: dict[str, Any] = dict(out_dtype=out_dtype, residual=residual is not None, preactivation=kept)
+    size = functools.partial(shared_memory, **form)
     variant = {
         "transpose_w": transpose_w,
         "residual": residual is not None,
         "activation": activation is not None,
+        "preactivation": return_preactivation,
         "wide_out": jnp.dtype(out_dtype).itemsize == 4,
     }
     config = choose(
@@ -154,16 +168,7 @@ def matmul(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(
-                heuristic,
-                m,
-                n,
-                k,
-                target,
-                out_dtype=out_dtype,
-                residual=residual is not None,
-                activation=activation is not None,
-            ),
+            heuristic=functools.partial(heuristic, m, n, k, target, activation=activation is not None, **form),
             candidates=functools.partial(candidates, m, n, size, target),
             shared_memory=size,
         ),
@@ -172,6 +177,10 @@ def matmul(
     slots = num_slots(config, config.block_n, out_dtype, residual=residual is not None)
     parts = blocks(config, config.block_n, out_dtype, slots)
     scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
+    if kept is not None:
+        kept_slots = num_slots(config, config.block_n, kept, residual=False)
+        kept_parts = blocks(config, config.block_n, kept, kept_slots)
+        scratch_types["kept_slots"] = staging(config, kept_parts, kept, kept_slots)
     num_copies = (bias is not None) + (len(parts) if residual is not None else 0)
     if num_copies:
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=config.num_consumers)
@@ -195,18 +204,24 @@ def matmul(
         def shift(column: int, shape: tuple[int, ...]) -> jax.Array:
             return row(refs.bias_tile.at[warpgroup, pl.ds(column, shape[1])], shape)
 
-        def value(block: Block, slot: Ref) -> jax.Array:
+        def preactivation(block: Block, _: Ref) -> jax.Array:
             y = block.of(sums[0])
-            if bias is not None:
-                y += shift(block.column, y.shape)
-            y = activate(activation, y, out_dtype)
+            return y if bias is None else y + shift(block.column, y.shape)
+
+        def value(block: Block, slot: Ref) -> jax.Array:
+            y = activate(activation, preactivation(block, slot), out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 
+        if kept is not None:
+            store(refs.kept_slots.at[warpgroup], refs.kept, tile, kept_parts, preactivation, wait=True)
         store(refs.slots.at[warpgroup], refs.o, tile, parts, value, wait=residual is None)
 
-    (out,) = gemm(
+    out, *others = gemm(
         dict(x=x, w=w, bias=bias, residual=residual),
-        dict(o=jax.ShapeDtypeStruct((m, n), out_dtype)),
+        dict(
+            o=jax.ShapeDtypeStruct((m, n), out_dtype),
+            kept=None if kept is None else jax.ShapeDtypeStruct((m, n), kept),
+        ),
         config=config,
         m=m,
         n=n,
@@ -222,4 +237,4 @@ def matmul(
         target=target,
         interpret=interpret,
     )
-    return out
+    return (out, *others) if others else out

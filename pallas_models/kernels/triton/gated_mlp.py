@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,8 @@ def _gated_matmul_kernel(
     w_ref: Ref,  # (K, 2 * N)
     bias_ref: Ref | None,  # (2, N)
     o_ref: Ref,  # (M, N)
+    gate_ref: Ref | None,  # (M, N)
+    up_ref: Ref | None,  # (M, N)
     *,
     config: Config,
     activation: str | None,
@@ -80,6 +83,9 @@ def _gated_matmul_kernel(
         if bias_ref is not None:
             gate += tile.load_vector(bias_ref, c, jnp.int32(0))
             up += tile.load_vector(bias_ref, c, jnp.int32(1))
+        for ref, kept in ((gate_ref, gate), (up_ref, up)):
+            if ref is not None:
+                tile.store(ref, c, kept)
         tile.store(o_ref, c, activate(activation, gate, interpret=interpret) * up)
 
 
@@ -94,8 +100,12 @@ def gated_matmul(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> jax.Array:
-    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`."""
+    return_products: bool = False,
+) -> Any:
+    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`.
+
+    With `return_products` both products too, in the dtype of x: (result, x @ gate, x @ up).
+    """
     (m, k), n = x.shape, w_gate_up.shape[2]
     config = choose(
         config,
@@ -117,14 +127,16 @@ def gated_matmul(
     kernel = functools.partial(
         _gated_matmul_kernel, config=config, activation=activation, precision=precision, interpret=interpret
     )
-    return pl.pallas_call(
+    product = jax.ShapeDtypeStruct((m, n), x.dtype) if return_products else None
+    out, *products = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_shape=(jax.ShapeDtypeStruct((m, n), out_dtype), product, product),
         grid=(num_tiles(config, m, n),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="gated_matmul",
     )(x, w_gate_up.reshape(k, 2 * n), bias)
+    return (out, *products) if return_products else out
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:

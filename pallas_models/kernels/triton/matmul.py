@@ -303,13 +303,16 @@ def _finish(
     bias_ref: Ref | None,
     residual_ref: Ref | None,
     o_ref: Ref,
+    kept_ref: Ref | None,
     activation: str | None,
     interpret: bool,
 ) -> None:
-    """Stores a tile of the product after bias, activation and residual."""
+    """Stores a tile of the product after bias, activation and residual, and, if kept, after the bias alone."""
     for c, y in enumerate(ys):
         if bias_ref is not None:
             y += tile.load_vector(bias_ref, c)
+        if kept_ref is not None:
+            tile.store(kept_ref, c, y)
         y = activate(activation, y, interpret=interpret)
         if residual_ref is not None:
             y += tile.load(residual_ref, c)
@@ -322,6 +325,7 @@ def _matmul_kernel(
     bias_ref: Ref | None,  # (N,)
     residual_ref: Ref | None,  # (M, N)
     o_ref: Ref,  # (M, N)
+    kept_ref: Ref | None,  # (M, N)
     *,
     config: Config,
     transpose_w: bool,
@@ -333,7 +337,7 @@ def _matmul_kernel(
 ) -> None:
     tile = program_tile(config, *o_ref.shape)
     ys = product(x_ref, w_ref, tile, config, acc_dtype, precision, transpose_w=transpose_w, dot=dot)
-    _finish(tile, ys, bias_ref, residual_ref, o_ref, activation, interpret)
+    _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation, interpret)
 
 
 def _parts_kernel(
@@ -358,6 +362,7 @@ def _sum_kernel(
     bias_ref: Ref | None,  # (N,)
     residual_ref: Ref | None,  # (M, N)
     o_ref: Ref,  # (M, N)
+    kept_ref: Ref | None,  # (M, N)
     *,
     config: Config,
     activation: str | None,
@@ -368,7 +373,7 @@ def _sum_kernel(
     ys = [tile.load(parts_ref, c, jnp.int32(0)) for c in range(len(tile.columns))]
     for part in range(1, parts):
         ys = [y + tile.load(parts_ref, c, jnp.int32(part)) for c, y in enumerate(ys)]
-    _finish(tile, ys, bias_ref, residual_ref, o_ref, activation, interpret)
+    _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation, interpret)
 
 
 def _choose_config(
@@ -465,8 +470,11 @@ def matmul(
     target: Target,
     batch: int,
     interpret: bool,
-) -> jax.Array:
+    return_preactivation: bool = False,
+) -> Any:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
+
+    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x.
 
     Args:
       batch: how many products there are side by side, where this is one of a batch under `vmap`.
@@ -490,14 +498,18 @@ def matmul(
         operands = (product_parts(x, w, config=config, interpret=interpret, **options),)
         config = _SUM
         kernel = functools.partial(_sum_kernel, config=config, **finish)
-    return pl.pallas_call(
+    out, kept = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_shape=(
+            jax.ShapeDtypeStruct((m, n), out_dtype),
+            jax.ShapeDtypeStruct((m, n), x.dtype) if return_preactivation else None,
+        ),
         grid=(num_tiles(config, m, n),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul",
     )(*operands, bias, residual)
+    return (out, kept) if return_preactivation else out
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:

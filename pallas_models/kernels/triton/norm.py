@@ -176,7 +176,10 @@ def norm(
     interpret: bool,
     return_statistics: bool = False,
 ) -> Any:
-    """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`."""
+    """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`.
+
+    Without a residual, the sum that `return_residual` asks for is x, which is not copied.
+    """
     out, total, statistics = _call(
         x[None],
         scale,
@@ -184,7 +187,7 @@ def norm(
         residual,
         None,
         subtract_mean=subtract_mean,
-        sum_dtype=x.dtype if return_residual else None,
+        sum_dtype=x.dtype if return_residual and residual is not None else None,
         statistics=return_statistics,
         epsilon=epsilon,
         out_dtype=x.dtype,
@@ -192,7 +195,7 @@ def norm(
         target=target,
         interpret=interpret,
     )
-    result = out if total is None else (out, total)
+    result = (out, x if total is None else total) if return_residual else out
     return result if statistics is None else (result, statistics)
 
 
