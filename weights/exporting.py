@@ -1,5 +1,6 @@
 """Writes parameters as PyTorch's libraries read them: Hugging Face's names and layouts, and the files beside."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping

@@ -165,14 +165,18 @@ def reference(
 ) -> Any:
     """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
     y = _products.einsum(EQUATIONS[transpose_w], x, w, precision=precision, acc_dtype=acc_dtype)
-    y = y.astype(jnp.float32)
+    out, y = _finish(y.astype(jnp.float32), bias, residual, activation)
+    return (out.astype(out_dtype), y.astype(x.dtype)) if return_preactivation else out.astype(out_dtype)
+
+
+def _finish(
+    y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: Activation | None
+) -> tuple[jax.Array, jax.Array]:
+    """The epilogue of a product in float32, and what its activation is applied to."""
     if bias is not None:
         y += bias.astype(jnp.float32)
     out = activations.apply(activation, y)
-    if residual is not None:
-        out += residual.astype(jnp.float32)
-    out = out.astype(out_dtype)
-    return (out, y.astype(x.dtype)) if return_preactivation else out
+    return out if residual is None else out + residual.astype(jnp.float32), y
 
 
 def _has_activation(*_: Any, activation: Activation | None, **__: Any) -> str | None:
@@ -193,9 +197,8 @@ def _contracted(
 ) -> Any:
     """The product of a device's part of K, added up in the dtype of the result; then the epilogue."""
     y = total(call(x, w, None, None, activation=None, **static)).astype(jnp.float32)
-    if bias is not None:
-        y += bias.astype(jnp.float32)
-    out = _finish(y, activation, residual).astype(static["out_dtype"])
+    out, y = _finish(y, bias, residual, activation)
+    out = out.astype(static["out_dtype"])
     return (out, y.astype(x.dtype)) if return_preactivation else out
 
 
