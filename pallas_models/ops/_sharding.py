@@ -315,7 +315,7 @@ def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[...,
             with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
                 program = jax.jit(functools.partial(function, **static))
                 lower = jax.export.export(program, platforms=[platform], disabled_checks=checks)
-                programs[key] = lower(*tree.unflatten(shapes))
+                programs[key] = lower(*jax.tree.unflatten(tree, shapes))
         return programs[key].call(*arrays)
 
     return call
