@@ -91,9 +91,6 @@ def cases() -> Mapping[str, Case]:
         lse = jnp.where(lse > -jnp.inf, lse, 0.0)
         return out * lse.swapaxes(1, 2)[..., None]
 
-    def attention_qkv(qkv):
-        return ops.attention_qkv(qkv, num_heads=2, num_kv_heads=1, causal=True, **kernel)
-
     def embed(word, position, kind, scale, bias, ids):
         return ops.embed_tokens(ids, word, position, kind, scale, bias, **kernel)
 
@@ -177,7 +174,6 @@ def cases() -> Mapping[str, Case]:
             0,
             4,
         ),
-        "attention_qkv batch": case(attention_qkv, (normal(rng, 4, 5, 64),), (data,), P("data", None, None), 0),
         "embed_tokens batch": case(embed, embedding, (*[whole] * 5, data), P("data", None, None), 5, 5),
         "rotary batch and tokens": case(
             rotary,
@@ -312,7 +308,7 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
     loss = plain.pop("gpt2 loss")  # in a shard_map that of a part of the batch is another
     return (
         {("jit", name): case for name, case in ops_of.items()}
-        | {("jit", name): interpreted[name] for name in interpreted if name not in ("gpt2", "trimul")}
+        | {("jit", name): interpreted[name] for name in interpreted if name not in ("gpt2", "qwen3", "trimul")}
         | {("explicit", name): ops_of[name] for name in EXPLICIT}
         | {("shard_map", name): ops_of[name] for name in SHARD_MAP}
         | {
