@@ -292,7 +292,7 @@ def test_a_folder_of_other_settings_is_refused(folder, table, tmp_path, capsys):
     other = checkpoints.write(tmp_path / "other", checkpoints.bert_tensors(seed=1))
     for arguments, message in [
         ((folder, *run, "--dtype", "float16"), "compute_dtype was 'float32' and is now 'float16'; dtype was"),
-        ((folder, *run, "--shard-size", 7), "shard_size was 100000 and is now 7"),
+        ((folder, *run, "--shard-size", 7), "shard_size was 131072 and is now 7"),
         ((folder, *run, "--implementation", "xla"), "implementation was [] and is now ['xla']"),
         ((other, *run), "model.safetensors was "),
     ]:
