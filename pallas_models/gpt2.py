@@ -159,7 +159,6 @@ class Block(nnx.Module):
             precision=precision,
             implementation=implementation,
         )
-        y = checkpoint_name(y, "attention")
         x = checkpoint_name(linear(y, self.attention.out, residual=x), "residual")
         y = checkpoint_name(norm(x, self.mlp_norm), "mlp_norm")
         y = checkpoint_name(linear(y, self.mlp.up, activation="gelu_tanh"), "mlp_up")

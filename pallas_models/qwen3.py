@@ -135,7 +135,7 @@ class Layer(nnx.Module):
             **norm,
         )
         qkv = checkpoint_name(qkv, "rotated")
-        y = checkpoint_name(ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product), "attention")
+        y = ops.attention_qkv(qkv, causal=True, mask=mask, **heads, **product)
         x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
         y = checkpoint_name(ops.rms_norm(x, self.mlp_norm.scale[...], **norm), "mlp_norm")
         return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)

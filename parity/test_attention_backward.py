@@ -223,6 +223,20 @@ def test_kernels_alone_and_no_array_of_all_pairs(device, dtype, batch, seq, head
     assert not [shape for shape in re.findall(r"tensor<([\dx]+)x", text) if shape.split("x").count(str(seq)) > 1]
 
 
+@pytest.mark.parametrize("names, kernels", [([], 4), (["attention"], 3)])
+def test_a_policy_that_keeps_attention_runs_its_kernel_once(names, kernels):
+    def layer(qkv):
+        return ops.attention_qkv(qkv, num_heads=4, causal=True)
+
+    def loss(qkv):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        return jnp.sum(jax.checkpoint(layer, policy=policy)(qkv).astype(jnp.float32) ** 2)
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(jax.grad(loss), shaped("bfloat16", 1, 1024, 3 * 4 * 64))
+    assert kernel_calls(text) == kernels
+
+
 @pytest.mark.parametrize("heads, head_dim, window", [(12, 64, None), (8, 128, 300)])
 def test_hopper_kernel_lowers(heads, head_dim, window):
     qkv = shaped("bfloat16", 2, 1000, 3 * heads * head_dim)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
@@ -330,6 +331,8 @@ def _differentiable(
 
     def keep(*arrays: Any) -> tuple[Any, list[Any], int]:
         results = _differentiable(op, arrays, options, config, names, target)(*arrays)
+        # Policies of `jax.checkpoint` keep by the op's name all that would have its kernel run again.
+        results = jax.tree.map(functools.partial(checkpoint_name, name=op.name), results)
         leaves = jax.tree.leaves(results)
         kept = leaves[: backward.keeps] if backward.keeps >= 0 else leaves[backward.keeps :]
         return results if options == static else results[0], kept, len(leaves)
