@@ -77,7 +77,8 @@ class Backward:
       keeps: how many results of the forward are kept for it: so many of the first or, negative, of the last.
       options: those with which the forward gives these results: `{"return_lse": True}`. It then gives a tuple, of
         which the result of a call without them is the first.
-      refuses: as that of a `Kernel`.
+      refuses: as that of a `Kernel`, and
+      preferred: so too.
     """
 
     backend: Literal["mosaic", "triton", "xla"]
@@ -85,6 +86,7 @@ class Backward:
     keeps: int = 0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refuses: Callable[..., str | None] = _never
+    preferred: Callable[..., bool] = _always
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -378,6 +380,7 @@ def _choose_backward(
     for backward in op.backward:
         backend = backward.backend
         serves = backend == "xla" or (backend in named if names else _runs(backend, target))
+        serves = serves and bool(names or backward.preferred(*arrays, **static))
         if serves and not backward.refuses(*arrays, **static):
             return backward, named.get(backend, False)
     return None

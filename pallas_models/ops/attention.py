@@ -476,14 +476,15 @@ _OP = Op(
         ),
         Kernel(backend="triton", call=triton.attention, config=triton.Config),
     ),
-    backward=(  # Triton's is the faster one, as measured on an H200
-        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
+    backward=(
         Backward(
             backend="mosaic",
             call=mosaic_backward.attention_backward,
             keeps=2,
             options={"return_lse": True},
             refuses=mosaic_backward.unsupported,
+            preferred=mosaic.prefer,
         ),
+        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
 )
