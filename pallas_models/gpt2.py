@@ -184,7 +184,6 @@ class Block(nnx.Module):
             implementation=implementation,
         )
         y = over_groups(attend, checkpoint_name(linear(y, self.attention.qkv), "qkv"), self.head_groups)
-        y = checkpoint_name(y, "attention")
         x = checkpoint_name(linear(y, self.attention.out, residual=x), "residual")
         y, x = norm(x, self.mlp_norm)
         y = checkpoint_name(y, "mlp_norm")

@@ -164,7 +164,7 @@ class Layer(nnx.Module):
             qkv = checkpoint_name(ops.rotary(qkv, cos, sin, **scales, **heads, **norm), "rotated")
             return ops.attention_qkv(qkv, causal=True, mask=mask, segment_ids=segment_ids, **heads, **product)
 
-        y = checkpoint_name(over_groups(attend, qkv, groups), "attention")
+        y = over_groups(attend, qkv, groups)
         x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
         y, x = ops.rms_norm(x, self.mlp_norm.scale[...], **with_x)
         y = checkpoint_name(y, "mlp_norm")

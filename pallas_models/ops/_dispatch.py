@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
@@ -86,7 +87,8 @@ class Backward:
       keeps: how many results of the forward are kept for it: so many of the first or, negative, of the last.
       options: those with which the forward gives these results: `{"return_lse": True}`. It then gives a tuple, of
         which the result of a call without them is the first.
-      refuses: as that of a `Kernel`.
+      refuses: as that of a `Kernel`, and
+      preferred: so too.
     """
 
     backend: Literal["mosaic", "triton", "xla"]
@@ -94,6 +96,7 @@ class Backward:
     keeps: int = 0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refuses: Callable[..., str | None] = _never
+    preferred: Callable[..., bool] = _always
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -376,6 +379,8 @@ def _differentiable(
 
     def keep(*arrays: Any) -> tuple[Any, list[Any], int]:
         results = _differentiable(op, arrays, options, config, names, target)(*arrays)
+        # Policies of `jax.checkpoint` keep by the op's name all that would have its kernel run again.
+        results = jax.tree.map(functools.partial(checkpoint_name, name=op.name), results)
         leaves = jax.tree.leaves(results)
         kept = leaves[: backward.keeps] if backward.keeps >= 0 else leaves[backward.keeps :]
         return results if options == static else results[0], kept, len(leaves)
@@ -469,6 +474,7 @@ def _choose_backward(
     for backward in op.backward:
         backend = backward.backend
         serves = backend == "xla" or (backend in named if names else _runs(backend, target))
+        serves = serves and bool(names or backward.preferred(*arrays, **static))
         if serves and not backward.refuses(*arrays, **static):
             return backward, named.get(backend, False)
     return None

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models.kernels._common import LOWEST, MASKING_BIAS
 from pallas_models.kernels.mosaic import attention as mosaic
@@ -373,6 +374,7 @@ def reference(
     """The same in plain XLA. Many queries are taken a block at a time, forward and, computed again, backward."""
     q, k, v = _split(qkv, num_heads, num_kv_heads)
     (batch, seq), kv_seq = q.shape[:2], k.shape[1]
+    named = functools.partial(checkpoint_name, name="attention")  # as the results of kernels are
     if mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
         k = jnp.where((mask != 0)[:, :, None], k, 0)
     attend = functools.partial(
@@ -389,7 +391,7 @@ def reference(
     block = _block_of_queries(batch, num_heads, seq, kv_seq)
     if block == seq:
         out, lse = attend(q, bias, segment_ids, kv_seq - seq, k=k, v=v)
-        return (out, lse) if return_lse else out
+        return (named(out), lse) if return_lse else named(out)
     count = -(-seq // block)
     # The gradients of all blocks are added up in the dtype of what the blocks share.
     shared = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)]
@@ -410,7 +412,7 @@ def reference(
     out, lse = jax.lax.map(step, (starts, blocks(q, 1), blocks(bias, 2), blocks(segment_ids, 1)))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, count * block, num_heads * head_dim)[:, :seq]
     lse = jnp.moveaxis(lse, 0, 2).reshape(batch, num_heads, count * block)[..., :seq]
-    return (out, lse) if return_lse else out
+    return (named(out), lse) if return_lse else named(out)
 
 
 def _attend_block(
@@ -486,15 +488,16 @@ _OP = Op(
         ),
         Kernel(backend="triton", call=triton.attention, config=triton.Config),
     ),
-    backward=(  # Triton's is the faster one, as measured on an H200
-        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
+    backward=(
         Backward(
             backend="mosaic",
             call=mosaic_backward.attention_backward,
             keeps=2,
             options={"return_lse": True},
             refuses=mosaic_backward.unsupported,
+            preferred=mosaic.prefer,
         ),
+        Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
     sharding=_sharding,
 )

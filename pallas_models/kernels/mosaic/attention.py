@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from pallas_models.kernels._band import Band, Runs
 from pallas_models.kernels._common import LOWEST, Ref, first_heads_of
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
@@ -26,7 +27,7 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 ROWS = 64  # queries of a warpgroup: the rows of one instruction of the tensor cores
-_CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
+CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
 
 
@@ -131,6 +132,10 @@ class Shape:
             **others,
         )
 
+    @property
+    def band(self) -> Band:
+        return Band(seq=self.seq, kv_seq=self.kv_seq, causal=self.causal, window=self.window)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Walk:
@@ -141,31 +146,13 @@ class _Walk:
     group: int
 
 
-def _reach(xp: Any, start: Any, config: Config, shape: Shape) -> tuple[Any, Any, Any, Any]:
-    """The blocks of keys that the tile from query `start` on needs: [first, end), every pair in [full, full_end).
+def group_of_heads(runs: Runs, heads: int, tiles: int, in_cache: int, num_ctas: int) -> int:
+    """How many heads to walk together, given the blocks of the tiles of each, in the order of the walk.
 
-    `xp` is numpy or jax.numpy. A tile that needs none has one all the same, which is masked.
+    As many as have blocks that stay `in_cache`, with which all CTAs take about as long; else a few more.
     """
-    block_q, block_kv, seq, kv_seq, window = config.block_q, config.block_kv, shape.seq, shape.kv_seq, shape.window
-    zero, end, full_end = 0 * start, pl.cdiv(kv_seq, block_kv) + 0 * start, kv_seq // block_kv + 0 * start
-    if not shape.causal:
-        return zero, zero, full_end, end
-    bits = block_kv.bit_length() - 1  # a shift rounds down, and is one instruction
-    position = start + kv_seq - seq  # of the first query, among the keys
-    end = xp.minimum(xp.maximum((position + block_q + block_kv - 1) >> bits, 1), end)
-    full_end = xp.minimum(xp.maximum((position + 1) >> bits, 0), full_end)
-    if window is None:
-        return zero, zero, full_end, end
-    first = xp.minimum(xp.maximum((position - window + 1) >> bits, 0), end - 1)
-    return first, xp.maximum(position + block_q - window + block_kv - 1, 0) >> bits, full_end, end
-
-
-def _group(blocks: Any, heads: int, in_cache: int, num_ctas: int) -> int:
-    """How many heads to walk together, given the blocks of keys of each tile of a head, in the order of the walk.
-
-    As many as have keys and values `in_cache`, with which all CTAs take about as long; else a few more.
-    """
-    rounds = pl.cdiv(heads * len(blocks), num_ctas)
+    blocks = np.broadcast_to(np.maximum(np.subtract(runs[1], runs[0]), 1), tiles)
+    rounds = pl.cdiv(heads * tiles, num_ctas)
     index = np.arange(rounds * num_ctas).reshape(rounds, num_ctas)
     index[1::2] = index[1::2, ::-1]
 
@@ -241,8 +228,10 @@ def _attention_kernel(
         section, index = div(index, walk.group * q_blocks), rem(index, walk.group * q_blocks)
         head = section * walk.group + rem(index, walk.group)
         start = (q_blocks - 1 - div(index, walk.group)) * block_q
-        reach = _reach(jnp, start, config, shape)
-        return _Tile(div(head, shape.num_heads), rem(head, shape.num_heads), start, *reach)
+        first, end, full, full_end = map(jnp.int32, shape.band.keys_of(start, block_q, block_kv))
+        end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
+        first = jnp.minimum(first, end - 1)
+        return _Tile(div(head, shape.num_heads), rem(head, shape.num_heads), start, first, full, full_end, end)
 
     def columns(operand: int, head: jax.Array) -> pl.Slice:
         return pl.Slice((shape.first_heads[operand] + head) * head_dim, head_dim)
@@ -534,8 +523,8 @@ def attention(
     num_tiles = heads * q_blocks
     num_ctas = min(num_tiles, target.num_cores)
     shape = Shape.of(qkv, num_heads, num_kv_heads, head_dim=head_dim, causal=causal, window=window)
-    first, _, _, end = _reach(np, block_q * np.arange(q_blocks)[::-1], config, shape)
-    in_cache = _CACHE // (2 * kv_seq * head_dim * dtype.itemsize) * (num_heads // num_kv_heads)
+    runs = shape.band.keys_of(block_q * np.arange(q_blocks)[::-1], block_q, block_kv)
+    in_cache = CACHE // (2 * kv_seq * head_dim * dtype.itemsize) * (num_heads // num_kv_heads)
     barrier = plgpu.Barrier
     scratch_types = {
         "q_tiles": tiled((consumers, ROWS, head_dim), dtype),
@@ -565,7 +554,7 @@ def attention(
     walk = _Walk(
         num_ctas=num_ctas,
         num_tiles=num_tiles,
-        group=_group(end - first, heads, in_cache, num_ctas) if causal else 1,
+        group=group_of_heads(runs, heads, q_blocks, in_cache, num_ctas) if causal else 1,
     )
     out, *lse = launch(
         functools.partial(

@@ -1,6 +1,5 @@
 """What attention and its backward share: which pairs of query and key are valid, and which blocks have any."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -11,82 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from pallas_models.kernels._band import Index, Runs
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import plgpu
 
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own
 _REACH = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 
-Index = jax.Array | int
-Runs = tuple[
-    Index, Index, Index, Index
-]  # first and end of the blocks with a valid pair, then of a run of full ones
 _Carry = TypeVar("_Carry")
-
-
-def _blocks(start: Index, block: int, low: int | None, high: int | None, other_block: int, size: int) -> Runs:
-    """The blocks of another axis, of `size`, that [start, start + block) is paired with.
-
-    Args:
-      low: i is paired with no other below i + low, unless this is None.
-      high: nor with one above i + high.
-
-    Returns:
-      The first and the end of the blocks with a pair, then the first and the end of those with nothing but pairs;
-      of these the end may come before the first.
-    """
-    count, last = pl.cdiv(size, other_block), start + block - 1
-    first: Index = 0
-    end: Index = count
-    full: Index = 0
-    full_end: Index = count
-    if low is not None and count > 1:
-        first = jnp.maximum(start + low, 0) // other_block
-        full = jnp.maximum(last + low + other_block - 1, 0) // other_block
-    if high is not None and count > 1:
-        end = jnp.minimum(jnp.maximum(last + high + other_block, 0) // other_block, count)
-        full_end = jnp.minimum(jnp.maximum(start + high + 1, 0) // other_block, count)
-    return first, end, full, full_end
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
-    """Which queries see which keys by their positions; the last query is at the position of the last key."""
-
-    seq: int
-    kv_seq: int
-    causal: bool
-    window: int | None
-
-    def keys_of(self, query: Index, block_q: int, block_kv: int) -> Runs:
-        """The blocks of keys that the queries [query, query + block_q) need."""
-        offset = self.kv_seq - self.seq
-        low = None if self.window is None else offset - self.window + 1
-        runs = _blocks(query, block_q, low, offset if self.causal else None, block_kv, self.kv_seq)
-        first, end, full, full_end = runs
-        whole = self.kv_seq // block_kv  # blocks without keys past the end, which are masked
-        if isinstance(full_end, int):
-            return first, end, full, min(full_end, whole)
-        return first, end, full, jnp.minimum(full_end, whole)
-
-    def queries_of(self, key: Index, block_kv: int, block_q: int) -> Runs:
-        """The blocks of queries that need the keys [key, key + block_kv)."""
-        offset = self.kv_seq - self.seq
-        high = None if self.window is None else self.window - 1 - offset
-        return _blocks(key, block_kv, -offset if self.causal else None, high, block_q, self.seq)
-
-    def valid(
-        self, query: Index, key: Index, block_q: int, block_kv: int, *, keys_first: bool = False
-    ) -> list[jax.Array]:
-        """Which pairs of two blocks are valid: terms (block_q, block_kv), or the other way around."""
-        if not self.causal:
-            return []
-        shift = self.kv_seq - self.seq + query - key
-        if keys_first:
-            distance = (shift + jnp.arange(block_q))[None, :] - jnp.arange(block_kv)[:, None]
-        else:
-            distance = (shift + jnp.arange(block_q))[:, None] - jnp.arange(block_kv)[None, :]
-        return [distance >= 0] if self.window is None else [distance >= 0, distance < self.window]
 
 
 def every(terms: list[jax.Array]) -> jax.Array | None:

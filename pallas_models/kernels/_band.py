@@ -1,0 +1,89 @@
+"""Which queries see which keys by their positions, and which blocks of them have any pair."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+Index = jax.Array | int
+# The first and the end of the blocks with a valid pair, then of a run of blocks with nothing but valid pairs.
+Runs = tuple[Index, Index, Index, Index]
+
+
+def _numpy_of(x: Any) -> Any:
+    """The module for arrays of this kind: what is known where a kernel is traced stays known."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _blocks(start: Any, block: int, low: int | None, high: int | None, other_block: int, size: int) -> Runs:
+    """The blocks of another axis, of `size`, that [start, start + block) is paired with.
+
+    Args:
+      low: i is paired with no other below i + low, unless this is None.
+      high: nor with one above i + high.
+
+    Returns:
+      The first and the end of the blocks with a pair, then the first and the end of those with nothing but pairs;
+      of these the end may come before the first.
+    """
+    count, last, xp = pl.cdiv(size, other_block), start + block - 1, _numpy_of(start)
+
+    def blocks(x: Any) -> Any:
+        """Whole blocks of x, which for arrays in a kernel is cheaper by `div` than by `//`."""
+        x = xp.maximum(x, 0)
+        return jax.lax.div(x, other_block) if xp is jnp else x // other_block
+
+    first: Index = 0
+    end: Index = count
+    full: Index = 0
+    full_end: Index = count
+    if low is not None:
+        first = blocks(start + low) if count > 1 else 0
+        full = blocks(last + low + other_block - 1)
+    if high is not None:
+        end = xp.minimum(blocks(last + high + other_block), count) if count > 1 else 1
+        full_end = xp.minimum(blocks(start + high + 1), count)
+    return first, end, full, full_end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """Which queries see which keys by their positions; the last query is at the position of the last key."""
+
+    seq: int
+    kv_seq: int
+    causal: bool
+    window: int | None
+
+    def keys_of(self, query: Index | np.ndarray, block_q: int, block_kv: int) -> Runs:
+        """The blocks of keys that the queries [query, query + block_q) need."""
+        offset = self.kv_seq - self.seq
+        low = None if self.window is None else offset - self.window + 1
+        runs = _blocks(query, block_q, low, offset if self.causal else None, block_kv, self.kv_seq)
+        first, end, full, full_end = runs
+        whole = self.kv_seq // block_kv  # blocks without keys past the end, which are masked
+        if isinstance(full_end, int):
+            return first, end, full, min(full_end, whole)
+        return first, end, full, _numpy_of(full_end).minimum(full_end, whole)
+
+    def queries_of(self, key: Index | np.ndarray, block_kv: int, block_q: int) -> Runs:
+        """The blocks of queries that need the keys [key, key + block_kv)."""
+        offset = self.kv_seq - self.seq
+        high = None if self.window is None else self.window - 1 - offset
+        return _blocks(key, block_kv, -offset if self.causal else None, high, block_q, self.seq)
+
+    def valid(
+        self, query: Index, key: Index, block_q: int, block_kv: int, *, keys_first: bool = False
+    ) -> list[jax.Array]:
+        """Which pairs of two blocks are valid: terms (block_q, block_kv), or the other way around."""
+        if not self.causal:
+            return []
+        shift = self.kv_seq - self.seq + query - key
+        if keys_first:
+            distance = (shift + jnp.arange(block_q))[None, :] - jnp.arange(block_kv)[:, None]
+        else:
+            distance = (shift + jnp.arange(block_q))[:, None] - jnp.arange(block_kv)[None, :]
+        return [distance >= 0] if self.window is None else [distance >= 0, distance < self.window]
