@@ -276,13 +276,15 @@ def embed_tokens(
     scale: Array,
     bias: Array,
     token_type_ids: Array | None = None,
+    position_ids: Array | None = None,
     epsilon: float,
     **_: Any,
 ) -> Bounded:
     types = np.zeros_like(ids) if token_type_ids is None else token_type_ids
-    y = exact(word[ids.astype(int)]) + exact(position[: ids.shape[1]]) + exact(token_type[types.astype(int)])
+    positions = position[: ids.shape[1]] if position_ids is None else position[position_ids.astype(int)]
+    y = exact(word[ids.astype(int)]) + exact(positions) + exact(token_type[types.astype(int)])
     # The sum may be made in another order.
-    size = np.abs(word[ids.astype(int)]) + np.abs(position[: ids.shape[1]]) + np.abs(token_type[types.astype(int)])
+    size = np.abs(word[ids.astype(int)]) + np.abs(positions) + np.abs(token_type[types.astype(int)])
     y = y.off(2 * b.UNIT * size)
     return b.rounded(_plus(b.normalised(y, epsilon, subtract_mean=True) * exact(scale), bias), dtype)
 
@@ -336,6 +338,12 @@ def mean_pool(
     # max(|m|, epsilon) in float32, in which squares below TINY are 0
     bounded = Bounded(np.maximum(square.value, max(epsilon, math.sqrt(b.TINY)) ** 2), square.error)
     return pooled * b.rsqrt(bounded)
+
+
+def segment_mean_pool(*, dtype: str, x: Array, segment_ids: Array, num_segments: int, **options: Any) -> Bounded:
+    rows, ids = x.reshape(1, -1, x.shape[-1]), segment_ids.reshape(1, -1)
+    pooled = (mean_pool(dtype=dtype, x=rows, mask=ids == i, **options) for i in range(num_segments))
+    return _joined(*pooled, axis=0)
 
 
 def triangle_update(
@@ -475,6 +483,7 @@ REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
         embed_tokens,
         rotary,
         mean_pool,
+        segment_mean_pool,
         triangle_update,
         linear_cross_entropy,
     )

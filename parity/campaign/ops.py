@@ -348,6 +348,8 @@ def _embed_tokens(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     }
     if pick.chance(0.5):
         inputs["token_type_ids"] = Input((batch, seq), "int32", "rows", scale=types)
+    if pick.chance(0.3):
+        inputs["position_ids"] = Input((batch, seq), "int32", "rows", scale=seq)
     return inputs, {"epsilon": _epsilon(pick)}
 
 
@@ -372,6 +374,15 @@ def _mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
         "mask": Input((batch, seq), pick.of(("bool", "int32", "int8")), "mask"),
     }
     return inputs, {"normalize": pick.chance(0.7), "epsilon": pick.of((1e-12, 1e-6, 0.1))}
+
+
+def _segment_mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+    batch, seq, n = pick.of((1, 2, 5)), pick.rows(), pick.size()
+    inputs = {
+        "x": Input((batch, seq, n), dtype),
+        "segment_ids": Input((batch, seq), pick.of(("int32", "int8", "uint32")), "ids"),
+    }
+    return inputs, {"num_segments": pick.of((1, 3, 6)), "normalize": pick.chance(0.7)}
 
 
 def _triangle_update(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
@@ -442,6 +453,7 @@ _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
     "embed_tokens": _embed_tokens,
     "rotary": _rotary,
     "mean_pool": _mean_pool,
+    "segment_mean_pool": _segment_mean_pool,
     "triangle_update": _triangle_update,
     "linear_cross_entropy": _linear_cross_entropy,
 }
