@@ -301,7 +301,7 @@ def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[...,
     """
 
     def call(*arrays: Any, **static: Any) -> Any:
-        leaves, tree = jax.tree.flatten(arrays)
+        leaves, tree = jax.tree.flatten(arrays)  # type: tuple[list[jax.Array], Any]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         key = tree, tuple((x.shape, x.dtype) for x in shapes), tuple(sorted(static.items()))
         if key not in programs:
