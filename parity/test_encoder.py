@@ -20,7 +20,7 @@ from pallas_models.__main__ import EXAMPLES
 from pallas_models.minilm import Encoder, packing, pipeline, programs
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
-from parity.common import assert_close, cosines
+from parity.common import assert_close, by_device, cosines
 from weights import checkpoint, lazy
 
 
@@ -202,11 +202,13 @@ def test_few_shapes(folder, calls):
     encoder = Encoder.from_pretrained(folder)
     for count in (2, 25, 61, 300):
         encoder.encode(random_sentences(count))
-    assert {call for call in calls if call != "read"} == {(2, 1, 20), (2, 12, 20), (2, 102, 20)}
+    shapes = [(2, rows, 20) for rows in by_device(cpu=[1, 12, 102], gpu=[51, 409])]
+    assert {call for call in calls if call != "read"} == set(shapes)
     calls.clear()
     for sentences in ("a man", ["a man"], ["a man"] * 2):
         encoder.encode(sentences)
-    assert [call for call in calls if call != "read"] == [(1, 16), (1, 16), (2, 1, 20), (2, 1, 20)]
+    batches = by_device(cpu=[shapes[0]] * 2, gpu=[shapes[0]])  # of a sentence each, or of both
+    assert [call for call in calls if call != "read"] == [(1, 16), (1, 16), *batches]
 
 
 def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,15 +114,32 @@ def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float,
 
 
 def segment_reference(
-    x: jax.Array, segment_ids: jax.Array, *, num_segments: int, normalize: bool, epsilon: float
-) -> jax.Array:
-    """`segment_mean_pool` in plain XLA."""
-    ids, rows = segment_ids.ravel(), x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    ids = jnp.where(ids < 0, num_segments, ids)  # an index from the end otherwise; beyond it, nothing is added
+    x: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    num_segments: int,
+    normalize: bool,
+    epsilon: float,
+    return_mean: bool = False,
+) -> Any:
+    """`segment_mean_pool` in plain XLA, and the means themselves on request, for the gradient."""
+    ids, rows = _places(segment_ids, num_segments), x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     total = jnp.zeros((num_segments, x.shape[-1]), jnp.float32).at[ids].add(rows, mode="drop")
-    tokens = jnp.zeros(num_segments, jnp.int32).at[ids].add(1, mode="drop")
-    mean = total / jnp.maximum(tokens, 1)[:, None]
-    return _normalize(mean, epsilon) if normalize else mean
+    mean = total / _tokens_of_segments(ids, num_segments)
+    out = _normalize(mean, epsilon) if normalize else mean
+    return (out, mean) if return_mean else out
+
+
+def _places(segment_ids: jax.Array, num_segments: int) -> jax.Array:
+    """The segment of each token, `num_segments` for one of none: an index below 0 would count from the end."""
+    ids = segment_ids.ravel()
+    return jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
+
+
+def _tokens_of_segments(places: jax.Array, num_segments: int) -> jax.Array:
+    """What the sum of a segment is divided by, (num_segments, 1)."""
+    tokens = jnp.zeros(num_segments, jnp.int32).at[places].add(1, mode="drop")
+    return jnp.maximum(tokens, 1)[:, None]
 
 
 def _tokens(mask: jax.Array) -> jax.Array:
@@ -139,14 +157,21 @@ def _normalize(mean: jax.Array, epsilon: float) -> jax.Array:
     return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), TINY)))
 
 
-def _triton(
-    x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float, return_mean: bool = False, **runs: Any
-) -> Any:
-    """The kernel; or, for the gradient, with the norm by itself."""
-    if not return_mean:
-        return triton.mean_pool(x, mask, normalize=normalize, epsilon=epsilon, **runs)
-    mean = triton.mean_pool(x, mask, normalize=False, epsilon=epsilon, **runs)
-    return _normalize(mean, epsilon) if normalize else mean, mean
+def _with_mean(kernel: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The kernel; or, for the gradient, without the norm, which is then by itself."""
+
+    def call(*arrays: jax.Array, normalize: bool, epsilon: float, return_mean: bool = False, **runs: Any) -> Any:
+        if not return_mean:
+            return kernel(*arrays, normalize=normalize, epsilon=epsilon, **runs)
+        mean = kernel(*arrays, normalize=False, epsilon=epsilon, **runs)
+        return _normalize(mean, epsilon) if normalize else mean, mean
+
+    return call
+
+
+def _pull_norm(mean: jax.Array, dout: jax.Array, normalize: bool, epsilon: float) -> jax.Array:
+    """The cotangent of the mean."""
+    return jax.vjp(functools.partial(_normalize, epsilon=epsilon), mean)[1](dout)[0] if normalize else dout
 
 
 def _backward(
@@ -160,22 +185,38 @@ def _backward(
     **__: Any,
 ) -> tuple[jax.Array, None]:
     """A share of the mean's cotangent for each token, written once: x is not read again."""
-    if normalize:
-        (dout,) = jax.vjp(functools.partial(_normalize, epsilon=epsilon), mean)[1](dout)
-    share = (dout / _tokens(mask)).astype(x.dtype)
+    share = (_pull_norm(mean, dout, normalize, epsilon) / _tokens(mask)).astype(x.dtype)
     return jnp.where((mask != 0)[:, :, None], share[:, None, :], jnp.zeros((), x.dtype)), None
+
+
+def _segments_backward(
+    x: jax.Array,
+    segment_ids: jax.Array,
+    mean: jax.Array,
+    dout: jax.Array,
+    *_: None,
+    num_segments: int,
+    normalize: bool,
+    epsilon: float,
+    **__: Any,
+) -> tuple[jax.Array, None]:
+    """The same by segments; XLA would add up the means again, in another order each time."""
+    places = _places(segment_ids, num_segments)
+    share = _pull_norm(mean, dout, normalize, epsilon) / _tokens_of_segments(places, num_segments)
+    return share.astype(x.dtype).at[places].get(mode="fill", fill_value=0).reshape(x.shape), None
 
 
 _OP = Op(
     name="mean_pool",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=_triton, config=triton.Config),),
+    kernels=(Kernel(backend="triton", call=_with_mean(triton.mean_pool), config=triton.Config),),
     sharding=Sharding(equation="b S N, b S -> b N, b N"),
     backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_mean": True}),),
 )
 _SEGMENTS = Op(
     name="segment_mean_pool",
     reference=segment_reference,
-    kernels=(Kernel(backend="triton", call=triton.segment_mean_pool, config=triton.Config),),
-    sharding=Sharding(equation="B S N, B S -> M N"),
+    kernels=(Kernel(backend="triton", call=_with_mean(triton.segment_mean_pool), config=triton.Config),),
+    sharding=Sharding(equation="B S N, B S -> M N, M N"),
+    backward=(Backward(backend="xla", call=_segments_backward, keeps=-1, options={"return_mean": True}),),
 )
