@@ -80,7 +80,7 @@ assert jax.config.values == before
 print(json.dumps({"lowered": lowered, "embeddings": embeddings.tolist()}))
 """
     first, second = (run(program, folder, cache) for _ in range(2))
-    assert first["lowered"] == [[2, 16]] and second["lowered"] == []
+    assert first["lowered"] == [[2, 2, 24]] and second["lowered"] == []
     assert first["embeddings"] == second["embeddings"]
     assert [path.suffix for path in cache.iterdir()] == [".executable"]
     assert cache.stat().st_mode & 0o077 == 0
