@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pallas_models import minilm
-from pallas_models.minilm import DistilBertConfig, EncoderConfig, MPNetConfig, RobertaConfig
+from pallas_models.minilm import model as minilm
+from pallas_models.minilm.model import DistilBertConfig, EncoderConfig, MPNetConfig, RobertaConfig
 from weights.families import Family, Part, Shape, joined, linear, register, same
 
 # RoBERTa counts positions from 2: row 1 stands for padding, and row 0 for nothing.

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save as serialize
 
 from pallas_models import files
-from pallas_models.minilm import MiniLMConfig
+from pallas_models.minilm.model import MiniLMConfig
 from weights import checkpoint, configs, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models import minilm
-from pallas_models.minilm import MiniLMConfig
+from pallas_models.minilm import model as minilm
+from pallas_models.minilm.model import MiniLMConfig
 from weights import bert, hub, lazy, loading
 from weights.families import Family, register
 
