@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1800, metavar="N", help="for all of it")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of what was run and found")
     args = parser.parse_args(arguments)
+    started = time.monotonic()
     program = shutil.which("compute-sanitizer")
     if program is None:
         print("compute-sanitizer is not installed or not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
@@ -163,7 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     tools = args.tool or TOOLS
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(64) as pool:
         run = functools.partial(
             sanitize,

@@ -1,6 +1,5 @@
 """Writes parameters as PyTorch's libraries read them: Hugging Face's names and layouts, and the files beside."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from safetensors.numpy import save as serialize
 
 from pallas_models import files
 from pallas_models.minilm.model import MiniLMConfig
-from weights import checkpoint, configs, families, hub, lazy, loading, store, tree
+from weights import checkpoint, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
 
 # What may lie beside the tensors and stays true when they change, other than `hub.TEXT_FILES`.
@@ -70,7 +69,6 @@ def export(
     for name, part in family.parts(config).items():
         pieces = part.split(flat[name], list(part.tensors.values()))
         tensors |= zip(part.tensors, map(np.ascontiguousarray, pieces), strict=True)
-    configs.from_fields(family, dataclasses.asdict(config), "config")  # no file describes groups of heads
     described = {key: getattr(config, field) for field, key in family.keys.items()}
     beside: dict[str, Path] = {}
     if like is not None:
