@@ -119,8 +119,9 @@ def main() -> None:
     limit = _memory("VmSize") + ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps({"wrong": judge(module, json.loads(line))}), file=answers, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # whoever asked has gone, as time was up
+        for line in sys.stdin:
+            print(json.dumps({"wrong": judge(module, json.loads(line))}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Damaged checkpoints of every kind: each loads, or is refused by name, in time and in little memory."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -264,38 +265,43 @@ def attempt(request: dict[str, Any]) -> str | None:
     """Loads what a request names; says what is wrong with what came back."""
     path, (kind, form), loader = Path(request["path"]), request["template"].split(), request["loader"]
     if kind == "block":
-        return _unsound({}, weights.load_gpt2_block(path / "block.npy", dtype=_dtype(loader)), loader)
+        return _unsound(weights.load_gpt2_block(path / "block.npy", dtype=_dtype(loader)), loader)
     if kind == "trimul":
-        return _unsound({}, weights.load_trimul(path, direction="outgoing", dtype=_dtype(loader)), loader)
+        return _unsound(weights.load_trimul(path, direction="outgoing", dtype=_dtype(loader)), loader)
     family = families.FAMILIES[kind]
     if loader == "find_family":
         return None if loading.find_family(path) is family else "another family"
     if loader == "encoder" and kind == "minilm" and form == "folder":
         encoder = Encoder.from_pretrained(path, implementation="xla")
-        return _unsound(_fields(encoder.config), encoder.params, loader)
+        return _unsound_config(family, encoder.config) or _unsound(encoder.params, loader)
+    config = loading.load_config(family, path)
     if loader == "load_config":
-        return _unsound(_fields(loading.load_config(family, path)), {}, loader)
+        return _unsound_config(family, config)
     read = weights.load if form == "stored" else functools.partial(loading.load, family)
     params = read(path, dtype=_dtype(loader))  # type: ignore[operator]
-    return _unsound(_fields(loading.load_config(family, path)), params, loader)
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    """The fields of a config."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return _unsound_config(family, config) or _unsound(params, loader)
 
 
 def _dtype(loader: str) -> str:
     return "float16" if loader == "float16" else "float32"
 
 
-def _unsound(config: dict[str, Any], params: Any, loader: str) -> str | None:
-    for name, value in config.items():
+def _unsound_config(family: families.Family, config: Any) -> str | None:
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
         kinds = (
             (bool,) if name == "tie_embeddings" else (float, int) if name in ("epsilon", "rope_theta") else (int,)
         )
-        if type(value) not in kinds or not (isinstance(value, bool) or 0 < value < math.inf):
+        if name in family.keys:
+            sound = type(value) in kinds and (isinstance(value, bool) or 0 < value < math.inf)
+        else:  # what no config.json says has one value
+            sound = value == field.default
+        if not sound:
             return f"accepted {name} = {value!r:.60}"
+    return None
+
+
+def _unsound(params: Any, loader: str) -> str | None:
     for leaf in jax.tree.leaves(params):
         # The files hold infinities of float32 at times; float16 has more of them only by rounding.
         if loader == "float16" and leaf.dtype == jnp.float16 and bool(jnp.any(jnp.isinf(leaf))):
