@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops, target
+from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton.attention import Config
 from parity.common import (
@@ -646,7 +647,7 @@ def test_hopper_kernel_reads_the_fused_buffer_in_place(seq):
 def test_hopper_kernel_has_no_races(monkeypatch, capfd, name):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    monkeypatch.setattr(mosaic, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
     arrays, options, config = hopper_case(name, monkeypatch)
     ops.attention(*arrays, config=config, implementation=MOSAIC, **options).block_until_ready()
     assert "RACE" not in capfd.readouterr().out

@@ -13,6 +13,7 @@ import pytest
 
 from pallas_models import ops
 from pallas_models import target as targets
+from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.triton import attention_backward as triton
 from pallas_models.kernels.triton.attention import Config as Forward
 from pallas_models.tuning import Chooser, Problem
@@ -370,6 +371,29 @@ def test_hopper_kernel(reference, name):
         assert np.all(float64(gradient)[wanted == 0.0] == 0.0)
         if np.any(wanted):
             assert_close(gradient, wanted, OP["bfloat16"])
+
+
+@pytest.mark.skipif(
+    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
+)
+@pytest.mark.parametrize("name", ["grouped heads", "ragged, heads of 128"])
+def test_hopper_kernel_has_no_races(monkeypatch, capfd, name):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    found = []
+
+    def detecting():
+        found.append(plgpu.InterpretGPUParams(detect_races=True))
+        return found[-1]
+
+    arrays, _, options = operands(HOPPER_CASES[name], "bfloat16")
+    batch, seq, num_heads, _ = arrays[0].shape
+    cotangents = jnp.ones_like(arrays[0]), jnp.ones((batch, num_heads, seq))
+    jax.clear_caches()  # a program that was traced before would detect none
+    monkeypatch.setattr(_launch, "interpreter_params", detecting)
+    pulled(arrays, None, cotangents, implementation=MOSAIC, **options)
+    assert found and "RACE" not in capfd.readouterr().out
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("seq", [128, pytest.param(70, marks=edges)])
