@@ -40,6 +40,14 @@ class GateUp(nnx.Module):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, 2, d_out), dtype))
 
 
+class GatedMLP(nnx.Module):
+    """Parameters of a gated MLP."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.gate_up = GateUp(hidden_size, intermediate_size, dtype=dtype, rngs=rngs)
+        self.down = Projection(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
+
+
 class LayerNorm(nnx.Module):
     """Parameters of a layer norm."""
 

@@ -81,13 +81,20 @@ def export(
     if device is None and not target.current().name:
         device = _ANY_GPU
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    gpu = device and AbstractDevice(device_kind=device[0], num_cores=device[1], platform="gpu")
+    return Artefact(programs={p: lower(function, shapes, p, gpu if p == "cuda" else None) for p in platforms})
+
+
+def lower(function: Callable[..., Any], args: Sequence[Any], platform: str, device: AbstractDevice | None) -> Any:
+    """What `jax.export` makes of `jax.jit(function)`, with kernels for `device` or else this process's."""
+    mesh = (
+        contextlib.nullcontext()
+        if device is None
+        else use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    )
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
-    programs = {}
-    for platform in platforms:
-        with _compiling_for(device) if platform == "cuda" else contextlib.nullcontext():
-            lower = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)
-            programs[platform] = lower(*shapes)
-    return Artefact(programs=programs)
+    with mesh:
+        return jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(*args)
 
 
 def deserialize(data: bytes) -> Artefact:
@@ -108,14 +115,6 @@ def deserialize(data: bytes) -> Artefact:
         programs[platform] = jax.export.deserialize(bytearray(rest[start : start + size]))
         start += size
     return Artefact(programs=programs)
-
-
-def _compiling_for(device: tuple[str, int] | None) -> contextlib.AbstractContextManager[Any]:
-    if device is None:
-        return contextlib.nullcontext()
-    name, num_cores = device
-    abstract = AbstractDevice(device_kind=name, num_cores=num_cores, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
 def _platform(args: Any) -> str:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops, training
-from pallas_models._modules import Embedding, GateUp, Params, Projection, bind, call_layers, init_params, look_up
+from pallas_models._modules import Embedding, GatedMLP, Params, Projection, bind, call_layers, init_params, look_up
 from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
 
@@ -75,14 +75,6 @@ class Attention(nnx.Module):
         self.out = Projection(config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
 
 
-class MLP(nnx.Module):
-    """Parameters of the gated MLP (GeGLU)."""
-
-    def __init__(self, config: ModernBertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.gate_up = GateUp(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
-        self.down = Projection(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
-
-
 class Layer(nnx.Module):
     """One pre-norm layer: (B, S, H) to (B, S, H). The first of a model has no norm before its attention."""
 
@@ -93,7 +85,7 @@ class Layer(nnx.Module):
             self.attention_norm = Norm(config)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = Norm(config)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from pallas_models import _shardings, ops, training
 from pallas_models._modules import (
     Embedding,
-    GateUp,
+    GatedMLP,
     Params,
     Projection,
     RMSNorm,
@@ -117,14 +117,6 @@ class Attention(nnx.Module):
         self.out = Projection(heads * head_dim, config.hidden_size, dtype=dtype, rngs=rngs)
 
 
-class MLP(nnx.Module):
-    """Parameters of the gated MLP."""
-
-    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.gate_up = GateUp(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
-        self.down = Projection(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
-
-
 class Layer(nnx.Module):
     """One pre-norm decoder layer: (B, S, H) to (B, S, H)."""
 
@@ -133,7 +125,7 @@ class Layer(nnx.Module):
         self.attention_norm = RMSNorm(config.hidden_size)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,

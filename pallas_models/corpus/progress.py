@@ -1,12 +1,12 @@
 """Shows how far a corpus is embedded."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from pallas_models.corpus.reading import Corpus
+from pallas_models.minilm.inputs import shows
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def shown(corpus: Corpus, show: bool | None) -> Iterator[Callable[[np.ndarray], 
     Returns:
       What counts the rows that it is given and returns them.
     """
-    if not (sys.stderr.isatty() if show is None else show):
+    if not shows(show, True):
         yield lambda rows: rows
         return
     from rich.console import Console

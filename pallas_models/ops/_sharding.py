@@ -15,9 +15,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
 
-from pallas_models.exporting import KERNEL_CALLS
+from pallas_models import exporting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -306,16 +306,13 @@ def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[...,
         key = tree, tuple((x.shape, x.dtype) for x in shapes), tuple(sorted(static.items()))
         if key not in programs:
             platform = "cuda" if device.platform == "gpu" else device.platform
-            checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
             kind = AbstractDevice(
                 device_kind=device.device_kind,
                 num_cores=getattr(device, "core_count", None),
                 platform=device.platform,
             )
-            with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
-                program = jax.jit(functools.partial(function, **static))
-                lower = jax.export.export(program, platforms=[platform], disabled_checks=checks)
-                programs[key] = lower(*jax.tree.unflatten(tree, shapes))
+            program = functools.partial(function, **static)
+            programs[key] = exporting.lower(program, jax.tree.unflatten(tree, shapes), platform, kind)
         return programs[key].call(*arrays)
 
     return call
