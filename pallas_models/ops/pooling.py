@@ -91,12 +91,14 @@ def segment_mean_pool(
     _checks.check_shape("segment_ids", segment_ids, x.shape[:2], "(B, S)")
     if operator.index(num_segments) < 0:
         raise ValueError(f"{num_segments=}; expected at least 0")
-    if segment_ids.dtype.itemsize > 4:  # ids that int32 does not hold belong to no segment
-        segment_ids = jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1)
+    if segment_ids.dtype.itemsize < 8:
+        segment_ids = segment_ids.astype(jnp.int32)  # those beyond it come out negative
+    # Of no segment: one past the last, as an index below 0 would count from the end.
+    is_one = (segment_ids >= 0) & (segment_ids < num_segments)
     return run(
         _SEGMENTS,
         x,
-        segment_ids.astype(jnp.int32),
+        jnp.where(is_one, segment_ids, num_segments).astype(jnp.int32),
         config=config,
         implementation=implementation,
         num_segments=num_segments,
@@ -122,18 +124,15 @@ def segment_reference(
     epsilon: float,
     return_mean: bool = False,
 ) -> Any:
-    """`segment_mean_pool` in plain XLA, and the means themselves on request, for the gradient."""
-    ids, rows = _places(segment_ids, num_segments), x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    """`segment_mean_pool` in plain XLA, and the means themselves on request, for the gradient.
+
+    The id of tokens of no segment is `num_segments`.
+    """
+    ids, rows = segment_ids.ravel(), x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     total = jnp.zeros((num_segments, x.shape[-1]), jnp.float32).at[ids].add(rows, mode="drop")
     mean = total / _tokens_of_segments(ids, num_segments)
     out = _normalize(mean, epsilon) if normalize else mean
     return (out, mean) if return_mean else out
-
-
-def _places(segment_ids: jax.Array, num_segments: int) -> jax.Array:
-    """The segment of each token, `num_segments` for one of none: an index below 0 would count from the end."""
-    ids = segment_ids.ravel()
-    return jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
 
 
 def _tokens_of_segments(places: jax.Array, num_segments: int) -> jax.Array:
@@ -201,7 +200,7 @@ def _segments_backward(
     **__: Any,
 ) -> tuple[jax.Array, None]:
     """The same by segments; XLA would add up the means again, in another order each time."""
-    places = _places(segment_ids, num_segments)
+    places = segment_ids.ravel()
     share = _pull_norm(mean, dout, normalize, epsilon) / _tokens_of_segments(places, num_segments)
     return share.astype(x.dtype).at[places].get(mode="fill", fill_value=0).reshape(x.shape), None
 

@@ -125,12 +125,11 @@ def segment_mean_pool(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """Mean of each segment of x (B, S, N); see `pallas_models.ops.segment_mean_pool`."""
+    """Mean of each segment of x (B, S, N); see `pallas_models.ops`. The id of tokens of none is `num_segments`."""
     batch, seq, n = x.shape
     ids, index = segment_ids.ravel(), jnp.arange(batch * seq, dtype=jnp.int32)
-    where = jnp.where(ids < 0, num_segments, ids)  # an index from the end otherwise; beyond it, nothing is set
-    starts = jnp.full(num_segments, batch * seq, jnp.int32).at[where].min(index, mode="drop")
-    ends = jnp.zeros(num_segments, jnp.int32).at[where].max(index + 1, mode="drop")
+    starts = jnp.full(num_segments, batch * seq, jnp.int32).at[ids].min(index, mode="drop")
+    ends = jnp.zeros(num_segments, jnp.int32).at[ids].max(index + 1, mode="drop")
     config = _choose(config, num_segments, min(seq, _SEGMENT), n, x.dtype, target)
     kernel = functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon)
     return _pool(kernel, num_segments, config, interpret)(x.reshape(batch * seq, n), ids, starts, ends - starts)
