@@ -2,18 +2,22 @@
 
 memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
 threads reach. Each runs all calls of `BY_BACKEND` in `parity/calls.py`, at odd and at even sizes, with gradients
-where these have kernels, in processes of its own. They are compiled before, without a tool, under which that takes
-minutes. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run or does not get through.
+where these have kernels, each in a process of its own. They are compiled before, without a tool, under which that
+takes minutes. A process that hangs, as some do under a tool while they load what was compiled, is ended and the
+call begun anew; the report names it. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run
+or does not get through.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,11 +30,13 @@ from pallas_models import files
 from parity.__main__ import describe_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+TRIES = 3
+PATIENCE = 100.0  # seconds; what runs at all takes a tenth of that
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 # Of XLA's: none to choose from, and none of cuBLAS, which brings many that are not run.
 _FEW_KERNELS = "--xla_gpu_autotune_level=0 --xla_gpu_cublas_fallback=false"
-_CALL = re.compile(r"^call (.*)$", re.MULTILINE)
-_TOTAL = re.compile(r"^of (\d+) calls$", re.MULTILINE)
+
+_NAMES = "from parity import sanitize; print(*sanitize.served(), sep='\\n')"
 
 
 def runs() -> Iterator[tuple[str, Any, str, int]]:
@@ -64,53 +70,43 @@ def traced(backend: str, call: Any, arrays: Sequence[Any]) -> Any:
     return whole if kernels[1] > kernels[0] else alone
 
 
-def run_calls(folder: str) -> None:
-    """Runs those of the calls that this GPU serves which no other process has taken, and names each on stdout."""
-    import jax
-
+def served() -> dict[str, tuple[str, Any, str, int]]:
+    """The runs that this GPU serves, by name."""
     from parity.common import ON_HOPPER
 
-    served = [run for run in runs() if run[0] != "mosaic" or ON_HOPPER]
-    print(f"of {len(served)} calls", flush=True)
-    for i, (backend, call, dtype, size) in enumerate(served):
-        try:
-            (Path(folder) / str(i)).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        print(f"begin {backend} {call.name} {dtype} {size}", flush=True)
-        started = time.monotonic()
-        arrays = call.arrays(dtype, size)
-        jax.block_until_ready(traced(backend, call, arrays).lower().compile()(*arrays[: call.floats]))
-        print(f"call {backend} {call.name} {dtype} {size}: {time.monotonic() - started:.1f} s", flush=True)
+    return {
+        f"{backend} {call.name} {dtype} {size}": (backend, call, dtype, size)
+        for backend, call, dtype, size in runs()
+        if backend != "mosaic" or ON_HOPPER
+    }
+
+
+def run_call(name: str) -> None:
+    """Runs one of `served`."""
+    import jax
+
+    backend, call, dtype, size = served()[name]
+    arrays = call.arrays(dtype, size)
+    jax.block_until_ready(traced(backend, call, arrays).lower().compile()(*arrays[: call.floats]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one tool found in the calls that ended, of `total`; `findings` is None where some did not."""
+    """What one tool found in one call, in how many tries; `findings` is None where none of them ended."""
 
-    tool: str
-    calls: list[str]
-    total: int
+    tool: str | None
+    call: str
     findings: int | None
+    tries: int
     log: str
 
 
-def parse(tool: str, log: str, code: int) -> Outcome:
-    """What the output of a process of a tool says."""
+def findings(tool: str | None, log: str, code: int) -> int | None:
+    """What the output of a process of a tool says; None where it did not get to its end."""
+    if tool is None:
+        return 0 if code == 0 else None
     counts = [int(count) for count in _SUMMARY.findall(log)]
-    ended = bool(counts) and code in (0, 1)
-    total = max(map(int, _TOTAL.findall(log)), default=0)
-    return Outcome(tool, _CALL.findall(log), total, sum(counts) if ended else None, log)
-
-
-def merged(parts: Sequence[Outcome]) -> Outcome:
-    """What the processes of a tool found together."""
-    calls = [call for part in parts for call in part.calls]
-    total = max(part.total for part in parts)
-    ended = all(part.findings is not None for part in parts) and len(calls) == total > 0
-    findings = sum(part.findings or 0 for part in parts) if ended else None
-    log = "\n".join(part.log for part in parts if part.findings != 0)
-    return Outcome(parts[0].tool, calls, total, findings, log)
+    return sum(counts) if counts and code in (0, 1) else None
 
 
 def environment(cache: str) -> dict[str, str]:
@@ -127,29 +123,53 @@ def environment(cache: str) -> dict[str, str]:
     }
 
 
+def output(command: Sequence[str], seconds: float, environment: dict[str, str]) -> tuple[str, int]:
+    """What a program prints, and its exit code: -9 when it was ended, with all that it had started."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.communicate(timeout=seconds)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"{process.communicate()[0]}\nnot at the end after {seconds:.0f} s", -signal.SIGKILL
+
+
 def sanitize(
-    tool: str | None, folder: Path, *, program: str, until: float, environment: dict[str, str]
+    tool: str | None, call: str, *, program: str, until: float, environment: dict[str, str], patience: float
 ) -> Outcome:
-    """Runs calls under one tool, or under none, which finds nothing. In the folder it says which it has taken."""
-    command = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_calls({str(folder)!r})"]
+    """Runs a call under one tool, or under none, which finds nothing; again while the process hangs."""
+    command = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_call({call!r})"]
     if tool is not None:
         command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20", *command]
-    seconds = max(until - time.monotonic(), 1.0)
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=seconds
-        )
-    except subprocess.TimeoutExpired as expired:
-        log = (expired.stdout or b"").decode(errors="replace")
-        return parse(tool or "", f"{log}\nnot at the end after {seconds:.0f} s", -1)
-    return parse(tool or "", done.stdout, done.returncode)
+    tries, code, log = 0, -signal.SIGKILL, ""
+    while code == -signal.SIGKILL and tries < TRIES and (left := until - time.monotonic()) > 0:
+        log, code = output(command, min(patience, left) if tool else left, environment)
+        tries += 1
+    return Outcome(tool, call, findings(tool, log, code), tries, log)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What a tool found in all calls: nothing is said before each has got to its end."""
+    ended = [outcome.findings for outcome in outcomes if outcome.findings is not None]
+    return {
+        "findings": sum(ended) if len(ended) == len(outcomes) > 0 else None,
+        "calls": [outcome.call for outcome in outcomes if outcome.findings is not None],
+        "begun_anew": [outcome.call for outcome in outcomes if outcome.tries > 1],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tools; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m parity sanitize", description=__doc__)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="one of them; all when not given")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes of each tool")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes at a time")
     parser.add_argument("--seconds", type=float, default=1800, metavar="N", help="for all of it")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of what was run and found")
     args = parser.parse_args(arguments)
@@ -164,49 +184,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     tools = args.tool or TOOLS
-    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(64) as pool:
-        run = functools.partial(
-            sanitize,
-            program=program,
-            until=started + args.seconds,
-            environment=environment(str(Path(scratch) / "cache")),
+    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        kept = environment(str(Path(scratch) / "cache"))
+        until = started + args.seconds
+        names = subprocess.run(
+            [sys.executable, "-c", _NAMES], stdout=subprocess.PIPE, text=True, env=kept, check=True
         )
-
-        def by_each(which: Sequence[str | None], workers: int) -> list[Outcome]:
-            jobs = [(tool, Path(scratch) / (tool or "none")) for tool in which for _ in range(workers)]
-            for _, folder in jobs:
-                folder.mkdir(exist_ok=True)
-            return list(pool.map(run, *zip(*jobs, strict=True)))
-
-        compiled = merged(by_each([None], args.workers * len(tools)))
-        seconds = time.monotonic() - started
-        print(f"{len(compiled.calls)} of {compiled.total} calls compiled in {seconds:.0f} s", flush=True)
-        if len(compiled.calls) < compiled.total:
-            print(compiled.log[-4000:])
-        parts = by_each(tools, args.workers)
-    outcomes = [merged([part for part in parts if part.tool == tool]) for tool in tools]
-    for outcome in outcomes:
-        found = "did not get to the end" if outcome.findings is None else f"{outcome.findings} findings"
-        print(f"{outcome.tool}: {len(outcome.calls)} of {outcome.total} calls, {found}")
-        if outcome.findings != 0:
-            print(outcome.log[-4000:])
+        calls = names.stdout.splitlines()
+        run = functools.partial(sanitize, program=program, until=until, environment=kept, patience=PATIENCE)
+        compiled = list(pool.map(run, [None] * len(calls), calls))
+        done = sum(outcome.findings == 0 for outcome in compiled)
+        print(f"{done} of {len(calls)} calls compiled in {time.monotonic() - started:.0f} s", flush=True)
+        outcomes = list(pool.map(run, *zip(*itertools.product(tools, calls), strict=True)))
+    tools_say = {tool: summary([outcome for outcome in outcomes if outcome.tool == tool]) for tool in tools}
+    for tool, said in tools_say.items():
+        found = "did not get to the end" if said["findings"] is None else f"{said['findings']} findings"
+        print(f"{tool}: {len(said['calls'])} of {len(calls)} calls, {found}")
+    logs = {f"{o.tool} {o.call}": o.log.splitlines()[-60:] for o in (*compiled, *outcomes) if o.findings != 0}
+    for name, log in logs.items():
+        print(f"\n{name}:", *log, sep="\n")
     if args.output is not None:
         version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-        tail = {o.tool: o.log.splitlines()[-60:] for o in outcomes if o.findings != 0}
         result = {
             "gpu": gpu,
             "sanitizer": version.stdout.strip().splitlines()[-1:],
             "seconds": round(time.monotonic() - started),
-            "tools": [
-                {"tool": o.tool, "findings": o.findings, "total": o.total, "calls": sorted(o.calls)}
-                for o in outcomes
-            ],
-            "logs": tail,
+            "tools": tools_say,
+            "logs": logs,
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         files.write(args.output, json.dumps(result, indent=1) + "\n")
-    findings = [outcome.findings for outcome in outcomes]
-    return 2 if None in findings else int(any(findings))
+    counts = [said["findings"] for said in tools_say.values()]
+    return 2 if None in counts else int(any(counts))
 
 
 if __name__ == "__main__":
