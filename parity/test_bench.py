@@ -40,7 +40,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> minilm_models.Checkpoint:
 
 
 def entry(family: str, us: float, **changes: object) -> Entry:
-    time = Timing(median_us=us, p20_us=0.9 * us, p80_us=1.1 * us, samples=24, method="cupti")
+    time = Timing(median_us=us, p20_us=round(0.9 * us, 3), p80_us=round(1.1 * us, 3), samples=24, method="cupti")
     fields = dict(name=f"{family}-{us:g}", family=family, status="ok", device=time, wall=time)
     return Entry(**{**fields, **changes})
 
@@ -189,6 +189,17 @@ class TestResults:
         assert results.load(path) == result
         assert [p.name for p in path.parent.iterdir()] == ["minilm.json"]
 
+    def test_a_file_is_short(self, tmp_path):
+        """Six digits, a line for each case and entry, the name of a kernel once: files are committed."""
+        case = make_result().cases[0]
+        launches = [Kernel(name="long", us=us) for us in (1 / 3, 2.0)]
+        entries = [dataclasses.replace(case.entries[0], kernels=launches, name='{"name":'), *case.entries[1:]]
+        path = results.save(make_result(cases=[dataclasses.replace(case, entries=entries)] * 2), tmp_path)
+        text = path.read_text()
+        assert len(text.splitlines()) == 1 + 2 * (1 + len(entries)) and text.count('"long"') == 1
+        first = results.load(path).cases[1].entries[0]
+        assert first.kernels == [Kernel(name="long", us=0.333333), launches[1]] and first.name == '{"name":'
+
     def test_partial_results_do_not_replace_complete_ones(self, tmp_path):
         assert results.save(make_result(partial=True), tmp_path).name == "minilm.partial.json"
 
@@ -225,6 +236,11 @@ class TestResults:
             (lambda d: d.update(benchmark="../minilm"), "benchmark: expected a name such as gated-mlp"),
             (lambda d: d.update(benchmark="<script>"), "benchmark: expected a name such as gated-mlp"),
             (lambda d: d.update(date="<script>"), "date: expected ISO 8601, got '<script>'"),
+            (
+                lambda d: d["cases"][0]["entries"][0].update(kernels=[[1, 2.0]]),
+                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place in kernels and us, got \[1, 2.0\]",
+            ),
+            (lambda d: d.update(kernels="k"), "kernels: expected list, got 'k'"),
             (lambda d: d.update(cases=[[[[[[[[[[]]]]]]]]]]), r"cases\[0\]: expected an object, got \[\["),
         ],
     )
@@ -255,13 +271,15 @@ class TestResults:
         assert results.load(path) == make_result()
 
     def test_version_1(self, tmp_path):
-        """Files of before there were variants, peers and peak memory."""
+        """Files of before there were variants, peers and peak memory, and before kernels were named once."""
         path = results.save(make_result(), tmp_path)
         data = json.loads(path.read_text()) | {"version": 1}
+        assert data.pop("kernels") == ["k"]
         for case in data["cases"]:
             del case["products"]
             for found in case["entries"]:
                 del found["peak_bytes"]
+                found["kernels"] = [{"name": "k", "us": us} for _, us in found["kernels"]]
         path.write_text(json.dumps(data))
         assert results.load(path) == make_result()
 

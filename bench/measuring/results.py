@@ -12,7 +12,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ from bench.measuring.timing import Timing
 from pallas_models import files
 
 FORMAT = "pallas_models.bench"
-VERSION = 2  # 2 has more families, and peak_bytes
-READABLE = (1, 2)
+VERSION = 3  # 2 has more families, and peak_bytes; 3 names a kernel once
+READABLE = (1, 2, 3)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
 Family = Literal["ours", "ladder", "xla", "torch", "peer"]
@@ -150,9 +150,28 @@ def save(result: Result, folder: Path) -> Path:
     """Writes a result, replacing an older one of the same GPU and benchmark only once it is complete."""
     path = path_of(result, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(result)}
-    files.write(path, json.dumps(data, indent=1) + "\n")
+    names: dict[str, int] = {}
+    data = {"format": FORMAT, "version": VERSION, **_short(dataclasses.asdict(result), names), "kernels": [*names]}
+    # A line for each case and entry: no string of JSON has an unescaped quote in it.
+    text = re.sub(r'(?={"(?:label|name)":)', "\n", json.dumps(data, separators=(",", ":")))
+    files.write(path, text + "\n")
     return path
+
+
+def _short(value: Any, names: dict[str, int]) -> Any:
+    """What a file says for `value`: fractions to six digits, and kernels as [place in names, us].
+
+    Kernels would be four fifths of a file: a model launches the same ones in every layer.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        return int(value) if value.is_integer() else float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [_short(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"name", "us"}:
+        return [names.setdefault(value["name"], len(names)), _short(value["us"], names)]
+    return {key: _short(item, names) for key, item in value.items()}
 
 
 def load(path: Path) -> Result:
@@ -175,7 +194,8 @@ def load(path: Path) -> Result:
         known = " and ".join(map(str, READABLE))
         raise ResultError(f"{path}: has version {version!r} of the schema; this program reads {known}")
     try:
-        result: Result = _build(Result, data, "")
+        names = _build(list[str], data.pop("kernels", []), "kernels")
+        result: Result = _build(Result, data, "", names)
         _check(result)
         return result
     except _MismatchError as error:
@@ -218,9 +238,13 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _build(expected: Any, data: Any, where: str) -> Any:
+def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> Any:
     """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
     here = where or "the file"
+    if expected is Kernel and isinstance(data, list):
+        if len(data) != 2 or type(data[0]) is not int or not 0 <= data[0] < len(names):
+            raise _MismatchError(f"{here}: expected a place in kernels and us, got {reprlib.repr(data)}")
+        data = {"name": names[data[0]], "us": data[1]}
     if isinstance(expected, type) and dataclasses.is_dataclass(expected):
         if not isinstance(data, dict):
             raise _MismatchError(f"{here}: expected an object, got {reprlib.repr(data)}")
@@ -230,14 +254,15 @@ def _build(expected: Any, data: Any, where: str) -> Any:
             raise _MismatchError(f"{here}: unknown field {', '.join(unknown)}")
         if missing := [n for n, field in fields.items() if n not in data and not field.metadata.get("optional")]:
             raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
-        return expected(**{name: _build(hints[name], data[name], f"{where}.{name}".strip(".")) for name in data})
+        built = {n: _build(hints[n], value, f"{where}.{n}".strip("."), names) for n, value in data.items()}
+        return expected(**built)
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin is list and isinstance(data, list):
-        return [_build(arguments[0], value, f"{where}[{i}]") for i, value in enumerate(data)]
+        return [_build(arguments[0], value, f"{where}[{i}]", names) for i, value in enumerate(data)]
     if origin is dict and isinstance(data, dict):
-        return {_printable(key): _build(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+        return {_printable(k): _build(arguments[1], value, f"{where}.{k}", names) for k, value in data.items()}
     if origin is types.UnionType:  # X | None
-        return None if data is None else _build(arguments[0], data, where)
+        return None if data is None else _build(arguments[0], data, where, names)
     if origin is Literal:
         if data in arguments:
             return data
