@@ -72,7 +72,7 @@ class Entry:
       compile_s: seconds that compilation took.
       metrics: further figures by name, with the unit in the name.
       peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
-        itself, such as weights; None where it is not known. A file may lack it.
+        itself, such as weights; None where it is not known.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Entry:
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     compile_s: float | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    peak_bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
+    peak_bytes: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class Case:
       shape: sizes by name.
       flop: floating-point operations of one call; None where they are not counted.
       entries: what became of each candidate.
-      bytes: what one call must read and write at the least; None where it is not counted. A file may lack it.
-      products: dtype of the matrix products, if not `dtype`. A file may lack it.
+      bytes: what one call must read and write at the least; None where it is not counted.
+      products: dtype of the matrix products, if not `dtype`.
     """
 
     label: str
@@ -107,8 +107,8 @@ class Case:
     shape: dict[str, int]
     flop: float | None
     entries: list[Entry]
-    bytes: float | None = dataclasses.field(default=None, metadata={"optional": True})
-    products: str | None = dataclasses.field(default=None, metadata={"optional": True})
+    bytes: float | None = None
+    products: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def save(result: Result, folder: Path) -> Path:
     path = path_of(result, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
-    data = {"format": FORMAT, "version": VERSION, **_short(dataclasses.asdict(result), names), "kernels": [*names]}
+    data = {"format": FORMAT, "version": VERSION, **_short(result, names), "kernels": [*names]}
     # A line for each case and entry: no string of JSON has an unescaped quote in it.
     text = re.sub(r'(?={"(?:label|name)":)', "\n", json.dumps(data, separators=(",", ":")))
     files.write(path, text + "\n")
@@ -159,7 +159,7 @@ def save(result: Result, folder: Path) -> Path:
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:
-    """What a file says for `value`: fractions to six digits, and kernels as [place in names, us].
+    """What a file says for `value`: fractions to six digits, kernels as [place in names, us], no defaults.
 
     Kernels would be four fifths of a file: a model launches the same ones in every layer.
     """
@@ -167,11 +167,18 @@ def _short(value: Any, names: dict[str, int]) -> Any:
         return int(value) if value.is_integer() else float(f"{value:.6g}")
     if isinstance(value, list):
         return [_short(item, names) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"name", "us"}:
-        return [names.setdefault(value["name"], len(names)), _short(value["us"], names)]
-    return {key: _short(item, names) for key, item in value.items()}
+    if isinstance(value, Kernel):
+        return [names.setdefault(value.name, len(names)), _short(value.us, names)]
+    if dataclasses.is_dataclass(value):
+        stated = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        defaults = {field.name: _default(field) for field in dataclasses.fields(value)}
+        return _short({name: item for name, item in stated.items() if item != defaults[name]}, names)
+    return {k: _short(item, names) for k, item in value.items()} if isinstance(value, dict) else value
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """What a field is where a file lacks it; MISSING: every file has it."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def load(path: Path) -> Result:
@@ -252,7 +259,9 @@ def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> A
         hints = typing.get_type_hints(expected)
         if unknown := sorted(data.keys() - fields.keys()):
             raise _MismatchError(f"{here}: unknown field {', '.join(unknown)}")
-        if missing := [n for n, field in fields.items() if n not in data and not field.metadata.get("optional")]:
+        if missing := [
+            n for n, field in fields.items() if n not in data and _default(field) is dataclasses.MISSING
+        ]:
             raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
         built = {n: _build(hints[n], value, f"{where}.{n}".strip("."), names) for n, value in data.items()}
         return expected(**built)
