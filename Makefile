@@ -45,7 +45,7 @@ embed: $(VENV)/.run$(CUDA) $(if $(filter $(MINILM),$(MODEL)),$(MINILM)/params.sa
 	else $(EMBED); fi
 
 test: $(VENV)/.test$(CUDA) $(VENV)/.weights
-	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 campaign: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m parity campaign --minutes $(MINUTES)

@@ -1,5 +1,6 @@
 """Where the suite runs: compiled kernels at real shapes on CUDA, interpreted ones at small shapes elsewhere."""
 
+import gc
 import importlib.metadata
 import os
 
@@ -33,11 +34,19 @@ def pytest_report_header() -> str:
     return f"parity: kernels run as implementation={KERNEL!r}, {'real' if ON_GPU else 'small'} shapes"
 
 
+def pytest_collection_finish() -> None:
+    """A tenth of the time would go to looking for garbage among modules, which stay, and programs, which come and go."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
     """What a file compiles goes with it: all of the suite's programs take more than 5 GB a worker."""
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
