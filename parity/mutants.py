@@ -52,7 +52,7 @@ MUTANTS = [
             "ops/_dispatch.py",
             'jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")',
             'jax.numpy_dtype_promotion("standard")',
-            "test_settings.py -k 'ops_compute and rank_promotion'",
+            "test_settings.py -k 'ops_compute and strict'",
         ),
         (
             "ops/_dispatch.py",

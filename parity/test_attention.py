@@ -234,7 +234,7 @@ CASES = {
     "segments": (70, 70, 2, 1, 16, {"segments": True}),
     "segments of queries and keys": (37, 300, 2, 2, 16, {"segments": True}),
     "long mask, blocks searched": (37, 300, 2, 2, 16, {"mask": True}),
-    "all": (300, 333, 4, 2, 16, {"causal": True, "window": 77, "mask": True, "bias": (1, 4), "segments": True}),
+    "all": (150, 165, 4, 2, 16, {"causal": True, "window": 41, "mask": True, "bias": (1, 4), "segments": True}),
 }
 
 
