@@ -18,6 +18,7 @@ ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "triton" if ON_GPU else "interpret"
 ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
 MOSAIC = "mosaic" if ON_HOPPER else "mosaic_interpret"
+IMPLEMENTATIONS = ["xla", KERNEL, *([None] if ON_HOPPER else [])]
 
 TRITON_CALL = "__gpu$xla.gpu.triton"  # the custom call that a Triton kernel is lowered to
 MOSAIC_CALL = "mosaic_gpu_v2"

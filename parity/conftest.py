@@ -18,7 +18,7 @@ import hypothesis
 import jax
 import pytest
 
-from parity.common import KERNEL, ON_GPU, ON_HOPPER
+from parity.common import IMPLEMENTATIONS, KERNEL, ON_GPU
 from parity.tolerances import OP
 
 # Interpreted programs run once, on little data: compiling them well takes five times as long as quickly.
@@ -56,7 +56,7 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["xla", KERNEL, *([None] if ON_HOPPER else [])])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest) -> str | None:
     """The plain-XLA reference, the kernel and on Hopper the choice of two: all are held against torch."""
     return request.param

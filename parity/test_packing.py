@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallas_models import minilm
 from pallas_models.minilm import packing
 from parity.common import KERNEL, ON_GPU, assert_close, cosines, normal, random_params
-from parity.test_minilm import COSINE, SMALL
+from parity.test_minilm import COSINE, SMALL, in_every_dtype
 from parity.tolerances import MODEL, MODEL_GRADIENT
 
 CONFIG = minilm.MiniLMConfig() if ON_GPU else SMALL
@@ -111,6 +111,7 @@ def compiled(implementation: str | None, num_segments: int, config: minilm.MiniL
     return jax.jit(embed_packed), jax.jit(functools.partial(minilm.embed, **options))
 
 
+@in_every_dtype
 def test_values_are_those_of_padded_rows(implementation, dtype):
     params = random_params(CONFIG, dtype)
     batch, ids, mask = packed(LENGTHS)

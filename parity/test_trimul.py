@@ -206,7 +206,7 @@ def triangle_update(params, x, *, direction="outgoing", **options):
 )
 @both_directions
 def test_tile_configs(direction, c, project, product, output):
-    params, x = random_params(trimul.TriMulConfig(channels=c, hidden=21)), pairs(2, 37, 37, c)
+    params, x = random_params(trimul.TriMulConfig(channels=c, hidden=21)), pairs(2, 21, 21, c)
     tiles, warps = ("block_m", "block_n", "block_k"), dict(num_warps=4, num_stages=2)
     config = Config(
         project=trimul_project.Config(**dict(zip(tiles, project, strict=True)), **warps),
