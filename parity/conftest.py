@@ -7,12 +7,14 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
 os.environ.setdefault("PJRT_NPROC", "32")
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the first flag
+JAX_010 = importlib.metadata.version("jaxlib").startswith("0.10.")
+if JAX_010:  # later ones do not know the first flag
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import jax
@@ -24,6 +26,18 @@ from parity.tolerances import OP
 # Interpreted programs run once, on little data: compiling them well takes five times as long as quickly.
 if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
+
+if JAX_010:
+    from jax._src.pallas.mosaic.interpret import thread_map
+
+    def _run(jaxpr: Any, consts: Any, *args: Any) -> None:
+        thread_map.jax_core.eval_jaxpr(jaxpr, consts, *args)
+
+    def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+        jax.jit(_run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()(consts, *args)
+
+    # As later ones do: this one compiles a kernel that it interprets anew for every warpgroup of each CTA.
+    thread_map._run_jaxpr = _run_jaxpr
 
 # The same examples in every run; shapes compile anew, so few of them, and no deadline.
 hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)
