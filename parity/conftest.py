@@ -7,8 +7,7 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
 os.environ.setdefault("PJRT_NPROC", "32")
-JAX_010 = importlib.metadata.version("jaxlib").startswith("0.10.")
-if JAX_010:  # later ones do not know the first flag
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the first flag
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
@@ -27,7 +26,7 @@ from parity.tolerances import OP
 if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 
-if JAX_010:
+if jax.__version_info__ < (0, 11):
     from jax._src.pallas.mosaic.interpret import thread_map
 
     def _run(jaxpr: Any, consts: Any, *args: Any) -> None:
