@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
+from jax.experimental.pallas import mosaic_gpu
 
 from pallas_models import minilm, ops, target
 from pallas_models.tuning import Chooser, Problem
@@ -127,9 +129,16 @@ CALLS = {
 KINDS = list({(*about, device[1]): device for device, about in DEVICES.items()}.values())
 
 
+def nothing(kernel: Any, out: Any = None, *, out_shape: Any = None, out_type: Any = None, **_: Any) -> Any:
+    """In place of `pallas_call` and its like in Mosaic GPU: no kernel is traced, which takes most of a trace."""
+    return lambda *operands: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out or out_shape or out_type)
+
+
 @pytest.mark.parametrize("device", KINDS, ids=lambda device: device[0].replace(" ", "-"))
-def test_every_kernel_fits_into_shared_memory(device):
+def test_every_kernel_fits_into_shared_memory(monkeypatch, device):
     """A program asks at most what a CTA may use; nothing is lowered, so all devices and calls are cheap."""
+    monkeypatch.setattr(pallas, "pallas_call", nothing)
+    monkeypatch.setattr(mosaic_gpu, "kernel", nothing)
     kib = DEVICES[device][1]
     sized = 0
     for name, (function, arrays) in CALLS.items():
