@@ -217,10 +217,12 @@ class TestResults:
             (lambda d: d["cases"][0].update(entries={}), r"cases\[0\].entries: expected list, got {}"),
             (lambda d: d["cases"][0]["entries"][0].update(wall=3), "wall: expected an object, got 3"),
             (
-                lambda d: d["cases"][0]["entries"][0]["wall"].update(p20_us=0),
+                lambda d: d["cases"][0]["entries"][0]["wall"].__setitem__(1, 0),
                 "1x16 fp16, ours-10: impossible times",
             ),
-            (lambda d: d["cases"][0]["entries"][0]["wall"].update(p80_us=9), "impossible times"),
+            (lambda d: d["cases"][0]["entries"][0]["wall"].__setitem__(2, 9), "impossible times"),
+            (lambda d: d["cases"][0]["entries"][0]["wall"].pop(), "wall: lacks method"),
+            (lambda d: d["cases"][0]["entries"][0]["wall"].append(1), r"wall: expected an object, got \["),
             (lambda d: d["cases"][0].update(flop=10**400), "flop: an integer of 1329 bits is no float"),
             (
                 lambda d: d["cases"][0].update(flop=float("nan")),
@@ -273,6 +275,9 @@ class TestResults:
             )
             found.update(absent | found)
             found["kernels"] = [{"name": "k", "us": us} for _, us in found["kernels"]]
+            for name, kind in (("accuracy", Accuracy), ("device", Timing), ("wall", Timing)):
+                fields = [field.name for field in dataclasses.fields(kind)]
+                found[name] = found[name] and dict(zip(fields, found[name], strict=True))
         path.write_text(json.dumps(data))
         assert results.load(path) == make_result()
 

@@ -135,6 +135,9 @@ class Result:
     cases: list[Case]
 
 
+_ROWS = (Accuracy, Timing)  # in a file lists of their fields, in order
+
+
 def slug(name: str) -> str:
     """Turns a device name into a folder name: lower case, runs of other characters become a hyphen."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -159,7 +162,7 @@ def save(result: Result, folder: Path) -> Path:
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:
-    """What a file says for `value`: fractions to six digits, kernels as [place in names, us], no defaults.
+    """What a file says for `value`: fractions to six digits, no defaults, kernels as [place in names, us].
 
     Kernels would be four fifths of a file: a model launches the same ones in every layer.
     """
@@ -169,6 +172,8 @@ def _short(value: Any, names: dict[str, int]) -> Any:
         return [_short(item, names) for item in value]
     if isinstance(value, Kernel):
         return [names.setdefault(value.name, len(names)), _short(value.us, names)]
+    if isinstance(value, _ROWS):
+        return _short([getattr(value, field.name) for field in dataclasses.fields(value)], names)
     if dataclasses.is_dataclass(value):
         stated = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         defaults = {field.name: _default(field) for field in dataclasses.fields(value)}
@@ -252,15 +257,18 @@ def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> A
         if len(data) != 2 or type(data[0]) is not int or not 0 <= data[0] < len(names):
             raise _MismatchError(f"{here}: expected a place in kernels and us, got {reprlib.repr(data)}")
         data = {"name": names[data[0]], "us": data[1]}
+    if expected in _ROWS and isinstance(data, list):
+        fields = [field.name for field in dataclasses.fields(expected)]
+        data = dict(zip(fields, data, strict=False)) if len(data) <= len(fields) else data
     if isinstance(expected, type) and dataclasses.is_dataclass(expected):
         if not isinstance(data, dict):
             raise _MismatchError(f"{here}: expected an object, got {reprlib.repr(data)}")
-        fields = {field.name: field for field in dataclasses.fields(expected)}
+        known = {field.name: field for field in dataclasses.fields(expected)}
         hints = typing.get_type_hints(expected)
-        if unknown := sorted(data.keys() - fields.keys()):
+        if unknown := sorted(data.keys() - known.keys()):
             raise _MismatchError(f"{here}: unknown field {', '.join(unknown)}")
         if missing := [
-            n for n, field in fields.items() if n not in data and _default(field) is dataclasses.MISSING
+            n for n, field in known.items() if n not in data and _default(field) is dataclasses.MISSING
         ]:
             raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
         built = {n: _build(hints[n], value, f"{where}.{n}".strip("."), names) for n, value in data.items()}
