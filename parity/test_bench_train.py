@@ -53,7 +53,7 @@ def test_what_does_not_learn_is_not_timed():
     }
     contenders = [train.Contender(name=name, family="ours", make=make) for name, make in makes.items()]
     workload = train.Workload(batches=[], contenders=contenders, reference=makes["right"], flop=1.0)
-    entries = {e.name: e for e in train.measure(workload, FAST, gpu=False, no_compile=False)}
+    entries = {e.name: e for e in train.measure(workload, FAST, gpu=False)}
     assert {name: e.status for name, e in entries.items()} == {
         "right": "ok",
         "still": "wrong",

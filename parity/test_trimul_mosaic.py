@@ -342,7 +342,10 @@ def test_project_refuses(module, m, c, h, dtype, message):
 
 
 def test_equal_kernels_are_equal_code():
-    """XLA compiles equal code once, and the persistent compilation cache finds it, whatever was lowered before."""
+    """XLA compiles equal code once, and the persistent compilation cache finds it, whatever was lowered before.
+
+    And no descriptors are handed over byte by byte, which takes LLVM long.
+    """
     sides = jax.ShapeDtypeStruct((1, 128, 4, 128), "bfloat16")
 
     def modules(count):
@@ -363,6 +366,8 @@ def test_equal_kernels_are_equal_code():
 
         with cuda_device(*HOPPER):
             text = jax.jit(f).trace(sides).lower(lowering_platforms=("cuda",)).as_text()
+        arrays = re.findall(r"llvm\.array<([1-9]\d*) x (i\d+)>", text)  # there is one of no elements besides
+        assert arrays and all(int(size) % 16 == 0 and of == "i64" for size, of in arrays)
         return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
 
     first, others = modules(1), modules(2)

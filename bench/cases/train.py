@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,17 @@ Make = Callable[[], Trainer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A way to train: its name and family, and what makes it ready to take steps."""
+    """A way to train: its name and family, what makes it ready to take steps, and why it is skipped, if it is."""
 
     name: str
     family: Family
     make: Make
+    skip: str = ""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether making it ready takes seconds, of a compiler."""
+        return not self.skip and self.name != "torch-eager"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
 
 
-def gpt2_workload(batch: int, seq: int, *, gpu: bool) -> Workload:
+def gpt2_workload(batch: int, seq: int, *, gpu: bool, no_compile: str) -> Workload:
     """GPT-2 small from random parameters, on sequences of random ids."""
     config = programs.gpt2_config() if gpu else CPU_GPT2
     params = gpt2.init(jax.random.key(0), config)
@@ -98,7 +105,7 @@ def gpt2_workload(batch: int, seq: int, *, gpu: bool) -> Workload:
         return programs.in_torch(loss, leaves, batches, programs.RATES["gpt2"], compiled=compiled)
 
     bf16, attention = jnp.bfloat16, "cudnn" if gpu else "xla"
-    by_hand = programs.gpt2_plain(config, bf16, attention="cudnn" if gpu else "xla")
+    by_hand = programs.gpt2_plain(config, bf16, attention=attention)
     kept = programs.gpt2_ours(config, bf16, "block")
     h, f, layers = config.hidden_size, config.intermediate_size, config.num_layers
     forward = 2.0 * batch * seq * (layers * (4 * h**2 + 2 * h * f + seq * h) + h * config.vocab_size)
@@ -108,14 +115,18 @@ def gpt2_workload(batch: int, seq: int, *, gpu: bool) -> Workload:
             Contender(name="pallas", family="ours", make=jax_trainer(programs.gpt2_ours(config, bf16))),
             Contender(name="pallas-stacked-remat", family="ladder", make=jax_trainer(kept, stacked=True)),
             Contender(name=f"xla-{attention}", family="xla", make=jax_trainer(by_hand)),
-            *in_torch(torch_trainer),
+            *in_torch(torch_trainer, no_compile),
         ],
-        reference=jax_trainer(programs.gpt2_plain(config, jnp.float32, attention="xla", one_by_one=True)),
+        reference=jax_trainer(
+            programs.gpt2_plain(config, jnp.float32, attention="xla", one_by_one=True), stacked=True
+        ),
         flop=3 * forward,  # the backward pass takes each product twice
     )
 
 
-def minilm_workload(batch: int, seq: int, checkpoint: minilm_models.Checkpoint, *, gpu: bool) -> Workload:
+def minilm_workload(
+    batch: int, seq: int, checkpoint: minilm_models.Checkpoint, *, gpu: bool, no_compile: str
+) -> Workload:
     """MiniLM from its checkpoint, on pairs of random sentences."""
     config = checkpoint.config
     batches = [programs.pairs(config, batch, seq, seed) for seed in range(BATCHES)]
@@ -139,33 +150,54 @@ def minilm_workload(batch: int, seq: int, checkpoint: minilm_models.Checkpoint, 
         contenders=[
             Contender(name="pallas", family="ours", make=ours),
             Contender(name=f"xla-{attention}", family="xla", make=lambda: plain("bf16", attention)),
-            *in_torch(torch_trainer),
+            *in_torch(torch_trainer, no_compile),
         ],
         reference=lambda: plain("fp32", "einsum"),
         flop=3 * 2 * minilm_models.flop(config, batch, seq),
     )
 
 
-def in_torch(make: Callable[..., Trainer]) -> Iterator[Contender]:
-    """torch's contenders: eager and compiled."""
+def in_torch(make: Callable[..., Trainer], no_compile: str) -> Iterator[Contender]:
+    """torch's contenders: eager, and compiled unless there is a reason against it."""
     for way in ("compile", "eager"):
         compiled = way == "compile"
         yield Contender(
-            name=f"torch-{way}", family="torch", make=lambda compiled=compiled: make(compiled=compiled)
+            name=f"torch-{way}",
+            family="torch",
+            make=lambda compiled=compiled: make(compiled=compiled),
+            skip=no_compile if compiled else "",
         )
 
 
-def compiled_in(pool: concurrent.futures.Executor, workload: Workload) -> Workload:
-    """The workload with the JAX programs of its contenders compiled in a pool."""
+def compiled_in(
+    in_jax: concurrent.futures.Executor,
+    in_torch: concurrent.futures.Executor,
+    workload: Workload,
+    say: Callable[[str], None],
+) -> Workload:
+    """The workload with what its contenders compile compiled in two pools."""
+
+    def submit(name: str, make: Make, pool: concurrent.futures.Executor) -> Make:
+        def compiled() -> Trainer:
+            start = time.perf_counter()
+            try:
+                return make()
+            finally:
+                say(f"{name}: {time.perf_counter() - start:.0f} s")
+
+        return pool.submit(compiled).result
+
+    contenders = [
+        dataclasses.replace(
+            contender,
+            make=submit(contender.name, contender.make, in_torch if contender.family == "torch" else in_jax),
+        )
+        if contender.is_compiled
+        else contender
+        for contender in workload.contenders
+    ]
     return dataclasses.replace(
-        workload,
-        contenders=[
-            contender
-            if contender.family == "torch"
-            else dataclasses.replace(contender, make=pool.submit(contender.make).result)
-            for contender in workload.contenders
-        ],
-        reference=pool.submit(workload.reference).result,
+        workload, contenders=contenders, reference=submit("reference", workload.reference, in_jax)
     )
 
 
@@ -174,7 +206,7 @@ def losses(trainer: Trainer) -> np.ndarray:
     return np.array([float(trainer.step(i)) for i in range(CHECKED)])
 
 
-def measure(workload: Workload, budget: timing.Budget, *, gpu: bool, no_compile: bool) -> list[Entry]:
+def measure(workload: Workload, budget: timing.Budget, *, gpu: bool) -> list[Entry]:
     """Checks and times the contenders of a workload; an entry for each."""
     expected = losses(workload.reference())
     entries: dict[str, Entry] = {}
@@ -182,8 +214,8 @@ def measure(workload: Workload, budget: timing.Budget, *, gpu: bool, no_compile:
     for contender in workload.contenders:
         entry = Entry(name=contender.name, family=contender.family, status="ok")
         try:
-            if contender.name == "torch-compile" and (no_compile or not gpu):
-                raise NotImplementedError("--no-compile" if no_compile else "torch.compile is measured on a GPU")
+            if contender.skip:
+                raise NotImplementedError(contender.skip)
             trainer = contender.make()
             found = losses(trainer)
         except (ImportError, NotImplementedError) as error:
@@ -245,17 +277,21 @@ def run(args: argparse.Namespace) -> int:
         cases=[],
     )
     budget = timing.QUICK if args.quick or not gpu else timing.STANDARD
-    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+    no_compile = "--no-compile" if args.no_compile else "" if gpu else "torch.compile is measured on a GPU"
+    say(f"compiling: {COMPILED_AT_ONCE} programs of JAX at a time, and one of torch")
+    jax_pool = concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE)
+    with jax_pool, concurrent.futures.ThreadPoolExecutor(1) as torch_pool:
         workloads = [
             compiled_in(
-                pool,
-                gpt2_workload(*shape, gpu=gpu)
+                jax_pool,
+                torch_pool,
+                gpt2_workload(*shape, gpu=gpu, no_compile=no_compile)
                 if model == "gpt2"
-                else minilm_workload(*shape, checkpoint, gpu=gpu),
+                else minilm_workload(*shape, checkpoint, gpu=gpu, no_compile=no_compile),
+                say,
             )
             for model, shape in todo
         ]
-    say("compiled the JAX programs")
     for model, (batch, seq) in todo:
         workload = workloads.pop(0)  # with which its parameters go
         case = Case(
@@ -263,7 +299,7 @@ def run(args: argparse.Namespace) -> int:
             dtype="bf16",
             shape={"batch": batch, "seq": seq},
             flop=workload.flop,
-            entries=measure(workload, budget, gpu=gpu, no_compile=args.no_compile),
+            entries=measure(workload, budget, gpu=gpu),
         )
         result.cases.append(case)
         path = results.save(result, args.output)  # kept, should the run be interrupted
