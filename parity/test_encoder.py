@@ -224,7 +224,7 @@ def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
 def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
     sentences, read = random_sentences(50), []
     expected = encoder.encode(sentences)
-    monkeypatch.setattr(pipeline, "run", functools.partial(pipeline.run, chunk=4))
+    monkeypatch.setattr(pipeline, "CHUNK", 4)
     monkeypatch.setattr(pipeline, "_BATCHES_IN_FLIGHT", 2)
     stream = encoder.encode_iter(read.append(s) or s for s in sentences)
     assert read == []

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from pallas_models import quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
 from pallas_models.corpus.writing import Ranges
+from pallas_models.minilm import pipeline
 
-# Sentences to (n, dimension) float32, in order, some at a time, at least once; the same for the same sentences.
-Encode = Callable[[Iterable[str]], Iterable[np.ndarray]]
+# Lists of n sentences to (n, dimension) float32 each, in order; the same for the same list.
+Encode = Callable[[Iterable[list[str]]], Iterable[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +56,12 @@ def embed_to_folder(
 ) -> None:
     """Embeds sentences into the shards that a folder does not have yet.
 
-    Each shard is encoded by itself, so that it does not matter which one a run begins with, and written while the
-    next one is encoded.
+    No list that is encoded has sentences of two shards, so that it does not matter which one a run begins with. A
+    shard is written while the next ones are encoded.
 
     Args:
       sentences: all of them, those that are embedded already too.
-      encode: makes the embeddings of a shard.
+      encode: makes the embeddings; it is called once, for all shards.
       folder: where to.
       begun: what `begin` returned for the folder; it is kept up to date, in the folder too.
       layout: how to write.
@@ -69,31 +70,69 @@ def embed_to_folder(
       OSError: a file cannot be written.
       ValueError: the sentences are others than those that are embedded already.
     """
-    sentences = iter(sentences)
-    others = None if layout.shard_size is None else layout.shard_size - 1
     embedded = {shard.file: shard for shard in begun.shards}
+    given: collections.deque[_Part] = collections.deque()  # to `encode`, which has not given it back
+    parts = _missing(iter(sentences), folder, embedded, layout)
+    failures: list[Exception] = []
+    shard: list[np.ndarray] = []
     last: Future[None] | None = None
+
+    def readable() -> Iterator[list[str]]:
+        try:
+            for part in parts:
+                given.append(part)
+                yield part.sentences
+        except Exception as error:  # which waits until what was read before is written
+            failures.append(error)
+
     with ThreadPoolExecutor(1) as writer:
-        for name in (f"{i:06d}.{layout.format}" for i in itertools.count()):
-            if (first := next(sentences, None)) is None:
-                break
-            digest = Digest()
-            own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
-            if earlier := embedded.pop(name, None):
-                collections.deque(own, 0)  # reads them
-                check_source(folder, earlier, digest)
-                continue
-            embeddings = np.concatenate(list(encode(own)))
-            if begun.ranges is None and layout.dtype in writing.RANGED:
-                begun.ranges = quantization.ranges_of(embeddings).tolist()
-            if last:
-                last.result()
-            last = writer.submit(_add, folder / name, embeddings, digest, begun, layout)
+        for rows in encode(readable()):
+            part = given.popleft()
+            shard.append(rows)
+            if part.ends:
+                if last:
+                    last.result()
+                last = writer.submit(_add, folder / part.file, shard, part.digest, begun, layout)
+                shard = []
         if last:
             last.result()
-    for shard in embedded.values():
-        check_source(folder, shard, Digest())
+    if failures:
+        raise failures[0]
+    for left in embedded.values():
+        check_source(folder, left, Digest())
     finish(folder, begun)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A list of sentences of one shard, and whether it is the shard's last."""
+
+    sentences: list[str]
+    file: str
+    digest: Digest
+    ends: bool
+
+
+def _missing(
+    sentences: Iterator[str], folder: Path, embedded: dict[str, Shard], layout: Layout
+) -> Iterator[_Part]:
+    """Yields the parts of the shards that are not among `embedded`; takes from there what it finds unchanged."""
+    others = None if layout.shard_size is None else layout.shard_size - 1
+    for name in (f"{i:06d}.{layout.format}" for i in itertools.count()):
+        if (first := next(sentences, None)) is None:
+            return
+        digest = Digest()
+        own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
+        if earlier := embedded.pop(name, None):
+            collections.deque(own, 0)  # reads them
+            check_source(folder, earlier, digest)
+            continue
+        chunks = pipeline.chunks(own, pipeline.CHUNK)
+        chunk = next(chunks)
+        while chunk:
+            following = next(chunks, [])
+            yield _Part(chunk, name, digest, ends=not following)
+            chunk = following
 
 
 def check_source(folder: Path, shard: Shard, given: Digest) -> None:
@@ -118,7 +157,10 @@ def finish(folder: Path, begun: Manifest) -> None:
         begun.write(folder)
 
 
-def _add(path: Path, embeddings: np.ndarray, digest: Digest, begun: Manifest, layout: Layout) -> None:
+def _add(path: Path, rows: list[np.ndarray], digest: Digest, begun: Manifest, layout: Layout) -> None:
+    embeddings = np.concatenate(rows)
+    if begun.ranges is None and layout.dtype in writing.RANGED:
+        begun.ranges = quantization.ranges_of(embeddings).tolist()
     begun.add(write_shard(path, embeddings, digest, layout, begun.ranges), path.parent)
 
 

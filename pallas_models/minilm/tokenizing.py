@@ -1,0 +1,121 @@
+"""Texts to token ids: in this process, or, where there are many, in processes of their own.
+
+The library that tokenizes uses all cores, but what it returns are Python objects: to take the ids out of them and
+to free them again takes longer, with the interpreter's lock held, than all else that a text costs this process.
+"""
+
+import itertools
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Fewer cores than these are kept busy by threads.
+_WORTH_PROCESSES = 4
+
+
+class Tokens(NamedTuple):
+    """The token ids of texts, (total,) int32, one text after another, and how many each has, (texts,) int64."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
+Tokenize = Callable[[list[Any]], Sequence[Sequence[int]]]
+
+
+def tokens(tokenize: Tokenize, texts: list[Any]) -> Tokens:
+    """The tokens of texts, in this process."""
+    ids = tokenize(texts)
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return Tokens(np.fromiter(itertools.chain.from_iterable(ids), np.int32, lengths.sum()), lengths)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count() -> int:
+    """How many processes are worth while: one for each core but that of this process, or none."""
+    return cores() - 1 if cores() >= _WORTH_PROCESSES and sys.executable else 0
+
+
+class Processes:
+    """Processes that tokenize, each one list of texts at a time; they end when this object does."""
+
+    def __init__(self, tokenizer: str, count: int):
+        """Starts them.
+
+        Args:
+          tokenizer: as JSON.
+          count: of processes.
+        """
+        self._tokenizer = tokenizer
+        self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(None)
+
+    def __call__(self, texts: list[str], limit: int) -> Tokens:
+        """Tokenizes texts, up to `limit` tokens of each; waits for a process that is free.
+
+        Raises:
+          ChildProcessError: the process ended, or could not be started. Another takes its place in the next call.
+        """
+        process = self._free.get()
+        try:
+            process = process or _Process(self._tokenizer)
+            return process(texts, limit)
+        except BaseException:
+            process = None
+            raise
+        finally:
+            self._free.put(process)
+
+
+class _Process:
+    def __init__(self, tokenizer: str):
+        # Of the files of this package it runs one, which must not see the others as modules of their own (-P).
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("tokenizer_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"},
+            process_group=0,  # an interrupt from the keyboard is for this process alone
+        )
+        weakref.finalize(self, _end, self._process)
+        self._send(tokenizer)
+
+    def __call__(self, texts: list[str], limit: int) -> Tokens:
+        self._send((list(map(str.__str__, texts)), limit))  # of a subclass of str, the text alone
+        try:
+            answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise self._ended() from error
+        if isinstance(answer, Exception):
+            raise answer
+        ids, lengths = (np.frombuffer(numbers, np.int32) for numbers in answer)
+        return Tokens(ids, lengths.astype(np.int64))
+
+    def _send(self, request: object) -> None:
+        try:
+            pickle.dump(request, self._process.stdin)  # type: ignore[arg-type]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> ChildProcessError:
+        return ChildProcessError(f"a process that tokenizes ended with exit code {self._process.wait()}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
