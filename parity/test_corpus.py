@@ -1,5 +1,6 @@
 """Embeddings in files: their formats, and folders that are continued as if nobody had stopped them."""
 
+import collections
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from pallas_models.corpus import job, manifest, writing
 from pallas_models.corpus.job import Layout
 from pallas_models.corpus.manifest import Manifest
 from pallas_models.corpus.writing import DTYPES, RANGED, convert
+from pallas_models.minilm import pipeline
 from pallas_models.quantization import ranges_of
 
 SENTENCES = [f"sentence {i}" * (i % 3) for i in range(23)]
@@ -26,14 +28,26 @@ class Encode:
     def __init__(self) -> None:
         self.sentences = 0
 
-    def __call__(self, sentences: Iterable[str]) -> Iterator[np.ndarray]:
-        yield np.empty((0, DIMENSION), np.float32)
-        sentences = list(sentences)
-        self.sentences += len(sentences)
-        for start in range(0, len(sentences), 3):
-            chunk = sentences[start : start + 3]
+    def __call__(self, chunks: Iterable[list[str]]) -> Iterator[np.ndarray]:
+        for chunk in ahead(chunks, 2):
+            self.sentences += len(chunk)
             seeds = ([*map(len, chunk), i, *sentence.encode()] for i, sentence in enumerate(chunk))
             yield np.stack([np.random.default_rng(s).normal(size=DIMENSION) for s in seeds]).astype(np.float32)
+
+
+def ahead(chunks: Iterable[list[str]], count: int) -> Iterator[list[str]]:
+    """The chunks, each given back after `count` more were taken, as an encoder does that is busy."""
+    waiting: collections.deque[list[str]] = collections.deque()
+    for chunk in chunks:
+        waiting.append(chunk)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "CHUNK", 3)
 
 
 def planned(**settings: object) -> Manifest:
@@ -49,6 +63,10 @@ def run(
     encode = Encode()
     job.embed_to_folder(sentences, encode, folder, job.begin(folder, plan or planned()), layout)
     return encode
+
+
+def embeddings_of(shard: list[str]) -> np.ndarray:
+    return np.concatenate(list(Encode()(pipeline.chunks(shard, pipeline.CHUNK))))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -86,7 +104,7 @@ def test_formats(tmp_path, format, dtype, count):
 def test_shards(tmp_path, dtype):
     layout = Layout(dtype, "npy", 5)
     run(tmp_path / "out", layout)
-    shards = [np.concatenate(list(Encode()(SENTENCES[i : i + 5]))) for i in range(0, 23, 5)]
+    shards = [embeddings_of(SENTENCES[i : i + 5]) for i in range(0, 23, 5)]
     ranges = ranges_of(shards[0])
     held = manifest.read(tmp_path / "out")
     assert held.complete and held.sentences == 23 and held.dimension == DIMENSION
@@ -256,7 +274,7 @@ def test_given_ranges(tmp_path):
     plan = planned()
     plan.ranges = ranges
     run(tmp_path / "out", layout, plan=plan)
-    expected = convert(np.concatenate(list(Encode()(SENTENCES[:5]))), "uint8", ranges)
+    expected = convert(embeddings_of(SENTENCES[:5]), "uint8", ranges)
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "000000.npy"), expected)
     run(tmp_path / "floats")
     for folder in ("floats", "absent"):

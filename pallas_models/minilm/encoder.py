@@ -374,8 +374,8 @@ class Encoder:
         """Computes the embeddings of lists of sentences as they come: those of a list do not depend on the others.
 
         Args:
-          chunks: any iterable of lists, read a few lists ahead of what is yielded. A list of 16,384 sentences keeps
-            a device busy.
+          chunks: any iterable of lists, read a few lists ahead of what is yielded. A list of 16,384 sentences
+            keeps a device busy.
           options: of `encode_iter`.
 
         Yields:
@@ -457,9 +457,7 @@ class Encoder:
                 advance(1)
         return len(started)
 
-    def _embeddings(
-        self, chunks: list[list[str]], call: "_Call", show_progress_bar: bool | None
-    ) -> np.ndarray:
+    def _embeddings(self, chunks: list[list[str]], call: "_Call", show_progress_bar: bool | None) -> np.ndarray:
         count = sum(map(len, chunks))
         if count == 1:
             tokens = self._tokenizer.encode(call.prompt + chunks[0][0]).ids  # sooner than a batch of one

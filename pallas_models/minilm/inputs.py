@@ -2,7 +2,6 @@
 
 import collections.abc
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 

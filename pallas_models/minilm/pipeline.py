@@ -51,8 +51,8 @@ def run(
 ) -> Iterator[np.ndarray]:
     """Computes a row for each text.
 
-    Memory does not grow with the number of chunks, which are read as they are needed, in this thread. No batch holds
-    texts of two of them: what is computed of a chunk does not depend on the others.
+    Memory does not grow with the number of chunks, which are read as they are needed, in this thread. No batch
+    holds texts of two of them: what is computed of a chunk does not depend on the others.
 
     Args:
       chunks: lists of texts, checked already; about `CHUNK` in each keep all busy.
