@@ -482,8 +482,7 @@ class Encoder:
             limit=self._max_length,
             budget=call.budget,
             out=out,
-            # A CPU that computes has no cores to spare.
-            elsewhere=self._tokenized_elsewhere if call.platform != "cpu" and tokenizing.count() else None,
+            elsewhere=self._elsewhere(call.platform),
         )
 
     def _hidden_states(self, chunks: list[list[str]], call: "_Call") -> list[np.ndarray]:
@@ -500,10 +499,11 @@ class Encoder:
             states += of
         return states
 
-    def _tokenized_elsewhere(self) -> Callable[[list[str]], tokenizing.Tokens]:
-        if self._processes is None:
-            self._processes = tokenizing.Processes(self._tokenizer.to_str(), tokenizing.count())
-        return functools.partial(self._processes, limit=self._max_length)
+    def _elsewhere(self, platform: str) -> Callable[[list[str]], tokenizing.Tokens] | None:
+        """What tokenizes in processes, of which each is started when it is first needed."""
+        if (count := tokenizing.count(platform)) and self._processes is None:
+            self._processes = tokenizing.Processes(self._tokenizer, count)
+        return functools.partial(self._processes, limit=self._max_length) if self._processes else None
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]

@@ -47,7 +47,7 @@ def run(
     limit: int,
     budget: int,
     out: np.ndarray | None = None,
-    elsewhere: Callable[[], Callable[[list[Any]], Tokens]] | None = None,
+    elsewhere: Callable[[list[Any]], Tokens] | None = None,
 ) -> Iterator[np.ndarray]:
     """Computes a row for each text.
 
@@ -64,7 +64,7 @@ def run(
       budget: the most tokens that a batch has.
       out: float32 (texts, width), which rows are written into, where there is a place for all; else each chunk has
         an array of its own.
-      elsewhere: gives what tokenizes where there are many texts.
+      elsewhere: gives the tokens of texts where there are many; called in other threads.
 
     Yields:
       float32 (texts of the chunk, width), in the order of the texts, for each chunk.
@@ -111,7 +111,7 @@ def _tokenized(
     pool: ThreadPoolExecutor,
     given: Iterable[list[Any]],
     tokenize: Tokenize,
-    elsewhere: Callable[[], Callable[[list[Any]], Tokens]] | None,
+    elsewhere: Callable[[list[Any]], Tokens] | None,
 ) -> Iterator[Tokens]:
     """The tokens of each chunk; those of the next are being made then."""
     seen = 0
@@ -121,7 +121,7 @@ def _tokenized(
         here = functools.partial(tokenizing.tokens, tokenize)
         if len(chunk) <= _FEW:
             return [functools.partial(here, chunk)]
-        call = elsewhere() if elsewhere and seen >= _MANY else here
+        call = elsewhere if elsewhere and seen >= _MANY else here
         seen += len(chunk)
         return [pool.submit(call, piece).result for piece in chunks(chunk, _PIECE)]
 

@@ -4,6 +4,7 @@ The library that tokenizes uses all cores, but what it returns are Python object
 to free them again takes longer, with the interpreter's lock held, than all else that a text costs this process.
 """
 
+import functools
 import itertools
 import os
 import pickle
@@ -13,9 +14,12 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Fewer cores than these are kept busy by threads.
 _WORTH_PROCESSES = 4
@@ -43,21 +47,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def count() -> int:
-    """How many processes are worth while: one for each core but that of this process, or none."""
-    return cores() - 1 if cores() >= _WORTH_PROCESSES and sys.executable else 0
+def count(platform: str) -> int:
+    """How many processes are worth while beside a device: one for each core but that of this process, or none."""
+    # A CPU that computes has no cores to spare.
+    return cores() - 1 if platform != "cpu" and cores() >= _WORTH_PROCESSES and sys.executable else 0
 
 
 class Processes:
     """Processes that tokenize, each one list of texts at a time; they end when this object does."""
 
-    def __init__(self, tokenizer: str, count: int):
-        """Starts them.
-
-        Args:
-          tokenizer: as JSON.
-          count: of processes.
-        """
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", count: int):
+        """Makes place for `count` of them; each is started when it is needed."""
         self._tokenizer = tokenizer
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(count):
@@ -71,13 +71,17 @@ class Processes:
         """
         process = self._free.get()
         try:
-            process = process or _Process(self._tokenizer)
+            process = process or _Process(self._json)
             return process(texts, limit)
         except BaseException:
             process = None
             raise
         finally:
             self._free.put(process)
+
+    @functools.cached_property
+    def _json(self) -> str:
+        return self._tokenizer.to_str()
 
 
 class _Process:
