@@ -17,7 +17,13 @@ from pallas_models.minilm import Encoder, pipeline, tokenizing
 from parity import checkpoints
 
 LIMIT = 9
-SENTENCES = ["", "a man", "a man cuts an onion and a woman the guitar " * 3, "文字 \0 [MASK] é\n", *checkpoints.WORDS] * 5
+SENTENCES = [
+    "",
+    "a man",
+    "a man cuts an onion and a woman the guitar " * 3,
+    "文字 \0 [MASK] é\n",
+    *checkpoints.WORDS,
+] * 5
 
 
 def here(sentences: list[str]) -> tokenizing.Tokens:
