@@ -149,7 +149,7 @@ class _EmbedFile:
             job.check_source(self._folder, earlier, digest)
             return earlier
         embeddings = self._embedder.embed(sentences)
-        return job.write_shard(self._folder / name, embeddings, digest, self._layout, self._ranges)
+        return job.write_shard(self._folder / name, [embeddings], digest, self._layout, self._ranges)
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:
