@@ -44,11 +44,11 @@ def processes() -> Iterator[tokenizing.Processes]:
 
 
 def ids_of_processes(processes: tokenizing.Processes) -> list[int]:
-    """Of those that are started and free."""
-    free = [processes._free.get() for _ in range(2)]
-    for process in free:
-        processes._free.put(process)
-    return [process._process.pid for process in free if process]
+    """Of those that are started; none has anything to do."""
+    free = [processes._free.get() for _ in range(processes._free.qsize())]
+    for place in free:
+        processes._free.put(place)
+    return list({place.process._process.pid for place in free if place.process})
 
 
 def test_processes_give_what_this_one_gives(processes):
@@ -97,7 +97,7 @@ from pallas_models.minilm import tokenizing
 from parity.checkpoints import word_tokenizer
 processes = tokenizing.Processes(word_tokenizer(), 1)
 processes(["a man"], 9)
-print(processes._free.get()._process.pid)
+print(processes._free.get().process._process.pid)
 if sys.argv[1] == "killed":
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -18,9 +18,9 @@ CHUNK = 16384
 # Chunks that are tokenized while another is computed.
 _AHEAD = 2
 # Pieces of a chunk are tokenized side by side.
-_PIECE = 512
+_PIECE = 1024
 _FEW = 64  # texts are tokenized before a thread is started
-_THREADS = max(8, tokenizing.cores())
+_THREADS = max(8, 2 * tokenizing.cores())
 # Texts that come after so many are tokenized by processes, which take half a second to start.
 _MANY = 2 * CHUNK
 # Batches in flight on a device: enough to keep it busy while the next are packed, few enough that neither inputs

@@ -4,13 +4,13 @@ The library that tokenizes uses all cores, but what it returns are Python object
 to free them again takes longer, with the interpreter's lock held, than all else that a text costs this process.
 """
 
-import functools
 import itertools
 import os
 import pickle
 import queue
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Fewer cores than these are kept busy by threads.
 _WORTH_PROCESSES = 4
+# Lists of texts that a process has been given: one that it is at, and one that waits, so that it does not.
+_ASKED = 2
 
 
 class Tokens(NamedTuple):
@@ -54,38 +56,55 @@ def count(platform: str) -> int:
 
 
 class Processes:
-    """Processes that tokenize, each one list of texts at a time; they end when this object does."""
+    """Processes that tokenize; they end when this object does."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", count: int):
         """Makes place for `count` of them; each is started when it is needed."""
         self._tokenizer = tokenizer
-        self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
-        for _ in range(count):
-            self._free.put(None)
+        self._free: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        for place in [_Place() for _ in range(count)] * _ASKED:
+            self._free.put(place)
 
     def __call__(self, texts: list[str], limit: int) -> Tokens:
         """Tokenizes texts, up to `limit` tokens of each; waits for a process that is free.
 
         Raises:
-          ChildProcessError: the process ended, or could not be started. Another takes its place in the next call.
+          ChildProcessError: the process ended. Another takes its place in the next call.
         """
-        process = self._free.get()
+        place = self._free.get()
         try:
-            process = process or _Process(self._json)
-            return process(texts, limit)
-        except BaseException:
-            process = None
-            raise
+            answer = place.ask(texts, limit, self._tokenizer)
         finally:
-            self._free.put(process)
+            self._free.put(place)
+        if isinstance(answer, Exception):
+            raise answer
+        ids, lengths = (np.frombuffer(numbers, np.int32) for numbers in answer)
+        return Tokens(ids, lengths.astype(np.int64))
 
-    @functools.cached_property
-    def _json(self) -> str:
-        return self._tokenizer.to_str()
+
+class _Place:
+    """Where there is one process at a time."""
+
+    def __init__(self) -> None:
+        self.process: _Process | None = None
+        self._changing = threading.Lock()
+
+    def ask(self, texts: list[str], limit: int, tokenizer: "tokenizers.Tokenizer") -> Any:
+        with self._changing:
+            process = self.process = self.process or _Process(tokenizer.to_str())
+        try:
+            return process.ask(texts, limit)
+        except BaseException:
+            with self._changing:
+                self.process = None if self.process is process else self.process
+            raise
 
 
 class _Process:
+    """One process, which has the next list of texts when it is done with one."""
+
     def __init__(self, tokenizer: str):
+        self._asking, self._answered = threading.Lock(), threading.Lock()
         # Of the files of this package it runs one, which must not see the others as modules of their own (-P).
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("tokenizer_process.py"))],
@@ -98,16 +117,17 @@ class _Process:
         weakref.finalize(self, _end, self._process)
         self._send(tokenizer)
 
-    def __call__(self, texts: list[str], limit: int) -> Tokens:
-        self._send((list(map(str.__str__, texts)), limit))  # of a subclass of str, the text alone
+    def ask(self, texts: list[str], limit: int) -> Any:
+        plain = list(map(str.__str__, texts))  # of a subclass of str, the text alone
+        with self._asking:
+            self._send((plain, limit))
+            self._answered.acquire()  # in the order of the questions
         try:
-            answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
+            return pickle.load(self._process.stdout)  # type: ignore[arg-type]
         except (EOFError, pickle.UnpicklingError) as error:
             raise self._ended() from error
-        if isinstance(answer, Exception):
-            raise answer
-        ids, lengths = (np.frombuffer(numbers, np.int32) for numbers in answer)
-        return Tokens(ids, lengths.astype(np.int64))
+        finally:
+            self._answered.release()
 
     def _send(self, request: object) -> None:
         try:
