@@ -60,7 +60,8 @@ class Processes:
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", count: int):
         """Makes place for `count` of them; each is started when it is needed."""
-        self._tokenizer = tokenizer
+        self._tokenizer: tokenizers.Tokenizer | str = tokenizer
+        self._reading = threading.Lock()
         self._free: queue.SimpleQueue[_Place] = queue.SimpleQueue()
         for place in [_Place() for _ in range(count)] * _ASKED:
             self._free.put(place)
@@ -73,13 +74,19 @@ class Processes:
         """
         place = self._free.get()
         try:
-            answer = place.ask(texts, limit, self._tokenizer)
+            answer = place.ask(texts, limit, self._json)
         finally:
             self._free.put(place)
         if isinstance(answer, Exception):
             raise answer
         ids, lengths = (np.frombuffer(numbers, np.int32) for numbers in answer)
         return Tokens(ids, lengths.astype(np.int64))
+
+    def _json(self) -> str:
+        with self._reading:  # once, as it takes up to a second
+            if not isinstance(self._tokenizer, str):
+                self._tokenizer = self._tokenizer.to_str()
+            return self._tokenizer
 
 
 class _Place:
@@ -89,9 +96,9 @@ class _Place:
         self.process: _Process | None = None
         self._changing = threading.Lock()
 
-    def ask(self, texts: list[str], limit: int, tokenizer: "tokenizers.Tokenizer") -> Any:
+    def ask(self, texts: list[str], limit: int, tokenizer: Callable[[], str]) -> Any:
         with self._changing:
-            process = self.process = self.process or _Process(tokenizer.to_str())
+            process = self.process = self.process or _Process(tokenizer())
         try:
             return process.ask(texts, limit)
         except BaseException:
