@@ -75,6 +75,8 @@ def _to_folder(args: argparse.Namespace) -> bool:
 
 def _embed(args: argparse.Namespace) -> None:
     layout = _layout(args)
+    if args.ray and args.devices:
+        raise ValueError("--devices goes without --ray, which gives each worker a GPU")
     writing.check_available(layout.format)
     embedder = Embedder(
         model=args.model,

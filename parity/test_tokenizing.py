@@ -126,7 +126,7 @@ def test_an_encoder_tokenizes_long_streams_in_processes(tmp_path, monkeypatch):
         return ask(self, texts, limit)
 
     monkeypatch.setattr(tokenizing.Processes, "__call__", asks)
-    monkeypatch.setattr(tokenizing, "count", lambda platform: 2)
+    monkeypatch.setattr(tokenizing, "count", lambda *_: 2)
     for name, value in dict(_FEW=0, _PIECE=7, _MANY=40, CHUNK=20).items():
         monkeypatch.setattr(pipeline, name, value)
     np.testing.assert_allclose(encoder.encode(sentences), expected, atol=1e-6)
@@ -142,6 +142,8 @@ def test_how_many(monkeypatch):
     monkeypatch.setattr(tokenizing, "cores", lambda: 16)
     assert tokenizing.count("gpu") == 15
     assert tokenizing.count("cpu") == 0  # it has no cores to spare
+    monkeypatch.setattr(tokenizing, "cores", lambda: 100)
+    assert [tokenizing.count("gpu", devices) for devices in (1, 2, 8)] == [32, 64, 99]
     monkeypatch.setattr(tokenizing, "cores", lambda: 3)
     assert tokenizing.count("gpu") == 0
     monkeypatch.setattr(sys, "executable", "")

@@ -482,7 +482,7 @@ class Encoder:
             limit=self._max_length,
             budget=call.budget,
             out=out,
-            elsewhere=self._elsewhere(call.platform),
+            elsewhere=self._elsewhere(call.platform, len(call.programs)),
         )
 
     def _hidden_states(self, chunks: list[list[str]], call: "_Call") -> list[np.ndarray]:
@@ -499,9 +499,9 @@ class Encoder:
             states += of
         return states
 
-    def _elsewhere(self, platform: str) -> Callable[[list[str]], tokenizing.Tokens] | None:
+    def _elsewhere(self, platform: str, devices: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
         """What tokenizes in processes, of which each is started when it is first needed."""
-        if (count := tokenizing.count(platform)) and self._processes is None:
+        if (count := tokenizing.count(platform, devices)) and self._processes is None:
             self._processes = tokenizing.Processes(self._tokenizer, count)
         return functools.partial(self._processes, limit=self._max_length) if self._processes else None
 

@@ -15,7 +15,7 @@ from pallas_models.minilm.tokenizing import Tokenize, Tokens
 
 # Texts of a chunk: enough for all cores to tokenize and for a device to compute, few enough for little memory.
 CHUNK = 16384
-# Chunks that are tokenized while another is computed.
+# Chunks that are tokenized while another is computed, for each device.
 _AHEAD = 2
 # Pieces of a chunk are tokenized side by side.
 _PIECE = 1024
@@ -74,7 +74,7 @@ def run(
     turns = itertools.cycle(forwards)
     done = 0
     with ThreadPoolExecutor(_THREADS) as pool, ThreadPoolExecutor(1) as collector:
-        for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere):
+        for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere, _AHEAD * len(forwards)):
             batches = list(zip(packing.pack(ids, lengths, limit, budget), turns))  # noqa: B905
             for forward in forwards:
                 forward.prepare(batch.tokens.shape for batch, other in batches if other is forward)
@@ -112,8 +112,9 @@ def _tokenized(
     given: Iterable[list[Any]],
     tokenize: Tokenize,
     elsewhere: Callable[[list[Any]], Tokens] | None,
+    count: int,
 ) -> Iterator[Tokens]:
-    """The tokens of each chunk; those of the next are being made then."""
+    """The tokens of each chunk; those of the next `count` are being made then."""
     seen = 0
 
     def start(chunk: list[Any]) -> list[Callable[[], Tokens]]:
@@ -126,7 +127,7 @@ def _tokenized(
         return [pool.submit(call, piece).result for piece in chunks(chunk, _PIECE)]
 
     ahead = map(start, given)
-    waiting = collections.deque(itertools.islice(ahead, _AHEAD))
+    waiting = collections.deque(itertools.islice(ahead, count))
     while waiting:
         waiting.extend(itertools.islice(ahead, 1))
         ids, lengths = zip(*(piece() for piece in waiting.popleft()), strict=True)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Fewer cores than these are kept busy by threads.
 _WORTH_PROCESSES = 4
+# Beside a device: there may be others on the machine, with processes of their own.
+_MOST_PROCESSES = 32
 # Lists of texts that a process has been given: one that it is at, and one that waits, so that it does not.
 _ASKED = 2
 
@@ -49,10 +51,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def count(platform: str) -> int:
-    """How many processes are worth while beside a device: one for each core but that of this process, or none."""
+def count(platform: str, devices: int = 1) -> int:
+    """How many processes are worth while beside devices: one for each core but that of this process, or none."""
     # A CPU that computes has no cores to spare.
-    return cores() - 1 if platform != "cpu" and cores() >= _WORTH_PROCESSES and sys.executable else 0
+    if platform == "cpu" or cores() < _WORTH_PROCESSES or not sys.executable:
+        return 0
+    return min(cores() - 1, _MOST_PROCESSES * devices)
 
 
 class Processes:
