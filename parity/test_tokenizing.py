@@ -97,7 +97,9 @@ from pallas_models.minilm import tokenizing
 from parity.checkpoints import word_tokenizer
 processes = tokenizing.Processes(word_tokenizer(), 1)
 processes(["a man"], 9)
-print(processes._free.get().process._process.pid, flush=True)
+process = processes._free.get().process
+process._send((["a man"] * 10000, 9))  # whose answer finds nobody
+print(process._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -8,6 +8,7 @@ with the error that was raised.
 import array
 import gc
 import itertools
+import os
 import pickle
 import sys
 from typing import IO
@@ -38,4 +39,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:  # nobody is there for the answer
+        os._exit(0)
