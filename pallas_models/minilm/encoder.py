@@ -501,9 +501,10 @@ class Encoder:
 
     def _elsewhere(self, platform: str, devices: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
         """What tokenizes in processes, of which each is started when it is first needed."""
-        if (count := tokenizing.count(platform, devices)) and self._processes is None:
-            self._processes = tokenizing.Processes(self._tokenizer, count)
-        return functools.partial(self._processes, limit=self._max_length) if self._processes else None
+        if not (count := tokenizing.count(platform, devices)):
+            return None
+        self._processes = self._processes or tokenizing.Processes(self._tokenizer, count)
+        return functools.partial(self._processes, limit=self._max_length)
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]

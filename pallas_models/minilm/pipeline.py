@@ -17,10 +17,11 @@ from pallas_models.minilm.tokenizing import Tokenize, Tokens
 CHUNK = 16384
 # Chunks that are tokenized while another is computed, for each device.
 _AHEAD = 2
-# Pieces of a chunk are tokenized side by side.
+# Pieces of a chunk are tokenized side by side. A thread each waits for a process, which has one piece more than it
+# is at.
 _PIECE = 1024
-_FEW = 64  # texts are tokenized before a thread is started
 _THREADS = max(8, 2 * tokenizing.cores())
+_FEW = 64  # texts are tokenized before a thread is started
 # Texts that come after so many are tokenized by processes, which take half a second to start.
 _MANY = 2 * CHUNK
 # Batches in flight on a device: enough to keep it busy while the next are packed, few enough that neither inputs
