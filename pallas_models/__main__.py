@@ -75,6 +75,8 @@ def _to_folder(args: argparse.Namespace) -> bool:
 
 def _embed(args: argparse.Namespace) -> None:
     layout = _layout(args)
+    if args.ray and args.devices:
+        raise ValueError("--devices goes without --ray, which gives each worker a GPU")
     writing.check_available(layout.format)
     embedder = Embedder(
         model=args.model,
@@ -85,6 +87,7 @@ def _embed(args: argparse.Namespace) -> None:
         prompt=args.prompt,
         prompt_name=args.prompt_name,
         truncate_dim=args.truncate_dim,
+        devices=args.devices,
     )
     corpus = reading.Corpus(args.inputs, args.column, args.input_format)
     if _to_folder(args):
@@ -103,7 +106,7 @@ def _embed(args: argparse.Namespace) -> None:
     # Opened before the work, so that none is done for a path that cannot be written.
     with files.replacing(args.output) if args.output else contextlib.nullcontext() as file:
         with progress.shown(corpus, args.progress) as advance:
-            embeddings = np.concatenate([advance(rows) for rows in embedder(sentences)])
+            embeddings = embedder.embed(sentences, advance)
         written = writing.convert(embeddings, layout.dtype, ranges)
         if file:
             writing.FORMATS[layout.format](file, written)
@@ -133,7 +136,7 @@ def _embed_to_folder(args: argparse.Namespace, corpus: reading.Corpus, embedder:
         planned.environment = manifest.describe_environment()
         begun = job.begin(folder, planned)
         with progress.shown(corpus, args.progress) as advance:
-            job.embed_to_folder(corpus, lambda sentences: map(advance, embedder(sentences)), folder, begun, layout)
+            job.embed_to_folder(corpus, lambda chunks: map(advance, embedder(chunks)), folder, begun, layout)
     print(f"{folder}: {begun.sentences} x {begun.dimension} {layout.dtype} in {len(begun.shards)} files")
 
 
@@ -149,6 +152,14 @@ def _implementations(text: str) -> tuple[Any, ...]:
         return check_implementation(text.split(","))  # type: ignore[arg-type]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    if text != "all":
+        return tuple(text.split(","))
+    import jax
+
+    return tuple(f"{device.platform}:{i}" for i, device in enumerate(jax.local_devices()))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -213,6 +224,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     embed.add_argument(
         "--batch-size", type=_positive, help="sentences at a time; default: as many as suit the device"
+    )
+    embed.add_argument(
+        "--devices",
+        type=_devices,
+        metavar="NAMES",
+        help='that compute batches in turns: "all", or names such as cuda:0,cuda:1; default: the first',
     )
     embed.add_argument(
         "--ray",

@@ -58,7 +58,7 @@ class Embed:
         """Returns the batch with (N, dimension) embeddings of its N sentences beside its columns."""
         if self._column not in batch:
             raise ValueError(f"a batch has the columns {', '.join(batch)}; expected {self._column!r} among them")
-        embeddings = np.concatenate(list(self._embedder(batch[self._column])))
+        embeddings = self._embedder.embed(batch[self._column])
         return batch | {self._output_column: writing.convert(embeddings, self._dtype, self._ranges)}
 
 
@@ -148,8 +148,8 @@ class _EmbedFile:
             collections.deque(sentences, 0)  # reads them
             job.check_source(self._folder, earlier, digest)
             return earlier
-        embeddings = np.concatenate(list(self._embedder(sentences)))
-        return job.write_shard(self._folder / name, embeddings, digest, self._layout, self._ranges)
+        embeddings = self._embedder.embed(sentences)
+        return job.write_shard(self._folder / name, [embeddings], digest, self._layout, self._ranges)
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:

@@ -224,7 +224,7 @@ def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
 def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
     sentences, read = random_sentences(50), []
     expected = encoder.encode(sentences)
-    monkeypatch.setattr(pipeline, "run", functools.partial(pipeline.run, chunk=4))
+    monkeypatch.setattr(pipeline, "CHUNK", 4)
     monkeypatch.setattr(pipeline, "_BATCHES_IN_FLIGHT", 2)
     stream = encoder.encode_iter(read.append(s) or s for s in sentences)
     assert read == []
@@ -233,6 +233,66 @@ def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
     chunks += list(stream)
     assert [len(rows) for rows in chunks] == [4] * 12 + [2]
     np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
+
+
+PROGRAM = """
+import sys
+import jax, numpy as np, pytest
+from pallas_models.__main__ import main
+from pallas_models.minilm import Encoder, programs
+
+folder, sentences = sys.argv[1], open(sys.argv[2]).read().splitlines()
+run, used = programs.Programs.__call__, []
+
+def recorded(self, tokens, head):
+    used.append(self.devices)
+    return run(self, tokens, head)
+
+programs.Programs.__call__ = recorded
+expected = Encoder.from_pretrained(folder).encode(sentences, batch_size=4)
+devices = jax.devices()
+mesh = jax.make_mesh((3, 1), ("a", "b"))
+for options in dict(devices=devices[:3]), dict(devices=["cpu:2", "cpu:1"]), dict(mesh=mesh):
+    used.clear()
+    encoder = Encoder.from_pretrained(folder, **options)
+    np.testing.assert_allclose(encoder.encode(sentences, batch_size=4), expected, atol=1e-6)
+    places = devices[2:0:-1] if options.get("devices") == ["cpu:2", "cpu:1"] else devices[:3]
+    assert len(used) >= 6 and used == [{places[i % len(places)]} for i in range(len(used))]
+    if "mesh" in options:
+        batch = np.concatenate(list(encoder.encode_chunks([sentences[:5], [], sentences[5:]], batch_size=4)))
+        np.testing.assert_allclose(batch, expected, atol=1e-6)
+        used.clear()
+        np.testing.assert_allclose(encoder.encode(sentences[:2], device="cpu:1"), expected[:2], atol=1e-6)
+        assert used and all(of == {devices[1]} for of in used)
+for options, message in (
+    (dict(devices=[]), "expected a list of one device or more"),
+    (dict(devices="cpu:0"), "expected a list of one device or more"),
+    (dict(devices=["cpu:1", devices[1]]), "each once"),
+    (dict(devices=devices, mesh=mesh), "or a mesh"),
+    (dict(devices=["cpu:3"]), "device='cpu:3' is not there"),
+):
+    with pytest.raises(ValueError, match=message):
+        Encoder.from_pretrained(folder, **options)
+command = ["embed", sys.argv[2], "--model", folder, "--batch-size", "4", "--no-compilation-cache", "--output"]
+used.clear()
+assert main([*command, sys.argv[2] + ".npy", "--devices", "all"]) == 0
+np.testing.assert_allclose(np.load(sys.argv[2] + ".npy"), expected, atol=1e-6)
+assert set.union(*used) == set(jax.devices())
+assert main([*command, sys.argv[2] + ".npy", "--devices", "cpu:7"]) == 1
+"""
+
+
+def test_devices_take_turns(folder, tmp_path):
+    """Three devices of a CPU give what one gives, in the same order; a process has the devices it begins with."""
+    (tmp_path / "sentences.txt").write_text("\n".join(random_sentences(60)))
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
+    environment.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "sentences.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "device='cpu:7' is not there" in done.stderr
 
 
 # Programs
@@ -320,12 +380,30 @@ def test_precision_in_force_counts(folder, compiled):
     assert compiled == [(1, 16)] * 2
 
 
-def test_batches_are_queued(encoder, calls):
+def test_batches_are_queued(encoder, monkeypatch):
+    """So many as `pipeline._BATCHES_IN_FLIGHT` says and one more, while the results of the first are awaited."""
+    run, started, read = programs.Programs.__call__, [], []
+    queued = threading.Event()
+
+    class Result:
+        def __init__(self, value):
+            self.value = value
+
+        def __array__(self, *args, **kwargs):
+            assert queued.wait(60)
+            read.append(len(started) - len(read))
+            return np.asarray(self.value, *args, **kwargs)
+
+    def recorded(self, tokens, head):
+        started.append(tokens)
+        if len(started) == pipeline._BATCHES_IN_FLIGHT + 1:
+            queued.set()
+        return Result(run(self, tokens, head))
+
+    monkeypatch.setattr(programs.Programs, "__call__", recorded)
     encoder.encode(LONG_SENTENCES[:20], batch_size=1)
-    shape = (2, 1, 20)
-    in_flight = [calls[: i + 1].count(shape) - calls[: i + 1].count("read") for i in range(len(calls))]
-    assert calls.count("read") == 20
-    assert calls.index("read") >= 2 and max(in_flight) <= 10
+    assert len(started) == len(read) == 20
+    assert max(read) <= pipeline._BATCHES_IN_FLIGHT + 2
 
 
 def test_progress_bar(encoder, capsys):

@@ -67,8 +67,8 @@ def end_once(sentence):
     return sentence
 
 class EmbedderThatEnds(Embedder):
-    def __call__(self, sentences):
-        return super().__call__(map(end_once, sentences))
+    def __call__(self, chunks):
+        return super().__call__([end_once(sentence) for sentence in chunk] for chunk in chunks)
 
 class EmbedThatEnds(Embed):
     def __call__(self, batch):

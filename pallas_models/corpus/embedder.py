@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from pallas_models.minilm import pipeline
 
 if TYPE_CHECKING:
     from pallas_models.minilm import Encoder
@@ -21,6 +24,7 @@ class Embedder:
       compute_dtype: float16, bfloat16 or float32, that of the parameters and the computation.
       implementation, compilation_cache: as in `Encoder.from_pretrained`.
       batch_size, prompt, prompt_name: as in `Encoder.encode_iter`.
+      devices: as in `Encoder.from_pretrained`, by their names.
       truncate_dim: how many of the first values of an embedding to keep, scaled to unit norm; None for all.
     """
 
@@ -32,6 +36,7 @@ class Embedder:
     prompt: str | None = None
     prompt_name: str | None = None
     truncate_dim: int | None = None
+    devices: tuple[str, ...] | None = None
 
     def load(self) -> "Encoder":
         """Returns the encoder, which is loaded in the first call."""
@@ -46,6 +51,7 @@ class Embedder:
             dtype=self.compute_dtype,
             implementation=self.implementation,
             compilation_cache=self.compilation_cache,
+            devices=self.devices,
         )
         dimension = encoder.get_sentence_embedding_dimension()
         if self.truncate_dim is not None and not 1 <= self.truncate_dim <= dimension:
@@ -65,15 +71,27 @@ class Embedder:
             "truncate_dim": self.truncate_dim,
         }
 
-    def __call__(self, sentences: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields (n, dimension) float32, chunk by chunk in the order of the sentences; n may be 0."""
-        encoder = self.load()
-        yield np.empty((0, self.truncate_dim or encoder.get_sentence_embedding_dimension()), np.float32)
-        yield from encoder.encode_iter(
-            sentences,
-            batch_size=self.batch_size,
-            prompt=self.prompt,
-            prompt_name=self.prompt_name,
-            truncate_dim=self.truncate_dim,
-            normalize_embeddings=self.truncate_dim is not None,
-        )
+    @property
+    def dimension(self) -> int:
+        """Values of an embedding; the model is loaded for it."""
+        return self.truncate_dim or self.load().get_sentence_embedding_dimension()
+
+    def __call__(self, chunks: Iterable[list[str]]) -> Iterator[np.ndarray]:
+        """Yields (n, dimension) float32 for each list of n sentences, which does not depend on other lists."""
+        chunks = iter(chunks)
+        for first in chunks:  # where there is none, no model is loaded
+            yield from self.load().encode_chunks(
+                itertools.chain((first,), chunks),
+                batch_size=self.batch_size,
+                prompt=self.prompt,
+                prompt_name=self.prompt_name,
+                truncate_dim=self.truncate_dim,
+                normalize_embeddings=self.truncate_dim is not None,
+            )
+
+    def embed(
+        self, sentences: Iterable[str], watch: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+    ) -> np.ndarray:
+        """Returns (number of sentences, dimension) float32; `watch` is given the rows as they come."""
+        rows = map(watch, self(pipeline.chunks(sentences, pipeline.CHUNK)))
+        return np.concatenate([np.empty((0, self.dimension), np.float32), *rows])

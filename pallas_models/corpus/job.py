@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from pallas_models import quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
 from pallas_models.corpus.writing import Ranges
+from pallas_models.minilm import pipeline
 
-# Sentences to (n, dimension) float32, in order, some at a time, at least once; the same for the same sentences.
-Encode = Callable[[Iterable[str]], Iterable[np.ndarray]]
+# Shards that are written side by side. Parquet takes 5 us of one core for 384 values; the rest is disk and hash.
+_WRITERS = 3
+# Lists of n sentences to (n, dimension) float32 each, in order; the same for the same list.
+Encode = Callable[[Iterable[list[str]]], Iterable[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +59,12 @@ def embed_to_folder(
 ) -> None:
     """Embeds sentences into the shards that a folder does not have yet.
 
-    Each shard is encoded by itself, so that it does not matter which one a run begins with, and written while the
-    next one is encoded.
+    No list that is encoded has sentences of two shards, so that it does not matter which one a run begins with.
+    Shards are written side by side while the next ones are encoded.
 
     Args:
       sentences: all of them, those that are embedded already too.
-      encode: makes the embeddings of a shard.
+      encode: makes the embeddings; it is called once, for all shards.
       folder: where to.
       begun: what `begin` returned for the folder; it is kept up to date, in the folder too.
       layout: how to write.
@@ -69,31 +73,78 @@ def embed_to_folder(
       OSError: a file cannot be written.
       ValueError: the sentences are others than those that are embedded already.
     """
-    sentences = iter(sentences)
-    others = None if layout.shard_size is None else layout.shard_size - 1
     embedded = {shard.file: shard for shard in begun.shards}
-    last: Future[None] | None = None
-    with ThreadPoolExecutor(1) as writer:
-        for name in (f"{i:06d}.{layout.format}" for i in itertools.count()):
-            if (first := next(sentences, None)) is None:
-                break
-            digest = Digest()
-            own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
-            if earlier := embedded.pop(name, None):
-                collections.deque(own, 0)  # reads them
-                check_source(folder, earlier, digest)
-                continue
-            embeddings = np.concatenate(list(encode(own)))
-            if begun.ranges is None and layout.dtype in writing.RANGED:
-                begun.ranges = quantization.ranges_of(embeddings).tolist()
-            if last:
-                last.result()
-            last = writer.submit(_add, folder / name, embeddings, digest, begun, layout)
-        if last:
-            last.result()
-    for shard in embedded.values():
-        check_source(folder, shard, Digest())
+    given: collections.deque[_Part] = collections.deque()  # to `encode`, which has not given it back
+    parts = _missing(iter(sentences), folder, embedded, layout)
+    failures: list[Exception] = []
+    shard: list[np.ndarray] = []
+    in_hand: collections.deque[Future[None]] = collections.deque()
+
+    def readable() -> Iterator[list[str]]:
+        try:
+            for part in parts:
+                given.append(part)
+                yield part.sentences
+        except Exception as error:  # which waits until what was read before is written
+            failures.append(error)
+
+    listing = threading.Lock()
+
+    def write(part: _Part, rows: list[np.ndarray]) -> None:
+        shard = write_shard(folder / part.file, rows, part.digest, layout, begun.ranges)
+        with listing:
+            begun.add(shard, folder)
+
+    with ThreadPoolExecutor(_WRITERS) as writers:
+        for rows in encode(readable()):
+            part = given.popleft()
+            shard.append(rows)
+            if part.ends:
+                if begun.ranges is None and layout.dtype in writing.RANGED:
+                    begun.ranges = quantization.ranges_of(np.concatenate(shard)).tolist()
+                if len(in_hand) == _WRITERS:
+                    in_hand.popleft().result()
+                in_hand.append(writers.submit(write, part, shard))
+                shard = []
+        for written in in_hand:
+            written.result()
+    if failures:
+        raise failures[0]
+    for left in embedded.values():
+        check_source(folder, left, Digest())
     finish(folder, begun)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A list of sentences of one shard, and whether it is the shard's last."""
+
+    sentences: list[str]
+    file: str
+    digest: Digest
+    ends: bool
+
+
+def _missing(
+    sentences: Iterator[str], folder: Path, embedded: dict[str, Shard], layout: Layout
+) -> Iterator[_Part]:
+    """Yields the parts of the shards that are not among `embedded`; takes from there what it finds unchanged."""
+    others = None if layout.shard_size is None else layout.shard_size - 1
+    for name in (f"{i:06d}.{layout.format}" for i in itertools.count()):
+        if (first := next(sentences, None)) is None:
+            return
+        digest = Digest()
+        own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
+        if earlier := embedded.pop(name, None):
+            collections.deque(own, 0)  # reads them
+            check_source(folder, earlier, digest)
+            continue
+        chunks = pipeline.chunks(own, pipeline.CHUNK)
+        chunk = next(chunks)
+        while chunk:
+            following = next(chunks, [])
+            yield _Part(chunk, name, digest, ends=not following)
+            chunk = following
 
 
 def check_source(folder: Path, shard: Shard, given: Digest) -> None:
@@ -105,10 +156,13 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
         )
 
 
-def write_shard(path: Path, embeddings: np.ndarray, digest: Digest, layout: Layout, ranges: Ranges) -> Shard:
-    """Writes (N, D) float32 embeddings of the sentences of `digest` to one file."""
-    sha256 = writing.write(path, writing.convert(embeddings, layout.dtype, ranges), layout.format)
-    return Shard(path.name, digest.count, embeddings.shape[1], path.stat().st_size, sha256, str(digest))
+def write_shard(path: Path, rows: list[np.ndarray], digest: Digest, layout: Layout, ranges: Ranges) -> Shard:
+    """Writes the embeddings of the sentences of `digest`, (n, D) float32 arrays which it takes, to one file."""
+    dimension = rows[0].shape[1]
+    for i, part in enumerate(rows):  # one after another, which takes less memory
+        rows[i] = writing.convert(part, layout.dtype, ranges)
+    sha256 = writing.write(path, np.concatenate(rows), layout.format)
+    return Shard(path.name, digest.count, dimension, path.stat().st_size, sha256, str(digest))
 
 
 def finish(folder: Path, begun: Manifest) -> None:
@@ -116,10 +170,6 @@ def finish(folder: Path, begun: Manifest) -> None:
     if not begun.complete:
         begun.complete = True
         begun.write(folder)
-
-
-def _add(path: Path, embeddings: np.ndarray, digest: Digest, begun: Manifest, layout: Layout) -> None:
-    begun.add(write_shard(path, embeddings, digest, layout, begun.ranges), path.parent)
 
 
 def _is_there(folder: Path, shard: Shard) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import sys
@@ -14,14 +15,16 @@ from typing import IO, Any
 
 # `str.splitlines` would also split at U+2028, which is a part of sentences on the web.
 _LINE = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_END = re.compile("\r\n?")
 # The standard library's limit of a cell, 128 KiB, is less than a long document.
 _CELL_LIMIT = 1 << 28
 _PARQUET_ROWS = 4096
 _BUFFER = 1 << 20
-# How often a reader looks up how far it is.
-_SENTENCES_PER_LOOK = 1024
+_READ = 1 << 16
+# Sentences that a reader takes from a table before it hands them on.
+_BLOCK = 1024
 
-Reader = Callable[[IO[bytes], str, str | None], Iterator[str]]
+Reader = Callable[[IO[bytes], str, str | None], Iterator[list[str]]]
 
 
 class Corpus:
@@ -67,6 +70,9 @@ class Corpus:
           ValueError: a file is damaged or not UTF-8, has no such column, or a row holds no string. The message
             names the file and, but for Parquet's own errors, the line or row.
         """
+        return itertools.chain.from_iterable(self._blocks())
+
+    def _blocks(self) -> Iterator[list[str]]:
         self.done = behind = 0
         for path in self.paths:
             name = "stdin" if path == "-" else path
@@ -75,10 +81,10 @@ class Corpus:
                 raw = sys.stdin.buffer if path == "-" else stack.enter_context(Path(path).open("rb"))
                 with _named_errors(name):
                     stream = _decompressed(raw, compression)
-                    for i, sentence in enumerate(FORMATS[format](stream, name, self._column)):
-                        if i % _SENTENCES_PER_LOOK == 0 and self.size is not None:
+                    for block in FORMATS[format](stream, name, self._column):
+                        if self.size is not None:
                             self.done = behind + raw.tell()
-                        yield sentence
+                        yield block
             if self.size is not None:
                 self.done = behind = behind + Path(path).stat().st_size
 
@@ -140,32 +146,40 @@ def pyarrow(what: str) -> Any:
     return pyarrow
 
 
-def _numbered_lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
-    """Yields each line with its end, from number 1 on; the end is that of Unix, Windows or the old Macintosh."""
-    number = 0
-    for content in stream:
+def _texts(stream: IO[bytes], name: str) -> Iterator[str]:
+    """Yields many lines at a time; their ends are those of Unix, Windows or the old Macintosh."""
+    ends = 0
+    for first in itertools.chain((True,), itertools.repeat(False)):
+        if not (content := stream.read(_READ) + stream.readline()):
+            return
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
-            number += len(_LINE.findall(content[: error.start].decode() + "x"))
-            raise ValueError(f"{name}, line {number}: {error}; expected UTF-8") from error
-        if number == 0:
-            text = text.removeprefix("\ufeff")
-        lines: list[str] = _LINE.findall(text) if "\r" in text or not text else [text]
-        for line in lines:
-            number += 1
-            yield number, line
+            line = ends + len(_LINE.findall(content[: error.start].decode() + "x"))
+            raise ValueError(f"{name}, line {line}: {error}; expected UTF-8") from error
+        ends += text.count("\n") + text.count("\r") - text.count("\r\n")
+        yield text.removeprefix("\ufeff") if first else text
 
 
-def _text(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+def _lines(stream: IO[bytes], name: str) -> Iterator[str]:
+    """Yields each line with its end."""
+    return itertools.chain.from_iterable(map(_LINE.findall, _texts(stream, name)))
+
+
+def _text(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
     if column is not None:
         raise ValueError(f"{name} is text, which has no {column=}; expected a table")
-    for _, line in _numbered_lines(stream, name):
-        yield line.rstrip("\r\n")
+    for text in _texts(stream, name):
+        text = _END.sub("\n", text) if "\r" in text else text
+        yield text.removesuffix("\n").split("\n") if text else []
 
 
-def _json_lines(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
-    for number, line in _numbered_lines(stream, name):
+def _json_lines(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+    return _blocks(_json_values(_lines(stream, name), name, column))
+
+
+def _json_values(lines: Iterator[str], name: str, column: str | None) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
         where = f"{name}, line {number}"
@@ -180,19 +194,24 @@ def _json_lines(stream: IO[bytes], name: str, column: str | None) -> Iterator[st
         yield _check(row, where)
 
 
-def _csv(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
-    return _table(stream, name, column, delimiter=",", quoting=csv.QUOTE_MINIMAL)
+def _csv(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+    return _blocks(_cells(stream, name, column, delimiter=",", quoting=csv.QUOTE_MINIMAL))
 
 
-def _tsv(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
-    return _table(stream, name, column, delimiter="\t", quoting=csv.QUOTE_NONE)
+def _tsv(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+    return _blocks(_cells(stream, name, column, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def _table(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> Iterator[str]:
+def _blocks(sentences: Iterator[str]) -> Iterator[list[str]]:
+    while block := list(itertools.islice(sentences, _BLOCK)):
+        yield block
+
+
+def _cells(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> Iterator[str]:
     # The standard library's reader is as fast as pyarrow's where rows become strings, and unlike it refuses a
     # quotation mark that is never closed.
     csv.field_size_limit(max(csv.field_size_limit(), _CELL_LIMIT))
-    rows = csv.reader((line for _, line in _numbered_lines(stream, name)), strict=True, **dialect)
+    rows = csv.reader(_lines(stream, name), strict=True, **dialect)
     try:
         header = next(rows, None)
         if header is None:
@@ -209,7 +228,7 @@ def _table(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> 
         raise ValueError(f"{name}, line {rows.line_num}: {error}") from error
 
 
-def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
+def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
     pa = pyarrow("Parquet")
     try:
         # What is not a file on a disk cannot be read from its end, where Parquet keeps its index.
@@ -226,9 +245,11 @@ def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[str]:
             raise ValueError(f"{name}: the column {chosen!r} is of type {kind}; expected strings")
         row = 0
         for batch in file.iter_batches(_PARQUET_ROWS, columns=[chosen]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield _check(value, f"{name}, row {row}")
+            values = batch.column(0).to_pylist()
+            if None in values:
+                _check(None, f"{name}, row {row + values.index(None) + 1}")
+            row += len(values)
+            yield values
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{name} cannot be read as Parquet: {error}") from error
 

@@ -14,6 +14,8 @@ DTYPES = (*get_args(quantization.Precision), "float16")
 # Those that are relative to ranges, as `quantization.ranges_of` finds them.
 RANGED = ("int8", "uint8")
 Ranges = list[list[float]] | None
+# Rows that Parquet holds in memory until it writes them, with more beside than they take themselves.
+_ROW_GROUP = 16384
 
 
 def convert(embeddings: np.ndarray, dtype: str, ranges: Ranges = None) -> np.ndarray:
@@ -60,9 +62,8 @@ def _parquet(file: IO[bytes], embeddings: np.ndarray) -> None:
     pa = pyarrow("Parquet")
     lists = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), embeddings.shape[1])
     # Embeddings do not compress, and nobody searches for one by its values.
-    pa.parquet.write_table(
-        pa.table({"embedding": lists}), file, compression="none", use_dictionary=False, write_statistics=False
-    )
+    options = dict(compression="none", use_dictionary=False, write_statistics=False)
+    pa.parquet.write_table(pa.table({"embedding": lists}), file, row_group_size=_ROW_GROUP, **options)
 
 
 FORMATS: dict[str, Callable[[IO[bytes], np.ndarray], None]] = {

@@ -175,9 +175,9 @@ class CrossEncoder:
         show = inputs.shows(show_progress_bar, len(texts) >= SENTENCES_WORTH_A_BAR)
         with inputs.progress("pairs", len(texts), show) as advance:
             for rows in pipeline.run(
-                texts,
+                pipeline.chunks(texts, pipeline.CHUNK),
                 self._tokenize,
-                self._programs.of(self._head),
+                [self._programs.of(self._head)],
                 width=self.num_labels,
                 limit=self._max_length,
                 budget=budget,

@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models.minilm import inputs, model, packing, pipeline
+from pallas_models.minilm import inputs, model, packing, pipeline, tokenizing
 from pallas_models.minilm import similarity as similarities
 from pallas_models.minilm.heads import HEAD, Head
 from pallas_models.minilm.model import MiniLMConfig, Params
@@ -67,6 +67,7 @@ class Encoder:
         "_implementation",
         "_max_length",
         "_params",
+        "_processes",
         "_programs",
         "_programs_elsewhere",
         "_similarity_fn_name",
@@ -92,6 +93,8 @@ class Encoder:
         truncate_dim: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
+        devices: Sequence[str | jax.Device] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
         forward: Callable[..., jax.Array] = model.encode,
     ):
         """Makes an encoder from its parts; `from_pretrained` reads them from files.
@@ -101,13 +104,14 @@ class Encoder:
           tokenizer: its tokenizer, of which a copy is used.
           head: what follows the model; by default the mean of the tokens, and unit norm.
           head_params: the parameters of its dense layers, as `heads.apply` takes them.
-          max_length, implementation, compilation_cache: as in `from_pretrained`.
+          max_length, implementation, compilation_cache, devices, mesh: as in `from_pretrained`.
           prompts, default_prompt_name, similarity_fn_name, truncate_dim: the attributes.
           forward: computes the hidden states, called as `minilm.encode` is.
 
         Raises:
           ValueError: `max_length` is not in [2, config.max_positions], the tokenizer knows ids that the
-            model does not, `default_prompt_name` is not one of `prompts`, or a name is unknown.
+            model does not, `default_prompt_name` is not one of `prompts`, a name is unknown, or there is no such
+            device.
         """
         implementation = check_implementation(implementation) or None
         if (size := tokenizer.get_vocab_size()) > config.vocab_size:
@@ -129,8 +133,11 @@ class Encoder:
             implementation=implementation,
             folder=None if folder is None else Path(folder),
         )
-        self._programs = self._start((params, head_params or {}))
+        given = (params, head_params or {})
+        places = _devices(devices, mesh)
+        self._programs = [self._start(jax.device_put(given, place)) for place in places] or [self._start(given)]
         self._programs_elsewhere: dict[jax.Device, Programs] = {}
+        self._processes: tokenizing.Processes | None = None
 
     @classmethod
     def from_pretrained(
@@ -142,6 +149,8 @@ class Encoder:
         truncate_dim: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
+        devices: Sequence[str | jax.Device] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ) -> "Encoder":
         """Loads weights, tokenizer, and what else a folder of sentence-transformers says.
 
@@ -162,6 +171,9 @@ class Encoder:
             `$XDG_CACHE_HOME/pallas_models/compilation`. Compiled programs are code: the folder must be one that
             nobody else can write to. None keeps none. JAX's own persistent cache takes its place where it is on;
             no setting of JAX is changed.
+          devices: compute batches in turns, each with a copy of the parameters: `"cuda:1"` or one of
+            `jax.devices()`. None is where JAX puts arrays.
+          mesh: gives the devices instead, those of this process.
 
         Raises:
           FileNotFoundError: the model or its tokenizer.json was not found.
@@ -169,7 +181,7 @@ class Encoder:
           ImportError: another module named `weights` hides the package that reads checkpoints.
           NotImplementedError: the folder asks for a module, or an option of one, that is not run here; names it.
           TypeError: `dtype` is none of the above.
-          ValueError: an argument does not fit the model.
+          ValueError: an argument does not fit the model, or there is no such device.
         """
         check_weights_package()
         from weights import hub, loading, modules, text
@@ -195,6 +207,8 @@ class Encoder:
             truncate_dim=truncate_dim,
             implementation=implementation,
             compilation_cache=compilation_cache,
+            devices=devices,
+            mesh=mesh,
             forward=family.encode,
         )
 
@@ -286,7 +300,7 @@ class Encoder:
           convert_to_numpy: whether the result is one NumPy array; a list of JAX arrays otherwise.
           convert_to_tensor: whether it is one JAX array instead.
           device: where to compute, `"cpu"`, `"cuda:1"` or one of `jax.devices()`; the parameters are copied there
-            once. None is where they are.
+            once. None is where they are, on all devices of the encoder.
           normalize_embeddings: whether embeddings have unit L2 norm where the model's own modules do not see to
             that already, or after truncation.
           truncate_dim: dimensions kept, the first ones; the attribute of that name when None.
@@ -305,16 +319,16 @@ class Encoder:
         check_precision(precision)
         single = isinstance(sentences, str)
         given = [inputs.check_sentence(sentences, "sentences")] if isinstance(sentences, str) else sentences
-        checked = list(inputs.checked(given))
+        chunks = list(inputs.checked(given))
         if output_value != "sentence_embedding":
             if output_value != "token_embeddings" or precision != "float32":
                 raise ValueError(
                     f"{output_value=} and {precision=}; expected 'sentence_embedding', "
                     "or 'token_embeddings' in float32"
                 )
-            states = self._hidden_states(checked, call)
+            states = self._hidden_states(chunks, call)
             return states[0] if single else states
-        embeddings = self._embeddings(checked, call, show_progress_bar)
+        embeddings = self._embeddings(chunks, call, show_progress_bar)
         if precision != "float32":
             embeddings = quantize_embeddings(embeddings, precision)
         result: Any = embeddings
@@ -356,6 +370,23 @@ class Encoder:
         call = self._call(batch_size, prompt, prompt_name, device, normalize_embeddings, truncate_dim)
         return map(call.finish, self._rows(inputs.checked(sentences), call))
 
+    def encode_chunks(self, chunks: Iterable[list[str]], **options: Any) -> Iterator[np.ndarray]:
+        """Computes the embeddings of lists of sentences as they come: those of a list do not depend on the others.
+
+        Args:
+          chunks: any iterable of lists, read a few lists ahead of what is yielded. A list of 16,384 sentences
+            keeps a device busy.
+          options: of `encode_iter`.
+
+        Yields:
+          float32 (sentences of the list, D) for each list.
+
+        Raises:
+          TypeError, ValueError: as `encode`; about a sentence once it is read.
+        """
+        call = self._call(**options)
+        return map(call.finish, self._rows(inputs.checked_chunks(chunks), call))
+
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> np.ndarray:
         """The similarity of each of embeddings1, (N, D) or (D,), with each of embeddings2: (N, M) float32.
 
@@ -370,7 +401,7 @@ class Encoder:
 
     def tokenize(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
         """The tokens of texts: `input_ids` and `attention_mask`, (texts, longest) int32, 0 where there is none."""
-        ids = self._tokenize(list(inputs.checked(texts, "texts")))
+        ids = self._tokenize(list(itertools.chain.from_iterable(inputs.checked(texts, "texts"))))
         mask = np.arange(max(map(len, ids), default=0)) < np.array([len(row) for row in ids])[:, None]
         padded = np.zeros(mask.shape, np.int32)
         padded[mask] = list(itertools.chain.from_iterable(ids))
@@ -401,7 +432,7 @@ class Encoder:
           TypeError: a sentence is not a string.
           ValueError: `batch_size` or a length is below 1.
         """
-        call, limit = self._call(batch_size, normalize=normalize_embeddings), self._max_length
+        call, limit = self._call(batch_size, normalize_embeddings=normalize_embeddings), self._max_length
         budget = call.budget
         shapes: dict[tuple[int, ...], None] = {}
         if sentences is None and lengths is None:
@@ -414,67 +445,77 @@ class Encoder:
             shapes |= {(2, *shape): None for shape in batches}
             shapes |= {(1, packing.padded_length(length, limit)): None}
         if sentences is not None:
-            for chunk in pipeline.chunks(inputs.checked(sentences), pipeline.CHUNK):
-                tokens, counts = pipeline.tokens(self._tokenize, chunk)
+            for chunk in inputs.checked(sentences):
+                tokens, counts = tokenizing.tokens(self._tokenize, chunk)
                 shapes |= {b.tokens.shape: None for b in packing.pack(tokens, counts, limit, budget)}
         show = inputs.shows(show_progress_bar, len(shapes) > 1)
-        with inputs.progress("programs", len(shapes), show) as advance:
-            started = self._programs.prepare(shapes, call.head)
-            advance(len(shapes) - len(started))
+        with inputs.progress("programs", len(shapes) * len(call.programs), show) as advance:
+            started = [program for programs in call.programs for program in programs.prepare(shapes, call.head)]
+            advance(len(shapes) * len(call.programs) - len(started))
             for program in started:
                 program.result()
                 advance(1)
         return len(started)
 
-    def _embeddings(self, sentences: list[str], call: "_Call", show_progress_bar: bool | None) -> np.ndarray:
-        if len(sentences) == 1:
-            tokens = self._tokenizer.encode(call.prompt + sentences[0]).ids  # sooner than a batch of one
+    def _embeddings(self, chunks: list[list[str]], call: "_Call", show_progress_bar: bool | None) -> np.ndarray:
+        count = sum(map(len, chunks))
+        if count == 1:
+            tokens = self._tokenizer.encode(call.prompt + chunks[0][0]).ids  # sooner than a batch of one
             padded = np.full((1, packing.padded_length(len(tokens), self._max_length)), -1, np.int32)
             padded[0, : len(tokens)] = tokens
-            return call.finish(np.array(call.programs(padded, call.head)))
-        embeddings = np.empty((len(sentences), self._head.features(self._config.hidden_size)), np.float32)
-        show = inputs.shows(show_progress_bar, len(sentences) >= SENTENCES_WORTH_A_BAR)
-        with inputs.progress("sentences", len(sentences), show) as advance:
-            for rows in self._rows(sentences, call, embeddings):
+            return call.finish(np.array(call.programs[0](padded, call.head)))
+        embeddings = np.empty((count, self._head.features(self._config.hidden_size)), np.float32)
+        show = inputs.shows(show_progress_bar, count >= SENTENCES_WORTH_A_BAR)
+        with inputs.progress("sentences", count, show) as advance:
+            for rows in self._rows(chunks, call, embeddings):
                 advance(len(rows))
         return call.finish(embeddings)
 
     def _rows(
-        self, sentences: Iterable[str], call: "_Call", out: np.ndarray | None = None
+        self, chunks: Iterable[list[str]], call: "_Call", out: np.ndarray | None = None
     ) -> Iterator[np.ndarray]:
         return pipeline.run(
-            (call.prompt + sentence for sentence in sentences) if call.prompt else sentences,
+            map(call.prompted, chunks),
             self._tokenize,
-            call.programs.of(call.head),
+            [programs.of(call.head) for programs in call.programs],
             width=self._head.features(self._config.hidden_size),
             limit=self._max_length,
             budget=call.budget,
             out=out,
+            elsewhere=self._elsewhere(call.platform, len(call.programs)),
         )
 
-    def _hidden_states(self, sentences: list[str], call: "_Call") -> list[np.ndarray]:
-        states: list[np.ndarray] = [np.empty(0)] * len(sentences)
-        for start in range(0, len(sentences), pipeline.CHUNK):
-            chunk = [call.prompt + sentence for sentence in sentences[start : start + pipeline.CHUNK]]
-            tokens, lengths = pipeline.tokens(self._tokenize, chunk)
+    def _hidden_states(self, chunks: list[list[str]], call: "_Call") -> list[np.ndarray]:
+        states: list[np.ndarray] = []
+        for chunk in chunks:
+            tokens, lengths = tokenizing.tokens(self._tokenize, call.prompted(chunk))
+            of: list[np.ndarray] = [np.empty(0)] * len(chunk)
             for batch in packing.pack(tokens, lengths, self._max_length, call.budget):
-                hidden = np.asarray(call.programs(batch.tokens, None))
+                hidden = np.asarray(call.programs[0](batch.tokens, None))
                 rows = hidden.reshape(-1, hidden.shape[-1])
                 first = np.searchsorted(batch.tokens[1].ravel(), batch.segments)
                 for sentence, place in zip(batch.sentences, first, strict=True):
-                    states[start + sentence] = rows[place : place + lengths[sentence]].copy()
+                    of[sentence] = rows[place : place + lengths[sentence]].copy()
+            states += of
         return states
+
+    def _elsewhere(self, platform: str, devices: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
+        """What tokenizes in processes, of which each is started when it is first needed."""
+        if not (count := tokenizing.count(platform, devices)):
+            return None
+        self._processes = self._processes or tokenizing.Processes(self._tokenizer, count)
+        return functools.partial(self._processes, limit=self._max_length)
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences)]
 
     def _call(
         self,
-        batch_size: int | None,
+        batch_size: int | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         device: str | jax.Device | None = None,
-        normalize: bool = False,
+        normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
     ) -> "_Call":
         truncate_dim = self.truncate_dim if truncate_dim is None else truncate_dim
@@ -483,11 +524,11 @@ class Encoder:
         programs = self._programs_on(device)
         return _Call(
             programs=programs,
-            head=self._head.normalized() if normalize and truncate_dim is None else self._head,
-            budget=self._budget(batch_size, programs.platform),
+            head=self._head.normalized() if normalize_embeddings and truncate_dim is None else self._head,
+            budget=self._budget(batch_size, programs[0].platform),
             prompt=self._prompt(prompt, prompt_name),
             truncate_dim=truncate_dim,
-            normalize=normalize,
+            normalize=normalize_embeddings,
         )
 
     def _budget(self, batch_size: int | None, platform: str) -> int:
@@ -511,27 +552,34 @@ class Encoder:
             return options | {"prompt_name": next((name for name in names if name in self.prompts), None)}
         return options
 
-    def _programs_on(self, device: str | jax.Device | None) -> Programs:
+    def _programs_on(self, device: str | jax.Device | None) -> list[Programs]:
         if device is None:
             return self._programs
         place = _device(device)
-        if self._programs.devices == {place}:
-            return self._programs
+        if there := [programs for programs in self._programs if programs.devices == {place}]:
+            return there
         if place not in self._programs_elsewhere:
-            self._programs_elsewhere[place] = self._start(jax.device_put(self._programs.params, place))
-        return self._programs_elsewhere[place]
+            self._programs_elsewhere[place] = self._start(jax.device_put(self._programs[0].params, place))
+        return [self._programs_elsewhere[place]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
     """What one call asks for: `normalize` and `truncate_dim` are those of `encode`."""
 
-    programs: Programs
+    programs: list[Programs]
     head: Head
     budget: int
     prompt: str
     truncate_dim: int | None
     normalize: bool
+
+    @property
+    def platform(self) -> str:
+        return self.programs[0].platform
+
+    def prompted(self, chunk: list[str]) -> list[str]:
+        return [self.prompt + sentence for sentence in chunk] if self.prompt else chunk
 
     def finish(self, rows: np.ndarray) -> np.ndarray:
         """Truncates embeddings, here and not on the device, which would need other programs for it."""
@@ -541,6 +589,16 @@ class _Call:
         if self.normalize:
             rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
         return rows
+
+
+def _devices(devices: Sequence[str | jax.Device] | None, mesh: jax.sharding.Mesh | None) -> list[jax.Device]:
+    """The devices that are asked for, or none."""
+    if devices is None:
+        return [] if mesh is None else list(mesh.local_devices)
+    places = [] if isinstance(devices, str) else [_device(device) for device in devices]
+    if mesh is not None or not places or len(set(places)) < len(places):
+        raise ValueError(f"{devices=} and {mesh=}; expected a list of one device or more, each once, or a mesh")
+    return places
 
 
 def _device(device: str | jax.Device) -> jax.Device:

@@ -2,23 +2,31 @@
 
 import collections.abc
 import contextlib
-import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
+from pallas_models.minilm import pipeline
 
-def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[str]:
-    """The sentences; TypeError and ValueError where one is no text."""
+
+def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[list[str]]:
+    """The sentences in chunks of `pipeline.CHUNK`; TypeError and ValueError where one is no text."""
     if isinstance(sentences, str | collections.abc.Mapping) or hasattr(sentences, "columns"):
         raise TypeError(f"{name} is a {type(sentences).__name__}; expected an iterable of str")
-    return map(functools.partial(_check_one_of, name), sentences, itertools.count())
+    return checked_chunks(pipeline.chunks(sentences, pipeline.CHUNK), name)
 
 
-def _check_one_of(name: str, sentence: str, index: int) -> str:
-    if isinstance(sentence, str) and sentence.isascii():
-        return sentence
-    return check_sentence(sentence, f"{name}[{index}]")  # which is made where it may be needed
+def checked_chunks(chunks: Iterable[list[str]], name: str = "sentences") -> Iterator[list[str]]:
+    """The chunks; TypeError and ValueError where a sentence is no text."""
+    first = 0
+    for chunk in chunks:
+        try:
+            "".join(chunk).encode()
+        except (TypeError, UnicodeEncodeError):  # of which sentence, is asked where there is one
+            for index, sentence in enumerate(chunk, first):
+                check_sentence(sentence, f"{name}[{index}]")
+            raise
+        first += len(chunk)
+        yield chunk
 
 
 def check_sentence(sentence: str, name: str) -> str:

@@ -1,0 +1,156 @@
+"""Texts to token ids: in this process, or, where there are many, in processes of their own.
+
+The library that tokenizes uses all cores, but what it returns are Python objects: to take the ids out of them and
+to free them again takes longer, with the interpreter's lock held, than all else that a text costs this process.
+"""
+
+import itertools
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Fewer cores than these are kept busy by threads.
+_WORTH_PROCESSES = 4
+# Beside a device: there may be others on the machine, with processes of their own.
+_MOST_PROCESSES = 32
+# Lists of texts that a process has been given: one that it is at, and one that waits, so that it does not.
+_ASKED = 2
+
+
+class Tokens(NamedTuple):
+    """The token ids of texts, (total,) int32, one text after another, and how many each has, (texts,) int64."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
+Tokenize = Callable[[list[Any]], Sequence[Sequence[int]]]
+
+
+def tokens(tokenize: Tokenize, texts: list[Any]) -> Tokens:
+    """The tokens of texts, in this process."""
+    ids = tokenize(texts)
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return Tokens(np.fromiter(itertools.chain.from_iterable(ids), np.int32, lengths.sum()), lengths)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count(platform: str, devices: int = 1) -> int:
+    """How many processes are worth while beside devices: one for each core but that of this process, or none."""
+    # A CPU that computes has no cores to spare.
+    if platform == "cpu" or cores() < _WORTH_PROCESSES or not sys.executable:
+        return 0
+    return min(cores() - 1, _MOST_PROCESSES * devices)
+
+
+class Processes:
+    """Processes that tokenize; they end when this object does."""
+
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", count: int):
+        """Makes place for `count` of them; each is started when it is needed."""
+        self._tokenizer: tokenizers.Tokenizer | str = tokenizer
+        self._reading = threading.Lock()
+        self._free: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        for place in [_Place() for _ in range(count)] * _ASKED:
+            self._free.put(place)
+
+    def __call__(self, texts: list[str], limit: int) -> Tokens:
+        """Tokenizes texts, up to `limit` tokens of each; waits for a process that is free.
+
+        Raises:
+          ChildProcessError: the process ended. Another takes its place in the next call.
+        """
+        place = self._free.get()
+        try:
+            answer = place.ask(texts, limit, self._json)
+        finally:
+            self._free.put(place)
+        if isinstance(answer, Exception):
+            raise answer
+        ids, lengths = (np.frombuffer(numbers, np.int32) for numbers in answer)
+        return Tokens(ids, lengths.astype(np.int64))
+
+    def _json(self) -> str:
+        with self._reading:  # once, as it takes up to a second
+            if not isinstance(self._tokenizer, str):
+                self._tokenizer = self._tokenizer.to_str()
+            return self._tokenizer
+
+
+class _Place:
+    """Where there is one process at a time."""
+
+    def __init__(self) -> None:
+        self.process: _Process | None = None
+        self._changing = threading.Lock()
+
+    def ask(self, texts: list[str], limit: int, tokenizer: Callable[[], str]) -> Any:
+        with self._changing:
+            process = self.process = self.process or _Process(tokenizer())
+        try:
+            return process.ask(texts, limit)
+        except BaseException:
+            with self._changing:
+                self.process = None if self.process is process else self.process
+            raise
+
+
+class _Process:
+    """One process, which has the next list of texts when it is done with one."""
+
+    def __init__(self, tokenizer: str):
+        self._asking, self._answered = threading.Lock(), threading.Lock()
+        # Of the files of this package it runs one, which must not see the others as modules of their own (-P).
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("tokenizer_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"},
+            process_group=0,  # an interrupt from the keyboard is for this process alone
+        )
+        weakref.finalize(self, _end, self._process)
+        self._send(tokenizer)
+
+    def ask(self, texts: list[str], limit: int) -> Any:
+        plain = list(map(str.__str__, texts))  # of a subclass of str, the text alone
+        with self._asking:
+            self._send((plain, limit))
+            self._answered.acquire()  # in the order of the questions
+        try:
+            return pickle.load(self._process.stdout)  # type: ignore[arg-type]
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise self._ended() from error
+        finally:
+            self._answered.release()
+
+    def _send(self, request: object) -> None:
+        try:
+            pickle.dump(request, self._process.stdin)  # type: ignore[arg-type]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> ChildProcessError:
+        return ChildProcessError(f"a process that tokenizes ended with exit code {self._process.wait()}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()

@@ -1,0 +1,153 @@
+"""Texts to token ids: processes give what this one gives, and what becomes of one that ends."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pallas_models.minilm import Encoder, pipeline, tokenizing
+from parity import checkpoints
+
+LIMIT = 9
+SENTENCES = [
+    "",
+    "a man",
+    "a man cuts an onion and a woman the guitar " * 3,
+    "文字 \0 [MASK] é\n",
+    *checkpoints.WORDS,
+] * 5
+
+
+def here(sentences: list[str]) -> tokenizing.Tokens:
+    tokenizer = checkpoints.word_tokenizer()
+    tokenizer.enable_truncation(LIMIT)
+    return tokenizing.tokens(lambda texts: [e.ids for e in tokenizer.encode_batch_fast(texts)], sentences)
+
+
+def assert_same(found: tokenizing.Tokens, expected: tokenizing.Tokens) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tokenizing.Processes]:
+    yield tokenizing.Processes(checkpoints.word_tokenizer(), 2)
+
+
+def ids_of_processes(processes: tokenizing.Processes) -> list[int]:
+    """Of those that are started; none has anything to do."""
+    free = [processes._free.get() for _ in range(processes._free.qsize())]
+    for place in free:
+        processes._free.put(place)
+    return list({place.process._process.pid for place in free if place.process})
+
+
+def test_processes_give_what_this_one_gives(processes):
+    class Text(str):
+        def __str__(self) -> str:
+            return "another"
+
+    pieces = [SENTENCES, SENTENCES[::-1], [], [""], [Text("a man"), np.str_("a woman")]] * 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda piece: processes(piece, LIMIT), pieces))
+    assert len(ids_of_processes(processes)) == 2
+    for one, piece in zip(found, pieces, strict=True):
+        assert_same(one, here(piece))
+    assert processes(SENTENCES, 4).lengths.max() == 4
+
+
+def test_errors_of_a_process_are_raised_here(processes):
+    with pytest.raises(TypeError, match="descriptor '__str__'"):
+        processes([3], LIMIT)
+    with pytest.raises(OverflowError, match="negative int"):
+        processes(["a man"], -1)
+    assert_same(processes(["a man"], LIMIT), here(["a man"]))
+
+
+def test_a_process_that_ends_is_replaced(processes):
+    while len(ids_of_processes(processes)) < 2:
+        processes(["a man"], LIMIT)
+    for pid in ids_of_processes(processes):
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(ChildProcessError, match="a process that tokenizes ended with exit code -9"):
+            processes(SENTENCES, LIMIT)
+    assert_same(processes(SENTENCES, LIMIT), here(SENTENCES))
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+PROGRAM = """
+import os, signal
+from pallas_models.minilm import tokenizing
+from parity.checkpoints import word_tokenizer
+processes = tokenizing.Processes(word_tokenizer(), 1)
+processes(["a man"], 9)
+process = processes._free.get().process
+process._send((["a man"] * 10000, 9))  # whose answer finds nobody
+print(process._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_processes_end_with_the_one_that_asks():
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+    deadline = time.monotonic() + 30
+    while is_there(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_there(int(done.stdout))
+
+
+def test_an_encoder_tokenizes_long_streams_in_processes(tmp_path, monkeypatch):
+    """And the same embeddings come of it; its processes end with it."""
+    folder = checkpoints.write(tmp_path / "checkpoint", max_length=20)
+    encoder, sentences = Encoder.from_pretrained(folder), SENTENCES * 3
+    expected = encoder.encode(sentences)
+    asked: list[int] = []
+    ask = tokenizing.Processes.__call__
+
+    def asks(self, texts, limit):
+        asked.append(len(texts))
+        return ask(self, texts, limit)
+
+    monkeypatch.setattr(tokenizing.Processes, "__call__", asks)
+    monkeypatch.setattr(tokenizing, "count", lambda *_: 2)
+    for name, value in dict(_FEW=0, _PIECE=7, _MANY=40, CHUNK=20).items():
+        monkeypatch.setattr(pipeline, name, value)
+    np.testing.assert_allclose(encoder.encode(sentences), expected, atol=1e-6)
+    assert sum(asked) == len(sentences) - 40
+    started = ids_of_processes(encoder._processes)
+    assert started and all(map(is_there, started))
+    del encoder
+    gc.collect()
+    assert not any(map(is_there, started))
+
+
+def test_how_many(monkeypatch):
+    monkeypatch.setattr(tokenizing, "cores", lambda: 16)
+    assert tokenizing.count("gpu") == 15
+    assert tokenizing.count("cpu") == 0  # it has no cores to spare
+    monkeypatch.setattr(tokenizing, "cores", lambda: 100)
+    assert [tokenizing.count("gpu", devices) for devices in (1, 2, 8)] == [32, 64, 99]
+    monkeypatch.setattr(tokenizing, "cores", lambda: 3)
+    assert tokenizing.count("gpu") == 0
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(tokenizing, "cores", lambda: 16)
+    assert tokenizing.count("gpu") == 0
