@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ class Case:
       floats: how many of the arrays, the first ones, are differentiated.
       result: how the result is spread; None where that is not for the operation to say.
       sums: how many arrays are added up over devices, in forward and gradient together.
+      swaps: of how many arrays each device sends every other one a part.
+      of_part: the function of what a device has, in a shard_map, where it is another.
     """
 
     function: Callable[..., jax.Array]
@@ -43,6 +46,8 @@ class Case:
     specs: tuple[P, ...]
     result: P
     sums: int
+    swaps: int = 0
+    of_part: Callable[..., jax.Array] | None = None
 
 
 def with_gradient(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
@@ -106,11 +111,25 @@ def cases() -> Mapping[str, Case]:
     def losses(x, w, bias, labels):
         return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transposed=True, **kernel)
 
-    def triangle(x, *weights):
+    def triangle(x, *weights, direction="outgoing", **over):
         mean, scale, w_in, out_scale, out_bias, w_gate, w_out = weights
         return ops.triangle_update(
-            x, scale, mean, w_in, out_scale, out_bias, w_gate, w_out, direction="outgoing", **kernel
+            x, scale, mean, w_in, out_scale, out_bias, w_gate, w_out, direction=direction, **over, **kernel
         )
+
+    def incoming(x, *weights):
+        return triangle(x, *weights, direction="incoming")
+
+    def pairs(function, rows, columns):
+        """Pairs that are split by rows, columns or both: each device sends left and right of half of the hidden
+        channels and their sums, twice; all of them once more for the gradient, and as much for its cotangents.
+        """
+        names = [name for name in (rows, columns) if name]
+        spec = P(None, rows, columns, None)
+        made = case(function, (normal(rng, 1, 8, 8, 16), *weights_of_pairs), (spec, *[whole] * 7), spec, 7)
+        swaps = 10 * math.prod(DEVICES[name] for name in names)
+        of_part = functools.partial(function, rows_over=(rows,)) if function is triangle else None
+        return dataclasses.replace(made, swaps=swaps, of_part=of_part)
 
     def case(function, arrays, specs, result, sums, floats=None):
         return Case(
@@ -131,6 +150,9 @@ def cases() -> Mapping[str, Case]:
     ids = jnp.asarray(rng.integers(0, 12, (4, 5)), jnp.int32)
     tables = (normal(rng, n, 16) for n in (12, 6, 2))
     weights = tuple(normal(rng, *shape) for shape in ((8,), (8,), (8, 4, 16), (16,), (16,), (8, 16), (16, 8)))
+    weights_of_pairs = tuple(
+        normal(rng, *shape) for shape in ((16,), (16,), (16, 4, 16), (16,), (16,), (16, 16), (16, 16))
+    )
     embedding = *tables, *(normal(rng, 16) for _ in range(2)), ids
     rows = x, normal(rng, 6), normal(rng, 6), normal(rng, 8, 6)
     to_norm = *product[:2], normal(rng, 10), normal(rng, 10), bias, residual
@@ -195,6 +217,9 @@ def cases() -> Mapping[str, Case]:
             P("data", None, None, None),
             7,
         ),
+        "triangle_update rows": pairs(triangle, "data", None),
+        "triangle_update columns": pairs(incoming, None, "model"),
+        "triangle_update rows and columns": pairs(incoming, "data", "model"),
     }
 
 
@@ -269,6 +294,7 @@ def measured(case: Case, kind: str) -> dict[str, Any]:
     program = with_gradient(case)
     expected = jax.jit(program)(*case.arrays)
     if kind == "shard_map":
+        program = with_gradient(dataclasses.replace(case, function=case.of_part or case.function))
         out_specs = (case.result, *case.specs[: case.floats])
         program = jax.shard_map(program, mesh=mesh, in_specs=case.specs, out_specs=out_specs)
     with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
@@ -279,6 +305,11 @@ def measured(case: Case, kind: str) -> dict[str, Any]:
         collectives=collectives.count(compiled.as_text()),
         is_spread=out[0].sharding.is_equivalent_to(NamedSharding(mesh, case.result), out[0].ndim),
     )
+
+
+def sent(case: Case) -> dict[str, int]:
+    """The collectives that are expected."""
+    return {kind: n for kind, n in (("all-reduce", case.sums), ("all-to-all", case.swaps)) if n}
 
 
 # An explicit mesh comes to a shard_map of what a device computes, so that few cases of both are enough.
@@ -292,6 +323,7 @@ EXPLICIT = (
     "embed_tokens batch",
     "rotary batch and tokens",
     "linear_cross_entropy mean",
+    "triangle_update columns",
 )
 SHARD_MAP = (
     "matmul rows",
@@ -299,6 +331,7 @@ SHARD_MAP = (
     "attention batch",
     "linear_cross_entropy tokens",
     "triangle_update batch",
+    "triangle_update rows",
 )
 
 
@@ -306,11 +339,8 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
     """By the kind of mesh and the name."""
     ops_of, interpreted, plain = cases(), model_cases("interpret"), model_cases(None)
     loss = plain.pop("gpt2 loss")  # in a shard_map that of a part of the batch is another
-    triangle = ops_of["triangle_update batch"]
     return (
         {("jit", name): case for name, case in ops_of.items()}
-        # Of a whole batch, the largest cotangents too, a number each, which scale products in float16.
-        | {("jit", "triangle_update batch"): dataclasses.replace(triangle, sums=triangle.sums + 8)}
         | {("jit", name): interpreted[name] for name in interpreted if name not in ("gpt2", "qwen3", "trimul")}
         | {("explicit", name): ops_of[name] for name in EXPLICIT}
         | {("shard_map", name): ops_of[name] for name in SHARD_MAP}
@@ -351,15 +381,15 @@ def loaded() -> dict[str, Any]:
 def main() -> None:
     """Runs every case; what one raises is its result."""
     runs = {
-        f"{kind}, {name}": (case.sums, functools.partial(measured, case, kind))
+        f"{kind}, {name}": (sent(case), functools.partial(measured, case, kind))
         for (kind, name), case in all_cases().items()
     }
-    for name, (sums, run) in (runs | {"loaded": (0, loaded)}).items():
+    for name, (expected, run) in (runs | {"loaded": ({}, loaded)}).items():
         try:
             result = run()
         except Exception:  # the other cases shall run
             result = dict(error=traceback.format_exc())
-        print(json.dumps(dict(case=name, sums=sums) | result), flush=True)
+        print(json.dumps(dict(case=name, expected=expected) | result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pairs that devices share by rows and columns, shared by channels for a while: whole matrices of a few channels."""
+"""Pairs that devices share by rows and columns, and by channels for a while: whole matrices of a few channels."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ class ByChannels:
         return math.prod(self.grid)
 
     def swap(self, x: jax.Array, axis: int) -> jax.Array:
-        """Sends each of `devices` parts of an axis to its device, and has the devices' own parts one after another.
+        """Sends each device its part of an axis, in place of which come what the devices had of this one's part.
 
         Twice it is x again.
         """
@@ -73,7 +73,7 @@ class ByChannels:
         return self.swap(y.reshape(-1, b, *part), 0)[:h]
 
     def grouped(self, w: jax.Array, groups: int) -> list[jax.Array]:
-        """(..., 4, H), projections of left and right and their gates, as so many of (..., 4, H' / groups), H' >= H.
+        """(..., 4, H), projections of left and right and their gates, in parts of (..., 4, H' / groups), H' >= H.
 
         What a group projects to left and then right are the left and right channels of the first device, then
         those of the next. Channels go by groups and then by devices, those from H on are zeros.

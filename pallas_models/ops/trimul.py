@@ -115,8 +115,8 @@ def triangle_update(
       compute_dtype: of the operands of products: float16, bfloat16, or float32 for float32 end to end.
       precision: of products of float32 operands, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
-      rows_over: the axes of the mesh, names in order, over which a `jax.shard_map` that this is called in has split
-        the first axis N of x and of mask: they and the result are the part of a device. Weights are not split.
+      rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
+        axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
       columns_over: those over which it has split the second.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
@@ -322,6 +322,7 @@ def _unsupported_by_mosaic(
 
 
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
+_SENDERS = 16  # multiprocessors that are left to what sends
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
@@ -368,7 +369,7 @@ def _update(
     x: jax.Array,
     mask: jax.Array | None,
     *weights: Any,
-    project: Callable[..., tuple[jax.Array, jax.Array]],
+    project: Callable[..., tuple[jax.Array, Any]],
     product: Callable[..., jax.Array],
     output: Callable[..., jax.Array],
     by_rows: bool,
@@ -394,7 +395,7 @@ def _update(
     b, rows, columns, c = x.shape
     lead, size = (b * rows, columns) if by_rows else (b, rows * columns)
     by_channels = ByChannels.over(rows_over, columns_over)
-    n = rows * by_channels.grid[0]
+    n, devices = rows * by_channels.grid[0], by_channels.devices
     dtypes = (compute_dtype if name.startswith("w_") else jnp.float32 for name in _WEIGHTS)
     converted: Any = (None if w is None else w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True))
     norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out = converted
@@ -408,31 +409,41 @@ def _update(
         b_in = b_in * factors
     runs: dict[str, Any] = dict(target=target, interpret=interpret)
     factor = 2.0 ** -(_LOG2_LARGEST + math.ceil(math.log2(n)))  # sums of N products are as large as left and right
-    multiply = functools.partial(product, incoming=direction == "incoming", factor=factor, **runs)
-    to_project = x.reshape(lead, size, c), mask, norm_scale, norm_bias
-    if by_channels.devices == 1:
-        sides, gate = project(*to_project, w_in, b_in, w_gate, b_gate, epsilon=epsilon, **runs)
+    project = functools.partial(project, x.reshape(lead, size, c), mask, norm_scale, norm_bias, epsilon=epsilon)
+    product = functools.partial(product, incoming=direction == "incoming", factor=factor)
+
+    def alone() -> tuple[list[jax.Array], Any]:
+        sides, gate = project(w_in, b_in, w_gate, b_gate, **runs)
         sides = sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n))
-        y = multiply(sides, channels=w_in.shape[2], pieces=(1, 1))
-        ys = [y.reshape(lead, -1, y.shape[-1] if by_rows else size)]
-    else:
-        ys = []
-        w_ins = by_channels.grouped(w_in, _GROUPS)
-        b_ins = [None] * _GROUPS if b_in is None else by_channels.grouped(b_in, _GROUPS)
-        for i, (w, bias) in enumerate(zip(w_ins, b_ins, strict=True)):
-            with_gate = (w_gate, b_gate) if i == _GROUPS - 1 else (w_gate[:, :0], None)
-            sides, gate = project(*to_project, w, bias, *with_gate, epsilon=epsilon, **runs)
-            width, channels = w.shape[2], w.shape[2] // by_channels.devices
-            sides = sides.reshape(b, 2, -1, size)[:, :, :width].reshape(b, 2 * width, size)
-            sides = by_channels.swap(sides, 1).reshape(-1, 2 * channels, rows, columns)
-            if _in_tiles(x):
-                y = multiply(sides, channels=channels, pieces=by_channels.grid)
-            else:
-                y = multiply(by_channels.joined(sides), channels=channels, pieces=(1, 1))
-                y = by_channels.pieces(y)
-            ys.append(by_channels.swap(y.reshape(b, width, size), 1))
-        if len(ys) * ys[0].shape[1] != len(out_norm_scale):
-            ys = [jnp.concatenate(ys, axis=1)[:, : len(out_norm_scale)]]
+        y = product(sides, channels=w_in.shape[2], **runs)
+        return [y.reshape(lead, -1, y.shape[-1] if by_rows else size)], gate
+
+    def with_others() -> tuple[list[jax.Array], Any]:
+        """Groups of channels, one on its way while others are projected or multiplied; the gate stays here."""
+        # Kernels that take every multiprocessor and what sends would wait for each other.
+        beside = runs | dict(target=dataclasses.replace(target, num_cores=max(target.num_cores - _SENDERS, 1)))
+        arrived, sums = [], []
+        biases: Any = [None] * _GROUPS if b_in is None else by_channels.grouped(b_in, _GROUPS)
+        for i, (w, bias) in enumerate(zip(by_channels.grouped(w_in, _GROUPS), biases, strict=True)):
+            gates = (w_gate, b_gate) if i == _GROUPS - 1 else (w_gate[:, :0], None)
+            sides, gate = project(w, bias, *gates, **(beside if i else runs))
+            sides = sides.reshape(b, 2, -1, size)[:, :, : w.shape[2]].reshape(b, -1, size)
+            arrived.append(by_channels.swap(sides, 1).reshape(-1, 2 * w.shape[2] // devices, rows, columns))
+        for sides in arrived:
+            whole = not _in_tiles(x)
+            y = product(
+                by_channels.joined(sides) if whole else sides,
+                channels=sides.shape[1] // 2,
+                pieces=(1, 1) if whole else by_channels.grid,
+                **beside,
+            )
+            y = by_channels.pieces(y) if whole else y
+            sums.append(by_channels.swap(y.reshape(b, -1, size), 1))
+        if sum(y.shape[1] for y in sums) > w_in.shape[2]:
+            sums = [jnp.concatenate(sums, axis=1)[:, : w_in.shape[2]]]
+        return sums, gate
+
+    ys, gate = alone() if devices == 1 else with_others()
     out = output(
         ys,
         gate,
@@ -477,7 +488,9 @@ def _side_scales(
     if mask is not None:
         size = jnp.abs(mask.astype(jnp.float32))
         size = jnp.where(size < jnp.inf, size, 1.0)  # what is not finite is so in its own sums alone
-        bound *= jnp.clip(by_channels.largest(jnp.max(size)), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf)
+        bound *= jnp.clip(
+            by_channels.largest(jnp.max(size)), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf
+        )
     exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], 30)  # the squares of both are within float32
     return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
 

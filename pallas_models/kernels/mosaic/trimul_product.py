@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
+from pallas_models.kernels._common import Ref, check_divides
 from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, blocks, candidates, gemm, staging, store
 from pallas_models.kernels.mosaic._launch import Refs
@@ -49,7 +49,7 @@ def product(
     sides: jax.Array,
     *,
     channels: int,
-    pieces: tuple[int, int],
+    pieces: tuple[int, int] = (1, 1),
     by_rows: bool,
     incoming: bool,
     factor: float,
@@ -63,14 +63,16 @@ def product(
     beside one another, so that who writes or reads all channels of a few positions has them near one another. N'
     is N in multiples of 64; what lies beyond N is 0 in sides, and means nothing in the result.
 
-    Without it, `pieces` of so many rows and columns lie one after another, (B * pieces, 2 H', N / rows, N / columns)
-    row by row, and so does the result. Tiles have to divide them.
+    Without it, `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N /
+    rows, N / columns). So does the result. Tiles have to divide them.
 
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
     b = len(sides) // math.prod(pieces)
     n, padded = sides.shape[1:3] if by_rows else (sides.shape[2] * pieces[0], sides.shape[1])
+    if pieces != (1, 1) and not isinstance(config, Config):
+        config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
         config,
         Problem(
@@ -86,12 +88,15 @@ def product(
         ),
         target,
     )
+    check_divides(config, n, pieces)
     slots = _num_slots(config)
     parts = blocks(config, config.block_n, sides.dtype, slots)
     piece_rows, piece_columns = (n // count for count in pieces)
 
-    def matrix(ref: Ref, tile: Tile, side: int, row: jax.Array, column: jax.Array) -> tuple[Ref, jax.Array, jax.Array]:
-        """The matrix that a tile belongs to, of channels from `side` on: the piece with an element, and its place."""
+    def matrix(
+        ref: Ref, tile: Tile, side: int, row: jax.Array | int, column: jax.Array | int
+    ) -> tuple[Ref, Any, Any]:
+        """The piece with an element of a tile's matrix, of channels from `side` on, and the element's place."""
         item, channel = jax.lax.div(tile.batch, channels), side + jax.lax.rem(tile.batch, channels)
         if by_rows:
             return ref.at[item, :, channel], row, column

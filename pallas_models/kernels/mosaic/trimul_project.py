@@ -65,7 +65,9 @@ def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     sides = sides.reshape(*lead, 2, 2, -1).swapaxes(-3, -2)  # projections of left and right, then their gates
     sides = sides.reshape(*lead, 2, -1, COLUMNS).swapaxes(-3, -2)
     gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * COLUMNS))])
-    blocks = [part.reshape(*lead, part.size // math.prod(lead) // (2 * COLUMNS), 2 * COLUMNS) for part in (sides, gate)]
+    blocks = [
+        part.reshape(*lead, part.size // math.prod(lead) // (2 * COLUMNS), 2 * COLUMNS) for part in (sides, gate)
+    ]
     return 0.5 * jnp.concatenate(blocks, axis=-2)
 
 
@@ -191,8 +193,8 @@ def project(
     M is a multiple of 8.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, None for G = 0. Both in the dtype of
-      w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
+      dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype

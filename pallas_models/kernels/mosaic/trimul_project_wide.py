@@ -73,8 +73,8 @@ def project(
     M is a multiple of 8.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, None for G = 0. Both in the dtype of
-      w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
+      dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype

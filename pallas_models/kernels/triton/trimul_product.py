@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref, tile_order
+from pallas_models.kernels._common import Ref, check_divides, tile_order
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -97,10 +97,15 @@ def _product_kernel(
         """Rows and columns of a matrix, (first, number) each."""
         if pieces == (1, 1):
             return ref.at[batch, channel, span(*rows), span(*columns)]
-        row, column = (jax.lax.div(x[0], jnp.int32(n // count)) for x, count in zip((rows, columns), pieces, strict=True))
+        row, column = (
+            jax.lax.div(x[0], jnp.int32(n // count)) for x, count in zip((rows, columns), pieces, strict=True)
+        )
         piece = (batch * pieces[0] + row) * pieces[1] + column
         return ref.at[
-            piece, channel, span(rows[0] - row * piece_rows, rows[1]), span(columns[0] - column * piece_columns, columns[1])
+            piece,
+            channel,
+            span(rows[0] - row * piece_rows, rows[1]),
+            span(columns[0] - column * piece_columns, columns[1]),
         ]
 
     def step(s: jax.Array, acc: jax.Array) -> jax.Array:
@@ -122,7 +127,7 @@ def product(
     sides: jax.Array,
     *,
     channels: int,
-    pieces: tuple[int, int],
+    pieces: tuple[int, int] = (1, 1),
     incoming: bool,
     factor: float,
     precision: jax.lax.Precision,
@@ -132,8 +137,8 @@ def product(
 ) -> jax.Array:
     """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
 
-    `pieces` of so many rows and columns lie one after another, (B * pieces, 2 H', N / rows, N / columns) row by row,
-    and so does the result. Tiles have to divide them.
+    `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N / rows, N /
+    columns). So does the result. Tiles have to divide them.
 
     Returns:
       (B, channels, N, N) in the dtype of `sides`.
@@ -155,6 +160,7 @@ def product(
         ),
         target,
     )
+    check_divides(config, n, pieces)
     kernel = functools.partial(
         _product_kernel, config=config, pieces=pieces, incoming=incoming, factor=factor, precision=precision
     )
