@@ -117,8 +117,8 @@ def cases() -> Mapping[str, Case]:
             x, scale, mean, w_in, out_scale, out_bias, w_gate, w_out, direction=direction, **over, **kernel
         )
 
-    def incoming(x, *weights):
-        return triangle(x, *weights, direction="incoming")
+    def incoming(x, *weights_and_mask):
+        return triangle(x, *weights_and_mask[:7], direction="incoming", mask=weights_and_mask[7])
 
     def pairs(function, rows, columns):
         """Pairs that are split by rows, columns or both: each device sends left and right of half of the hidden
@@ -126,7 +126,11 @@ def cases() -> Mapping[str, Case]:
         """
         names = [name for name in (rows, columns) if name]
         spec = P(None, rows, columns, None)
-        made = case(function, (normal(rng, 1, 8, 8, 16), *weights_of_pairs), (spec, *[whole] * 7), spec, 7)
+        arrays, specs, sums = (normal(rng, 1, 8, 8, 16), *weights_of_pairs), (spec, *[whole] * 7), 7
+        if function is incoming:  # the largest factor of the mask scales left and right everywhere
+            factors = normal(rng, 1, 8, 8).at[0, 0, 0].set(500.0)
+            arrays, specs, sums = (*arrays, factors), (*specs, P(None, rows, columns)), sums + 2
+        made = case(function, arrays, specs, spec, sums, 8)
         swaps = 10 * math.prod(DEVICES[name] for name in names)
         of_part = functools.partial(function, rows_over=(rows,)) if function is triangle else None
         return dataclasses.replace(made, swaps=swaps, of_part=of_part)

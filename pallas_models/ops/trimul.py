@@ -420,7 +420,7 @@ def _update(
 
     def with_others() -> tuple[list[jax.Array], Any]:
         """Groups of channels, one on its way while others are projected or multiplied; the gate stays here."""
-        # With a program for each multiprocessor, those that wait for what sends would do their share when it is done.
+        # With one program a multiprocessor, those that wait for what sends would do their share when it is done.
         beside = runs | dict(target=dataclasses.replace(target, num_cores=target.num_cores * _WAVES))
         arrived, sums = [], []
         biases: Any = [None] * _GROUPS if b_in is None else by_channels.grouped(b_in, _GROUPS)
