@@ -142,17 +142,19 @@ def _output_kernel(
     held = len(parts) * block_h * column_blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
     ws = [weights(j) for j in range(column_blocks)] if held else []
 
+    total = functools.partial(functools.reduce, operator.add)
+
     def step(s: jax.Array, carry: jax.Array) -> jax.Array:
         i = pid + s * programs
         batch, row = jax.lax.div(i, row_blocks), jax.lax.rem(i, row_blocks) * block_m
         rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
         mask = tile_mask(h_mask, row_mask)
         ys = [load(ref.at[batch, span(0, block_h), rows], mask).astype(jnp.float32) for ref in y_refs]
-        mean = sum(jnp.sum(y, axis=0, keepdims=True) for y in ys) / h
+        mean = total(jnp.sum(y, axis=0, keepdims=True) for y in ys) / h
         ds = [y - mean for y in ys]
         if h_mask is not None:
             ds = [jnp.where(h_mask[:, None], d, 0.0) for d in ds]
-        inverse = jax.lax.rsqrt(sum(jnp.sum(d * d, axis=0, keepdims=True) for d in ds) / h + y_epsilon)
+        inverse = jax.lax.rsqrt(total(jnp.sum(d * d, axis=0, keepdims=True) for d in ds) / h + y_epsilon)
         zs = [d * inverse * scale + shift for d, scale, shift in zip(ds, scales, shifts, strict=True)]
         if not gate_after:
             zs = [
@@ -165,7 +167,7 @@ def _output_kernel(
             columns, column_mask = columns_of(j)
             mask = tile_mask(row_mask, column_mask)
             products = (plgpu.dot(z, v, trans_a=True, precision=precision) for z, v in zip(zs, w, strict=True))
-            out = functools.reduce(operator.add, products)
+            out = total(products)
             if b_ref is not None:
                 out += load(b_ref.at[columns], column_mask)[None, :]
             if gate_after:
