@@ -322,7 +322,7 @@ def _unsupported_by_mosaic(
 
 
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
-_WAVES = 8  # programs for each multiprocessor, where others send beside them
+_SENDERS = 32  # multiprocessors that are left to what sends; 16 are too few
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
@@ -420,8 +420,8 @@ def _update(
 
     def with_others() -> tuple[list[jax.Array], Any]:
         """Groups of channels, one on its way while others are projected or multiplied; the gate stays here."""
-        # With one program a multiprocessor, those that wait for what sends would do their share when it is done.
-        beside = runs | dict(target=dataclasses.replace(target, num_cores=target.num_cores * _WAVES))
+        # Kernels that take every multiprocessor and what sends would wait for each other.
+        beside = runs | dict(target=dataclasses.replace(target, num_cores=max(target.num_cores - _SENDERS, 1)))
         arrived, sums = [], []
         biases: Any = [None] * _GROUPS if b_in is None else by_channels.grouped(b_in, _GROUPS)
         for i, (w, bias) in enumerate(zip(by_channels.grouped(w_in, _GROUPS), biases, strict=True)):
