@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
@@ -348,18 +349,70 @@ def loaded() -> dict[str, Any]:
     )
 
 
+def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
+    """Attention whose sequence is spread over 4 devices and whose heads over 2, against all of it in float64."""
+    mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
+    rng, (seq, devices) = np.random.default_rng(2), (64, DEVICES["data"])
+    order = ops.zigzag_order(seq, devices) if causal else np.arange(seq)
+    floats = [
+        rng.standard_normal((2, seq, heads, 16)) for heads in (4, 2, 2, 4)
+    ]  # q, k, v, gradient of the result
+    mask, ids = np.asarray(random_mask(rng, 2, seq)), np.sort(rng.integers(0, 3, (2, seq)), 1).astype(np.int32)
+    spec, of_tokens = P(None, "data", "model"), P(None, "data")
+
+    def full(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        seen = (ids[:, None, :, None] == ids[:, None, None]) & (mask != 0)[:, None, None]
+        seen &= np.tri(seq, dtype=bool) | (not causal)
+        weights = jnp.exp(jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4, -np.inf))
+        total = jnp.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights / total, v)
+
+    def spread(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, ids: jax.Array) -> jax.Array:
+        options: dict[str, Any] = dict(axis_name="data", causal=causal, implementation=implementation)
+        return ops.ring_attention(q, k, v, mask=mask, segment_ids=ids, **options)
+
+    mapped = jax.shard_map(spread, mesh=mesh, in_specs=(spec,) * 3 + (of_tokens,) * 2, out_specs=spec)
+
+    def program(q, k, v, dout, mask, ids):
+        out, pull = jax.vjp(lambda *qkv: mapped(*qkv, mask, ids), q, k, v)
+        return out, *pull(dout)
+
+    arrays = [
+        jax.device_put(x[:, order], NamedSharding(mesh, s))
+        for x, s in [*((x.astype(np.float32), spec) for x in floats), (mask, of_tokens), (ids, of_tokens)]
+    ]
+    compiled = jax.jit(program).lower(*arrays).compile()
+    out = [np.asarray(x)[:, np.argsort(order)] for x in compiled(*arrays)]
+    with jax.enable_x64(True):
+        expected, pull = jax.vjp(full, *floats[:3])
+        expected = [expected, *pull(floats[3])]
+        errors = [relative_error(a, b) for a, b in zip(out, expected, strict=True)]
+    sizes = re.findall(r"\b(\d+)\b", " ".join(re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())))
+    return dict(errors=errors, collectives=collectives.count(compiled.as_text()), is_spread=str(seq) not in sizes)
+
+
 def main() -> None:
     """Runs every case; what one raises is its result."""
-    runs = {
-        f"{kind}, {name}": (case.sums, functools.partial(measured, case, kind))
+    runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
+        f"{kind}, {name}": (
+            {"all-reduce": case.sums} if case.sums else {},
+            functools.partial(measured, case, kind),
+        )
         for (kind, name), case in all_cases().items()
     }
-    for name, (sums, run) in (runs | {"loaded": (0, loaded)}).items():
+    runs["loaded"] = {}, loaded
+    # Keys, values, mask and ids: to the next device, which both passes share, and in the loop of each; their gradients
+    # in a loop and back home.
+    sent = {"collective-permute": 4 + 4 + 4 + 2 + 2}
+    runs["ring, causal"] = sent, functools.partial(ring, causal=True, implementation="interpret")
+    runs["ring"] = sent, functools.partial(ring, causal=False, implementation="xla")
+    for name, (expected, run) in runs.items():
         try:
             result = run()
         except Exception:  # the other cases shall run
             result = dict(error=traceback.format_exc())
-        print(json.dumps(dict(case=name, sums=sums) | result), flush=True)
+        print(json.dumps(dict(case=name, expected=expected) | result), flush=True)
 
 
 if __name__ == "__main__":

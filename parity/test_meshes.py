@@ -17,8 +17,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from bench.cases import scaling
-from bench.measuring import timing
+from bench import __main__ as cli
+from bench.measuring import results
 from pallas_models import gpt2, ops, qwen3
 from parity.common import assert_equal, kernel_calls, random_params
 from parity.tolerances import CHAIN, DEEP
@@ -58,9 +58,7 @@ def test_results_are_spread_as_the_operands(records):
 def test_nothing_is_sent_but_each_sum_once(records):
     """No operand is gathered, and of what is added up over devices, weights' gradients mostly, each is so once."""
     unexpected = {
-        record["case"]: record["collectives"]
-        for record in records
-        if record["collectives"] != ({"all-reduce": record["sums"]} if record["sums"] else {})
+        record["case"]: record["collectives"] for record in records if record["collectives"] != record["expected"]
     }
     assert not unexpected
 
@@ -128,7 +126,9 @@ def gpt2_groups(config: gpt2.GPT2Config, groups: int) -> gpt2.GroupedGPT2Config:
     return gpt2.GroupedGPT2Config(**dataclasses.asdict(config), head_groups=groups)
 
 
-def test_scaling_is_measured():
-    workload = scaling.workloads(small=True)["gpt2 block"](1)
-    found = scaling.measure(workload, 1, timing.QUICK)
-    assert found["us"] > 0 and found["collectives"] == {} and found["mebibytes"] > 0
+def test_scaling_is_measured(tmp_path, capsys):
+    assert cli.main(["scaling", "--models=block", "--quick", "--show-results", f"--output={tmp_path}"]) == 0
+    (case,) = results.load(tmp_path / "cpu" / "scaling.partial.json").cases
+    (entry,) = case.entries
+    assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
+    assert "| GPT-2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out

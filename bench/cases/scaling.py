@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from bench.cases import qwen3 as qwen3_layer
 from bench.cases import train_programs
 from bench.measuring import collectives, environment, results, timing
-from bench.measuring.contenders import DTYPES, LIMITS, RELATIVE
+from bench.measuring.contenders import LIMITS, RELATIVE
 from bench.measuring.harness import Progress
 from bench.measuring.results import Accuracy, Case, Entry, Family, Result
 from bench.reporting import tables
@@ -32,6 +32,7 @@ from pallas_models import gpt2, minilm, ops, qwen3, training
 
 HELP = "the models on 1, 2, 4, ... devices: time, speed-up, collectives, memory"
 NAME = "scaling"
+SHOWN = "Qwen3-8B layer 8x2048, tensor parallel bf16 on 2"  # the case in README.md
 AXIS = "devices"
 FAMILIES: dict[str, Family] = {"pallas": "ours", "xla": "xla"}
 COMPILED_AT_ONCE = 6
@@ -62,7 +63,8 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
     tiny: dict[str, Any] = dict(hidden_size=64, num_layers=1, num_heads=4, intermediate_size=128) if small else {}
     bert = minilm.MiniLMConfig(**tiny)
     gpt = gpt2.GPT2Config(**tiny) if small else train_programs.gpt2_config()
-    qwen = qwen3.Qwen3Config(**tiny, **(dict(num_kv_heads=4, head_dim=16) if small else {}))
+    heads: dict[str, Any] = dict(num_kv_heads=4, head_dim=16) if small else {}
+    qwen = qwen3.Qwen3Config(**tiny, **heads)
     attend = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation="xla" if small else "cudnn"
     )
@@ -101,7 +103,6 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
     def tensor_parallel(mesh: Mesh) -> Workload:
         grouped = qwen3.GroupedQwen3Config(**dataclasses.asdict(qwen), head_groups=mesh.size)
         one = dataclasses.replace(qwen, num_layers=1, vocab_size=mesh.size)
-        leaves = jax.tree.leaves(jax.eval_shape(lambda: qwen3.init_layer(key, qwen)))
 
         def operands() -> Any:
             params, _ = qwen3.group_heads(qwen3.init_layer(key, qwen, dtype=dtype), qwen, mesh.size)
@@ -110,7 +111,6 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
         def plain(params: Any, x: jax.Array) -> jax.Array:
             return qwen3_layer.plain(x, *jax.tree.leaves(params), attend=attend, config=grouped)
 
-        assert len(leaves) == qwen3_layer.TREE.num_leaves
         return Workload(
             dtype="bf16",
             contenders={"pallas": functools.partial(qwen3.layer, config=grouped), "xla": plain},
@@ -201,7 +201,7 @@ class Program:
 def measure(
     workload: Workload,
     operands: tuple[Any, ...],
-    programs: dict[str, Callable[[], Program]],
+    programs: Mapping[str, Callable[..., Program]],
     expected: jax.Array | None,
     budget: timing.Budget,
 ) -> tuple[list[Entry], jax.Array | None]:
@@ -237,9 +237,7 @@ def measure(
 
         def call(_: int, executable: Any = program.executable) -> Any:
             out = executable(*operands)
-            return (
-                out if on_gpu else jax.block_until_ready(out)
-            )  # queued programs of a CPU may wait for each other
+            return out if on_gpu else jax.block_until_ready(out)  # on a CPU those queued may wait for each other
 
         ready[name] = timing.Candidate(call=call, wait=jax.block_until_ready)
     for name, outcome in timing.measure(ready, budget, on_device=False).items():
@@ -310,6 +308,24 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     say(f"results: {path}")
     return int(any(e.status != "ok" for case in result.cases for e in case.entries if e.family == "ours"))
+
+
+def headline(result: Result) -> tables.Headline | None:
+    """Ours against XLA's own partitioning."""
+    found = {
+        case.label: (ours[1], xla[1])
+        for case in result.cases
+        if case.shape[AXIS] > 1
+        and (ours := tables.best(case, "ours", tables.wall))
+        and (xla := tables.best(case, "xla", tables.wall))
+    }
+    if not found:
+        return None
+    ratios = {label: xla.median_us / ours.median_us for label, (ours, xla) in found.items()}
+    label = SHOWN if SHOWN in found else next(iter(found))
+    ours, xla = (f"{tables.format_us(time)} us" for time in found[label])
+    mean = tables.geometric_mean(list(ratios.values())) if len(ratios) > 1 else None
+    return tables.Headline(case=label, ours=ours, baseline=f"XLA, {xla}", ratio=ratios[label], mean=mean)
 
 
 def table(result: Result) -> str:

@@ -186,7 +186,7 @@ def run_backward(
     op: Op,
     arrays: tuple[Any, ...],
     kept: list[jax.Array],
-    cotangents: list[jax.Array],
+    cotangents: list[jax.Array | None],
     wanted: tuple[bool, ...],
     reference: Callable[..., list[jax.Array]],
     *,
@@ -196,7 +196,7 @@ def run_backward(
 ) -> list[jax.Array]:
     """The cotangents of the leaves of those `arrays` that are wanted, in the kernels of the op's gradient.
 
-    What is `kept` may be of a larger call that these arrays are a part of: how they add to it is then differentiated.
+    What is `kept` may be of a larger call that these arrays are a part of: what they add to it is differentiated.
 
     Args:
       reference: `reference(arrays, kept, cotangents)`, where no kernel serves the call.

@@ -244,7 +244,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
 
 
 def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
-    """Checks operands of `attention`; gives them as (B, S, heads * D), and their `num_heads`, `num_kv_heads`, `head_dim`."""
+    """Checks operands of `attention`; gives them as (B, S, heads * D), and the sizes of their heads."""
     for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
         _checks.check_float(name, x)
         _checks.check_rank(name, x, 4, f"(B, {length}, {heads}, D)")
@@ -294,7 +294,7 @@ def operands(
     return_lse: bool,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arrays and options of `OP` for attention of `qkv`, each (B, S, heads * head_dim): q, k and v, or one buffer."""
+    """Arrays and options of `OP`; `qkv`, each (B, S, heads * head_dim), are q, k and v, or one buffer of all."""
     (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
 from pallas_models.ops._sharding import varying_alike
 from pallas_models.ops.attention import OP, merged_heads, operands
@@ -26,10 +25,9 @@ def ring_attention(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     sm_scale: float | jax.Array | None = None,
-    return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """Computes `attention` in a `jax.shard_map`, where each device has a part of the queries and of the keys.
 
     The parts of keys and values go round the devices ([Ring Attention](https://arxiv.org/abs/2310.01889)): each
@@ -54,7 +52,7 @@ def ring_attention(
     All other arguments are those of `attention`.
 
     Returns:
-      (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
+      (B, Sq, Hq, D) in the dtype of q.
 
     Raises:
       TypeError: as `attention`; or segment ids have 64 bits.
@@ -91,9 +89,8 @@ def ring_attention(
     )
     (q, k, v), *others = varying_alike((queries, mask, segment_ids, kv_segment_ids))
     mask, segment_ids, kv_segment_ids = others
-    out, rows = _attend(ring, (q, segment_ids), (k, v, mask, kv_segment_ids))
-    out = out.reshape(*out.shape[:2], heads["num_heads"], heads["head_dim"])
-    return (out, rows.swapaxes(1, 2)) if return_lse else out
+    out = _attend(ring, (q, segment_ids), (k, v, mask, kv_segment_ids))
+    return out.reshape(*out.shape[:2], heads["num_heads"], heads["head_dim"])
 
 
 def zigzag_order(length: int, num_devices: int) -> np.ndarray:
@@ -151,31 +148,26 @@ class _Ring:
         return out.astype(_wide(out)), lse.swapaxes(1, 2)
 
     def pull(
-        self, queries: _Queries, rows: _Rows, drows: _Rows, keys: _Keys, *, causal: bool = False
+        self, queries: _Queries, rows: _Rows, dout: jax.Array, keys: _Keys, *, causal: bool = False
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The gradients of q, and of k and v, by the weight that these keys have in the rows of all keys."""
         (q, ids), (k, v, mask, kv_ids) = queries, keys
-        arrays = ((q, k, v), mask, None, ids, kv_ids)
-        kept, cotangents = ([out, lse.swapaxes(1, 2)] for out, lse in (rows, drows))
-        dq, *dkv = (
-            x.astype(_wide(x))
-            for x in run_backward(
-                OP,
-                arrays,
-                kept,
-                cotangents,
-                (True, *[False] * 4),
-                functools.partial(_pull_in_xla, **dict(self.static) | dict(causal=causal)),
-                **self.options(causal),
-            )
+        dq, dk, dv = run_backward(
+            OP,
+            ((q, k, v), mask, None, ids, kv_ids),
+            [rows[0], rows[1].swapaxes(1, 2)],
+            [dout, None],
+            (True, False, False, False, False),
+            functools.partial(_pull_in_xla, **dict(self.static) | dict(causal=causal)),
+            **self.options(causal),
         )
-        return dq, tuple(dkv)
+        return dq.astype(_wide(dq)), (dk.astype(_wide(dk)), dv.astype(_wide(dv)))
 
     def paired(self, step: jax.Array, queries: Any, keys: Any) -> tuple[Any, Any]:
         """Queries and keys of which each sees each, half as many, in twice the batch.
 
-        Keys that came in `step` steps are of device i - step. If that is before this one, all queries see the first
-        half of them; else it is after it, and all of them are seen by the second half of the queries.
+        Keys that came in `step` steps are of device i - step. If that is before this one, all queries see the
+        first half of them; else it is after it, and all of them are seen by the second half of the queries.
         """
         is_before = jax.lax.axis_index(self.axis_name) >= step
 
@@ -200,9 +192,8 @@ class _Ring:
             other = jnp.concatenate([where(either, none), where(none, either)], axis=1)
             return jnp.concatenate([none, second], axis=1), other
 
-        for found in zip(halves(part[0], 0.0), halves(part[1], -jnp.inf), strict=True):
-            rows = _merged(rows, found)
-        return rows
+        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], -jnp.inf)
+        return _merged(_merged(rows, (out, lse)), (other_out, other_lse))
 
 
 def _wide(x: jax.Array) -> Any:
@@ -213,7 +204,7 @@ def _wide(x: jax.Array) -> Any:
 def _merged(a: _Rows, b: _Rows) -> _Rows:
     """The rows over the keys of both."""
     lse = jnp.logaddexp(a[1], b[1])
-    return sum(_by_head(out, _share(part, lse)) for out, part in (a, b)), lse
+    return _by_head(a[0], _share(a[1], lse)) + _by_head(b[0], _share(b[1], lse)), lse
 
 
 def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
@@ -227,7 +218,11 @@ def _by_head(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
+def _attend(ring: _Ring, queries: _Queries, keys: _Keys) -> jax.Array:
+    return _rows(ring, queries, keys)[0]
+
+
+def _rows(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
     def visit(carry: tuple[_Rows, _Keys], step: jax.Array) -> tuple[Any, None]:
         rows, keys = carry
         following = ring.send(keys)  # while the kernel runs
@@ -243,15 +238,15 @@ def _attend(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
     return out.astype(queries[0].dtype), lse
 
 
-def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[_Rows, tuple[Any, ...]]:
-    rows = _attend(ring, queries, keys)
-    out, lse = (checkpoint_name(x, OP.name) for x in rows)  # kept by the policies that keep those of attention
-    return (out, lse), (queries, (out, lse), keys)
+def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, tuple[Any, ...]]:
+    # Policies of `jax.checkpoint` that keep the rows of attention keep these.
+    out, lse = (checkpoint_name(x, OP.name) for x in _rows(ring, queries, keys))
+    return out, (queries, (out, lse), keys)
 
 
-def _backward(ring: _Ring, kept: tuple[Any, ...], drows: _Rows) -> tuple[_Queries, _Keys]:
+def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Queries, _Keys]:
     queries, rows, keys = kept
-    of_queries = (queries, rows, drows)
+    of_queries = (queries, rows, dout)
 
     def add(a: Any, b: Any) -> Any:
         return jax.tree.map(jnp.add, a, b)
@@ -260,8 +255,9 @@ def _backward(ring: _Ring, kept: tuple[Any, ...], drows: _Rows) -> tuple[_Querie
         dq, dkv, keys = carry
         following, dkv = ring.send(keys), ring.send(dkv)  # while the kernels run
         if ring.causal:
-            paired, pair = ring.paired(step, of_queries, keys)
-            found = jax.linear_transpose(functools.partial(ring.paired, step), dq, dkv)(ring.pull(*paired, pair))
+            (queries, rows, dout), pairs = ring.paired(step, of_queries, keys)
+            found = ring.pull(queries, rows, dout, pairs)
+            found = jax.linear_transpose(functools.partial(ring.paired, step), dq, dkv)(found)
         else:
             found = ring.pull(*of_queries, keys)
         return (*add((dq, dkv), found), following), None
@@ -278,14 +274,14 @@ _attend.defvjp(_forward, _backward)
 
 
 def _pull_in_xla(
-    arrays: tuple[Any, ...], kept: list[jax.Array], cotangents: list[jax.Array], **static: Any
+    arrays: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any], **static: Any
 ) -> list[jax.Array]:
     """What kernels give for rows that are of more keys than these, by the derivative of these keys' own rows."""
     qkv, *others = arrays
-    (out, lse), (dout, dlse) = kept, (x.astype(_wide(x)) for x in cotangents)
+    (out, lse), dout = kept, cotangents[0].astype(_wide(cotangents[0]))
     (part, part_lse), pull = jax.vjp(lambda qkv: OP.reference(qkv, *others, **static), qkv)
     share = _share(part_lse, lse)
     by_head = (*out.shape[:2], lse.shape[1], -1)
     change = jnp.sum((dout * (part - out)).reshape(by_head), axis=-1).swapaxes(1, 2)
     dpart = _by_head(dout, share.swapaxes(1, 2)).astype(part.dtype)
-    return jax.tree.leaves(pull((dpart, share * (dlse + change))))
+    return jax.tree.leaves(pull((dpart, share * change)))
