@@ -400,8 +400,8 @@ def main() -> None:
         for (kind, name), case in all_cases().items()
     }
     runs["loaded"] = {}, loaded
-    # Keys, values, mask and ids: to the next device, which both passes share, and in the loop of each; gradients in
-    # a loop and back home.
+    # Keys, values, mask and ids: at once, which both passes share, and in the loop of each; gradients in a loop
+    # and back home.
     sent = {"collective-permute": 4 + 4 + 4 + 2 + 2}
     runs["ring, causal"] = sent, functools.partial(ring, causal=True, implementation="interpret")
     runs["ring"] = sent, functools.partial(ring, causal=False, implementation="xla")

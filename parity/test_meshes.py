@@ -131,4 +131,4 @@ def test_scaling_is_measured(tmp_path, capsys):
     (case,) = results.load(tmp_path / "cpu" / "scaling.partial.json").cases
     (entry,) = case.entries
     assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
-    assert "| GPT-2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out
+    assert "| gpt2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out

@@ -32,7 +32,7 @@ from pallas_models import gpt2, minilm, ops, qwen3, training
 
 HELP = "the models on 1, 2, 4, ... devices: time, speed-up, collectives, memory"
 NAME = "scaling"
-SHOWN = "Qwen3-8B layer 8x2048, tensor parallel bf16 on 2"  # the case in README.md
+SHOWN = "qwen3 tensor-parallel 8x2048 bf16 on 2"  # the case in README.md
 AXIS = "devices"
 FAMILIES: dict[str, Family] = {"pallas": "ours", "xla": "xla"}
 COMPILED_AT_ONCE = 6
@@ -58,7 +58,10 @@ class Workload:
 
 
 def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
-    """By name what makes the workload for a mesh; small ones are for a CPU."""
+    """By name what makes the workload for a mesh; small ones are for a CPU.
+
+    Layers are those of Qwen3-8B, steps those of GPT-2 124M with AdamW; a ring is causal attention of one sequence.
+    """
     key, dtype = jax.random.key(0), jnp.bfloat16
     tiny: dict[str, Any] = dict(hidden_size=64, num_layers=1, num_heads=4, intermediate_size=128) if small else {}
     bert = minilm.MiniLMConfig(**tiny)
@@ -148,20 +151,20 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
         )
 
     return {
-        "Qwen3-8B layer 8x2048, tensor parallel": tensor_parallel,
-        "ring attention 1x32768x16x128+causal": functools.partial(ring, backward=False),
-        "ring attention 1x32768x16x128+causal, forward and backward": functools.partial(ring, backward=True),
-        "GPT-2 124M training step 64x1024": data_parallel(step, training_operands),
-        "MiniLM 2048x128": data_parallel(
+        "qwen3 tensor-parallel 8x2048": tensor_parallel,
+        "ring 1x32768x16x128": functools.partial(ring, backward=False),
+        "ring+gradient 1x32768x16x128": functools.partial(ring, backward=True),
+        "gpt2 step 64x1024": data_parallel(step, training_operands),
+        "minilm 2048x128": data_parallel(
             lambda p, ids: minilm.embed(p, ids, jnp.ones_like(ids), config=bert),
             lambda: (minilm.init(key, bert, dtype=jnp.float16), ids(batch(2048, 128), bert.vocab_size)),
             "fp16",
         ),
-        "GPT-2 block 64x1024": data_parallel(
+        "gpt2 block 64x1024": data_parallel(
             functools.partial(gpt2.block, num_heads=gpt.num_heads),
             lambda: (gpt2.init_block(key, gpt, dtype=dtype), vectors(batch(64, 1024), gpt.hidden_size)),
         ),
-        "Qwen3-8B layer 16x2048": data_parallel(
+        "qwen3 layer 16x2048": data_parallel(
             functools.partial(qwen3.layer, config=qwen),
             lambda: (qwen3.init_layer(key, qwen, dtype=dtype), vectors(batch(16, 2048), qwen.hidden_size)),
         ),

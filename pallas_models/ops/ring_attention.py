@@ -188,9 +188,8 @@ class _Ring:
         def halves(x: jax.Array, empty: float) -> tuple[jax.Array, jax.Array]:
             second, either = jnp.split(x, 2)
             none = jnp.full_like(second, empty)
-            where = functools.partial(jnp.where, is_before)
-            other = jnp.concatenate([where(either, none), where(none, either)], axis=1)
-            return jnp.concatenate([none, second], axis=1), other
+            other = [jnp.where(is_before, either, none), jnp.where(is_before, none, either)]
+            return jnp.concatenate([none, second], axis=1), jnp.concatenate(other, axis=1)
 
         (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], -jnp.inf)
         return _merged(_merged(rows, (out, lse)), (other_out, other_lse))
