@@ -69,7 +69,7 @@ def test_every_op_and_model_is_listed():
 
     text = (ROOT / "README.md").read_text("utf-8")
     operations = {name for name in ops.__all__ if callable(getattr(ops, name)) and name[0].islower()}
-    helpers = {"rotary_table", "segment_ids_from_cu_seqlens", "stack_gate_up", "unstack_gate_up"}
+    helpers = {"rotary_table", "segment_ids_from_cu_seqlens", "stack_gate_up", "unstack_gate_up", "zigzag_order"}
     assert not [name for name in sorted(operations - helpers) if f"`{name}`" not in text]
     assert not [
         name for name in weights.__all__ if re.fullmatch(r"load_\w+(?<!config)", name) and name not in text

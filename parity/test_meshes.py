@@ -5,6 +5,8 @@ import functools
 import json
 import math
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -132,3 +135,44 @@ def test_scaling_is_measured(tmp_path, capsys):
     (entry,) = case.entries
     assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
     assert "| gpt2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out
+
+
+def test_two_processes_take_a_step():
+    """The program of the docs as it stands: each process has half of the batch, both find the loss of all."""
+    root = Path(__file__).parents[1]
+    (program,) = re.findall(r"```py\n(.*?)```", (root / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, f"localhost:{port}", "2", str(i)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    said = []
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout=120)
+            assert process.returncode == 0, error
+            said.append(re.search(r"process (\d) of 2: loss ([\d.]+)", out).groups())
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    config = gpt2.GPT2Config(num_layers=1, vocab_size=512)
+    ids = [np.random.default_rng(i).integers(0, 512, (2, 16)) for i in range(2)]
+    params = gpt2.init(jax.random.key(0), config)
+    expected = jax.jit(functools.partial(gpt2.loss, config=config))(params, jnp.asarray(np.concatenate(ids)))
+    assert [number for number, _ in said] == ["0", "1"] and said[0][1] == said[1][1]
+    assert float(said[0][1]) == pytest.approx(float(expected), rel=CHAIN)

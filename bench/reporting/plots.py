@@ -370,7 +370,7 @@ def scaling(result: Result, name: str) -> Plot | None:
     found: dict[str, dict[int, float]] = {}
     for case in result.cases:
         if "devices" in case.shape and (pair := tables.best(case, "ours", tables.wall)):
-            model = case.label.rpartition(" on ")[0]
+            model = case.label.rpartition(f" {case.dtype} on ")[0]
             found.setdefault(model, {})[case.shape["devices"]] = pair[1].median_us
     speedups = {
         model: {n: times[1] / us for n, us in times.items()} for model, times in found.items() if 1 in times
@@ -383,7 +383,7 @@ def scaling(result: Result, name: str) -> Plot | None:
         f"{n} devices": (color, [times.get(n) for times in speedups.values()])
         for n, color in zip(counts, PALETTE, strict=False)
     }
-    figure, axes = bars(labels, series, "times as fast as one device", ".2f")
+    figure, axes = bars(labels, series, "times one device", ".2f")
     with style():
         for n, color in zip(counts, PALETTE, strict=False):
             axes.axvline(n, color=color, linewidth=1, linestyle="--")
