@@ -33,7 +33,7 @@ def test_links_lead_somewhere(page):
         path, _, anchor = link.partition("#")
         if link.startswith("http"):
             continue
-        target = page.parent / path
+        target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
         headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
