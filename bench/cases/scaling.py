@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ NAME = "scaling"
 SHOWN = "qwen3 tensor-parallel 8x2048 bf16 on 2"  # the case in README.md
 AXIS = "devices"
 FAMILIES: dict[str, Family] = {"pallas": "ours", "xla": "xla"}
-COMPILED_AT_ONCE = 6
+COMPILED_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,54 +201,59 @@ class Program:
         )
 
 
-def measure(
-    workload: Workload,
-    operands: tuple[Any, ...],
-    programs: Mapping[str, Callable[..., Program]],
-    expected: jax.Array | None,
-    budget: timing.Budget,
-) -> tuple[list[Entry], jax.Array | None]:
-    """Checks and times the programs of a workload.
+def measured(name: str, by_count: Mapping[int, Workload], budget: timing.Budget) -> Iterator[Case]:
+    """Compiles the workloads of a model, by the number of devices, then measures one after another."""
+    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        programs = {
+            count: {contender: pool.submit(Program.of, workload, contender) for contender in workload.contenders}
+            for count, workload in by_count.items()
+        }
+    expected: jax.Array | None = None  # what the first contender gives on one device
+    for count, workload in by_count.items():
+        operands = jax.jit(workload.operands, out_shardings=workload.spread)()
+        entries: dict[str, Entry] = {}
+        ready: dict[str, timing.Candidate] = {}
+        for contender, compiled in programs[count].items():
+            entry = Entry(name=contender, family=FAMILIES[contender], status="ok")
+            try:
+                program = compiled.result()
+                found = workload.compared(program.executable(*operands))
+                expected = found if expected is None else expected
+                error = RELATIVE.of(found, jax.device_put(expected, found.sharding))
+            except Exception as raised:  # reported as this contender's result
+                message = f"{type(raised).__name__}: {raised}"[:300]
+                entries[contender] = dataclasses.replace(entry, status="failed", message=message)
+                continue
+            limit = LIMITS[workload.dtype] * 2**0.5  # of two results, each within the limit of the right one
+            entry = dataclasses.replace(
+                program.entry(contender), accuracy=Accuracy(measure=RELATIVE.name, value=error, limit=limit)
+            )
+            if error > limit:
+                message = f"{RELATIVE.name} {error:.1e} against one device; the limit is {limit:.1e}"
+                entry = dataclasses.replace(entry, status="wrong", message=message)
+            else:
+                ready[contender] = candidate(functools.partial(program.executable, *operands))
+            entries[contender] = entry
+        for contender, outcome in timing.measure(ready, budget, on_device=False).items():
+            given = (
+                dict(status="failed", message=str(outcome)[:300])
+                if isinstance(outcome, Exception)
+                else dict(wall=outcome.wall)
+            )
+            entries[contender] = dataclasses.replace(entries[contender], **given)
+        yield Case(
+            label=f"{name} {workload.dtype} on {count}",
+            dtype=workload.dtype,
+            shape={AXIS: count},
+            flop=None,
+            entries=list(entries.values()),
+        )
 
-    Args:
-      programs: gives each, or raises what its compilation raised.
-      expected: what they shall give; None for what the first gives.
 
-    Returns:
-      Their entries, and what was expected.
-    """
-    entries: dict[str, Entry] = {}
-    ready: dict[str, timing.Candidate] = {}
-    on_gpu = environment.has_gpu()
-    for name, compiled in programs.items():
-        try:
-            program = compiled()
-            found = workload.compared(program.executable(*operands))
-            expected = found if expected is None else expected
-            error = RELATIVE.of(found, jax.device_put(expected, found.sharding))
-        except Exception as error_raised:  # reported as this contender's result
-            message = f"{type(error_raised).__name__}: {error_raised}"[:300]
-            entries[name] = Entry(name=name, family=FAMILIES[name], status="failed", message=message)
-            continue
-        limit = LIMITS[workload.dtype] * 2**0.5  # of two results, each within the limit of the right one
-        accuracy = Accuracy(measure=RELATIVE.name, value=error, limit=limit)
-        entries[name] = dataclasses.replace(program.entry(name), accuracy=accuracy)
-        if error > limit:
-            message = f"{RELATIVE.name} {error:.1e} against one device; the limit is {limit:.1e}"
-            entries[name] = dataclasses.replace(entries[name], status="wrong", message=message)
-            continue
-
-        def call(_: int, executable: Any = program.executable) -> Any:
-            out = executable(*operands)
-            return out if on_gpu else jax.block_until_ready(out)  # on a CPU those queued may wait for each other
-
-        ready[name] = timing.Candidate(call=call, wait=jax.block_until_ready)
-    for name, outcome in timing.measure(ready, budget, on_device=False).items():
-        if isinstance(outcome, Exception):
-            entries[name] = dataclasses.replace(entries[name], status="failed", message=str(outcome)[:300])
-        else:
-            entries[name] = dataclasses.replace(entries[name], wall=outcome.wall)
-    return list(entries.values()), expected
+def candidate(run: Callable[[], Any]) -> timing.Candidate:
+    """What is timed: many calls queued; on a CPU one at a time, as those queued may wait for each other."""
+    call = run if environment.has_gpu() else lambda: jax.block_until_ready(run())
+    return timing.Candidate(call=lambda _: call(), wait=jax.block_until_ready)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -264,14 +269,12 @@ def run(args: argparse.Namespace) -> int:
     say = Progress().say
     gpu = environment.has_gpu()
     counts = [2**i for i in range(jax.device_count().bit_length())]
-    todo = {
-        (name, count): make(
-            jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
-        )
-        for name, make in workloads(small=not gpu).items()
-        if any(part in name for part in args.models.split(","))
+    meshes = {
+        count: jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
         for count in counts
     }
+    found = workloads(small=not gpu)
+    models = {name: make for name, make in found.items() if any(part in name for part in args.models.split(","))}
     result = Result(
         benchmark=NAME,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -281,26 +284,14 @@ def run(args: argparse.Namespace) -> int:
         settings={},
         cases=[],
     )
-    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        programs = {
-            key: {name: pool.submit(Program.of, workload, name).result for name in workload.contenders}
-            for key, workload in todo.items()
-        }
-        made = {
-            key: pool.submit(jax.jit(workload.operands, out_shardings=workload.spread).lower().compile)
-            for key, workload in todo.items()
-        }
-    say(f"compiled the programs for {', '.join(map(str, counts))} devices")
     budget = timing.QUICK if args.quick else timing.STANDARD
-    expected: dict[str, jax.Array | None] = {}
-    for (name, count), workload in todo.items():
-        operands = made[name, count].result()()
-        entries, expected[name] = measure(workload, operands, programs[name, count], expected.get(name), budget)
-        label = f"{name} {workload.dtype} on {count}"
-        case = Case(label=label, dtype=workload.dtype, shape={AXIS: count}, flop=None, entries=entries)
-        result.cases.append(case)
-        path = results.save(result, args.output)  # kept, should the run be interrupted
-        say(f"{len(result.cases)} of {len(todo)}: {label}: {tables.summary(case, tables.wall)}")
+    say(f"{environment.device()}; {len(models)} models on {', '.join(map(str, counts))} devices")
+    for name, make in models.items():
+        for case in measured(name, {count: make(mesh) for count, mesh in meshes.items()}, budget):
+            result.cases.append(case)
+            path = results.save(result, args.output)  # kept, should the run be interrupted
+            done = f"{len(result.cases)} of {len(models) * len(counts)}"
+            say(f"{done}: {case.label}: {tables.summary(case, tables.wall)}")
     if gpu and not (args.quick or args.models):
         draft, result = path, dataclasses.replace(result, partial=False)
         path = results.save(result, args.output)
