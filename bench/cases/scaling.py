@@ -208,9 +208,13 @@ def measured(name: str, by_count: Mapping[int, Workload], budget: timing.Budget)
             count: {contender: pool.submit(Program.of, workload, contender) for contender in workload.contenders}
             for count, workload in by_count.items()
         }
+        makers = {
+            count: pool.submit(lambda w: jax.jit(w.operands, out_shardings=w.spread).lower().compile(), workload)
+            for count, workload in by_count.items()
+        }
     expected: jax.Array | None = None  # what the first contender gives on one device
     for count, workload in by_count.items():
-        operands = jax.jit(workload.operands, out_shardings=workload.spread)()
+        operands = makers[count].result()()
         entries: dict[str, Entry] = {}
         ready: dict[str, timing.Candidate] = {}
         for contender, compiled in programs[count].items():
@@ -225,9 +229,8 @@ def measured(name: str, by_count: Mapping[int, Workload], budget: timing.Budget)
                 entries[contender] = dataclasses.replace(entry, status="failed", message=message)
                 continue
             limit = LIMITS[workload.dtype] * 2**0.5  # of two results, each within the limit of the right one
-            entry = dataclasses.replace(
-                program.entry(contender), accuracy=Accuracy(measure=RELATIVE.name, value=error, limit=limit)
-            )
+            accuracy = Accuracy(measure=RELATIVE.name, value=error, limit=limit)
+            entry = dataclasses.replace(program.entry(contender), accuracy=accuracy)
             if error > limit:
                 message = f"{RELATIVE.name} {error:.1e} against one device; the limit is {limit:.1e}"
                 entry = dataclasses.replace(entry, status="wrong", message=message)
