@@ -88,6 +88,31 @@ def test_the_kernel_is_for_the_part_of_a_device(name):
         assert "(tensor<128x512xbf16>, tensor<512x512xbf16>)" in text
 
 
+def test_a_ring_runs_the_kernels_of_attention():
+    """One for the keys of a device and one for those that come round; of the gradient two for each."""
+
+    def gradient(x: jax.Array) -> jax.Array:
+        q = x.reshape(1, -1, 4, 128)
+        return jax.grad(lambda q: jnp.sum(ops.ring_attention(q, q, q, axis_name="d", causal=True) ** 2))(q)
+
+    mapped = jax.shard_map(gradient, in_specs=P("d"), out_specs=P(None, "d"))
+    assert kernel_calls(lowered_for_gpus(AxisType.Auto, mapped, P("d", None))) == 6
+
+
+def test_a_ring_refuses():
+    q = jnp.zeros((1, 3, 2, 16))
+    ids = np.zeros((1, 3), np.int64)
+    with pytest.raises(
+        ValueError, match="q has 3 tokens and k has 3 on a device; .* expected the same even number"
+    ):
+        ops.ring_attention(q, q, q, axis_name="d", causal=True)
+    with pytest.raises(TypeError, match="segment_ids has dtype int64; expected integers of up to 32 bits"):
+        ops.ring_attention(q, q, q, axis_name="d", segment_ids=ids)
+    with pytest.raises(ValueError, match="length=12 is not a multiple of 2 \\* num_devices=4"):
+        ops.zigzag_order(12, 4)
+    assert ops.zigzag_order(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+
+
 def test_each_device_has_its_share_of_qwen3():
     """Of the parameters, over 4 x 2 devices, all but the norms are split."""
     config = dataclasses.replace(qwen3.CONFIGS["Qwen3-8B"], num_layers=2)
