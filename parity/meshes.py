@@ -11,6 +11,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -390,6 +391,18 @@ def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
     return dict(errors=errors, collectives=collectives.count(compiled.as_text()), is_spread=str(seq) not in sizes)
 
 
+def example(code: str) -> dict[str, Any]:
+    """A program of docs/meshes.md, as it stands: whether what it computes is finite."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    arrays = [
+        x for x in jax.tree.leaves([names[name] for name in ("logits", "gradients", "out") if name in names])
+    ]
+    assert arrays and len(arrays[0].devices()) == jax.device_count()
+    finite = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in arrays)
+    return dict(errors=[0.0 if finite else np.inf], collectives={}, is_spread=True)
+
+
 def main() -> None:
     """Runs every case; what one raises is its result."""
     runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
@@ -405,6 +418,9 @@ def main() -> None:
     sent = {"collective-permute": 4 + 4 + 4 + 2 + 2}
     runs["ring, causal"] = sent, functools.partial(ring, causal=True, implementation="interpret")
     runs["ring"] = sent, functools.partial(ring, causal=False, implementation="xla")
+    docs = (Path(__file__).parents[1] / "docs" / "meshes.md").read_text("utf-8")
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", docs, re.DOTALL)):
+        runs[f"example {number}"] = {}, functools.partial(example, code)
     for name, (expected, run) in runs.items():
         try:
             result = run()

@@ -102,9 +102,7 @@ def test_a_ring_runs_the_kernels_of_attention():
 def test_a_ring_refuses():
     q = jnp.zeros((1, 3, 2, 16))
     ids = np.zeros((1, 3), np.int64)
-    with pytest.raises(
-        ValueError, match="q has 3 tokens and k has 3 on a device; .* expected the same even number"
-    ):
+    with pytest.raises(ValueError, match="q has 3 tokens and k has 3 on a device"):
         ops.ring_attention(q, q, q, axis_name="d", causal=True)
     with pytest.raises(TypeError, match="segment_ids has dtype int64; expected integers of up to 32 bits"):
         ops.ring_attention(q, q, q, axis_name="d", segment_ids=ids)
