@@ -193,7 +193,7 @@ def test_two_processes_take_a_step():
         for process in processes:
             process.kill()
             process.communicate()
-    config = gpt2.GPT2Config(num_layers=1, vocab_size=512)
+    config = gpt2.GPT2Config(num_layers=1, hidden_size=128, num_heads=2, intermediate_size=512, vocab_size=512)
     ids = [np.random.default_rng(i).integers(0, 512, (2, 16)) for i in range(2)]
     loss = jax.jit(lambda ids: gpt2.loss(gpt2.init(jax.random.key(0), config), ids, config=config))
     expected = loss(jnp.asarray(np.concatenate(ids)))
