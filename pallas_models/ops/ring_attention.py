@@ -133,10 +133,15 @@ class _Ring:
     static: tuple[tuple[str, Any], ...]
     implementation: tuple[Name, ...] | None
 
-    def send(self, tree: Any) -> Any:
-        """What the device before this one has of a tree."""
-        size = jax.lax.axis_size(self.axis_name)
-        return jax.lax.ppermute(tree, self.axis_name, [(i, (i + 1) % size) for i in range(size)])
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return int(jax.lax.axis_size(self.axis_name))
+
+    def send(self, tree: Any, steps: int = 1) -> Any:
+        """What the device so many steps before this one has of a tree."""
+        to = [(i, (i + steps) % self.size) for i in range(self.size)]
+        return jax.lax.ppermute(tree, self.axis_name, to)
 
     def options(self, causal: bool) -> dict[str, Any]:
         return dict(self.static) | dict(causal=causal, implementation=self.implementation)
@@ -163,7 +168,7 @@ class _Ring:
         )
         return dq.astype(_wide(dq)), (dk.astype(_wide(dk)), dv.astype(_wide(dv)))
 
-    def paired(self, step: jax.Array, queries: Any, keys: Any) -> tuple[Any, Any]:
+    def paired(self, step: int, queries: Any, keys: Any) -> tuple[Any, Any]:
         """Queries and keys of which each sees each, half as many, in twice the batch.
 
         Keys that came in `step` steps are of device i - step. If that is before this one, all queries see the
@@ -181,7 +186,7 @@ class _Ring:
 
         return jax.tree.map(of_queries, queries), jax.tree.map(of_keys, keys)
 
-    def joined(self, step: jax.Array, rows: _Rows, part: _Rows) -> _Rows:
+    def joined(self, step: int, rows: _Rows, part: _Rows) -> _Rows:
         """The rows with what `part` adds, which is of `paired` queries."""
         is_before = jax.lax.axis_index(self.axis_name) >= step
 
@@ -222,19 +227,17 @@ def _attend(ring: _Ring, queries: _Queries, keys: _Keys) -> jax.Array:
 
 
 def _rows(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
-    def visit(carry: tuple[_Rows, _Keys], step: jax.Array) -> tuple[Any, None]:
-        rows, keys = carry
-        following = ring.send(keys)  # while the kernel runs
-        if ring.causal:
-            part = ring.attend(*ring.paired(step, queries, keys))
-            return (ring.joined(step, rows, part), following), None
-        return (_merged(rows, ring.attend(queries, keys)), following), None
-
     following = ring.send(keys)
     rows = ring.attend(queries, keys, causal=ring.causal)
-    steps = jnp.arange(1, jax.lax.axis_size(ring.axis_name))
-    ((out, lse), _), _ = jax.lax.scan(visit, (rows, following), steps)
-    return out.astype(queries[0].dtype), lse
+    for step in range(1, ring.size):
+        # One part is on its way while the kernel runs, and no other before it has ended.
+        keys, rows = jax.lax.optimization_barrier((following, rows))
+        following = ring.send(keys) if step + 1 < ring.size else keys
+        if ring.causal:
+            rows = ring.joined(step, rows, ring.attend(*ring.paired(step, queries, keys)))
+        else:
+            rows = _merged(rows, ring.attend(queries, keys))
+    return rows[0].astype(queries[0].dtype), rows[1]
 
 
 def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -245,28 +248,24 @@ def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, tu
 
 def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Queries, _Keys]:
     queries, rows, keys = kept
-    of_queries = (queries, rows, dout)
-
-    def add(a: Any, b: Any) -> Any:
-        return jax.tree.map(jnp.add, a, b)
-
-    def visit(carry: tuple[Any, Any, _Keys], step: jax.Array) -> tuple[Any, None]:
-        dq, dkv, keys = carry
-        following, dkv = ring.send(keys), ring.send(dkv)  # while the kernels run
-        if ring.causal:
-            (queries, rows, dout), pairs = ring.paired(step, of_queries, keys)
-            found = ring.pull(queries, rows, dout, pairs)
-            found = jax.linear_transpose(functools.partial(ring.paired, step), dq, dkv)(found)
-        else:
-            found = ring.pull(*of_queries, keys)
-        return (*add((dq, dkv), found), following), None
-
+    # Parts of keys are sent again: XLA must not keep those of the forward pass, which are the whole sequence.
+    keys, dout = jax.lax.optimization_barrier((keys, dout))
+    of_queries, dtype = (queries, rows, dout), dout.dtype
     following = ring.send(keys)
     found = ring.pull(*of_queries, keys, causal=ring.causal)
-    steps = jnp.arange(1, jax.lax.axis_size(ring.axis_name))
-    (dq, dkv, _), _ = jax.lax.scan(visit, (*found, following), steps)
-    dk, dv = (x.astype(keys[0].dtype) for x in ring.send(dkv))
-    return (dq.astype(queries[0].dtype), None), (dk, dv, None, None)
+    for step in range(1, ring.size):
+        keys, found = jax.lax.optimization_barrier((following, found))
+        following = ring.send(keys) if step + 1 < ring.size else keys
+        if ring.causal:
+            paired, pairs = ring.paired(step, of_queries, keys)
+            part = jax.linear_transpose(functools.partial(ring.paired, step), *found)(ring.pull(*paired, pairs))
+        else:
+            part = ring.pull(*of_queries, keys)
+        # The gradients of keys go straight to where the keys are from.
+        home = ring.send(jax.tree.map(lambda x: x.astype(dtype), part[1]), -step)
+        found = jax.tree.map(jnp.add, found, (part[0], jax.tree.map(lambda x: x.astype(_wide(x)), home)))
+    dq, dk, dv = (x.astype(dtype) for x in jax.tree.leaves(found))
+    return (dq, None), (dk, dv, None, None)
 
 
 _attend.defvjp(_forward, _backward)
