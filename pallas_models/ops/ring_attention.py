@@ -32,9 +32,9 @@ def ring_attention(
 
     The parts of keys and values go round the devices ([Ring Attention](https://arxiv.org/abs/2310.01889)): each
     device attends to the part that it has while the next is on its way, and joins the results by their
-    log-sum-exp. No device has more than two parts at a time. The gradient goes round once more, with the
-    gradients of keys and values, in the kernels of attention's gradient. It is one of first order, in reverse
-    mode.
+    log-sum-exp. No device has more than two parts at a time. In the gradient, by the kernels of attention's, they go
+    round once more, and the gradients of each part straight to the device that it is from. It is one of first
+    order, in reverse mode.
 
     With `causal` the tokens are in the order of `zigzag_order`, so that all devices have as much to do.
 
@@ -257,8 +257,9 @@ def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Que
         keys, found = jax.lax.optimization_barrier((following, found))
         following = ring.send(keys) if step + 1 < ring.size else keys
         if ring.causal:
-            paired, pairs = ring.paired(step, of_queries, keys)
-            part = jax.linear_transpose(functools.partial(ring.paired, step), *found)(ring.pull(*paired, pairs))
+            (pair_queries, pair_rows, pair_dout), pair_keys = ring.paired(step, of_queries, keys)
+            part = ring.pull(pair_queries, pair_rows, pair_dout, pair_keys)
+            part = jax.linear_transpose(functools.partial(ring.paired, step), *found)(part)
         else:
             part = ring.pull(*of_queries, keys)
         # The gradients of keys go straight to where the keys are from.
