@@ -32,7 +32,7 @@ def ring_attention(
 
     The parts of keys and values go round the devices ([Ring Attention](https://arxiv.org/abs/2310.01889)): each
     device attends to the part that it has while the next is on its way, and joins the results by their
-    log-sum-exp. No device has more than two parts at a time. In the gradient, by the kernels of attention's, they go
+    log-sum-exp. No device has more than two parts at a time. In the gradient, by kernels of attention's, they go
     round once more, and the gradients of each part straight to the device that it is from. It is one of first
     order, in reverse mode.
 
