@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -385,13 +387,78 @@ def loaded() -> dict[str, Any]:
     )
 
 
+def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
+    """Attention whose sequence is spread over 4 devices and whose heads over 2, against all of it in float64."""
+    mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
+    rng, seq = np.random.default_rng(2), 56  # of no other axis
+    order = ops.zigzag_order(seq, DEVICES["data"]) if causal else np.arange(seq)
+    floats = [rng.standard_normal((2, seq, heads, 16)) for heads in (4, 2, 2, 4)]  # q, k, v, dout
+    mask, ids = np.asarray(random_mask(rng, 2, seq)), np.sort(rng.integers(0, 3, (2, seq)), 1).astype(np.int32)
+    spec, of_tokens = P(None, "data", "model"), P(None, "data")
+
+    def full(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        seen = (ids[:, None, :, None] == ids[:, None, None]) & (mask != 0)[:, None, None]
+        seen &= np.tri(seq, dtype=bool) | (not causal)
+        weights = jnp.exp(jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4, -np.inf))
+        total = jnp.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights / total, v)
+
+    def spread(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, ids: jax.Array) -> jax.Array:
+        options: dict[str, Any] = dict(axis_name="data", causal=causal, implementation=implementation)
+        return ops.ring_attention(q, k, v, mask=mask, segment_ids=ids, **options)
+
+    mapped = jax.shard_map(spread, mesh=mesh, in_specs=(spec,) * 3 + (of_tokens,) * 2, out_specs=spec)
+
+    def program(q, k, v, dout, mask, ids):
+        out, pull = jax.vjp(lambda *qkv: mapped(*qkv, mask, ids), q, k, v)
+        return out, *pull(dout)
+
+    arrays = [
+        jax.device_put(x[:, order], NamedSharding(mesh, s))
+        for x, s in [*((x.astype(np.float32), spec) for x in floats), (mask, of_tokens), (ids, of_tokens)]
+    ]
+    lowered = jax.jit(program).lower(*arrays)
+    compiled = lowered.compile()
+    out = [np.asarray(x)[:, np.argsort(order)] for x in compiled(*arrays)]
+    with jax.enable_x64(True):
+        expected, pull = jax.vjp(full, *floats[:3])
+        expected = [expected, *pull(floats[3])]
+        errors = [relative_error(a, b) for a, b in zip(out, expected, strict=True)]
+    sizes = re.findall(r"\b(\d+)\b", " ".join(re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())))
+    # What both passes send is the same, and XLA may send it once on a CPU.
+    sent = {"collective-permute": lowered.as_text().count("stablehlo.collective_permute")}
+    found = collectives.count(compiled.as_text()) | sent
+    return dict(errors=errors, collectives=found, is_spread=str(seq) not in sizes)
+
+
+def example(code: str) -> dict[str, Any]:
+    """A program of docs/meshes.md, as it stands: whether what it computes is finite."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    arrays = [
+        x for x in jax.tree.leaves([names[name] for name in ("logits", "gradients", "out") if name in names])
+    ]
+    assert arrays and len(arrays[0].devices()) == jax.device_count()
+    finite = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in arrays)
+    return dict(errors=[0.0 if finite else np.inf], collectives={}, is_spread=True)
+
+
 def main() -> None:
     """Runs every case; what one raises is its result."""
-    runs = {
+    runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
         f"{kind}, {name}": (sent(case), functools.partial(measured, case, kind))
         for (kind, name), case in all_cases().items()
     }
-    for name, (expected, run) in (runs | {"loaded": ({}, loaded)}).items():
+    runs["loaded"] = {}, loaded
+    # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.
+    passed = {"collective-permute": 3 * (4 + 4 + 2)}
+    runs["ring, causal"] = passed, functools.partial(ring, causal=True, implementation="interpret")
+    runs["ring"] = passed, functools.partial(ring, causal=False, implementation="xla")
+    docs = (Path(__file__).parents[1] / "docs" / "meshes.md").read_text("utf-8")
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", docs, re.DOTALL)):
+        runs[f"example {number}"] = {}, functools.partial(example, code)
+    for name, (expected, run) in runs.items():
         try:
             result = run()
         except Exception:  # the other cases shall run
