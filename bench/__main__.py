@@ -35,8 +35,9 @@ BENCHMARKS = (
     "qwen3",
     "train",
     "startup",
+    "scaling",
 )
-COMMANDS = dict.fromkeys((*BENCHMARKS, "scaling", "all"), "cases")  # name: package
+COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package
 COMPILING = (*COMMANDS, "tune")
 COMMANDS |= {"compare": "reporting", "report": "reporting", "tune": "measuring"}
 

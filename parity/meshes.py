@@ -7,9 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +38,8 @@ class Case:
       floats: how many of the arrays, the first ones, are differentiated.
       result: how the result is spread; None where that is not for the operation to say.
       sums: how many arrays are added up over devices, in forward and gradient together.
+      swaps: of how many arrays each device sends every other one a part.
+      of_part: the function of what a device has, in a shard_map, where it is another.
     """
 
     function: Callable[..., jax.Array]
@@ -43,6 +48,8 @@ class Case:
     specs: tuple[P, ...]
     result: P
     sums: int
+    swaps: int = 0
+    of_part: Callable[..., jax.Array] | None = None
 
     @functools.cached_property
     def expected(self) -> tuple[jax.Array, ...]:
@@ -111,11 +118,32 @@ def cases() -> Mapping[str, Case]:
     def losses(x, w, bias, labels):
         return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transposed=True, **kernel)
 
-    def triangle(x, *weights):
+    def triangle(x, *weights, direction="outgoing", **options):
         mean, scale, w_in, out_scale, out_bias, w_gate, w_out = weights
         return ops.triangle_update(
-            x, scale, mean, w_in, out_scale, out_bias, w_gate, w_out, direction="outgoing", **kernel
+            x, scale, mean, w_in, out_scale, out_bias, w_gate, w_out, direction=direction, **options, **kernel
         )
+
+    # In float32: values beside a boundary of float16 are rounded one way or the other, as a last bit before falls.
+    outgoing = functools.partial(triangle, compute_dtype="float32")
+
+    def incoming(x, *weights_and_mask):
+        return outgoing(x, *weights_and_mask[:7], direction="incoming", mask=weights_and_mask[7])
+
+    def pairs(function, rows, columns):
+        """Pairs that are split by rows, columns or both: each device sends left and right of half of the hidden
+        channels and their sums, twice; all of them once more for the gradient, and as much for its cotangents.
+        """
+        names = [name for name in (rows, columns) if name]
+        spec = P(None, rows, columns, None)
+        arrays, specs, sums = (normal(rng, 1, 8, 8, 16), *weights_of_pairs), (spec, *[whole] * 7), 7
+        if function is incoming:  # the largest factor of the mask scales left and right everywhere
+            factors = normal(rng, 1, 8, 8).at[0, 0, 0].set(500.0)
+            arrays, specs, sums = (*arrays, factors), (*specs, P(None, rows, columns)), sums + 1
+        made = case(function, arrays, specs, spec, sums, 8)
+        swaps = 10 * math.prod(DEVICES[name] for name in names)
+        of_part = functools.partial(function, rows_over=(rows,)) if function is outgoing else None
+        return dataclasses.replace(made, swaps=swaps, of_part=of_part)
 
     def case(function, arrays, specs, result, sums, floats=None):
         return Case(
@@ -136,6 +164,9 @@ def cases() -> Mapping[str, Case]:
     ids = jnp.asarray(rng.integers(0, 12, (4, 5)), jnp.int32)
     tables = (normal(rng, n, 16) for n in (12, 6, 2))
     weights = tuple(normal(rng, *shape) for shape in ((8,), (8,), (8, 4, 16), (16,), (16,), (8, 16), (16, 8)))
+    weights_of_pairs = tuple(
+        normal(rng, *shape) for shape in ((16,), (16,), (16, 4, 16), (16,), (16,), (16, 16), (16, 16))
+    )
     embedding = *tables, *(normal(rng, 16) for _ in range(2)), ids
     rows = x, normal(rng, 6), normal(rng, 6), normal(rng, 8, 6)
     to_norm = *product[:2], normal(rng, 10), normal(rng, 10), bias, residual
@@ -200,6 +231,9 @@ def cases() -> Mapping[str, Case]:
             P("data", None, None, None),
             7,
         ),
+        "triangle_update rows": pairs(outgoing, "data", None),
+        "triangle_update columns": pairs(incoming, None, "model"),
+        "triangle_update rows and columns": pairs(incoming, "data", "model"),
     }
 
 
@@ -273,6 +307,7 @@ def measured(case: Case, kind: str) -> dict[str, Any]:
     arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(case.arrays, case.specs, strict=True)]
     program = with_gradient(case)
     if kind == "shard_map":
+        program = with_gradient(dataclasses.replace(case, function=case.of_part or case.function))
         out_specs = (case.result, *case.specs[: case.floats])
         program = jax.shard_map(program, mesh=mesh, in_specs=case.specs, out_specs=out_specs)
     with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
@@ -283,6 +318,11 @@ def measured(case: Case, kind: str) -> dict[str, Any]:
         collectives=collectives.count(compiled.as_text()),
         is_spread=out[0].sharding.is_equivalent_to(NamedSharding(mesh, case.result), out[0].ndim),
     )
+
+
+def sent(case: Case) -> dict[str, int]:
+    """The collectives that are expected."""
+    return {kind: n for kind, n in (("all-reduce", case.sums), ("all-to-all", case.swaps)) if n}
 
 
 # An explicit mesh comes to a shard_map of what a device computes, so that few cases of both are enough.
@@ -296,6 +336,7 @@ EXPLICIT = (
     "embed_tokens batch",
     "rotary batch and tokens",
     "linear_cross_entropy mean",
+    "triangle_update columns",
 )
 SHARD_MAP = (
     "matmul rows",
@@ -303,6 +344,7 @@ SHARD_MAP = (
     "attention batch",
     "linear_cross_entropy tokens",
     "triangle_update batch",
+    "triangle_update rows",
 )
 
 
@@ -310,11 +352,8 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
     """By the kind of mesh and the name."""
     ops_of, interpreted, plain = cases(), model_cases("interpret"), model_cases(None)
     loss = plain.pop("gpt2 loss")  # in a shard_map that of a part of the batch is another
-    triangle = ops_of["triangle_update batch"]
     return (
         {("jit", name): case for name, case in ops_of.items()}
-        # Of a whole batch, the largest cotangents too, a number each, which scale products in float16.
-        | {("jit", "triangle_update batch"): dataclasses.replace(triangle, sums=triangle.sums + 8)}
         | {("jit", name): interpreted[name] for name in interpreted if name not in ("gpt2", "qwen3", "trimul")}
         | {("explicit", name): ops_of[name] for name in EXPLICIT}
         | {("shard_map", name): ops_of[name] for name in SHARD_MAP}
@@ -352,18 +391,83 @@ def loaded() -> dict[str, Any]:
     )
 
 
+def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
+    """Attention whose sequence is spread over 4 devices and whose heads over 2, against all of it in float64."""
+    mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
+    rng, seq = np.random.default_rng(2), 56  # of no other axis
+    order = ops.zigzag_order(seq, DEVICES["data"]) if causal else np.arange(seq)
+    floats = [rng.standard_normal((2, seq, heads, 16)) for heads in (4, 2, 2, 4)]  # q, k, v, dout
+    mask, ids = np.asarray(random_mask(rng, 2, seq)), np.sort(rng.integers(0, 3, (2, seq)), 1).astype(np.int32)
+    spec, of_tokens = P(None, "data", "model"), P(None, "data")
+
+    def full(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        seen = (ids[:, None, :, None] == ids[:, None, None]) & (mask != 0)[:, None, None]
+        seen &= np.tri(seq, dtype=bool) | (not causal)
+        weights = jnp.exp(jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4, -np.inf))
+        total = jnp.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights / total, v)
+
+    def spread(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, ids: jax.Array) -> jax.Array:
+        options: dict[str, Any] = dict(axis_name="data", causal=causal, implementation=implementation)
+        return ops.ring_attention(q, k, v, mask=mask, segment_ids=ids, **options)
+
+    mapped = jax.shard_map(spread, mesh=mesh, in_specs=(spec,) * 3 + (of_tokens,) * 2, out_specs=spec)
+
+    def program(q, k, v, dout, mask, ids):
+        out, pull = jax.vjp(lambda *qkv: mapped(*qkv, mask, ids), q, k, v)
+        return out, *pull(dout)
+
+    arrays = [
+        jax.device_put(x[:, order], NamedSharding(mesh, s))
+        for x, s in [*((x.astype(np.float32), spec) for x in floats), (mask, of_tokens), (ids, of_tokens)]
+    ]
+    lowered = jax.jit(program).lower(*arrays)
+    compiled = lowered.compile()
+    out = [np.asarray(x)[:, np.argsort(order)] for x in compiled(*arrays)]
+    with jax.enable_x64(True):
+        expected, pull = jax.vjp(full, *floats[:3])
+        expected = [expected, *pull(floats[3])]
+        errors = [relative_error(a, b) for a, b in zip(out, expected, strict=True)]
+    sizes = re.findall(r"\b(\d+)\b", " ".join(re.findall(r"\w\d+\[([\d,]+)\]", compiled.as_text())))
+    # What both passes send is the same, and XLA may send it once on a CPU.
+    sent = {"collective-permute": lowered.as_text().count("stablehlo.collective_permute")}
+    found = collectives.count(compiled.as_text()) | sent
+    return dict(errors=errors, collectives=found, is_spread=str(seq) not in sizes)
+
+
+def example(code: str) -> dict[str, Any]:
+    """A program of docs/meshes.md, as it stands: whether what it computes is finite."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    arrays = [
+        x for x in jax.tree.leaves([names[name] for name in ("logits", "gradients", "out") if name in names])
+    ]
+    assert arrays and len(arrays[0].devices()) == jax.device_count()
+    finite = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in arrays)
+    return dict(errors=[0.0 if finite else np.inf], collectives={}, is_spread=True)
+
+
 def main() -> None:
     """Runs every case; what one raises is its result."""
-    runs = {
-        f"{kind}, {name}": (case.sums, functools.partial(measured, case, kind))
+    runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
+        f"{kind}, {name}": (sent(case), functools.partial(measured, case, kind))
         for (kind, name), case in all_cases().items()
     }
-    for name, (sums, run) in (runs | {"loaded": (0, loaded)}).items():
+    runs["loaded"] = {}, loaded
+    # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.
+    passed = {"collective-permute": 3 * (4 + 4 + 2)}
+    runs["ring, causal"] = passed, functools.partial(ring, causal=True, implementation="interpret")
+    runs["ring"] = passed, functools.partial(ring, causal=False, implementation="xla")
+    docs = (Path(__file__).parents[1] / "docs" / "meshes.md").read_text("utf-8")
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", docs, re.DOTALL)):
+        runs[f"example {number}"] = {}, functools.partial(example, code)
+    for name, (expected, run) in runs.items():
         try:
             result = run()
         except Exception:  # the other cases shall run
             result = dict(error=traceback.format_exc())
-        print(json.dumps(dict(case=name, sums=sums) | result), flush=True)
+        print(json.dumps(dict(case=name, expected=expected) | result), flush=True)
 
 
 if __name__ == "__main__":

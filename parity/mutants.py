@@ -274,6 +274,7 @@ MUTANTS = [
             "test_gated_mlp.py",
         ),
         ("trimul_product.py", "right = left + padded", "right = left + h", "test_trimul.py"),
+        ("trimul_product.py", "* pieces[1] + column", "* pieces[0] + column", "test_trimul.py -k pieces"),
     ),
     *_of(
         "pallas_models/kernels/mosaic",

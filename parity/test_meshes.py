@@ -5,20 +5,25 @@ import functools
 import json
 import math
 import os
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from bench import __main__ as cli
 from bench.cases import scaling
-from bench.measuring import timing
+from bench.measuring import results
+from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
 from parity.common import assert_equal, kernel_calls, random_params
 from parity.tolerances import CHAIN, DEEP
@@ -58,20 +63,21 @@ def test_results_are_spread_as_the_operands(records):
 def test_nothing_is_sent_but_each_sum_once(records):
     """No operand is gathered, and of what is added up over devices, weights' gradients mostly, each is so once."""
     unexpected = {
-        record["case"]: record["collectives"]
-        for record in records
-        if record["collectives"] != ({"all-reduce": record["sums"]} if record["sums"] else {})
+        record["case"]: record["collectives"] for record in records if record["collectives"] != record["expected"]
     }
     assert not unexpected
 
 
-def lowered_for_gpus(kind: AxisType, function: Callable[..., jax.Array], *specs: P) -> str:
-    """The program of a function of arrays of (512, 512) for 4 GPUs of which there is none here."""
+def lowered_for_gpus(
+    kind: AxisType, function: Callable[..., Any], *specs: P, shapes: Sequence[tuple[int, ...]] = ((512, 512),) * 2
+) -> str:
+    """The program of a function of arrays for 4 GPUs of which there is none here."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((4,), ("d",), (kind,), abstract_device=device)
     with use_abstract_mesh(mesh):
         arrays = [
-            jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for spec in specs
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs, strict=True)
         ]
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -85,6 +91,54 @@ def test_the_kernel_is_for_the_part_of_a_device(name):
     for text in (explicit, manual):
         assert kernel_calls(text) == 1
         assert "(tensor<128x512xbf16>, tensor<512x512xbf16>)" in text
+
+
+def test_no_gpu_has_all_pairs():
+    """Not the pair representation, nor as much of anything that update and gradient make of it."""
+    n, c = 1024, 32
+    shapes = ((1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c))
+
+    def update(*arrays: jax.Array) -> Any:
+        return jax.vjp(functools.partial(ops.triangle_update, direction="incoming"), *arrays)
+
+    def program(*arrays: jax.Array) -> Any:
+        out, pull = update(*arrays)
+        return out, *pull(out)
+
+    specs = P(None, "d", None, None), *(P(*[None] * len(shape)) for shape in shapes[1:])
+    text = lowered_for_gpus(AxisType.Explicit, program, *specs, shapes=shapes)
+    assert kernel_calls(text) == 5  # two groups of channels, projected and multiplied, and their output
+    assert text.count("stablehlo.all_to_all") == 4 + 6
+    bodies = re.findall(r"sdy.manual_computation.*?sdy.return", text, re.DOTALL)
+    made = [
+        math.prod(map(int, shape.split("x")[:-1]))
+        for body in bodies
+        for shape in re.findall(r"-> tensor<([\dx]+x)\w+>", body.split("\n", 1)[1])
+    ]
+    assert len(bodies) >= 1 and n * n * c // 4 <= max(made) <= n * n * c
+
+
+def test_a_ring_runs_the_kernels_of_attention():
+    """One for the keys of a device and one for those that come round; of the gradient two for each."""
+
+    def gradient(x: jax.Array) -> jax.Array:
+        q = x.reshape(1, -1, 4, 128)
+        return jax.grad(lambda q: jnp.sum(ops.ring_attention(q, q, q, axis_name="d", causal=True) ** 2))(q)
+
+    mapped = jax.shard_map(gradient, in_specs=P("d"), out_specs=P(None, "d"))
+    assert kernel_calls(lowered_for_gpus(AxisType.Auto, mapped, P("d", None))) == 6
+
+
+def test_a_ring_refuses():
+    q = jnp.zeros((1, 3, 2, 16))
+    ids = np.zeros((1, 3), np.int64)
+    with pytest.raises(ValueError, match="q has 3 tokens and k has 3 on a device"):
+        ops.ring_attention(q, q, q, axis_name="d", causal=True)
+    with pytest.raises(TypeError, match="segment_ids has dtype int64; expected integers of up to 32 bits"):
+        ops.ring_attention(q, q, q, axis_name="d", segment_ids=ids)
+    with pytest.raises(ValueError, match="length=12 is not a multiple of 2 \\* num_devices=4"):
+        ops.zigzag_order(12, 4)
+    assert ops.zigzag_order(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
 
 
 def test_each_device_has_its_share_of_qwen3():
@@ -128,7 +182,59 @@ def gpt2_groups(config: gpt2.GPT2Config, groups: int) -> gpt2.GroupedGPT2Config:
     return gpt2.GroupedGPT2Config(**dataclasses.asdict(config), head_groups=groups)
 
 
-def test_scaling_is_measured():
-    workload = scaling.workloads(small=True)["gpt2 block"](1)
-    found = scaling.measure(workload, 1, timing.QUICK)
-    assert found["us"] > 0 and found["collectives"] == {} and found["mebibytes"] > 0
+def test_scaling_is_measured(tmp_path, capsys):
+    assert cli.main(["scaling", "--models=block", "--quick", "--show-results", f"--output={tmp_path}"]) == 0
+    result = results.load(tmp_path / "cpu" / "scaling.partial.json")
+    (case,) = result.cases
+    (entry,) = case.entries
+    assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
+    assert "| gpt2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out
+    assert plots.scaling(result, "scaling") is None
+    half = dataclasses.replace(entry.wall, median_us=entry.wall.median_us / 2)
+    other = dataclasses.replace(entry, wall=half, metrics={"all-reduce": 2.0})
+    on_two = dataclasses.replace(case, label=f"{case.label[:-1]}2", shape={"devices": 2}, entries=[other])
+    both = dataclasses.replace(result, cases=[case, on_two])
+    assert plots.scaling(both, "scaling").alt == "bars: gpt2 block 64x1024 2.00 on 2"
+    assert scaling.table(both).endswith("|      2.00 | 2 all-reduce |        0.00 |")
+    assert scaling.headline(both) is None
+
+
+def test_two_processes_take_a_step():
+    """The program of the docs as it stands: each process has half of the batch, both find the loss of all."""
+    root = Path(__file__).parents[1]
+    (program,) = re.findall(r"```py\n(.*?)```", (root / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, f"localhost:{port}", "2", str(i)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    said = []
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout=120)
+            assert process.returncode == 0, error
+            said.append(re.search(r"process (\d) of 2: loss ([\d.]+)", out).groups())
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    config = gpt2.GPT2Config(num_layers=1, hidden_size=128, num_heads=2, intermediate_size=512, vocab_size=512)
+    ids = [np.random.default_rng(i).integers(0, 512, (2, 16)) for i in range(2)]
+    loss = jax.jit(lambda ids: gpt2.loss(gpt2.init(jax.random.key(0), config), ids, config=config))
+    expected = loss(jnp.asarray(np.concatenate(ids)))
+    assert [number for number, _ in said] == ["0", "1"] and said[0][1] == said[1][1]
+    assert float(said[0][1]) == pytest.approx(float(expected), rel=CHAIN)

@@ -17,6 +17,7 @@ import weights
 from pallas_models import ops, target, trimul
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _products
+from pallas_models.ops._by_channels import ByChannels
 from pallas_models.ops.trimul import Config
 from parity.common import (
     KERNEL,
@@ -342,6 +343,21 @@ def test_left_and_right_beyond_half_precision(compute_dtype, norm, mask):
     out = update(direction="outgoing", implementation=KERNEL, compute_dtype=compute_dtype)(*operands)
     exact = update(direction="outgoing", implementation="xla", compute_dtype="float32")(*operands)
     assert_close(out, exact, HALF_PRECISION[compute_dtype])
+
+
+@both_directions
+def test_product_of_pieces(direction):
+    """Matrices in pieces, as they come from other devices, and tiles that have to divide those."""
+    pieces, tiles = (2, 4), dict(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    f = functools.partial(trimul_product.product, channels=2, incoming=direction == "incoming", factor=1.0)
+    runs = dict(precision=jax.lax.Precision.DEFAULT, target=target.current(), interpret=not ON_GPU)
+    f = functools.partial(f, config=trimul_product.Config(**tiles, block_k=16), **runs)
+    in_pieces = ByChannels(names=(), grid=pieces).pieces
+    sides = normal(np.random.default_rng(0), 2, 6, 64, 64, dtype="float16")
+    out = jax.jit(functools.partial(f, pieces=pieces))(in_pieces(sides))
+    assert_equal(out, in_pieces(jax.jit(f)(sides)))
+    with pytest.raises(ValueError, match=r"block_k=32.* has tiles that do not divide 32 rows and 16 columns"):
+        f(in_pieces(sides), pieces=pieces, config=trimul_product.Config(**tiles, block_k=32))
 
 
 @both_directions

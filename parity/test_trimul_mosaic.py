@@ -13,6 +13,7 @@ from pallas_models import target, trimul
 from pallas_models.kernels.mosaic import _common, _launch, trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic._gemm import Config
 from pallas_models.ops import trimul as update
+from pallas_models.ops._by_channels import ByChannels
 from parity.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal
 from parity.tolerances import OP
 
@@ -34,11 +35,12 @@ def lowered_calls(f, *args) -> int:
 # Product over third positions
 
 
-def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True):
+def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True, pieces=(1, 1)):
     f = functools.partial(
         trimul_product.product,
         channels=channels,
         by_rows=by_rows,
+        pieces=pieces,
         incoming=incoming,
         factor=factor,
         config=config,
@@ -82,10 +84,12 @@ def test_product(n, channels, config, dtype, incoming):
 @needs_jax_011
 @both_directions
 def test_product_channel_by_channel(incoming):
-    n, config = by_device(cpu=[64, None], gpu=[1088, None])
-    sides = normal(np.random.default_rng(0), 2, n, 6, n, dtype="bfloat16")
-    out = product(sides.swapaxes(1, 2), 2, incoming, config=config, by_rows=False)
-    assert_equal(out.swapaxes(1, 2), product(sides, 2, incoming, config=config))
+    """With matrices in pieces, as they come from other devices."""
+    n, config = by_device(cpu=[128, tiles(64, 64, ping_pong=True)], gpu=[1024, None])
+    sides = normal(np.random.default_rng(0), 2, n, 4, n, dtype="bfloat16")
+    in_pieces = ByChannels(names=(), grid=(2, 1)).pieces
+    out = product(in_pieces(sides.swapaxes(1, 2)), 1, incoming, config=config, by_rows=False, pieces=(2, 1))
+    assert_equal(out, in_pieces(product(sides, 1, incoming, config=config).swapaxes(1, 2)))
 
 
 @needs_jax_011

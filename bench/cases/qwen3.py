@@ -47,13 +47,19 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + CONFIG.epsilon) * scale).astype(x.dtype)
 
 
-def plain(x: jax.Array, *leaves: jax.Array, attend: Callable[..., jax.Array], precision: Any = None) -> jax.Array:
+def plain(
+    x: jax.Array,
+    *leaves: jax.Array,
+    attend: Callable[..., jax.Array],
+    precision: Any = None,
+    config: qwen3.Qwen3Config = CONFIG,
+) -> jax.Array:
     """The layer as a user of jax.numpy writes it, queries, keys and values in one product, gate and up in one."""
     p = TREE.unflatten(leaves)
     batch, seq, _ = x.shape
     matmul = functools.partial(jnp.matmul, precision=precision)
     cos, sin = (
-        table[:, None, :] for table in rotary_table(jnp.arange(seq), CONFIG.head_dim, theta=CONFIG.rope_theta)
+        table[:, None, :] for table in rotary_table(jnp.arange(seq), config.head_dim, theta=config.rope_theta)
     )
 
     def rotate(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -62,12 +68,16 @@ def plain(x: jax.Array, *leaves: jax.Array, attend: Callable[..., jax.Array], pr
 
     attention, mlp = p["attention"], p["mlp"]
     qkv = matmul(norm(x, p["attention_norm"]["scale"]), attention["qkv"]["kernel"])
-    heads = qkv.reshape(batch, seq, CONFIG.num_heads + 2 * CONFIG.num_kv_heads, CONFIG.head_dim)
-    q, k, v = jnp.split(heads, (CONFIG.num_heads, CONFIG.num_heads + CONFIG.num_kv_heads), axis=2)
+    groups, ends = config.head_groups, (config.num_heads, config.num_heads + config.num_kv_heads)
+    heads = qkv.reshape(batch, seq, groups, -1, config.head_dim)
+    q, k, v = (
+        part.reshape(batch, seq, -1, config.head_dim)
+        for part in jnp.split(heads, [end // groups for end in ends], axis=3)
+    )
     q, k = rotate(q, attention["q_norm"]["scale"]), rotate(k, attention["k_norm"]["scale"])
     x = x + matmul(attend(q, k, v).reshape(batch, seq, -1), attention["out"]["kernel"])
-    gate_up = mlp["gate_up"]["kernel"].reshape(CONFIG.hidden_size, -1)
-    gate, up = jnp.split(matmul(norm(x, p["mlp_norm"]["scale"]), gate_up), 2, axis=-1)
+    gate_up = jnp.tensordot(norm(x, p["mlp_norm"]["scale"]), mlp["gate_up"]["kernel"], 1, precision=precision)
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
     return x + matmul(jax.nn.silu(gate) * up, mlp["down"]["kernel"])
 
 

@@ -1,154 +1,354 @@
-"""The models on 1, 2, 4, ... devices: time, efficiency, collectives, memory of each.
+"""The models on 1, 2, 4, ... devices: time, speed-up over one, collectives, memory of each.
 
-The batch is split over the devices under plain `jax.jit`, or the parameters by tensor parallelism. Efficiency is
-the time on one device over n times that on n devices. Time is wall time, of many queued calls on GPUs.
+The batch is split over the devices, the parameters by tensor parallelism, the sequence in a ring, or rows of
+pairs. A result counts if it is that of one device. Time is wall time, of many queued calls on GPUs: the devices
+work side by side.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import datetime
 import functools
-import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench.measuring import collectives, environment, timing
+from bench.cases import qwen3 as qwen3_layer
+from bench.cases import train_programs
+from bench.measuring import collectives, environment, results, timing
+from bench.measuring.contenders import LIMITS, RELATIVE
+from bench.measuring.harness import Progress
+from bench.measuring.results import Accuracy, Case, Entry, Family, Result
 from bench.reporting import tables
-from pallas_models import files, gpt2, minilm, qwen3
+from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
 
-HELP = "the models on 1, 2, 4, ... devices: time, efficiency, collectives, memory"
+HELP = "the models on 1, 2, 4, ... devices: time, speed-up, collectives, memory"
+NAME = "scaling"
+SHOWN = "qwen3 tensor-parallel 8x2048 bf16 on 2"  # the case in README.md
 AXIS = "devices"
+FAMILIES: dict[str, Family] = {"pallas": "ours", "xla": "xla"}
+COMPILED_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`function(params, data)` on a mesh.
+    """Programs of the same operands on a mesh.
 
     Attributes:
-      params: makes the parameters of a mesh, where they are on it.
-      data: an array whose first axis is the batch.
-      split: whether the batch is split.
+      dtype: fp16 or bf16.
+      contenders: functions of the operands, by name.
+      operands: makes them, in a program.
+      spread: how they are spread: a prefix of their tree.
+      compared: of what a contender returns, the array that is compared with that of one device.
     """
 
-    function: Callable[..., jax.Array]
-    params: Callable[[jax.sharding.Mesh], Any]
-    data: jax.Array
-    split: bool = True
+    dtype: str
+    contenders: dict[str, Callable[..., Any]]
+    operands: Callable[[], tuple[Any, ...]]
+    spread: tuple[Any, ...]
+    compared: Callable[[Any], jax.Array] = lambda out: jax.tree.leaves(out)[0]
 
 
-def workloads(small: bool) -> dict[str, Callable[[int], Workload]]:
-    """By name what makes the workload of so many devices; small ones are for a CPU."""
+def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
+    """By name what makes the workload for a mesh; small ones are for a CPU.
+
+    Layers are those of Qwen3-8B, steps those of GPT-2 124M with AdamW; a ring is causal attention of one sequence.
+    """
     key, dtype = jax.random.key(0), jnp.bfloat16
     tiny: dict[str, Any] = dict(hidden_size=64, num_layers=1, num_heads=4, intermediate_size=128) if small else {}
     bert = minilm.MiniLMConfig(**tiny)
-    block = gpt2.GPT2Config(**tiny)
-    layer = qwen3.Qwen3Config(**tiny, **(dict(num_kv_heads=4, head_dim=16) if small else {}))
+    gpt = gpt2.GPT2Config(**tiny) if small else train_programs.gpt2_config()
+    heads: dict[str, Any] = dict(num_kv_heads=4, head_dim=16) if small else {}
+    qwen = qwen3.Qwen3Config(**tiny, **heads)
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="xla" if small else "cudnn"
+    )
 
-    def everywhere(params: Any) -> Callable[[jax.sharding.Mesh], Any]:
-        return lambda mesh: jax.device_put(params, NamedSharding(mesh, P()))
+    def batch(*sizes: int) -> tuple[int, ...]:
+        return (8, 16) if small else sizes
 
-    def vectors(batch: int, seq: int, width: int) -> jax.Array:
-        return jax.random.normal(key, (8, 16, width) if small else (batch, seq, width), dtype)
+    def vectors(sizes: tuple[int, ...], width: int) -> jax.Array:
+        return jax.random.normal(key, (*sizes, width), dtype)
 
-    def of_minilm(devices: int) -> Workload:
-        ids = jax.random.randint(key, (8, 16) if small else (2048, 128), 0, bert.vocab_size)
-        return Workload(
-            function=lambda p, ids: minilm.embed(p, ids, jnp.ones_like(ids), config=bert),
-            params=everywhere(minilm.init(key, bert, dtype=jnp.float16)),
-            data=ids,
+    def ids(sizes: tuple[int, ...], vocab_size: int) -> jax.Array:
+        return jax.random.randint(key, sizes, 0, vocab_size)
+
+    def data_parallel(
+        function: Callable[..., Any], operands: Callable[[], Any], dtype: str = "bf16", axis: int = 0
+    ) -> Any:
+        """What makes the workload of parameters that all devices have, and data split by `axis`."""
+        return lambda mesh: Workload(
+            dtype=dtype,
+            contenders={"pallas": function},
+            operands=operands,
+            spread=(NamedSharding(mesh, P()), NamedSharding(mesh, P(*[None] * axis, AXIS))),
         )
 
-    def of_block(devices: int) -> Workload:
+    optimizer = optax.adamw(1e-3, **train_programs.ADAMW)
+    loss = train_programs.gpt2_ours(gpt, dtype)
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, ids)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return value, (optax.apply_updates(params, updates), moments)
+
+    def training_operands() -> Any:
+        params = training.stack_layers(gpt2.init(key, gpt))
+        return (params, optimizer.init(params)), ids(batch(64, 1024), gpt.vocab_size)
+
+    def tensor_parallel(mesh: Mesh) -> Workload:
+        grouped = qwen3.GroupedQwen3Config(**dataclasses.asdict(qwen), head_groups=mesh.size)
+        one = dataclasses.replace(qwen, num_layers=1, vocab_size=mesh.size)
+
+        def operands() -> Any:
+            params, _ = qwen3.group_heads(qwen3.init_layer(key, qwen, dtype=dtype), qwen, mesh.size)
+            return params, vectors(batch(8, 2048), qwen.hidden_size)
+
+        def plain(params: Any, x: jax.Array) -> jax.Array:
+            return qwen3_layer.plain(x, *jax.tree.leaves(params), attend=attend, config=grouped)
+
         return Workload(
-            function=functools.partial(gpt2.block, num_heads=block.num_heads),
-            params=everywhere(gpt2.init_block(key, block, dtype=dtype)),
-            data=vectors(64, 1024, block.hidden_size),
+            dtype="bf16",
+            contenders={"pallas": functools.partial(qwen3.layer, config=grouped), "xla": plain},
+            operands=operands,
+            spread=(qwen3.shardings(one, mesh, tensor=AXIS)["layers"]["0"], NamedSharding(mesh, P())),
         )
 
-    def of_layer(devices: int) -> Workload:
+    def ring(mesh: Mesh, *, backward: bool) -> Workload:
+        seq, heads, head_dim = (64, 4, 16) if small else (32768, 16, 128)
+        order = ops.zigzag_order(seq, mesh.size)
+        spec = P(None, AXIS)
+        attention = functools.partial(ops.attention, causal=True)
+        if mesh.size > 1:
+            attention = jax.shard_map(
+                functools.partial(ops.ring_attention, axis_name=AXIS, causal=True),
+                mesh=mesh,
+                in_specs=(spec,) * 3,
+                out_specs=spec,
+            )
+
+        def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+            out, pull = jax.vjp(attention, q, k, v)
+            return *pull(dout), out
+
+        def operands() -> tuple[jax.Array, ...]:
+            keys = jax.random.split(key, 4 if backward else 3)
+            return tuple(jax.random.normal(k, (1, seq, heads, head_dim), dtype)[:, order] for k in keys)
+
         return Workload(
-            function=functools.partial(qwen3.layer, config=layer),
-            params=everywhere(qwen3.init_layer(key, layer, dtype=dtype)),
-            data=vectors(16, 2048, layer.hidden_size),
+            dtype="bf16",
+            contenders={"pallas": gradients if backward else attention},
+            operands=operands,
+            spread=(NamedSharding(mesh, spec),) * (4 if backward else 3),
+            compared=lambda out: jax.tree.leaves(out)[0][:, np.argsort(order)],
         )
 
-    def of_tensors(devices: int) -> Workload:
-        params, grouped = qwen3.group_heads(qwen3.init_layer(key, layer, dtype=dtype), layer, devices)
-        one = dataclasses.replace(layer, num_layers=1, vocab_size=devices)
-
-        def place(mesh: jax.sharding.Mesh) -> Any:
-            return jax.device_put(params, qwen3.shardings(one, mesh, tensor=AXIS)["layers"]["0"])
-
-        data = vectors(8, 2048, layer.hidden_size)
-        return Workload(
-            function=functools.partial(qwen3.layer, config=grouped), params=place, data=data, split=False
-        )
+    def pairs() -> tuple[Any, jax.Array]:
+        channels = 32 if small else 128
+        n = 64 if small else 2048
+        params = trimul.init(key, trimul.TriMulConfig(channels=channels, hidden=channels), dtype=jnp.float16)
+        return params, vectors((1, n, n), channels)
 
     return {
-        "minilm": of_minilm,
-        "gpt2 block": of_block,
-        "qwen3 layer": of_layer,
-        "qwen3 layer, tensor parallel": of_tensors,
+        "qwen3 tensor-parallel 8x2048": tensor_parallel,
+        "ring 1x32768x16x128": functools.partial(ring, backward=False),
+        "ring+gradient 1x32768x16x128": functools.partial(ring, backward=True),
+        "trimul rows 1x2048x128": data_parallel(
+            functools.partial(trimul.trimul, direction="outgoing"), pairs, axis=1
+        ),
+        "gpt2 step 64x1024": data_parallel(step, training_operands),
+        "minilm 2048x128": data_parallel(
+            lambda p, ids: minilm.embed(p, ids, jnp.ones_like(ids), config=bert),
+            lambda: (minilm.init(key, bert, dtype=jnp.float16), ids(batch(2048, 128), bert.vocab_size)),
+            "fp16",
+        ),
+        "gpt2 block 64x1024": data_parallel(
+            functools.partial(gpt2.block, num_heads=gpt.num_heads),
+            lambda: (gpt2.init_block(key, gpt, dtype=dtype), vectors(batch(64, 1024), gpt.hidden_size)),
+        ),
+        "qwen3 layer 16x2048": data_parallel(
+            functools.partial(qwen3.layer, config=qwen),
+            lambda: (qwen3.init_layer(key, qwen, dtype=dtype), vectors(batch(16, 2048), qwen.hidden_size)),
+        ),
     }
 
 
-def measure(workload: Workload, devices: int, budget: timing.Budget) -> dict[str, Any]:
-    """Microseconds, collectives, and MiB of operands, results and temporaries on each of so many devices."""
-    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-    data = jax.device_put(workload.data, NamedSharding(mesh, P(AXIS) if workload.split else P()))
-    params = workload.params(mesh)
-    compiled = jax.jit(workload.function).lower(params, data).compile()
-    on_gpu = environment.has_gpu()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A contender compiled for a mesh, and the seconds that took."""
 
-    def call(_: int) -> jax.Array:
-        out = compiled(params, data)
-        return out if on_gpu else out.block_until_ready()  # queued programs of a CPU may wait for each other
+    executable: Any
+    seconds: float
 
-    found = timing.measure({"": timing.Candidate(call=call, wait=jax.block_until_ready)}, budget, on_device=False)[
-        ""
-    ]
-    if isinstance(found, Exception):
-        raise found
-    memory = compiled.memory_analysis()
-    size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return dict(us=found.wall.median_us, collectives=collectives.count(compiled.as_text()), mebibytes=size / 2**20)
+    @classmethod
+    def of(cls, workload: Workload, name: str) -> "Program":
+        """Compiles a contender of a workload, whose operands need not be there."""
+        start = time.perf_counter()
+        jitted = jax.jit(workload.contenders[name], in_shardings=workload.spread)
+        executable = jitted.lower(*jax.eval_shape(workload.operands)).compile()
+        return cls(executable=executable, seconds=time.perf_counter() - start)
+
+    def entry(self, name: str) -> Entry:
+        """What is known of it without a run."""
+        memory = self.executable.memory_analysis()
+        size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        sent = collectives.count(self.executable.as_text())
+        return Entry(
+            name=name,
+            family=FAMILIES[name],
+            status="ok",
+            compile_s=self.seconds,
+            metrics={kind: float(number) for kind, number in sent.items()},
+            peak_bytes=float(size),
+        )
+
+
+def measured(name: str, by_count: Mapping[int, Workload], budget: timing.Budget) -> Iterator[Case]:
+    """Compiles the workloads of a model, by the number of devices, then measures one after another."""
+    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        programs = {
+            count: {contender: pool.submit(Program.of, workload, contender) for contender in workload.contenders}
+            for count, workload in by_count.items()
+        }
+        makers = {
+            count: pool.submit(lambda w: jax.jit(w.operands, out_shardings=w.spread).lower().compile(), workload)
+            for count, workload in by_count.items()
+        }
+    expected: jax.Array | None = None  # what the first contender gives on one device
+    for count, workload in by_count.items():
+        operands = makers[count].result()()
+        entries: dict[str, Entry] = {}
+        ready: dict[str, timing.Candidate] = {}
+        for contender, compiled in programs[count].items():
+            entry = Entry(name=contender, family=FAMILIES[contender], status="ok")
+            try:
+                program = compiled.result()
+                found = workload.compared(program.executable(*operands))
+                expected = found if expected is None else expected
+                error = RELATIVE.of(found, jax.device_put(expected, found.sharding))
+            except Exception as raised:  # reported as this contender's result
+                message = f"{type(raised).__name__}: {raised}"[:300]
+                entries[contender] = dataclasses.replace(entry, status="failed", message=message)
+                continue
+            limit = LIMITS[workload.dtype] * 2**0.5  # of two results, each within the limit of the right one
+            accuracy = Accuracy(measure=RELATIVE.name, value=error, limit=limit)
+            entry = dataclasses.replace(program.entry(contender), accuracy=accuracy)
+            if error > limit:
+                message = f"{RELATIVE.name} {error:.1e} against one device; the limit is {limit:.1e}"
+                entry = dataclasses.replace(entry, status="wrong", message=message)
+            else:
+                ready[contender] = candidate(functools.partial(program.executable, *operands))
+            entries[contender] = entry
+        for contender, outcome in timing.measure(ready, budget, on_device=False).items():
+            given = (
+                dict(status="failed", message=str(outcome)[:300])
+                if isinstance(outcome, Exception)
+                else dict(wall=outcome.wall)
+            )
+            entries[contender] = dataclasses.replace(entries[contender], **given)
+        yield Case(
+            label=f"{name} {workload.dtype} on {count}",
+            dtype=workload.dtype,
+            shape={AXIS: count},
+            flop=None,
+            entries=list(entries.values()),
+        )
+
+
+def candidate(run: Callable[[], Any]) -> timing.Candidate:
+    """What is timed: many calls queued; on a CPU one at a time, as those queued may wait for each other."""
+    call = run if environment.has_gpu() else lambda: jax.block_until_ready(run())
+    return timing.Candidate(call=lambda _: call(), wait=jax.block_until_ready)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench scaling`."""
-    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument("--show-results", action="store_true", help="print the table, not only the file's name")
     parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--models", default="", help="parts of the names of some models, such as ring,tensor")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints a table; returns the exit code."""
-    budget = timing.QUICK if args.quick else timing.STANDARD
+    """Measures and saves; returns 1 if something of ours failed."""
+    say = Progress().say
+    gpu = environment.has_gpu()
     counts = [2**i for i in range(jax.device_count().bit_length())]
-    figures: dict[str, dict[int, dict[str, Any]]] = {}
-    rows = []
-    for name, make in workloads(small=not environment.has_gpu()).items():
-        figures[name] = {}
-        for devices in counts:
-            found = measure(make(devices), devices, budget)
-            figures[name][devices] = found
-            speedup = figures[name][1]["us"] / found["us"]
-            sent = ", ".join(f"{n} {kind}" for kind, n in found["collectives"].items()) or "none"
-            cells = (
-                f"{found['us']:.0f}",
-                f"{speedup:.2f}",
-                f"{speedup / devices:.0%}",
-                sent,
-                f"{found['mebibytes']:.0f}",
-            )
-            rows.append((name, str(devices), *cells))
-    print(
-        tables.markdown(("model", "devices", "us", "speed-up", "efficiency", "collectives", "MiB a device"), rows)
+    meshes = {
+        count: jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+        for count in counts
+    }
+    found = workloads(small=not gpu)
+    models = {name: make for name, make in found.items() if any(part in name for part in args.models.split(","))}
+    result = Result(
+        benchmark=NAME,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        partial=True,
+        environment=environment.describe(),
+        ceilings={},
+        settings={},
+        cases=[],
     )
-    if args.output is not None:
-        files.write(args.output, json.dumps(dict(environment=environment.describe(), figures=figures), indent=2))
-    return 0
+    budget = timing.QUICK if args.quick else timing.STANDARD
+    say(f"{environment.device()}; {len(models)} models on {', '.join(map(str, counts))} devices")
+    for name, make in models.items():
+        for case in measured(name, {count: make(mesh) for count, mesh in meshes.items()}, budget):
+            result.cases.append(case)
+            path = results.save(result, args.output)  # kept, should the run be interrupted
+            done = f"{len(result.cases)} of {len(models) * len(counts)}"
+            say(f"{done}: {case.label}: {tables.summary(case, tables.wall)}")
+    if gpu and not (args.quick or args.models):
+        draft, result = path, dataclasses.replace(result, partial=False)
+        path = results.save(result, args.output)
+        draft.unlink()
+    if args.show_results:
+        print(f"\n{table(result)}\n\n{tables.conditions(result)}")
+    for line in tables.failures(result):
+        print(line)
+    say(f"results: {path}")
+    return int(any(e.status != "ok" for case in result.cases for e in case.entries if e.family == "ours"))
+
+
+def headline(result: Result) -> tables.Headline | None:
+    """Ours against XLA's own partitioning."""
+    found = {
+        case.label: (ours[1], xla[1])
+        for case in result.cases
+        if case.shape[AXIS] > 1
+        and (ours := tables.best(case, "ours", tables.wall))
+        and (xla := tables.best(case, "xla", tables.wall))
+    }
+    if not found:
+        return None
+    ratios = {label: xla.median_us / ours.median_us for label, (ours, xla) in found.items()}
+    label = SHOWN if SHOWN in found else next(iter(found))
+    ours, xla = (f"{tables.format_us(time)} us" for time in found[label])
+    mean = tables.geometric_mean(list(ratios.values())) if len(ratios) > 1 else None
+    return tables.Headline(case=label, ours=ours, baseline=f"XLA, {xla}", ratio=ratios[label], mean=mean)
+
+
+def table(result: Result) -> str:
+    """Time, speed-up, collectives and memory of every contender, a row each."""
+    alone: dict[tuple[str, str], float] = {}
+    rows = []
+    for case in result.cases:
+        model, _, devices = case.label.rpartition(" on ")
+        for entry in case.entries:
+            if entry.wall is None:
+                continue
+            speedup = alone.setdefault((model, entry.name), entry.wall.median_us) / entry.wall.median_us
+            sent = ", ".join(f"{number:.0f} {kind}" for kind, number in entry.metrics.items()) or "nothing"
+            memory = "-" if entry.peak_bytes is None else f"{entry.peak_bytes / 1e9:.2f}"
+            figures = tables.format_us(entry.wall), f"{speedup:.2f}", sent, memory
+            rows.append([model if entry.name == "pallas" else f"{model}, {entry.name}", devices, *figures])
+    return tables.markdown(["model", "devices", "us", "times one", "sent", "GB a device"], rows) if rows else ""

@@ -56,7 +56,9 @@ def size_of(case: Case) -> tuple[float, str]:
 
 def times(result: Result, name: str, clock: tables.Clock, kind: str, dtype: str) -> Plot | None:
     """Time of every candidate against the size of the workload, without variants that few cases have."""
-    cases = [case for case in result.cases if case.dtype == dtype]
+    cases = [case for case in result.cases if case.dtype == dtype and "devices" not in case.shape]
+    if not cases:
+        return None
     everywhere = set.intersection(*({entry.name for entry in case.entries} for case in cases))
     points: dict[tuple[Family, str], list[tuple[float, float]]] = {}
     for case in cases:
@@ -363,6 +365,40 @@ def accuracy(result: Result, name: str) -> Plot | None:
     )
 
 
+def scaling(result: Result, name: str) -> Plot | None:
+    """Speed-up of ours on several devices over one."""
+    found: dict[str, dict[int, float]] = {}
+    for case in result.cases:
+        if "devices" in case.shape and (pair := tables.best(case, "ours", tables.wall)):
+            model = case.label.rpartition(f" {case.dtype} on ")[0]
+            found.setdefault(model, {})[case.shape["devices"]] = pair[1].median_us
+    speedups = {
+        model: {n: times[1] / us for n, us in times.items()} for model, times in found.items() if 1 in times
+    }
+    counts = sorted({n for times in speedups.values() for n in times if n > 1})
+    if not counts:
+        return None
+    labels = list(speedups)
+    series: dict[str, tuple[str, list[float | None]]] = {
+        f"{n} devices": (color, [times.get(n) for times in speedups.values()])
+        for n, color in zip(counts, PALETTE, strict=False)
+    }
+    figure, axes = bars(labels, series, "times one device", ".2f")
+    with style():
+        axes.set_xticks([0, 1, *counts])
+    said = "; ".join(
+        f"{model} {', '.join(f'{times[n]:.2f} on {n}' for n in counts if n in times)}"
+        for model, times in speedups.items()
+    )
+    return Plot(
+        name=name,
+        title="Speed-up on several devices",
+        alt=f"bars: {said}",
+        note="Wall time on one device over that on several. The best is as many times as there are devices.",
+        figure=figure,
+    )
+
+
 def plots(result: Result) -> list[Plot]:
     """Every plot that a result has the figures for."""
     name = slug(result.benchmark)
@@ -377,5 +413,5 @@ def plots(result: Result) -> list[Plot]:
     found += [share(result, f"{name}-share"), rooflines([result], f"{name}-roofline")]
     found += [rates(result, f"{name}-rate-{by}", by) for by in RATES]
     found += [breakdown(result, f"{name}-breakdown"), throughput(result, f"{name}-throughput")]
-    found.append(accuracy(result, f"{name}-accuracy"))
+    found += [scaling(result, name), accuracy(result, f"{name}-accuracy")]
     return [plot for plot in found if plot]

@@ -47,6 +47,15 @@ MINUS_LOG2_E = -math.log2(math.e)
 GELU_TANH = math.sqrt(8.0 / math.pi) * MINUS_LOG2_E
 
 
+def check_divides(config: Any, n: int, pieces: tuple[int, int]) -> None:
+    """Raises ValueError unless the tiles of a product divide the pieces of its matrices (n, n)."""
+    blocks = config.block_m, config.block_n, config.block_k
+    if pieces != (1, 1) and any(n // count % block for count in pieces for block in blocks):
+        raise ValueError(
+            f"{config} has tiles that do not divide {n // pieces[0]} rows and {n // pieces[1]} columns"
+        )
+
+
 def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tuple[jax.Array, jax.Array]:
     """Row and column block of program `pid`: column by column within groups of `group_m` row blocks."""
     div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers

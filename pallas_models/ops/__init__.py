@@ -25,6 +25,7 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.norm import layer_norm, rms_norm
 from pallas_models.ops.pooling import mean_pool, segment_mean_pool
+from pallas_models.ops.ring_attention import ring_attention, zigzag_order
 from pallas_models.ops.rotary import rotary, rotary_table
 from pallas_models.ops.softmax import softmax
 from pallas_models.ops.trimul import triangle_update
@@ -44,6 +45,7 @@ __all__ = [
     "matmul",
     "matmul_layer_norm",
     "mean_pool",
+    "ring_attention",
     "rms_norm",
     "rotary",
     "rotary_table",
@@ -52,4 +54,5 @@ __all__ = [
     "softmax",
     "stack_gate_up",
     "triangle_update",
+    "zigzag_order",
 ]

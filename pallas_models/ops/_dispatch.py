@@ -182,6 +182,39 @@ def run(
         )
 
 
+def run_backward(
+    op: Op,
+    arrays: tuple[Any, ...],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    wanted: tuple[bool, ...],
+    reference: Callable[..., list[jax.Array]],
+    *,
+    config: Any = None,
+    implementation: Implementation | None = None,
+    **static: Any,
+) -> list[jax.Array]:
+    """The cotangents of the leaves of those `arrays` that are wanted, in the kernels of the op's gradient.
+
+    What is `kept` may be of a larger call that these arrays are a part of: what they add to it is differentiated.
+
+    Args:
+      reference: `reference(arrays, kept, cotangents)`, where no kernel serves the call.
+    """
+    names, target = check_implementation(implementation), targets.current()
+    plain = functools.partial(op.reference, **static)
+    with _plain_settings(arrays), jax.named_scope(op.name):
+        found = None
+        if _choose(op, arrays, static, config, names, target, plain) is not plain:
+            found = _choose_backward(op, arrays, static, names, target)
+        if found is None:
+            return reference(arrays, kept, cotangents)
+        in_kernels = functools.partial(_pull, op, static, config, target, *found, wanted)
+        return (in_kernels if names else functools.partial(_by_platform, in_kernels, reference))(
+            arrays, kept, cotangents
+        )
+
+
 def _debugging() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 
@@ -390,26 +423,7 @@ def _differentiable(
     ) -> list[Any]:
         """The cotangents of all leaves of the wanted arrays."""
 
-        def in_kernels(*operands: Any) -> list[Any]:
-            leaves, tree = jax.tree.flatten(operands)  # type: tuple[list[jax.Array], Any]
-
-            def part(leaves: list[jax.Array], static: Options, _: Total | None = None) -> list[jax.Array]:
-                arrays, kept, cotangents = tree.unflatten(leaves)
-                table = config if isinstance(config, Chooser) else None
-                options = dict(wanted=wanted, config=table, target=target, interpret=interpret, **static)
-                given = backward.call(*arrays, *kept, *cotangents, **options)
-                return jax.tree.leaves([x for x, w in zip(given, wanted, strict=True) if w])
-
-            if not can_spread():
-                return part(leaves, static)
-            indices = itertools.count()
-            owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
-            layout = _layout(op, arrays, options)[0].backward(
-                backward.keeps,
-                [i for i, c in enumerate(cotangents) if c is not None],
-                [i for own, w in zip(owned, wanted, strict=True) if w for i in own],
-            )
-            return spread(part, layout, leaves, static)
+        in_kernels = functools.partial(_pull, op, options, config, target, backward, interpret, wanted)
 
         def in_reference(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[Any]:
             del kept
@@ -429,6 +443,43 @@ def _differentiable(
         return gradient(arrays, kept, cotangents)
 
     return _with_derivative(forward, derivative, keep, pull)
+
+
+def _pull(
+    op: Op,
+    static: Options,
+    config: Any,
+    target: Target,
+    backward: Backward,
+    interpret: bool,
+    wanted: tuple[bool, ...],
+    *operands: Any,
+) -> list[Any]:
+    """The cotangents of all leaves of the wanted arrays, by a gradient's kernels on each device.
+
+    Args:
+      *operands: the arrays, what is kept, the cotangents of the results.
+    """
+    arrays, _, cotangents = operands
+    leaves, tree = jax.tree.flatten(operands)  # type: tuple[list[jax.Array], Any]
+
+    def part(leaves: list[jax.Array], static: Options, _: Total | None = None) -> list[jax.Array]:
+        arrays, kept, cotangents = tree.unflatten(leaves)
+        table = config if isinstance(config, Chooser) else None
+        options = dict(wanted=wanted, config=table, target=target, interpret=interpret, **static)
+        given = backward.call(*arrays, *kept, *cotangents, **options)
+        return jax.tree.leaves([x for x, w in zip(given, wanted, strict=True) if w])
+
+    if not can_spread():
+        return part(leaves, static)
+    indices = itertools.count()
+    owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
+    layout = _layout(op, arrays, static)[0].backward(
+        backward.keeps,
+        [i for i, c in enumerate(cotangents) if c is not None],
+        [i for own, w in zip(owned, wanted, strict=True) if w for i in own],
+    )
+    return spread(part, layout, leaves, static)
 
 
 def _forward(

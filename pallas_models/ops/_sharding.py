@@ -32,11 +32,14 @@ class Sharding:
         no result has the op is summed as its `contracted` says.
       sizes: of each g as above.
       divides: for each g the options of a call that count it.
+      over: for each axis of which a device's part of the result needs those of other devices: the option of a call
+        that names the axes of the mesh that it is split over. The op asks the other devices for what it needs.
     """
 
     equation: str
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     divides: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    over: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 Axes = tuple[str | None, ...]  # the name of each axis of an array; None for one that is not split
@@ -74,7 +77,8 @@ class Layout:
       results: those of each result.
       summed: the axes that a result without them is a sum over.
       sizes: in how many parts each axis can be split at most.
-      divides: as in `Sharding`.
+      divides: as in `Sharding`, and so is
+      over.
     """
 
     operands: tuple[Axes, ...]
@@ -82,6 +86,7 @@ class Layout:
     summed: frozenset[str]
     sizes: Mapping[str, int]
     divides: Mapping[str, tuple[str, ...]]
+    over: Mapping[str, str]
 
     @classmethod
     def of(cls, sharding: Sharding, arrays: Any, results: int) -> Self:
@@ -106,6 +111,7 @@ class Layout:
             summed=frozenset(a for axes in named for a in axes if a is not None),
             sizes=sizes,
             divides=sharding.divides,
+            over=sharding.over,
         )
 
     def backward(self, keeps: int, cotangents: Iterable[int], wanted: Iterable[int]) -> Self:
@@ -166,6 +172,7 @@ class Layout:
         for name, options in self.divides.items():
             for option in options:
                 static[option] //= math.prod(mesh[a] for a in split.get(name, ()))
+        static |= {option: split[name] for name, option in self.over.items() if name in split}
 
         def over(names: Iterable[str | None]) -> tuple[str, ...]:
             return tuple(a for name in split if name in set(names) for a in split[name])
@@ -173,6 +180,8 @@ class Layout:
         contracted = over(set(split) - self.summed)
         if contracted:
             results = function(list(leaves), static, Total(over=contracted, once=once))
+        elif not self.over.keys().isdisjoint(split):  # lowered apart it could not ask other devices
+            results = function(list(leaves), static, None)
         else:
             results = once(lambda leaves, **static: function(leaves, static, None))(list(leaves), **static)
         lacking = (over(self.summed - set(axes)) for axes in self.results)
@@ -372,7 +381,8 @@ def _types(*avals: Any, program: ClosedJaxpr) -> list[Any]:
 
 def _lower(context: mlir.LoweringRuleContext, *values: Any, program: ClosedJaxpr) -> Any:
     untyped = context.replace(avals_in=program.in_avals, avals_out=program.out_avals)
-    return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(untyped, *values)
+    with _config._check_vma(False):
+        return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(untyped, *values)
 
 
 _device_program.def_impl(lambda *args, program: jaxpr_as_fun(program)(*args))

@@ -121,20 +121,10 @@ def attention(
       NotImplementedError: D is not a multiple of 16 or over 256, or the kernel that `implementation` names does
         not serve the call.
     """
-    for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
-        _checks.check_float(name, x)
-        _checks.check_rank(name, x, 4, f"(B, {length}, {heads}, D)")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} and q has dtype {q.dtype}; expected the same")
-    batch, _, num_heads, head_dim = q.shape
-    kv_seq, num_kv_heads = k.shape[1:3]
-    _checks.check_shape("k", k, (batch, kv_seq, num_kv_heads, head_dim), "(B, Skv, Hkv, D) with B and D of q")
-    _checks.check_shape("v", v, k.shape, "the shape of k")
+    qkv, heads = merged_heads(q, k, v)
     result = _attend(
-        tuple(x.reshape(*x.shape[:2], x.shape[2] * head_dim) for x in (q, k, v)),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        qkv,
+        **heads,
         causal=causal,
         window=window,
         mask=mask,
@@ -253,6 +243,21 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
 
 
+def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
+    """Checks operands of `attention`; gives them as (B, S, heads * D), and the sizes of their heads."""
+    for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
+        _checks.check_float(name, x)
+        _checks.check_rank(name, x, 4, f"(B, {length}, {heads}, D)")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} and q has dtype {q.dtype}; expected the same")
+    batch, _, num_heads, head_dim = q.shape
+    kv_seq, num_kv_heads = k.shape[1:3]
+    _checks.check_shape("k", k, (batch, kv_seq, num_kv_heads, head_dim), "(B, Skv, Hkv, D) with B and D of q")
+    _checks.check_shape("v", v, k.shape, "the shape of k")
+    sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return tuple(x.reshape(*x.shape[:2], x.shape[2] * head_dim) for x in (q, k, v)), sizes
+
+
 def _as_int32(*ids: jax.Array) -> list[jax.Array]:
     """Ids that are the same where those given are; those of 64 bits are numbered anew, in their order."""
     if all(x.dtype.itemsize <= 4 for x in ids):
@@ -263,6 +268,17 @@ def _as_int32(*ids: jax.Array) -> list[jax.Array]:
 
 
 def _attend(
+    qkv: tuple[jax.Array, ...],
+    *,
+    config: triton.Config | mosaic.Config | Chooser | None,
+    implementation: Implementation | None,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    arrays, static = operands(qkv, **options)
+    return run(OP, *arrays, config=config, implementation=implementation, **static)
+
+
+def operands(
     qkv: tuple[jax.Array, ...],
     *,
     num_heads: int,
@@ -277,10 +293,8 @@ def _attend(
     sm_scale: float | jax.Array | None,
     return_lse: bool,
     precision: jax.lax.PrecisionLike,
-    config: triton.Config | mosaic.Config | Chooser | None,
-    implementation: Implementation | None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of `qkv`, each (B, S, heads * head_dim): q, k and v, or one buffer that holds all three."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arrays and options of `OP`; `qkv`, each (B, S, heads * head_dim), are q, k and v, or one buffer of all."""
     (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")
@@ -323,8 +337,7 @@ def _attend(
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
-    arrays = (qkv, mask, bias, segment_ids, kv_segment_ids)
-    return run(_OP, *arrays, config=config, implementation=implementation, **static)
+    return (qkv, mask, bias, segment_ids, kv_segment_ids), static
 
 
 def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
@@ -475,7 +488,7 @@ def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any)
     )
 
 
-_OP = Op(
+OP = Op(
     name="attention",
     reference=reference,
     kernels=(

@@ -15,7 +15,8 @@ from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, _products, norm
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, run
+from pallas_models.ops._by_channels import AxisNames, ByChannels
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -66,6 +67,8 @@ def triangle_update(
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
+    rows_over: AxisNames = (),
+    columns_over: AxisNames = (),
     config: Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -112,6 +115,9 @@ def triangle_update(
       compute_dtype: of the operands of products: float16, bfloat16, or float32 for float32 end to end.
       precision: of products of float32 operands, as in `matmul`.
       out_dtype: dtype of the result; that of `x` when None.
+      rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
+        axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
+      columns_over: those over which it has split the second.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
         `compute_dtype` of 16 bits.
@@ -125,7 +131,8 @@ def triangle_update(
       NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     weights = (norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out)
-    _check(x, mask, weights, direction, gate_after, compute_dtype)
+    rows_over, columns_over = tuple(rows_over), tuple(columns_over)
+    _check(x, mask, weights, direction, gate_after, compute_dtype, (rows_over, columns_over))
     batch = math.prod(x.shape[:-3])
     out = run(
         _OP,
@@ -140,6 +147,8 @@ def triangle_update(
         compute_dtype=jnp.dtype(compute_dtype),
         precision=_checks.as_precision(precision),
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+        rows_over=rows_over,
+        columns_over=columns_over,
     )
     return out.reshape(x.shape)
 
@@ -164,6 +173,8 @@ def reference(
     compute_dtype: DTypeLike,
     precision: jax.lax.Precision,
     out_dtype: DTypeLike,
+    rows_over: AxisNames = (),
+    columns_over: AxisNames = (),
 ) -> jax.Array:
     """The same in plain XLA, for x (B, N, N, C).
 
@@ -189,13 +200,15 @@ def reference(
     z = norm.reference(x.astype(jnp.float32), norm_scale, norm_bias, None, epsilon=epsilon)
     projections = product("cgh,bijc->ghbij", w_in, z, None if b_in is None else b_in[..., None, None, None])
     left, right = half(*projections[:2]), half(*projections[2:])
+    by_channels = ByChannels.over(rows_over, columns_over)
     if compute_dtype == jnp.float16:
         factors = mask if mask is not None and jnp.issubdtype(mask.dtype, jnp.floating) else None
         weights = (factors, norm_scale, norm_bias, w_in.astype(compute_dtype), b_in)
-        scales = jax.lax.stop_gradient(_side_scales(*jax.lax.stop_gradient(weights)))
-        y = product(_EQUATIONS[direction], left * scales[0], right * scales[1]) / scales[0] / scales[1]
+        scales = jax.lax.stop_gradient(_side_scales(*jax.lax.stop_gradient(weights), by_channels))
+        sides = left * scales[0], right * scales[1]
+        y = by_channels.apply(functools.partial(product, _EQUATIONS[direction]), *sides) / scales[0] / scales[1]
     else:
-        y = product(_EQUATIONS[direction], left, right)
+        y = by_channels.apply(functools.partial(product, _EQUATIONS[direction]), left, right)
     y = norm.reference(y, out_norm_scale, out_norm_bias, None, epsilon=epsilon, axis=0)
     gate = jax.nn.sigmoid(product("bijc,cg->bijg", z, w_gate, b_gate))
     if gate_after:
@@ -231,9 +244,10 @@ def _mosaic(
 ) -> jax.Array:
     """The update with projections and product for Hopper GPUs, where they serve; Triton's kernels do the rest."""
     n, project = x.shape[1], _mosaic_projection(x, mask, *weights, **options)
-    by_rows = n <= _BY_ROWS
+    split = bool(options["rows_over"] or options["columns_over"])
+    by_rows = n <= _BY_ROWS and not split
     # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
-    if padding := -n % (8 if by_rows and project is not None else 64):
+    if not split and (padding := -n % (8 if by_rows and project is not None else 64)):
         pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
         mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
         x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
@@ -249,7 +263,7 @@ def _mosaic(
             **options,
         )
     )
-    return update(x, mask, *weights)[:, :n, :n]
+    return update(x, mask, *weights)[:, :n, : x.shape[2] if split else n]
 
 
 def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -284,22 +298,56 @@ def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _mosaic_projection(
-    x: jax.Array, *arrays: Any, compute_dtype: DTypeLike, **_: Any
-) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+    x: jax.Array, *arrays: Any, compute_dtype: DTypeLike, rows_over: AxisNames, columns_over: AxisNames, **_: Any
+) -> Callable[..., tuple[jax.Array, jax.Array | None]] | None:
     """The projections for Hopper GPUs that serve a call, if any do."""
-    (b, n), c = x.shape[:2], x.shape[-1]
+    b, rows, columns, c = x.shape
     w_in, w_gate = arrays[3], arrays[7]
+    h = w_in.shape[2] // (_GROUPS if rows_over or columns_over else 1)
     operands: list[Any] = [
-        jax.ShapeDtypeStruct((b, n * n, c), x.dtype),
-        *(jax.ShapeDtypeStruct(w.shape, compute_dtype) for w in (w_in, w_gate)),
+        jax.ShapeDtypeStruct((b, rows * columns, c), x.dtype),
+        *(jax.ShapeDtypeStruct(shape, compute_dtype) for shape in ((c, 4, h), w_gate.shape)),
     ]
     if mosaic_project.unsupported(*operands) is None:
         return mosaic_project.project
     return mosaic_project_wide.project if mosaic_project_wide.unsupported(*operands) is None else None
 
 
-def _unsupported_by_mosaic(x: jax.Array, *arrays: Any, **options: Any) -> str | None:
-    return mosaic_product.unsupported(options["compute_dtype"])
+def _unsupported_by_mosaic(
+    x: jax.Array, *_: Any, compute_dtype: DTypeLike, rows_over: AxisNames, columns_over: AxisNames, **__: Any
+) -> str | None:
+    if (rows_over or columns_over) and not _in_tiles(x):
+        return f"takes a part of the pairs in multiples of {_TILE}, not {x.shape[1:3]}"
+    return mosaic_product.unsupported(compute_dtype)
+
+
+_GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
+_SENDERS = 32  # multiprocessors that are left to what sends; 16 are too few
+_TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
+
+
+def _in_tiles(x: jax.Array) -> bool:
+    return x.shape[1] % _TILE == 0 and x.shape[2] % _TILE == 0
+
+
+def _backward(
+    *arrays: Any,
+    wanted: tuple[bool, ...],
+    config: Any,
+    target: Target,
+    interpret: bool,
+    **static: Any,
+) -> list[Any]:
+    """The gradients of the reference, of what a device has."""
+    del config, target, interpret
+    *operands, cotangent = arrays
+
+    def of_wanted(*some: jax.Array) -> jax.Array:
+        given = iter(some)
+        return reference(*(next(given) if w else x for x, w in zip(operands, wanted, strict=True)), **static)
+
+    found = iter(jax.vjp(of_wanted, *(x for x, w in zip(operands, wanted, strict=True) if w))[1](cotangent))
+    return [next(found) if w else None for w in wanted]
 
 
 _OP = Op(
@@ -309,7 +357,11 @@ _OP = Op(
         Kernel(backend="mosaic", call=_mosaic, config=None, refuses=_unsupported_by_mosaic),
         Kernel(backend="triton", call=_triton, config=Config),
     ),
-    sharding=Sharding(equation="b I J C, b I J, C, C, C P H, P H, H, H, C G, G, H C, C -> b I J C"),
+    backward=(Backward(backend="xla", call=_backward),),
+    sharding=Sharding(
+        equation="b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C",
+        over={"i": "rows_over", "j": "columns_over"},
+    ),
 )
 
 
@@ -317,7 +369,7 @@ def _update(
     x: jax.Array,
     mask: jax.Array | None,
     *weights: Any,
-    project: Callable[..., tuple[jax.Array, jax.Array]],
+    project: Callable[..., tuple[jax.Array, Any]],
     product: Callable[..., jax.Array],
     output: Callable[..., jax.Array],
     by_rows: bool,
@@ -326,6 +378,8 @@ def _update(
     epsilon: float,
     compute_dtype: DTypeLike,
     out_dtype: DTypeLike,
+    rows_over: AxisNames,
+    columns_over: AxisNames,
     target: Target,
     interpret: bool,
 ) -> jax.Array:
@@ -338,33 +392,60 @@ def _update(
       by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
         (B, channels, N, N).
     """
-    b, n, _, c = x.shape
-    lead, size = (b * n, n) if by_rows else (b, n * n)
+    b, rows, columns, c = x.shape
+    lead, size = (b * rows, columns) if by_rows else (b, rows * columns)
+    by_channels = ByChannels.over(rows_over, columns_over)
+    n, devices = rows * by_channels.grid[0], by_channels.devices
     dtypes = (compute_dtype if name.startswith("w_") else jnp.float32 for name in _WEIGHTS)
     converted: Any = (None if w is None else w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True))
     norm_scale, norm_bias, w_in, b_in, out_norm_scale, out_norm_bias, w_gate, b_gate, w_out, b_out = converted
     weighted = mask is not None and jnp.issubdtype(mask.dtype, jnp.floating)
     if mask is not None:
         mask = mask.astype(mask.dtype if weighted else compute_dtype).reshape(lead, size)
-    scales = _side_scales(mask if weighted else None, norm_scale, norm_bias, w_in, b_in)
+    scales = _side_scales(mask if weighted else None, norm_scale, norm_bias, w_in, b_in, by_channels)
     factors = jnp.stack([scales[0], jnp.float32(1.0), scales[1], jnp.float32(1.0)])[:, None]
     w_in = (w_in * factors).astype(compute_dtype)
     if b_in is not None:
         b_in = b_in * factors
     runs: dict[str, Any] = dict(target=target, interpret=interpret)
-    sides, gate = project(
-        x.reshape(lead, size, c), mask, norm_scale, norm_bias, w_in, b_in, w_gate, b_gate, epsilon=epsilon, **runs
-    )
     factor = 2.0 ** -(_LOG2_LARGEST + math.ceil(math.log2(n)))  # sums of N products are as large as left and right
-    y = product(
-        sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n)),
-        channels=w_in.shape[2],
-        incoming=direction == "incoming",
-        factor=factor,
-        **runs,
-    )
+    project = functools.partial(project, x.reshape(lead, size, c), mask, norm_scale, norm_bias, epsilon=epsilon)
+    product = functools.partial(product, incoming=direction == "incoming", factor=factor)
+
+    def alone() -> tuple[list[jax.Array], Any]:
+        sides, gate = project(w_in, b_in, w_gate, b_gate, **runs)
+        sides = sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n))
+        y = product(sides, channels=w_in.shape[2], **runs)
+        return [y.reshape(lead, -1, y.shape[-1] if by_rows else size)], gate
+
+    def with_others() -> tuple[list[jax.Array], Any]:
+        """Groups of channels, one on its way while others are projected or multiplied; the gate stays here."""
+        # Kernels that take every multiprocessor and what sends would wait for each other.
+        beside = runs | dict(target=dataclasses.replace(target, num_cores=max(target.num_cores - _SENDERS, 1)))
+        arrived, sums = [], []
+        biases: Any = [None] * _GROUPS if b_in is None else by_channels.grouped(b_in, _GROUPS)
+        for i, (w, bias) in enumerate(zip(by_channels.grouped(w_in, _GROUPS), biases, strict=True)):
+            gates = (w_gate, b_gate) if i == _GROUPS - 1 else (w_gate[:, :0], None)
+            sides, gate = project(w, bias, *gates, **(beside if i else runs))
+            sides = sides.reshape(b, 2, -1, size)[:, :, : w.shape[2]].reshape(b, -1, size)
+            arrived.append(by_channels.swap(sides, 1).reshape(-1, 2 * w.shape[2] // devices, rows, columns))
+        for sides in arrived:
+            whole = not _in_tiles(x)
+            y = product(
+                by_channels.joined(sides) if whole else sides,
+                channels=sides.shape[1] // 2,
+                pieces=(1, 1) if whole else by_channels.grid,
+                **beside,
+            )
+            y = by_channels.pieces(y) if whole else y
+            sums.append(by_channels.swap(y.reshape(b, -1, size), 1))
+        if sum(y.shape[1] for y in sums) > w_in.shape[2]:
+            sums = [jnp.concatenate(sums, axis=1)[:, : w_in.shape[2]]]
+        return sums, gate
+
+    ys, gate = alone() if devices == 1 else with_others()
     out = output(
-        y.reshape(lead, -1, y.shape[-1] if by_rows else size),
+        ys,
         gate,
         scales,
         out_norm_scale,
@@ -378,11 +459,16 @@ def _update(
         size=size,
         **runs,
     )
-    return out.reshape(b, n, n, c)
+    return out.reshape(x.shape)
 
 
 def _side_scales(
-    mask: jax.Array | None, norm_scale: jax.Array, norm_bias: jax.Array, w_in: jax.Array, b_in: jax.Array | None
+    mask: jax.Array | None,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array,
+    w_in: jax.Array,
+    b_in: jax.Array | None,
+    by_channels: ByChannels,
 ) -> jax.Array:
     """Powers of two for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is: (2,).
 
@@ -402,7 +488,9 @@ def _side_scales(
     if mask is not None:
         size = jnp.abs(mask.astype(jnp.float32))
         size = jnp.where(size < jnp.inf, size, 1.0)  # what is not finite is so in its own sums alone
-        bound *= jnp.clip(jnp.max(size), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf)
+        bound *= jnp.clip(
+            by_channels.largest(jnp.max(size)), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf
+        )
     exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], 30)  # the squares of both are within float32
     return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
 
@@ -414,12 +502,15 @@ def _check(
     direction: str,
     gate_after: bool,
     compute_dtype: DTypeLike,
+    over: tuple[AxisNames, AxisNames],
 ) -> None:
     if direction not in _EQUATIONS:
         raise ValueError(f"{direction=} is unknown; expected one of {tuple(_EQUATIONS)}")
     _checks.check_float("x", x)
-    if x.ndim < 3 or x.shape[-3] != x.shape[-2]:
-        raise ValueError(f"x has shape {x.shape}; expected (..., N, N, C)")
+    grid = ByChannels.over(*over).grid
+    if x.ndim < 3 or x.shape[-3] * grid[0] != x.shape[-2] * grid[1]:
+        parts = "" if grid == (1, 1) else f", of which a device has one of {grid[0]} x {grid[1]} parts"
+        raise ValueError(f"x has shape {x.shape}; expected (..., N, N, C){parts}")
     if mask is not None:
         floating = getattr(mask, "dtype", None) in _checks.FLOAT_DTYPES
         check = _checks.check_shape if floating else _checks.check_mask

@@ -1,6 +1,8 @@
 """Product over third positions of the triangle multiplicative update, for Hopper GPUs: a product per channel."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
+from pallas_models.kernels._common import Ref, check_divides
 from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, blocks, candidates, gemm, staging, store
 from pallas_models.kernels.mosaic._launch import Refs
@@ -47,6 +49,7 @@ def product(
     sides: jax.Array,
     *,
     channels: int,
+    pieces: tuple[int, int] = (1, 1),
     by_rows: bool,
     incoming: bool,
     factor: float,
@@ -60,11 +63,16 @@ def product(
     beside one another, so that who writes or reads all channels of a few positions has them near one another. N'
     is N in multiples of 64; what lies beyond N is 0 in sides, and means nothing in the result.
 
+    Without it, `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N /
+    rows, N / columns). So does the result. Tiles have to divide them.
+
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
-    b, width = sides.shape[0], sides.shape[3]
-    n, padded = sides.shape[1:3] if by_rows else sides.shape[2:0:-1]
+    b = len(sides) // math.prod(pieces)
+    n, padded = sides.shape[1:3] if by_rows else (sides.shape[2] * pieces[0], sides.shape[1])
+    if pieces != (1, 1) and not isinstance(config, Config):
+        config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
         config,
         Problem(
@@ -80,25 +88,39 @@ def product(
         ),
         target,
     )
+    check_divides(config, n, pieces)
     slots = _num_slots(config)
     parts = blocks(config, config.block_n, sides.dtype, slots)
+    piece_rows, piece_columns = (n // count for count in pieces)
 
-    def at(ref: Ref, tile: Tile, side: int, rows: Any, columns: Any) -> Ref:
-        """Part of the matrix that a tile belongs to, of channels from `side` on."""
+    def matrix(
+        ref: Ref, tile: Tile, side: int, row: jax.Array | int, column: jax.Array | int
+    ) -> tuple[Ref, Any, Any]:
+        """The piece with an element of a tile's matrix, of channels from `side` on, and the element's place."""
         item, channel = jax.lax.div(tile.batch, channels), side + jax.lax.rem(tile.batch, channels)
-        return ref.at[item, rows, channel, columns] if by_rows else ref.at[item, channel, rows, columns]
+        if by_rows:
+            return ref.at[item, :, channel], row, column
+        if pieces != (1, 1):
+            i, j = jax.lax.div(row, piece_rows), jax.lax.div(column, piece_columns)
+            item = (item * pieces[0] + i) * pieces[1] + j
+            row, column = row - i * piece_rows, column - j * piece_columns
+        return ref.at[item, channel], row, column
 
     def part(refs: Refs, tile: Tile, side: int, positions: pl.Slice, ks: pl.Slice) -> Ref:
-        return at(refs.sides, tile, side, *((ks, positions) if incoming else (positions, ks)))
+        rows, columns = (ks, positions) if incoming else (positions, ks)
+        ref, row, column = matrix(refs.sides, tile, side, rows.start, columns.start)
+        return ref.at[pl.Slice(row, rows.size), pl.Slice(column, columns.size)]
 
     def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(sums[0]) * factor
 
-        y = at(refs.y, tile, 0, slice(None), slice(None))
+        y, row, column = matrix(refs.y, tile, 0, tile.row, tile.column)
+        tile = dataclasses.replace(tile, row=row, column=column)
         store(refs.slots.at[warpgroup], y, tile, parts, value, wait=True)
 
-    shape = (b, n, channels, width) if by_rows else (b, channels, n, n)
+    width = sides.shape[3]
+    shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
     (y,) = gemm(
         dict(sides=sides),
         dict(y=jax.ShapeDtypeStruct(shape, sides.dtype)),

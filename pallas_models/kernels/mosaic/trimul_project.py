@@ -6,6 +6,7 @@ channel, which is how the product over third positions reads them.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 
@@ -64,7 +65,9 @@ def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     sides = sides.reshape(*lead, 2, 2, -1).swapaxes(-3, -2)  # projections of left and right, then their gates
     sides = sides.reshape(*lead, 2, -1, COLUMNS).swapaxes(-3, -2)
     gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * COLUMNS))])
-    blocks = [part.reshape(*lead, -1, 2 * COLUMNS) for part in (sides, gate)]
+    blocks = [
+        part.reshape(*lead, part.size // math.prod(lead) // (2 * COLUMNS), 2 * COLUMNS) for part in (sides, gate)
+    ]
     return 0.5 * jnp.concatenate(blocks, axis=-2)
 
 
@@ -78,10 +81,12 @@ def arranged_biases(bias: jax.Array | None, b_gate: jax.Array | None, h: int, ga
     )
 
 
-def out_types(batch: int, size: int, h: int, gates: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
+def out_types(
+    batch: int, size: int, h: int, gates: int, dtype: DTypeLike
+) -> dict[str, jax.ShapeDtypeStruct | None]:
     """What `project` returns: left and right, and the gate."""
     rows, width = {"sides": 2 * h, "gate": gates}, ROWS * pl.cdiv(size, ROWS)
-    return {name: jax.ShapeDtypeStruct((batch, n, width), dtype) for name, n in rows.items()}
+    return {name: jax.ShapeDtypeStruct((batch, n, width), dtype) if n else None for name, n in rows.items()}
 
 
 def whole_mask(mask: jax.Array | None, batch: int, size: int, dtype: DTypeLike) -> jax.Array | None:
@@ -132,7 +137,7 @@ def gate_and_store(
     y: jax.Array,
     j: jax.Array,
     sides_ref: Ref,
-    gate_ref: Ref,
+    gate_ref: Ref | None,
     at: tuple[jax.Array, pl.Slice],
     *,
     masked: Callable[[jax.Array], jax.Array],
@@ -144,7 +149,7 @@ def gate_and_store(
     Args:
       y: (ROWS, 2 * COLUMNS) in float32, halves: projections and then their gates, or columns of the out gate.
       sides_ref: (B, 2 H, M), which the first products have.
-      gate_ref: (B, G, M), which the others have.
+      gate_ref: (B, G, M), which the others have; None where there are none.
       at: item and positions.
       masked: what to make of gated projections, (ROWS, COLUMNS).
       slot: shared memory of this warpgroup, as `store` takes it.
@@ -158,6 +163,9 @@ def gate_and_store(
         side = masked(halves[0] * (jnp.tanh(halves[1]) + 1.0))
         channels = pl.ds(j * COLUMNS, COLUMNS)
         store(side, slot, sides_ref.at[item, channels, rows], interpret=interpret)
+
+    if gate_ref is None:
+        return
 
     @pl.when(j >= side_products)
     def _() -> None:
@@ -179,14 +187,14 @@ def project(
     epsilon: float,
     target: Target,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     M is a multiple of 8.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G. Both in the dtype of w. M' is M in
-      whole `ROWS`, and left and right are 0 beyond M.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
+      dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
@@ -333,7 +341,7 @@ def project(
             pl.loop(0, steps)(multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    sides, gate = launch(
+    sides, *gate = launch(
         trimul_project,
         operands,
         out_types(batch, size, h, gates, dtype),
@@ -355,4 +363,4 @@ def project(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    return sides, gate
+    return sides, gate[0] if gate else None

@@ -67,14 +67,14 @@ def project(
     epsilon: float,
     target: Target,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     M is a multiple of 8.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G. Both in the dtype of w. M' is M in
-      whole `ROWS`, and left and right are 0 beyond M.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
+      dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
@@ -219,7 +219,7 @@ def project(
             plgpu.set_max_registers(232, action="increase")
             consume()
 
-    sides, gate = launch(
+    sides, *gate = launch(
         trimul_project,
         dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=b, mask=mask),
         out_types(batch, size, h, gates, dtype),
@@ -237,4 +237,4 @@ def project(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    return sides, gate
+    return sides, gate[0] if gate else None

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
 
 
 def _output_kernel(
-    y_ref: Ref,  # (B, H, M)
+    y_refs: Sequence[Ref],  # (B, H / parts, M) each
     gate_ref: Ref,  # (B, G, M)
     y_scales_ref: Ref,  # (2,)
     scale_ref: Ref,  # (H,)
@@ -118,12 +119,14 @@ def _output_kernel(
     precision: jax.lax.Precision,
 ) -> None:
     batches, size, c = o_ref.shape
-    h = y_ref.shape[1]
-    block_m, block_n, block_h = config.block_m, config.block_n, block_size(h, 16, 1024)
+    part = y_refs[0].shape[1]
+    h = part * len(y_refs)
+    block_m, block_n, block_h = config.block_m, config.block_n, block_size(part, 16, 1024)
     pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
     all_row_blocks = batches * pl.cdiv(size, block_m)
-    channels, h_mask = span(0, block_h), in_bounds(0, block_h, h)
-    scale, shift = (load(ref.at[channels], h_mask)[:, None] for ref in (scale_ref, shift_ref))
+    h_mask = in_bounds(0, block_h, part)
+    parts = [span(i * part, block_h) for i in range(len(y_refs))]
+    scales, shifts = ([load(ref.at[p], h_mask)[:, None] for p in parts] for ref in (scale_ref, shift_ref))
     y_scale = load(y_scales_ref.at[jnp.int32(0)]) * load(y_scales_ref.at[jnp.int32(1)]) * factor
     # What scales y leaves its norm as it was once epsilon is scaled too; not to 0, or zeros would become NaN.
     y_epsilon = jnp.maximum(y_scale * y_scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
@@ -131,32 +134,40 @@ def _output_kernel(
     def columns_of(j: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
         return span(j * block_n, block_n), in_bounds(j * block_n, block_n, c)
 
-    def weights(j: jax.Array | int) -> jax.Array:
+    def weights(j: jax.Array | int) -> list[jax.Array]:
         columns, mask = columns_of(j)
-        return load(w_ref.at[channels, columns], tile_mask(h_mask, mask))
+        return [load(w_ref.at[p, columns], tile_mask(h_mask, mask)) for p in parts]
 
     column_blocks = pl.cdiv(c, block_n)
-    held = block_h * column_blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
+    held = len(parts) * block_h * column_blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
     ws = [weights(j) for j in range(column_blocks)] if held else []
+
+    total = functools.partial(functools.reduce, operator.add)
 
     def step(s: jax.Array, carry: jax.Array) -> jax.Array:
         i = pid + s * programs
         batch, row = jax.lax.div(i, row_blocks), jax.lax.rem(i, row_blocks) * block_m
         rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
         mask = tile_mask(h_mask, row_mask)
-        y = load(y_ref.at[batch, channels, rows], mask).astype(jnp.float32)
-        d = y - jnp.sum(y, axis=0, keepdims=True) / h
+        ys = [load(ref.at[batch, span(0, block_h), rows], mask).astype(jnp.float32) for ref in y_refs]
+        mean = total(jnp.sum(y, axis=0, keepdims=True) for y in ys) / h
+        ds = [y - mean for y in ys]
         if h_mask is not None:
-            d = jnp.where(h_mask[:, None], d, 0.0)
-        z = d * jax.lax.rsqrt(jnp.sum(d * d, axis=0, keepdims=True) / h + y_epsilon) * scale + shift
+            ds = [jnp.where(h_mask[:, None], d, 0.0) for d in ds]
+        inverse = jax.lax.rsqrt(total(jnp.sum(d * d, axis=0, keepdims=True) for d in ds) / h + y_epsilon)
+        zs = [d * inverse * scale + shift for d, scale, shift in zip(ds, scales, shifts, strict=True)]
         if not gate_after:
-            z *= load(gate_ref.at[batch, channels, rows], mask).astype(jnp.float32)
-        z = z.astype(w_ref.dtype)
+            zs = [
+                z * load(gate_ref.at[batch, p, rows], mask).astype(jnp.float32)
+                for z, p in zip(zs, parts, strict=True)
+            ]
+        zs = [z.astype(w_ref.dtype) for z in zs]
 
-        def write(j: jax.Array | int, w: jax.Array) -> None:
+        def write(j: jax.Array | int, w: list[jax.Array]) -> None:
             columns, column_mask = columns_of(j)
             mask = tile_mask(row_mask, column_mask)
-            out = plgpu.dot(z, w, trans_a=True, precision=precision)
+            products = (plgpu.dot(z, v, trans_a=True, precision=precision) for z, v in zip(zs, w, strict=True))
+            out = total(products)
             if b_ref is not None:
                 out += load(b_ref.at[columns], column_mask)[None, :]
             if gate_after:
@@ -180,7 +191,7 @@ def _output_kernel(
 
 
 def output(
-    y: jax.Array,
+    ys: Sequence[jax.Array],
     gate: jax.Array,
     y_scales: jax.Array,
     scale: jax.Array,
@@ -200,9 +211,9 @@ def output(
 ) -> jax.Array:
     """The output (B, size, C) for y (B, H, M), the gate (B, G', M) and w (H, C), M >= size.
 
-    y is `factor`, times both of `y_scales`, times what is to be normalised.
+    y comes in parts (B, H / parts, M). It is `factor`, times both of `y_scales`, times what is to be normalised.
     """
-    b, h, _ = y.shape
+    b, h = len(ys[0]), sum(y.shape[1] for y in ys)
     c = w.shape[1]
     config = choose(
         config,
@@ -238,4 +249,4 @@ def output(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_output",
-    )(y, gate, y_scales, scale, shift, w, bias)
+    )(list(ys), gate, y_scales, scale, shift, w, bias)

@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref, tile_order
+from pallas_models.kernels._common import Ref, check_divides, tile_order
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -69,15 +71,17 @@ def shared_memory(config: Config, dtype: DTypeLike) -> int:
 
 
 def _product_kernel(
-    sides_ref: Ref,  # (B, 2 H', N, N): left, then right, H' >= H channels
-    o_ref: Ref,  # (B, H, N, N)
+    sides_ref: Ref,  # (B P, 2 H', N / P rows, N / P columns): left, then right, H' >= H channels
+    o_ref: Ref,  # (B P, H, N / P rows, N / P columns)
     *,
     config: Config,
+    pieces: tuple[int, int],
     incoming: bool,
     factor: float,
     precision: jax.lax.Precision,
 ) -> None:
-    _, h, n, _ = o_ref.shape
+    h, piece_rows, piece_columns = o_ref.shape[1:]
+    n = piece_rows * pieces[0]
     padded = sides_ref.shape[1] // 2
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tiles_m, tiles_n = pl.cdiv(n, block_m), pl.cdiv(n, block_n)
@@ -86,27 +90,44 @@ def _product_kernel(
     matrix = jax.lax.div(pid, tiles)
     batch, left = jax.lax.div(matrix, jnp.int32(h)), jax.lax.rem(matrix, jnp.int32(h))
     right = left + padded
-    rows, row_mask = span(i * block_m, block_m), in_bounds(i * block_m, block_m, n)
-    columns, column_mask = span(j * block_n, block_n), in_bounds(j * block_n, block_n, n)
+    rows, columns = (i * block_m, block_m), (j * block_n, block_n)
+    row_mask, column_mask = (in_bounds(*block, n) for block in (rows, columns))
+
+    def at(ref: Ref, channel: jax.Array, rows: tuple[Any, int], columns: tuple[Any, int]) -> Ref:
+        """Rows and columns of a matrix, (first, number) each."""
+        if pieces == (1, 1):
+            return ref.at[batch, channel, span(*rows), span(*columns)]
+        row, column = (
+            jax.lax.div(x[0], jnp.int32(n // count)) for x, count in zip((rows, columns), pieces, strict=True)
+        )
+        piece = (batch * pieces[0] + row) * pieces[1] + column
+        return ref.at[
+            piece,
+            channel,
+            span(rows[0] - row * piece_rows, rows[1]),
+            span(columns[0] - column * piece_columns, columns[1]),
+        ]
 
     def step(s: jax.Array, acc: jax.Array) -> jax.Array:
-        ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, n)
+        ks = s * block_k, block_k
+        k_mask = in_bounds(*ks, n)
         if incoming:
-            a = load(sides_ref.at[batch, left, ks, rows], tile_mask(k_mask, row_mask))
-            b = load(sides_ref.at[batch, right, ks, columns], tile_mask(k_mask, column_mask))
+            a = load(at(sides_ref, left, ks, rows), tile_mask(k_mask, row_mask))
+            b = load(at(sides_ref, right, ks, columns), tile_mask(k_mask, column_mask))
         else:
-            a = load(sides_ref.at[batch, left, rows, ks], tile_mask(row_mask, k_mask))
-            b = load(sides_ref.at[batch, right, columns, ks], tile_mask(column_mask, k_mask))
+            a = load(at(sides_ref, left, rows, ks), tile_mask(row_mask, k_mask))
+            b = load(at(sides_ref, right, columns, ks), tile_mask(column_mask, k_mask))
         return acc + plgpu.dot(a, b, trans_a=incoming, trans_b=not incoming, precision=precision)
 
     acc = jax.lax.fori_loop(0, pl.cdiv(n, block_k), step, jnp.zeros((block_m, block_n), jnp.float32))
-    store(o_ref.at[batch, left, rows, columns], acc * factor, tile_mask(row_mask, column_mask))
+    store(at(o_ref, left, rows, columns), acc * factor, tile_mask(row_mask, column_mask))
 
 
 def product(
     sides: jax.Array,
     *,
     channels: int,
+    pieces: tuple[int, int] = (1, 1),
     incoming: bool,
     factor: float,
     precision: jax.lax.Precision,
@@ -116,10 +137,14 @@ def product(
 ) -> jax.Array:
     """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
 
+    `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N / rows, N /
+    columns). So does the result. Tiles have to divide them.
+
     Returns:
       (B, channels, N, N) in the dtype of `sides`.
     """
-    b, _, n, _ = sides.shape
+    n = sides.shape[2] * pieces[0]
+    b = len(sides) // math.prod(pieces)
     config = choose(
         config,
         Problem(
@@ -135,12 +160,13 @@ def product(
         ),
         target,
     )
+    check_divides(config, n, pieces)
     kernel = functools.partial(
-        _product_kernel, config=config, incoming=incoming, factor=factor, precision=precision
+        _product_kernel, config=config, pieces=pieces, incoming=incoming, factor=factor, precision=precision
     )
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((b, channels, n, n), sides.dtype),
+        out_shape=jax.ShapeDtypeStruct((len(sides), channels, *sides.shape[2:]), sides.dtype),
         grid=(b * channels * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,

@@ -115,7 +115,7 @@ def _interleave(w: jax.Array, channels: int) -> jax.Array:
 def _halved(w: jax.Array, width: int, block_n: int) -> jax.Array:
     """(..., G), padded to `width`, halves of each block of `block_n` in the order that `_paired` takes apart."""
     w = _pad_last(w, width)
-    blocks = w.reshape(*w.shape[:-1], -1, 2, block_n // (2 * _GROUP), _GROUP)
+    blocks = w.reshape(*w.shape[:-1], width // block_n, 2, block_n // (2 * _GROUP), _GROUP)
     return blocks.swapaxes(-3, -2).reshape(w.shape)
 
 
@@ -133,7 +133,7 @@ def _project_kernel(
     w_ref: Ref,  # (C, 4 H + G), halves of the weights: projections and their gates interleaved, the out gate
     b_ref: Ref | None,  # (4 H + G,), halves of the biases
     sides_ref: Ref,  # (B, 2 H, M): left, then right
-    gate_ref: Ref,  # (B, G, M)
+    gate_ref: Ref | None,  # (B, G, M)
     *,
     config: Config,
     narrow: bool,
@@ -180,12 +180,16 @@ def _project_kernel(
         return carry
 
     def gate(j: jax.Array, carry: jax.Array) -> jax.Array:
+        assert gate_ref is not None
         first = (j - side_blocks) * block_n
         for half, y in enumerate(pairs(j)):  # in halves: a store takes shared memory of its size
             channels = span(first + half * (block_n // 2), block_n // 2)
             store(gate_ref.at[batch, channels, rows], gated(0.5, y), tile_mask(None, row_mask))
         return carry
 
+    if not narrow and gate_ref is None:
+        side(column_block, jnp.int32(0))
+        return
     if not narrow:
         jax.lax.cond(
             column_block < side_blocks,
@@ -198,7 +202,8 @@ def _project_kernel(
     d *= jax.lax.rsqrt(jnp.sum(d * d, axis=1, keepdims=True) / c + epsilon)
     z = (d * plgpu.load(scale_ref.at[:])[None, :] + plgpu.load(shift_ref.at[:])[None, :]).astype(w_ref.dtype)
     jax.lax.fori_loop(0, side_blocks, side, jnp.int32(0))
-    jax.lax.fori_loop(side_blocks, blocks, gate, jnp.int32(0))
+    if gate_ref is not None:
+        jax.lax.fori_loop(side_blocks, blocks, gate, jnp.int32(0))
 
 
 def project(
@@ -216,12 +221,12 @@ def project(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
     Returns:
       (B, 2 H', M), left in the first H channels and right in those from H' >= H, masked; and the gate,
-      (B, G', M), G' >= G. Both in the dtype of w.
+      (B, G', M), G' >= G, None for G = 0. Both in the dtype of w.
     """
     b, size, c = x.shape
     config = choose(
@@ -276,7 +281,7 @@ def project(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((b, 2 * channels, size), w.dtype),
-            jax.ShapeDtypeStruct((b, gates, size), w.dtype),
+            jax.ShapeDtypeStruct((b, gates, size), w.dtype) if gates else None,
         ),
         grid=(b * pl.cdiv(size, config.block_m) * column_blocks,),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),

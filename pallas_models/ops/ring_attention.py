@@ -1,0 +1,286 @@
+"""Attention of sequences that are spread over devices: keys and values go from device to device in a ring."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
+from pallas_models.ops._sharding import varying_alike
+from pallas_models.ops.attention import OP, merged_heads, operands
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis_name: str,
+    causal: bool = False,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    sm_scale: float | jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes `attention` in a `jax.shard_map`, where each device has a part of the queries and of the keys.
+
+    The parts of keys and values go round the devices ([Ring Attention](https://arxiv.org/abs/2310.01889)): each
+    device attends to the part that it has while the next is on its way, and joins the results by their
+    log-sum-exp. No device has more than two parts at a time. In the gradient, by kernels of attention's, they go
+    round once more, and the gradients of each part straight to the device that it is from. It is one of first
+    order, in reverse mode.
+
+    With `causal` the tokens are in the order of `zigzag_order`, so that all devices have as much to do.
+
+    Args:
+      q: (B, Sq, Hq, D), the queries of this device, as in `attention`.
+      k: (B, Skv, Hkv, D), its keys.
+      v: as k.
+      axis_name: the axis of the mesh that the sequence is split over.
+      causal: whether a query sees no key after its position. Each device has two chunks of the sequence, one after
+        another: of n devices, device i has chunks i and 2 n - 1 - i of 2 n.
+      mask: (B, Skv), of this device's keys.
+      segment_ids: (B, Sq), of its queries, integers of up to 32 bits that mean the same on all devices.
+      kv_segment_ids: (B, Skv), of its keys; `segment_ids` when None.
+
+    All other arguments are those of `attention`.
+
+    Returns:
+      (B, Sq, Hq, D) in the dtype of q.
+
+    Raises:
+      TypeError: as `attention`; or segment ids have 64 bits.
+      ValueError: as `attention`; or with `causal` queries and keys differ in number, or the number is odd.
+      NotImplementedError: as `attention`.
+    """
+    qkv, heads = merged_heads(q, k, v)
+    seq, kv_seq = q.shape[1], k.shape[1]
+    if causal and (seq != kv_seq or seq % 2):
+        raise ValueError(
+            f"q has {seq} tokens and k has {kv_seq} on a device; with causal=True expected the same even number"
+        )
+    for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
+        if ids is not None and ids.dtype.itemsize > 4:
+            raise TypeError(f"{name} has dtype {ids.dtype}; expected integers of up to 32 bits")
+    (queries, mask, _, segment_ids, kv_segment_ids), static = operands(
+        qkv,
+        **heads,
+        causal=False,
+        window=None,
+        mask=mask,
+        bias=None,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        sm_scale=sm_scale,
+        return_lse=True,
+        precision=precision,
+    )
+    ring = _Ring(
+        axis_name=axis_name,
+        causal=causal,
+        static=tuple(static.items()),
+        implementation=check_implementation(implementation) or None,
+    )
+    (q, k, v), *others = varying_alike((queries, mask, segment_ids, kv_segment_ids))
+    mask, segment_ids, kv_segment_ids = others
+    out = _attend(ring, (q, segment_ids), (k, v, mask, kv_segment_ids))
+    return out.reshape(*out.shape[:2], heads["num_heads"], heads["head_dim"])
+
+
+def zigzag_order(length: int, num_devices: int) -> np.ndarray:
+    """The positions of tokens in the order in which causal `ring_attention` has them spread.
+
+    Of 2 n equal chunks of the sequence the first and the last come first, then the second and the last but one:
+    each of n devices has an early chunk, whose queries see few keys, and a late one, whose queries see many.
+    `x[:, zigzag_order(length, n)]` puts tokens in this order, and `y[:, np.argsort(zigzag_order(length, n))]`
+    back. Rotary and learned positions are those of the tokens: the values given.
+
+    Args:
+      length: of the sequence.
+      num_devices: n, over which it is split.
+
+    Returns:
+      (length,) integers.
+
+    Raises:
+      ValueError: the length is not a multiple of 2 n.
+    """
+    if num_devices < 1 or length % (2 * num_devices):
+        raise ValueError(f"{length=} is not a multiple of 2 * {num_devices=}")
+    chunks = np.arange(length).reshape(2 * num_devices, -1)
+    return np.stack([chunks[:num_devices], chunks[: num_devices - 1 : -1]], axis=1).ravel()
+
+
+# What every device has of queries and of keys, all of them (B, S, ...): q and its segment ids; k, v, mask, ids.
+# Beside queries go rows of results: out (B, S, heads * head_dim) and the log-sum-exp (B, S, heads).
+_Queries = tuple[Any, ...]
+_Keys = tuple[Any, ...]
+_Rows = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Ring:
+    """A call: `static` has the options of `OP`, without its `causal`."""
+
+    axis_name: str
+    causal: bool
+    static: tuple[tuple[str, Any], ...]
+    implementation: tuple[Name, ...] | None
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return int(jax.lax.axis_size(self.axis_name))
+
+    def send(self, tree: Any, steps: int = 1) -> Any:
+        """What the device so many steps before this one has of a tree."""
+        to = [(i, (i + steps) % self.size) for i in range(self.size)]
+        return jax.lax.ppermute(tree, self.axis_name, to)
+
+    def options(self, causal: bool) -> dict[str, Any]:
+        return dict(self.static) | dict(causal=causal, implementation=self.implementation)
+
+    def attend(self, queries: _Queries, keys: _Keys, *, causal: bool = False) -> _Rows:
+        """What queries have of these keys."""
+        (q, ids), (k, v, mask, kv_ids) = queries, keys
+        out, lse = run(OP, (q, k, v), mask, None, ids, kv_ids, **self.options(causal))
+        return out.astype(_wide(out)), lse.swapaxes(1, 2)
+
+    def pull(
+        self, queries: _Queries, rows: _Rows, dout: jax.Array, keys: _Keys, *, causal: bool = False
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The gradients of q, and of k and v, by the weight that these keys have in the rows of all keys."""
+        (q, ids), (k, v, mask, kv_ids) = queries, keys
+        dq, dk, dv = run_backward(
+            OP,
+            ((q, k, v), mask, None, ids, kv_ids),
+            [rows[0], rows[1].swapaxes(1, 2)],
+            [dout, None],
+            (True, False, False, False, False),
+            functools.partial(_pull_in_xla, **dict(self.static) | dict(causal=causal)),
+            **self.options(causal),
+        )
+        return dq.astype(_wide(dq)), (dk.astype(_wide(dk)), dv.astype(_wide(dv)))
+
+    def paired(self, step: int, queries: Any, keys: Any) -> tuple[Any, Any]:
+        """Queries and keys of which each sees each, half as many, in twice the batch.
+
+        Keys that came in `step` steps are of device i - step. If that is before this one, all queries see the
+        first half of them; else it is after it, and all of them are seen by the second half of the queries.
+        """
+        is_before = jax.lax.axis_index(self.axis_name) >= step
+
+        def of_queries(x: jax.Array) -> jax.Array:
+            first, second = jnp.split(x, 2, axis=1)
+            return jnp.concatenate([second, jnp.where(is_before, first, second)])
+
+        def of_keys(x: jax.Array) -> jax.Array:
+            first, second = jnp.split(x, 2, axis=1)
+            return jnp.concatenate([first, jnp.where(is_before, first, second)])
+
+        return jax.tree.map(of_queries, queries), jax.tree.map(of_keys, keys)
+
+    def joined(self, step: int, rows: _Rows, part: _Rows) -> _Rows:
+        """The rows with what `part` adds, which is of `paired` queries."""
+        is_before = jax.lax.axis_index(self.axis_name) >= step
+
+        def halves(x: jax.Array, empty: float) -> tuple[jax.Array, jax.Array]:
+            second, either = jnp.split(x, 2)
+            none = jnp.full_like(second, empty)
+            other = [jnp.where(is_before, either, none), jnp.where(is_before, none, either)]
+            return jnp.concatenate([none, second], axis=1), jnp.concatenate(other, axis=1)
+
+        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], -jnp.inf)
+        return _merged(_merged(rows, (out, lse)), (other_out, other_lse))
+
+
+def _wide(x: jax.Array) -> Any:
+    """The dtype that sums over devices are kept in."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _merged(a: _Rows, b: _Rows) -> _Rows:
+    """The rows over the keys of both."""
+    lse = jnp.logaddexp(a[1], b[1])
+    return _by_head(a[0], _share(a[1], lse)) + _by_head(b[0], _share(b[1], lse)), lse
+
+
+def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
+    """The weight of a part of the keys among all of them; 0 where there is none."""
+    return jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - lse))
+
+
+def _by_head(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """x (B, S, heads * head_dim) times weights (B, S, heads)."""
+    return (x.reshape(*weights.shape, -1) * weights[..., None]).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, queries: _Queries, keys: _Keys) -> jax.Array:
+    return _rows(ring, queries, keys)[0]
+
+
+def _rows(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
+    following = ring.send(keys)
+    rows = ring.attend(queries, keys, causal=ring.causal)
+    for step in range(1, ring.size):
+        # One part is on its way while the kernel runs, and no other before it has ended.
+        keys, rows = jax.lax.optimization_barrier((following, rows))
+        following = ring.send(keys) if step + 1 < ring.size else keys
+        if ring.causal:
+            rows = ring.joined(step, rows, ring.attend(*ring.paired(step, queries, keys)))
+        else:
+            rows = _merged(rows, ring.attend(queries, keys))
+    return rows[0].astype(queries[0].dtype), rows[1]
+
+
+def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, tuple[Any, ...]]:
+    # Policies of `jax.checkpoint` that keep the rows of attention keep these.
+    out, lse = (checkpoint_name(x, OP.name) for x in _rows(ring, queries, keys))
+    return out, (queries, (out, lse), keys)
+
+
+def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Queries, _Keys]:
+    queries, rows, keys = kept
+    # Parts of keys are sent again: XLA must not keep those of the forward pass, which are the whole sequence.
+    keys, dout = jax.lax.optimization_barrier((keys, dout))
+    of_queries, dtype = (queries, rows, dout), dout.dtype
+    following = ring.send(keys)
+    found = ring.pull(*of_queries, keys, causal=ring.causal)
+    for step in range(1, ring.size):
+        keys, found = jax.lax.optimization_barrier((following, found))
+        following = ring.send(keys) if step + 1 < ring.size else keys
+        if ring.causal:
+            (pair_queries, pair_rows, pair_dout), pair_keys = ring.paired(step, of_queries, keys)
+            part = ring.pull(pair_queries, pair_rows, pair_dout, pair_keys)
+            part = jax.linear_transpose(functools.partial(ring.paired, step), *found)(part)
+        else:
+            part = ring.pull(*of_queries, keys)
+        # The gradients of keys go straight to where the keys are from.
+        home = ring.send(jax.tree.map(lambda x: x.astype(dtype), part[1]), -step)
+        found = jax.tree.map(jnp.add, found, (part[0], jax.tree.map(lambda x: x.astype(_wide(x)), home)))
+    dq, dk, dv = (x.astype(dtype) for x in jax.tree.leaves(found))
+    return (dq, None), (dk, dv, None, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _pull_in_xla(
+    arrays: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any], **static: Any
+) -> list[jax.Array]:
+    """What kernels give for rows that are of more keys than these, by the derivative of these keys' own rows."""
+    qkv, *others = arrays
+    (out, lse), dout = kept, cotangents[0].astype(_wide(cotangents[0]))
+    (part, part_lse), pull = jax.vjp(lambda qkv: OP.reference(qkv, *others, **static), qkv)
+    share = _share(part_lse, lse)
+    by_head = (*out.shape[:2], lse.shape[1], -1)
+    change = jnp.sum((dout * (part - out)).reshape(by_head), axis=-1).swapaxes(1, 2)
+    dpart = _by_head(dout, share.swapaxes(1, 2)).astype(part.dtype)
+    return jax.tree.leaves(pull((dpart, share * change)))
