@@ -313,6 +313,17 @@ def _hopper_matmul(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
+def _hopper_matmul_layer_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, k, n = (72, 192, 128) if size == 1 else (128, 128, 384)
+    rng = np.random.default_rng(36)
+    return (
+        normal(rng, m, k, dtype=dtype),
+        normal(rng, m, n, dtype=dtype),
+        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
+        *(normal(rng, n, dtype=dtype, shift=shift) for shift in (0.5, 1.0, 0.0)),
+    )
+
+
 def _hopper_gated(size: int, dtype: str) -> tuple[jax.Array, ...]:
     m, k, n = (72, 192, 192) if size == 1 else (128, 128, 256)
     rng = np.random.default_rng(32)
@@ -359,6 +370,7 @@ def _call_hopper_attention_qkv(qkv, **options):
 # end where a kernel allows it.
 HOPPER_CALLS = [
     Call("matmul", _call_matmul, _hopper_matmul, 4),
+    Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
     Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
     Call("attention", _call_hopper_attention, _hopper_attention, 3),
     Call("attention_qkv", _call_hopper_attention_qkv, _hopper_attention_qkv, 1),

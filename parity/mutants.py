@@ -291,6 +291,18 @@ MUTANTS = [
             "test_attention.py -k hopper_kernel",
         ),
         (
+            "matmul_layer_norm.py",
+            "square += square_there + jnp.square(mean - mean_there) * (half / 2)",
+            "square += square_there",
+            "test_matmul_layer_norm.py -k hopper_kernel",
+        ),
+        (
+            "matmul_layer_norm.py",
+            "refs.w.at[ks, pl.ds(half, half)]",
+            "refs.w.at[ks, pl.ds(0, half)]",
+            "test_matmul_layer_norm.py -k hopper_kernel",
+        ),
+        (
             "_common.py",
             "return x * _sigmoid(x * MINUS_LOG2_E)",
             "return _sigmoid(x * MINUS_LOG2_E)",

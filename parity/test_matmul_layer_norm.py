@@ -1,17 +1,33 @@
 """`ops.matmul_layer_norm` against torch: fused and unfused, operands absent and present, gradients."""
 
 import functools
+import re
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import _launch
+from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
-from parity.common import KERNEL, assert_close, assert_gradients_close, by_device, compiled, gpu, normal
+from parity.common import (
+    KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
+    assert_close,
+    assert_gradients_close,
+    by_device,
+    compiled,
+    cuda_device,
+    gpu,
+    normal,
+)
+from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.tolerances import GRADIENT, LONG, OP, TF32
 
 SHAPES = by_device(
@@ -151,3 +167,117 @@ def test_gradients(reference):
         return kernel(x, w, scale, offset, bias=bias, residual=residual)
 
     assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
+
+
+def hopper(width: int, **sizes: int) -> mosaic.Config:
+    return mosaic.Config(block_m=64, block_n=width, num_stages=2, ping_pong=False, split_n=True, **sizes)
+
+
+# The interpreter runs two CTAs.
+edges = pytest.mark.skipif(MOSAIC != "mosaic" and jax.__version_info__ < (0, 11), reason="JAX 0.10 has no edges")
+
+
+@pytest.mark.parametrize(
+    "shape, has_bias, has_residual",
+    [
+        ((192, 64, 128), True, True),  # several tiles for a CTA
+        ((64, 128, 384), False, True),
+        pytest.param((72, 192, 256), True, False, marks=edges),  # ragged
+    ],
+)
+def test_hopper_kernel(shape, has_bias, has_residual):
+    x, w, scale, offset, bias, residual = operands(shape, "bfloat16", seed=8)
+    options = dict(bias=bias.astype("float32") if has_bias else None, residual=residual if has_residual else None)
+    exact = (a.astype("float32") for a in (x, w, scale, offset))
+    expected = compiled.matmul_layer_norm(*exact, implementation="xla", **options)
+    out = compiled.matmul_layer_norm(
+        x, w, scale, offset, config=hopper(shape[2]), implementation=MOSAIC, **options
+    )
+    assert out.dtype == "bfloat16"
+    assert_close(out, expected, OP["bfloat16"])
+
+
+def test_hopper_kernel_sums_up_halves_of_rows_that_lie_far_apart():
+    """The variance of rows of which one half is 100 and the other -100, but for a little."""
+    x, w, scale, offset, _, residual = operands((64, 64, 128), "float16", seed=11)
+    halves = jnp.repeat(jnp.asarray([100.0, -100.0], "float16"), 64)
+    options = dict(residual=residual + halves, implementation=MOSAIC, config=hopper(128))
+    expected = compiled.matmul_layer_norm(x, w, scale, offset, residual=residual + halves, implementation="xla")
+    assert_close(compiled.matmul_layer_norm(x, w, scale, offset, **options), expected, OP["float16"])
+
+
+@pytest.mark.skipif(
+    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
+)
+def test_hopper_kernel_has_no_races(monkeypatch, capfd):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    x, w, scale, offset, bias, residual = operands((256, 64, 128), "bfloat16", seed=9)
+    options = dict(bias=bias, residual=residual)
+    out = ops.matmul_layer_norm(x, w, scale, offset, config=hopper(128), implementation=MOSAIC, **options)
+    expected = compiled.matmul_layer_norm(x, w, scale, offset, implementation="xla", **options)
+    assert_close(out, expected, OP["bfloat16"])
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_hopper_kernel_lowers():
+    shapes = [jax.ShapeDtypeStruct(a.shape, "float16") for a in operands((264, 128, 384))]
+
+    def f(x, w, scale, offset, bias, residual):
+        return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, implementation="mosaic")
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(f, *shapes)
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+    assert "stablehlo.dot" not in text
+
+
+@pytest.mark.parametrize("n", [128, 256, 384, 512])
+def test_hopper_heuristic(n):
+    config = mosaic.heuristic(n, gpu())
+    assert config in list(mosaic.candidates(n, gpu()))
+    assert mosaic.shared_memory(config) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "shape, change, options, message",
+    [
+        ((64, 64, 128), {"x": "float32", "w": "float32"}, {}, "takes float16 and bfloat16, not float32"),
+        ((64, 64, 320), {}, {}, "takes rows of up to 512 columns in multiples of 128, not of 320"),
+        ((64, 64, 768), {}, {}, "takes rows of up to 512 columns in multiples of 128, not of 768"),
+        ((12, 64, 128), {}, {}, "in multiples of 64, not x of shape (12, 64)"),
+        ((64, 64, 128), {"residual": "float32"}, {}, "takes a residual of the dtype of x, bfloat16, not float32"),
+        ((64, 64, 128), {}, {"config": fused(128)}, "takes a Config of pallas_models.kernels.mosaic"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(shape, change, options, message):
+    names = "x", "w", "scale", "offset", "bias", "residual"
+    arrays = {name: a.astype(change.get(name, "bfloat16")) for name, a in zip(names, operands(shape), strict=True)}
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ops.matmul_layer_norm(**arrays, implementation=MOSAIC, **options)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(block_n=256), dict(block_m=128), dict(block_m=128, split_n=False)], ids=str
+)
+def test_hopper_tiles_are_whole_rows(change):
+    x, w, scale, offset, _, _ = operands((64, 64, 128), "bfloat16")
+    sizes = dict(block_m=64, block_n=128, num_stages=2, ping_pong=False, split_n=True) | change
+    with pytest.raises(ValueError, match=r"expected block_m=64, block_n=128|needs True"):
+        ops.matmul_layer_norm(x, w, scale, offset, config=mosaic.Config(**sizes), implementation=MOSAIC)
+
+
+def test_gradients_of_the_hopper_kernel():
+    arrays = operands((64, 64, 128), "bfloat16", seed=10)
+
+    def loss(implementation, *arrays):
+        x, w, scale, offset, bias, residual = arrays
+        options = dict(bias=bias, residual=residual, implementation=implementation)
+        return jnp.sum(jnp.square(ops.matmul_layer_norm(x, w, scale, offset, **options).astype("float32")))
+
+    def gradients(implementation):
+        return jax.grad(functools.partial(loss, implementation), range(6))(*arrays)
+
+    for mine, expected in zip(gradients(MOSAIC), gradients("xla"), strict=True):
+        assert_close(mine, expected, OP["bfloat16"])

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
@@ -27,7 +28,7 @@ def matmul_layer_norm(
     residual: jax.Array | None = None,
     epsilon: float = 1e-5,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `layer_norm(x @ w + bias + residual) * scale + offset`.
@@ -44,9 +45,11 @@ def matmul_layer_norm(
       residual: (..., N), any float dtype, or None.
       epsilon: added to the variance.
       precision: of float32 products, as in `matmul`.
-      config: tile sizes; one kernel where `block_n` covers a row and `splits` is 1, else two. Chosen as
-        `pallas_models.tuning` says when None.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      config: tile sizes of the Triton or the Mosaic kernel; in Triton one kernel where `block_n` covers a row and
+        `splits` is 1, else two. Chosen as `pallas_models.tuning` says when None.
+      implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
+        precisions, rows in multiples of 8, K in multiples of 64, N of 128, 256, 384 or 512, and a residual of the
+        dtype of `x`.
 
     Returns:
       (..., N) in the dtype of `x`.
@@ -54,6 +57,7 @@ def matmul_layer_norm(
     Raises:
       TypeError: an operand is not floating point, or `x` and `w` differ in dtype.
       ValueError: shapes do not fit.
+      NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     check_matmul(x, w, bias, None, residual, jnp.float32)
     for name, vector in (("scale", scale), ("offset", offset)):
@@ -157,7 +161,16 @@ def _backward(
 _OP = Op(
     name="matmul_layer_norm",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=_triton, config=triton.Config),),
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic.matmul_layer_norm,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+            preferred=mosaic.prefer,
+        ),
+        Kernel(backend="triton", call=_triton, config=triton.Config),
+    ),
     backward=(Backward(backend="triton", call=_backward, keeps=-1, options={"return_sum": True}),),
     sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N, m N"),
 )

@@ -33,8 +33,9 @@ class Config:
     `num_consumers` warpgroups multiply: 2, or 3 with fewer registers each. With `ping_pong` each has a tile of its
     own, and finishes it while another one has the tensor cores: for short contractions, after which there is most
     to finish. Without, they share the rows of a tile, which can be twice as large: for long contractions, which
-    read operands most often. `group_m` row blocks are walked together before the next column block, so that CTAs
-    running at the same time share operands in L2. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be
+    read operands most often; or, with `split_n`, its columns, a part of the right operand each. `group_m` row
+    blocks are walked together before the next column block, so that CTAs running at the same time share operands
+    in L2. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be
     on their way from shared memory, for each warpgroup.
     """
 
@@ -46,29 +47,34 @@ class Config:
     group_m: int = 8
     num_slots: int = 2
     num_consumers: int = 2
+    split_n: bool = False
 
     def __post_init__(self) -> None:
         if self.num_consumers not in _REGISTERS:
             raise ValueError(f"{__name__}: num_consumers={self.num_consumers} must be 2 or 3")
         for name, value, multiple in (
-            ("block_m", self.block_m, 64 if self.ping_pong else 64 * self.num_consumers),
-            ("block_n", self.block_n, 64),
+            ("block_m", self.block_m, 64 if self.ping_pong or self.split_n else 64 * self.num_consumers),
+            ("block_n", self.block_n, 64 * self.num_consumers if self.split_n else 64),
             ("block_k", self.block_k, 64),
         ):
             if value < multiple or value % multiple:
                 raise ValueError(f"{__name__}: {name}={value} must be a positive multiple of {multiple}")
-        if self.block_n > 256:
-            raise ValueError(f"{__name__}: block_n={self.block_n} must be at most 256")
+        widest = 256 * (self.num_consumers if self.split_n else 1)
+        if self.block_n > widest:
+            raise ValueError(f"{__name__}: block_n={self.block_n} must be at most {widest}")
+        if self.ping_pong and self.split_n:
+            raise ValueError(f"{__name__}: ping_pong and split_n: a warpgroup has tiles of its own or shares them")
         if self.num_stages < 2 or self.num_stages > 10:  # 32 barriers go together
             raise ValueError(f"{__name__}: num_stages={self.num_stages} must be from 2 to 10")
-        sums, most = self.rows * self.block_n // 128, {2: 192, 3: 128}[self.num_consumers]
+        columns = self.block_n // self.num_consumers if self.split_n else self.block_n
+        sums, most = self.rows * columns // 128, {2: 192, 3: 128}[self.num_consumers]
         if sums > most:
             raise ValueError(f"{__name__}: {self} has {sums} sums a thread; expected {most} at most")
 
     @property
     def rows(self) -> int:
         """Rows of a tile that one warpgroup has."""
-        return self.block_m if self.ping_pong else self.block_m // self.num_consumers
+        return self.block_m if self.ping_pong or self.split_n else self.block_m // self.num_consumers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,6 +185,7 @@ def gemm(
     b: Sequence[Operand],
     transpose_a: bool = False,
     transpose_b: bool = False,
+    split_n: bool = False,
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None = None,
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
@@ -199,6 +206,7 @@ def gemm(
         each, as for the gate and the values of a gated product. Tile columns are those of one of them.
       transpose_a: whether `a` gives (block_k, block_m).
       transpose_b: whether `b` gives (block_n, block_k).
+      split_n: whether each warpgroup has a part of `b` for itself, and the epilogue the sums of that part alone.
       prefetch: `prefetch(refs, tile, warpgroup)` may start copies of what the epilogue reads, early in the sum.
       epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in
         float32 for each part of `b`.
@@ -209,6 +217,8 @@ def gemm(
     """
     if config.block_n % (64 * len(b)):
         raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * len(b)}: it has {len(b)} parts")
+    if config.split_n != split_n:
+        raise ValueError(f"{config} has {config.split_n=}; {name} needs {split_n}")
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
@@ -450,15 +460,19 @@ class _Body:
         tile = self.tile(i)
         ring = self.ring(refs, warpgroup)
         rows: Any = slice(None)
-        if not config.ping_pong:
+        parts: list[Any] = list(range(len(self.b)))
+        if config.split_n:
+            parts = [warpgroup]
+            tile = dataclasses.replace(tile, column=tile.column + warpgroup * self.tile_columns)
+        elif not config.ping_pong:
             rows = pl.ds(warpgroup * config.rows, config.rows)
             tile = dataclasses.replace(tile, row=tile.row + warpgroup * config.rows, num_rows=config.rows)
 
         def multiply_slot(sums: Sequence[Ref], slot: jax.Array) -> None:
             ring.wait(slot)
             a = refs.a_ring.at[(slot, 0, *((slice(None), rows) if self.transpose_a else (rows,)))]
-            for i, total in enumerate(sums):
-                b = refs.b_ring.at[slot, i]
+            for part, total in zip(parts, sums, strict=True):
+                b = refs.b_ring.at[slot, part]
                 plgpu.wgmma(
                     total,
                     a.transpose((1, 0)) if self.transpose_a else a,
@@ -494,5 +508,5 @@ class _Body:
             return [total[...] for total in sums]
 
         accumulator = plgpu.ACC((config.rows, self.tile_columns), jnp.float32)
-        sums = pl.run_scoped(product, *[accumulator] * len(self.b))
+        sums = pl.run_scoped(product, *[accumulator] * len(parts))
         self.epilogue(refs, tile, sums, warpgroup)

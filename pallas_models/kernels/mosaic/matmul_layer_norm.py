@@ -1,0 +1,201 @@
+"""Matrix product, residual and layer norm for Hopper GPUs: the warpgroups of a CTA own whole rows together."""
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import load, plgpu, row, untiled
+from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, gemm, staging, store
+from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
+
+_MOST_COLUMNS = 512  # of rows that fit on a multiprocessor, a half in the registers of each warpgroup
+_ROWS = 64  # of a tile
+_COLUMNS = 64  # that leave at a time, as in `store`
+
+
+def unsupported(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    return_sum: bool = False,
+) -> str | None:
+    """Why `matmul_layer_norm` does not serve a call; None if it does."""
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {x.dtype}"
+    if residual is not None and residual.dtype != x.dtype:
+        return f"takes a residual of the dtype of x, {x.dtype}, not {residual.dtype}"
+    if return_sum:
+        return "does not keep the sum for the gradient"
+    n = w.shape[1]
+    if n % (2 * _COLUMNS) or n > _MOST_COLUMNS:
+        return f"takes rows of up to {_MOST_COLUMNS} columns in multiples of {2 * _COLUMNS}, not of {n}"
+    return untiled("x", x.shape, x.dtype)
+
+
+def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+    """Whether it is the faster kernel for a call that it serves.
+
+    A tile takes its time however many there are: with fewer than two in three multiprocessors of an H200 at work,
+    two kernels with smaller tiles are expected to be faster.
+    """
+    return x.shape[0] >= 6144
+
+
+def shared_memory(config: Config) -> int:
+    """Bytes of shared memory that a block takes: ring, parts of rows that come and leave, vectors and moments."""
+    ring = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
+    rows = config.block_m * config.block_n * 2
+    return ring + rows + 3 * 4 * config.block_n + 4 * 4 * config.block_m + 512
+
+
+def heuristic(n: int, target: Target) -> Config:
+    """Chooses the steps in the ring for n columns: as many as fit."""
+    return max(candidates(n, target), key=lambda config: config.num_stages)
+
+
+def candidates(n: int, target: Target) -> Iterator[Config]:
+    """The configs worth measuring."""
+    for num_stages in range(2, 9):
+        config = Config(block_m=_ROWS, block_n=n, num_stages=num_stages, ping_pong=False, split_n=True)
+        if shared_memory(config) <= target.shared_memory:
+            yield config
+
+
+def matmul_layer_norm(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """layer_norm(x @ w + bias + residual) for x (M, K); see `pallas_models.ops.matmul_layer_norm`."""
+    (m, k), n = x.shape, w.shape[1]
+    del precision  # of float32, see `unsupported`
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="matmul_layer_norm",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, n, target),
+            candidates=functools.partial(candidates, n, target),
+            shared_memory=shared_memory,
+        ),
+        target,
+    )
+    if (config.block_m, config.block_n, config.num_consumers) != (_ROWS, n, 2):
+        expected = f"block_m={_ROWS}, block_n={n} and num_consumers=2"
+        raise ValueError(f"{config} has the wrong tiles; expected {expected}")
+    half = n // 2
+    blocks = [Block(0, column, _COLUMNS) for column in range(0, half, _COLUMNS)]
+    vectors = {"scale": scale, "offset": offset} | ({} if bias is None else {"bias": bias})
+    scratch_types: dict[str, Any] = dict(
+        slots=staging(config, blocks, x.dtype, len(blocks)),
+        ready=plgpu.Barrier(num_arrivals=len(vectors) + (0 if residual is None else len(blocks)), num_barriers=2),
+        moments=plgpu.SMEM((2, 2, _ROWS), jnp.float32),
+        known=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        **{f"{name}_tile": plgpu.SMEM((2, half), v.dtype) for name, v in vectors.items()},
+    )
+
+    def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+        ready = refs.ready.at[warpgroup]
+        for name in vectors:
+            source, there = getattr(refs, name), getattr(refs, f"{name}_tile")
+            plgpu.copy_gmem_to_smem(source.at[tile.columns], there.at[warpgroup], ready)
+        if residual is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left these slots
+            for i, block in enumerate(blocks):
+                plgpu.copy_gmem_to_smem(block.at(refs.residual, tile), refs.slots.at[warpgroup, i], ready)
+
+    def along_rows(v: jax.Array) -> jax.Array:
+        return jax.lax.broadcast_in_dim(v, (_ROWS, _COLUMNS), [0])
+
+    def total(values: Iterable[jax.Array]) -> jax.Array:
+        """The sum of each row of blocks side by side."""
+        return functools.reduce(operator.add, (jnp.sum(y, axis=1) for y in values))
+
+    def moments(refs: Refs, ys: Sequence[jax.Array], warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean and variance of each row, of which the other warpgroup has the other half.
+
+        They are combined as in Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
+        """
+        mean = total(ys) * (1.0 / half)
+        square = total(jnp.square(y - along_rows(mean)) for y in ys)
+        for i, value in enumerate((mean, square)):
+            refs.moments.at[warpgroup, i][...] = value
+        plgpu.barrier_arrive(refs.known.at[0])
+        plgpu.barrier_wait(refs.known.at[0])
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        mean_there, square_there = (
+            load(refs.moments.at[1 - warpgroup, i], rows, interpret=interpret) for i in range(2)
+        )
+        plgpu.barrier_arrive(refs.known.at[1])  # both have read before the next tile's are written
+        plgpu.barrier_wait(refs.known.at[1])
+        square += square_there + jnp.square(mean - mean_there) * (half / 2)
+        return (mean + mean_there) * 0.5, square * (1.0 / n)
+
+    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
+        def vector(name: str, block: Block) -> jax.Array:
+            return row(getattr(refs, f"{name}_tile").at[warpgroup, block.columns], (_ROWS, _COLUMNS))
+
+        plgpu.barrier_wait(refs.ready.at[warpgroup])
+        ys = [block.of(sums[0]) for block in blocks]
+        if bias is not None:
+            ys = [y + vector("bias", block) for y, block in zip(ys, blocks, strict=True)]
+        if residual is not None:
+            ys = [y + refs.slots.at[warpgroup, i][...].astype(jnp.float32) for i, y in enumerate(ys)]
+        mean, variance = moments(refs, ys, warpgroup)
+        rstd = jax.lax.rsqrt(variance + epsilon)
+
+        def value(block: Block, _: Ref) -> jax.Array:
+            y = (ys[block.column // _COLUMNS] - along_rows(mean)) * along_rows(rstd)
+            return y * vector("scale", block) + vector("offset", block)
+
+        store(refs.slots.at[warpgroup], refs.o, tile, blocks, value, wait=residual is None)
+
+    (out,) = gemm(
+        dict(x=x, w=w, residual=residual, **vectors),
+        dict(o=jax.ShapeDtypeStruct((m, n), x.dtype)),
+        config=config,
+        m=m,
+        n=half,
+        k=k,
+        dtype=x.dtype,
+        a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
+        b=[
+            lambda refs, tile, ks: refs.w.at[ks, pl.ds(0, half)],
+            lambda refs, tile, ks: refs.w.at[ks, pl.ds(half, half)],
+        ],
+        split_n=True,
+        prefetch=prefetch,
+        epilogue=epilogue,
+        scratch_types=scratch_types,
+        name="matmul_layer_norm",
+        target=target,
+        interpret=interpret,
+    )
+    return out
