@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref
+from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref, slope
 
 plgpu = Backend("jax.experimental.pallas.mosaic_gpu")
 
@@ -124,6 +124,17 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
             return x * _sigmoid(x * MINUS_LOG2_E)
         case _:
             return x
+
+
+def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The slope at `x`, float32, of an activation; as coarse as `activate` where it is to be rounded to bfloat16."""
+    if jnp.dtype(dtype) == jnp.bfloat16 and activation == "gelu_tanh":
+        factor = math.sqrt(2.0 / math.pi)
+        half, square = 0.5 * x, x * x
+        t = jnp.tanh(x * (factor + (0.044715 * factor) * square))
+        change = factor + (3 * 0.044715 * factor) * square
+        return (0.5 + 0.5 * t) + half * change * (1.0 - t * t)
+    return slope(activation, x, jnp.exp2)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import activate, plgpu, row, untiled
+from pallas_models.kernels.mosaic._common import activate, derivative, plgpu, row, untiled
 from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
@@ -142,10 +142,12 @@ def matmul(
     target: Target,
     interpret: bool,
     return_preactivation: bool = False,
+    slope: str | None = None,
 ) -> Any:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
 
-    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x.
+    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x. With `slope`, the name of an
+    activation, the result is x @ w times its derivative at `residual`: the gradient by what it was applied to.
     """
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
     del acc_dtype, precision, algorithm, batch  # see `unsupported`
@@ -158,6 +160,7 @@ def matmul(
         "activation": activation is not None,
         "preactivation": return_preactivation,
         "wide_out": jnp.dtype(out_dtype).itemsize == 4,
+        "slope": slope is not None,
     }
     config = choose(
         config,
@@ -209,7 +212,10 @@ def matmul(
             return y if bias is None else y + shift(block.column, y.shape)
 
         def value(block: Block, slot: Ref) -> jax.Array:
-            y = activate(activation, preactivation(block, slot), out_dtype)
+            y = preactivation(block, slot)
+            if slope is not None:
+                return y * derivative(slope, slot[...].astype(jnp.float32), out_dtype)
+            y = activate(activation, y, out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 
         if kept is not None:
