@@ -20,6 +20,7 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -198,10 +199,11 @@ def norm_backward(
         interpret=interpret,
         name=name,
     )(x, scale, residual, statistics, dout, dsum)
-    dscale, *dbias = (jnp.sum(dvectors[i], axis=0) for i in range(len(dvectors)))  # results apart, and no copies
+    dtypes = [scale.dtype] + ([] if bias is None else [bias.dtype])
+    dscale, *dbias = column_sums(dvectors, dtypes, interpret=interpret)
     return (
         dx,
-        dscale.astype(scale.dtype),
-        None if bias is None else dbias[0].astype(bias.dtype),
+        dscale,
+        None if bias is None else dbias[0],
         None if residual is None else dresidual if apart else dx,
     )
