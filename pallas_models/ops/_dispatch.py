@@ -182,6 +182,17 @@ def run(
         )
 
 
+def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
+    """Whether kernels compute a call, of arrays like these, and its gradient."""
+    names, target = check_implementation(implementation), targets.current()
+    with _plain_settings(arrays):
+        found = _choose_backward(op, arrays, static, names, target)
+        if found is None or found[0].backend == "xla":
+            return False
+        reference = functools.partial(op.reference, **static)
+        return _choose(op, arrays, static, None, names, target, reference) is not reference
+
+
 def _debugging() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 

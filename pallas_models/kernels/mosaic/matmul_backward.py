@@ -34,7 +34,7 @@ class Config(_gemm.Config):
 
 
 # As those of `matmul`, of which they have the time of a step.
-_TILES = ((128, 256, 0.0100), (128, 192, 0.0074), (128, 128, 0.0052))
+_TILES = ((128, 256, 0.0100), (128, 192, 0.0074), (128, 128, 0.0052), (128, 64, 0.0030))
 _TILE_US = 1.5
 _US_PER_SPLIT = 1e-6  # of each output: it is written, read and added
 

@@ -24,6 +24,7 @@ from pallas_models.kernels.triton._common import (
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """Each program walks `block_n` columns of its share of the rows, one of `splits`, `block_m` rows a step."""
