@@ -19,8 +19,6 @@ from pallas_models.ops.matmul import backward as matmul_backward
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import finish, matmul, mosaic_backward, refuses_mosaic_backward
 from pallas_models.ops.matmul import reference as matmul_reference
-from pallas_models.target import Target
-from pallas_models.tuning import Chooser
 
 
 def mlp(
@@ -60,7 +58,7 @@ def mlp(
       ValueError: shapes do not fit, or `activation` is unknown.
       NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
-    hidden = jax.ShapeDtypeStruct(check_matmul(x, w_up, bias_up, activation, None, jnp.float32), x.dtype)
+    hidden: Any = jax.ShapeDtypeStruct(check_matmul(x, w_up, bias_up, activation, None, jnp.float32), x.dtype)
     shape = check_matmul(hidden, w_down, bias_down, None, residual, jnp.float32)
     if activation is None:
         raise ValueError(f"{activation=} is not supported; expected one of {tuple(activations.ACTIVATIONS)}")
@@ -75,7 +73,7 @@ def mlp(
         return matmul(hidden, w_down, bias=bias_down, residual=residual, **options)
 
     def together(x: Any, w_up: Any, bias_up: Any, w_down: Any, bias_down: Any, residual: Any) -> jax.Array:
-        """The same as a function of what the activation is applied to, beside which the hidden values are constant."""
+        """The same as a function of what the activation is applied to; the hidden values are constants in it."""
         y, hidden = run(_UP, x, w_up, bias_up, activation=activation, **options)
         hidden = checkpoint_name(jax.lax.stop_gradient(hidden), "mlp_up")
         return run(_DOWN, y, hidden, w_down, bias_down, residual, activation=activation, **options)

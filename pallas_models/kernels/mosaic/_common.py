@@ -127,7 +127,7 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
 
 
 def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The slope at `x`, float32, of an activation; as coarse as `activate` where it is to be rounded to bfloat16."""
+    """The slope at `x`, float32, of the activation, as coarse as `activate` has it for bfloat16."""
     if jnp.dtype(dtype) == jnp.bfloat16 and activation == "gelu_tanh":
         factor = math.sqrt(2.0 / math.pi)
         half, square = 0.5 * x, x * x

@@ -103,8 +103,8 @@ class Beside:
     `add(refs, tile, slot, warpgroup, total)` adds what `a_ring` and `b_ring` hold in that slot.
     """
 
-    zero: Callable[[], jax.Array]
-    add: Callable[[Refs, Tile, jax.Array, jax.Array, jax.Array], jax.Array]
+    zero: Callable[[], Any]
+    add: Callable[[Refs, Tile, jax.Array, jax.Array, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The gradients of a product by its weights and its bias, for Hopper GPUs: one kernel reads the cotangent for both."""
+"""The gradients of a product by its weights and its bias, for Hopper GPUs: the cotangent is read once for both."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
 def configs(m: int, n: int, k: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring: up to 12 splits of 512 rows or more."""
     for (block_m, block_n, _), splits in ((tile, s) for tile in _TILES for s in range(1, 13)):
-        if splits > 1 and m < 512 * splits or block_n >= 2 * max(n, 64):
+        if (splits > 1 and m < 512 * splits) or block_n >= 2 * max(n, 64):
             continue
         for num_stages in range(8, 1, -1):
             config = Config(block_m=block_m, block_n=block_n, num_stages=num_stages, splits=splits)
@@ -80,7 +80,7 @@ def unsupported(x: jax.Array, w: jax.Array, *_: Any, transpose_w: bool, **__: An
 def weight_gradient(
     x: jax.Array, dy: jax.Array, *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """x^T dy, (K, N), and the sums of the columns of dy, (N,), in float32, for x (M, K) and dy (M, N) of one dtype.
+    """x^T dy, (K, N), and the column sums of dy, (N,), both float32, for x (M, K) and dy (M, N) of one dtype.
 
     The sums over M are those of each split and then those of all, always in the same order.
     """

@@ -1,6 +1,7 @@
-"""Sums of the columns of few rows: the second stage of sums whose first one programs computed of their own rows."""
+"""Sums of the columns of few rows: the second stage of sums that programs began, each with its own rows."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def _kernel(parts_ref: Ref, *sums_refs: Ref) -> None:
         pl.when(vector == i)(write)
 
 
-def column_sums(parts: jax.Array, dtypes: list[DTypeLike], *, interpret: bool) -> list[jax.Array]:
+def column_sums(parts: jax.Array, dtypes: Sequence[DTypeLike], *, interpret: bool) -> list[jax.Array]:
     """The sums over M of each of `parts` (V, M, N) float32, in these V dtypes: V arrays (N,), in one launch."""
     n = parts.shape[2]
     sums: list[jax.Array] = pl.pallas_call(
