@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import matmul as mosaic
+from pallas_models.kernels.mosaic._common import interprets_transposed
 from pallas_models.kernels.mosaic.matmul_backward import unsupported, weight_gradient
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.kernels.triton.activation_backward import activation_backward
@@ -151,7 +152,8 @@ def mosaic_backward(
     """The same without an activation; one kernel reads the cotangent for the weights' gradient and the bias's."""
     kernel: dict[str, Any] = dict(config=config, target=target, interpret=interpret)
     dx, dw, dbias, dresidual = backward(x, w, bias, residual, dout, **kernel, **static)
-    if bias is not None and wanted[1] and wanted[2]:
+    serves = not interpret or interprets_transposed()
+    if serves and bias is not None and wanted[1] and wanted[2]:
         dw, dbias = weight_gradient(x, dout, **kernel)
         dw, dbias = dw.astype(w.dtype), dbias.astype(bias.dtype)
     return dx, dw, dbias, dresidual

@@ -89,6 +89,11 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
             )
 
 
+def interprets_transposed() -> bool:
+    """Whether the interpreter multiplies operands that lie transposed in memory; that of JAX 0.10 does not."""
+    return jax.__version_info__ >= (0, 11)
+
+
 def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Applies the activation named as in `pallas_models.ops.activations`; `x` is float32.
 

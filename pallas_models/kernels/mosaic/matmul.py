@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import activate, derivative, plgpu, row, untiled
+from pallas_models.kernels.mosaic._common import activate, derivative, interprets_transposed, plgpu, row, untiled
 from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
@@ -149,6 +149,8 @@ def matmul(
     With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x. With `slope`, the name of an
     activation, the result is x @ w times its derivative at `residual`: the gradient by what it was applied to.
     """
+    if transpose_w and interpret and not interprets_transposed():
+        w, transpose_w = w.T, False
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
     del acc_dtype, precision, algorithm, batch  # see `unsupported`
     kept = x.dtype if return_preactivation else None
