@@ -95,7 +95,7 @@ def pulled(wanted: tuple[int, ...], **options):
 @pytest.mark.parametrize(
     "backend, rows, wanted, kernels, products",
     [
-        # Up, the slope in a product, the gradients by both weights; that by x is XLA's. Nobody asks for the result.
+        # Up, the slope in a product, the gradients by both weights; that by x is XLA's; nobody asks for the result
         ("mosaic", 72, range(6), 4, 1),
         (None, 4096, range(6), 4, 1),
         ("mosaic", 72, [0], 2, 1),

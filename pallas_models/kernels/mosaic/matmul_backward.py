@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import plgpu, untiled
+from pallas_models.kernels.mosaic._common import interprets_transposed, plgpu, untiled
 from pallas_models.kernels.mosaic._gemm import Beside, Block, Tile, blocks, gemm, staging, store
 from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.target import Target
@@ -106,8 +106,14 @@ def weight_gradient(
     row_tiles = pl.cdiv(k, config.block_m)
     groups = pl.cdiv(config.block_n // _COLUMNS, row_tiles)
 
+    turned = interpret and not interprets_transposed()
+
     def of_split(tile: Tile, ks: pl.Slice) -> pl.Slice:
         return pl.Slice(tile.batch * rows + ks.start, ks.size)
+
+    def left(refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
+        index = of_split(tile, ks), tile.rows
+        return refs.x.at[index[::-1] if turned else index]
 
     def group(tile: Tile, i: int) -> jax.Array:
         """The i-th group of columns that a tile sums up."""
@@ -144,7 +150,7 @@ def weight_gradient(
                 plgpu.copy_smem_to_gmem(refs.sums, refs.dbias.at[tile.batch, columns])
 
     dw, dbias = gemm(
-        dict(x=x, dy=dy),
+        dict(x=x.T if turned else x, dy=dy),
         dict(
             dw=jax.ShapeDtypeStruct((config.splits, k, n), jnp.float32),
             dbias=jax.ShapeDtypeStruct((config.splits, n), jnp.float32),
@@ -155,9 +161,9 @@ def weight_gradient(
         n=n,
         k=rows,
         dtype=x.dtype,
-        a=lambda refs, tile, ks: refs.x.at[of_split(tile, ks), tile.rows],
+        a=left,
         b=[lambda refs, tile, ks: refs.dy.at[of_split(tile, ks), tile.columns]],
-        transpose_a=True,
+        transpose_a=not turned,
         beside=Beside(lambda: [jnp.zeros((64, _COLUMNS), jnp.float32)] * groups, add),
         epilogue=epilogue,
         scratch_types=dict(
