@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
+from pallas_models.ops._sharding import Total
+from pallas_models.ops.mlp import _DOWN, _UP
 from parity.common import (
     KERNEL,
     MOSAIC,
@@ -21,7 +23,7 @@ from parity.common import (
 )
 from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.test_matmul import edges
-from parity.tolerances import GRADIENT, OP
+from parity.tolerances import GRADIENT, LONG, OP
 
 M, K, N, D = 72, 64, 128, 192  # of which Hopper's kernels take the last three, and a ragged first
 ARRAYS = ("x", "w_up", "w_down", "bias_up", "bias_down", "residual")
@@ -156,3 +158,30 @@ X, UP, DOWN = operands()[:3]
 def test_bad_calls(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_devices_that_share_a_contraction_add_up_before_the_epilogue(part):
+    x, w_up, w_down, bias_up, bias_down, residual = operands()
+    static = dict(activation="gelu_tanh", precision=jax.lax.Precision.HIGHEST)
+    total = Total(over=("device",), once=lambda function: function)
+
+    def halves(a, axis):
+        return jnp.stack(jnp.split(a, 2, axis))
+
+    def on_device(*arrays):
+        op, split = (_UP, arrays) if part == "up" else (_DOWN, arrays)
+        rest = [bias_up] if part == "up" else [bias_down, residual]
+        return op.contracted(op.reference, total, *split, *rest, **static)
+
+    y, hidden = _UP.reference(x, w_up, bias_up, **static)
+    if part == "up":
+        x, w_up = (jnp.concatenate([a, a[i]], axis) for a, i, axis in ((x, np.s_[:, :1], 1), (w_up, np.s_[:1], 0)))
+        split, expected = (halves(x, 1), halves(w_up, 0)), _UP.reference(x, w_up, bias_up, **static)
+    else:
+        split = halves(y, 1), halves(hidden, 1), halves(w_down, 0)
+        expected = [_DOWN.reference(y, hidden, w_down, bias_down, residual, **static)]
+    found = jax.vmap(on_device, axis_name="device")(*split)
+    for each, wanted in zip(found if part == "up" else [found], expected, strict=True):
+        for of_device in each:
+            assert_close(of_device, wanted, LONG)

@@ -155,7 +155,7 @@ def mosaic_backward(
     serves = not interpret or interprets_transposed()
     if serves and bias is not None and wanted[1] and wanted[2]:
         dw, dbias = weight_gradient(x, dout, **kernel)
-        dw, dbias = dw.astype(w.dtype), dbias.astype(bias.dtype)
+        dbias = dbias.astype(bias.dtype)
     return dx, dw, dbias, dresidual
 
 

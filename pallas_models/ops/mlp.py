@@ -75,8 +75,9 @@ def mlp(
     def together(x: Any, w_up: Any, bias_up: Any, w_down: Any, bias_down: Any, residual: Any) -> jax.Array:
         """The same as a function of what the activation is applied to; the hidden values are constants in it."""
         y, hidden = run(_UP, x, w_up, bias_up, activation=activation, **options)
-        hidden = checkpoint_name(jax.lax.stop_gradient(hidden), "mlp_up")
-        return run(_DOWN, y, hidden, w_down, bias_down, residual, activation=activation, **options)
+        return run(
+            _DOWN, y, jax.lax.stop_gradient(hidden), w_down, bias_down, residual, activation=activation, **options
+        )
 
     arrays = x, w_up, bias_up, w_down, bias_down, residual
     static = dict(activation=activation) | options

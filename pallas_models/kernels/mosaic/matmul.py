@@ -90,6 +90,13 @@ _TILES_AND_RESIDUAL = (
     Measured(64, 64, True, 0.45, 0.0022, block_k=128),
 )
 
+# With an activation's slope at a residual, which takes longer than the sum beside which it is computed.
+_TILES_AND_SLOPE = (
+    Measured(128, 128, True, 1.70, 0.0051),
+    Measured(64, 128, True, 1.00, 0.0030),
+    Measured(64, 64, True, 0.60, 0.0022, block_k=128),
+)
+
 
 def num_slots(config: Config, columns: int, out_dtype: DTypeLike, *, residual: bool) -> int:
     """Slots for a warpgroup: for all of its part of a tile with a residual, which waits there."""
@@ -117,10 +124,15 @@ def heuristic(
     residual: bool = False,
     activation: bool = False,
     preactivation: DTypeLike | None = None,
+    slope: bool = False,
 ) -> Config:
     """Chooses tiles for x (m, k) and w (k, n)."""
-    # An activation takes as long as a short sum: it wants to be computed beside one.
-    tiles = _TILES_AND_RESIDUAL if residual else [t for t in _TILES if t.ping_pong or not activation]
+    if slope:
+        tiles: Sequence[Measured] = _TILES_AND_SLOPE
+    elif residual:
+        tiles = _TILES_AND_RESIDUAL
+    else:  # an activation takes as long as a short sum: it wants to be computed beside one
+        tiles = [t for t in _TILES if t.ping_pong or not activation]
     size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual, preactivation=preactivation)
     return fastest(tiles, m, n, k, size, target)
 
@@ -173,7 +185,9 @@ def matmul(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, target, activation=activation is not None, **form),
+            heuristic=functools.partial(
+                heuristic, m, n, k, target, activation=activation is not None, slope=slope is not None, **form
+            ),
             candidates=functools.partial(candidates, m, n, size, target),
             shared_memory=size,
         ),
