@@ -309,6 +309,19 @@ MUTANTS = [
             "tile, kept_parts, value, wait=True)",
             "test_matmul.py -k applied_to",
         ),
+        ("matmul_backward.py", "tile.batch * rows + ks.start", "ks.start", "test_matmul_backward.py -k weights"),
+        (
+            "matmul_backward.py",
+            "return jax.lax.div(tile.row, config.block_m) * groups + i",
+            "return jnp.int32(i)",
+            "test_matmul_backward.py -k weights",
+        ),
+        (
+            "_common.py",
+            "half * change * (1.0 - t * t)",
+            "half * change * (1.0 - t)",
+            "test_matmul_backward.py -k slope",
+        ),
         (
             "gated_mlp.py",
             "of = (refs.gate, refs.up)[part]",
@@ -517,6 +530,13 @@ MUTANTS = [
             "for total, a in zip(totals, (dout * y, dout * scale), strict=False)",
             "test_norm.py -k gradient",
         ),
+        (
+            "kernels/triton/column_sums.py",
+            "        return total + load(",
+            "        return load(",
+            "test_column_sums.py",
+        ),
+        ("ops/norm.py", "dx -= jnp.mean(dh, axis=1, keepdims=True)", "pass", "test_norm.py -k no_registers"),
         (
             "kernels/triton/softmax_backward.py",
             "return out, jnp.where(out == 0.0, 0.0, dout)",
