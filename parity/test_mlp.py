@@ -138,18 +138,16 @@ X, UP, DOWN = operands()[:3]
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: ops.mlp(X, UP, DOWN.T), ValueError, "x has shape (11, 50) and w has shape (21, 50); expected"),
-        (lambda: ops.mlp(X, DOWN, DOWN), ValueError, "x has shape (11, 33) and w has shape (50, 21); expected"),
+        (lambda: ops.mlp(X, UP, DOWN.T), ValueError, "w_up has shape (33, 50); expected (33, 21), (K, N) with"),
+        (lambda: ops.mlp(X, DOWN, DOWN), ValueError, "w_up has shape (50, 21); expected (33, 50), (K, N) with"),
+        (lambda: ops.mlp(X, UP, DOWN[0]), ValueError, "w_down has shape (21,); expected 2 axes, (N, D)"),
         (
             lambda: ops.mlp(X, UP, DOWN.astype("bfloat16")),
             TypeError,
-            "x has dtype float32 and w has dtype bfloat16",
+            "w_down has dtype bfloat16; expected the same",
         ),
-        (
-            lambda: ops.mlp(X, UP, DOWN, bias_up=jnp.ones(3)),
-            ValueError,
-            "bias has shape (3,); expected (50,), (N,)",
-        ),
+        (lambda: ops.mlp(X, UP, DOWN, bias_up=X[0]), ValueError, "bias_up has shape (33,); expected (50,), (N,)"),
+        (lambda: ops.mlp(X, UP, DOWN, residual=X), ValueError, "residual has shape (11, 33); expected (11, 21)"),
         (lambda: ops.mlp(X, UP, DOWN, activation=None), ValueError, "activation=None is not supported"),
         (lambda: ops.mlp(X, UP, DOWN, activation="gelo"), ValueError, "activation='gelo' is unknown"),
         (lambda: ops.mlp(X, UP, DOWN, implementation="mosaic"), NotImplementedError, "takes float16 and bfloat16"),

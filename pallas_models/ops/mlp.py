@@ -16,7 +16,6 @@ from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, ha
 from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import backward as matmul_backward
-from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import finish, matmul, mosaic_backward, refuses_mosaic_backward
 from pallas_models.ops.matmul import reference as matmul_reference
 
@@ -58,13 +57,31 @@ def mlp(
       ValueError: shapes do not fit, or `activation` is unknown.
       NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
-    hidden: Any = jax.ShapeDtypeStruct(check_matmul(x, w_up, bias_up, activation, None, jnp.float32), x.dtype)
-    shape = check_matmul(hidden, w_down, bias_down, None, residual, jnp.float32)
+    _checks.check_float("x", x)
+    for name, w in (("w_up", w_up), ("w_down", w_down)):
+        if x.dtype != w.dtype:
+            raise TypeError(f"x has dtype {x.dtype} and {name} has dtype {w.dtype}; expected the same")
+        _checks.check_rank(name, w, 2, "(K, N)" if name == "w_up" else "(N, D)")
+    if x.ndim < 1:
+        raise ValueError(f"x has shape {x.shape}; expected (..., K)")
+    n, d = w_down.shape
+    expected = f"(K, N) with the K of x {x.shape} and the N of w_down {w_down.shape}"
+    _checks.check_shape("w_up", w_up, (x.shape[-1], n), expected)
+    shape = (*x.shape[:-1], d)
+    for name, term, size, expected in (
+        ("bias_up", bias_up, (n,), "(N,)"),
+        ("bias_down", bias_down, (d,), "(D,)"),
+        ("residual", residual, shape, "that of the result"),
+    ):
+        if term is not None:
+            _checks.check_float(name, term)
+            _checks.check_shape(name, term, size, expected)
+    activations.check_activation(activation)
     if activation is None:
         raise ValueError(f"{activation=} is not supported; expected one of {tuple(activations.ACTIVATIONS)}")
     options: dict[str, Any] = dict(precision=_checks.as_precision(precision), implementation=implementation)
     rows = math.prod(shape[:-1])
-    x, y = x.reshape(rows, x.shape[-1]), jax.ShapeDtypeStruct((rows, hidden.shape[-1]), x.dtype)
+    x, y = x.reshape(rows, x.shape[-1]), jax.ShapeDtypeStruct((rows, n), x.dtype)
     residual = None if residual is None else residual.reshape(rows, shape[-1])
 
     def apart(x: Any, w_up: Any, bias_up: Any, w_down: Any, bias_down: Any, residual: Any) -> jax.Array:
