@@ -156,18 +156,11 @@ class Block(nnx.Module):
                 implementation=implementation,
             )
 
-        def linear(
-            x: jax.Array,
-            linear: Linear,
-            *,
-            activation: ops.Activation | None = None,
-            residual: jax.Array | None = None,
-        ) -> jax.Array:
+        def linear(x: jax.Array, linear: Linear, residual: jax.Array | None = None) -> jax.Array:
             return ops.matmul(
                 x,
                 linear.kernel[...],
                 bias=linear.bias[...],
-                activation=activation,
                 residual=residual,
                 precision=precision,
                 implementation=implementation,
@@ -187,8 +180,18 @@ class Block(nnx.Module):
         x = checkpoint_name(linear(y, self.attention.out, residual=x), "residual")
         y, x = norm(x, self.mlp_norm)
         y = checkpoint_name(y, "mlp_norm")
-        y = checkpoint_name(linear(y, self.mlp.up, activation="gelu_tanh"), "mlp_up")
-        return linear(y, self.mlp.down, residual=x)
+        up, down = self.mlp.up, self.mlp.down
+        return ops.mlp(
+            y,
+            up.kernel[...],
+            down.kernel[...],
+            bias_up=up.bias[...],
+            bias_down=down.bias[...],
+            activation="gelu_tanh",
+            residual=x,
+            precision=precision,
+            implementation=implementation,
+        )
 
 
 class GPT2(nnx.Module):

@@ -310,9 +310,8 @@ MUTANTS = [
         ),
         (
             "matmul.py",
-            "            y = activate(activation, preactivation(block, slot), out_dtype)\n"
+            "            y = activate(activation, y, out_dtype)\n"
             "            return y if residual is None else y + slot[...].astype(jnp.float32)\n",
-            "            y = preactivation(block, slot)\n"
             "            y = y if residual is None else y + slot[...].astype(jnp.float32)\n"
             "            return activate(activation, y, out_dtype)\n",
             "test_matmul.py -k test_hopper_kernel",
@@ -322,6 +321,19 @@ MUTANTS = [
             "tile, kept_parts, preactivation, wait=True)",
             "tile, kept_parts, value, wait=True)",
             "test_matmul.py -k applied_to",
+        ),
+        ("matmul_backward.py", "tile.batch * rows + ks.start", "ks.start", "test_matmul_backward.py -k weights"),
+        (
+            "matmul_backward.py",
+            "return jax.lax.div(tile.row, config.block_m) * groups + i",
+            "return jnp.int32(i)",
+            "test_matmul_backward.py -k weights",
+        ),
+        (
+            "_common.py",
+            "half * change * (1.0 - t * t)",
+            "half * change * (1.0 - t)",
+            "test_matmul_backward.py -k slope",
         ),
         (
             "gated_mlp.py",
@@ -532,6 +544,13 @@ MUTANTS = [
             "test_norm.py -k gradient",
         ),
         (
+            "kernels/triton/column_sums.py",
+            "        return total + load(",
+            "        return load(",
+            "test_column_sums.py",
+        ),
+        ("ops/norm.py", "dx -= jnp.mean(dh, axis=1, keepdims=True)", "pass", "test_norm.py -k no_registers"),
+        (
             "kernels/triton/softmax_backward.py",
             "return out, jnp.where(out == 0.0, 0.0, dout)",
             "return out, dout",
@@ -568,19 +587,19 @@ MUTANTS = [
             "test_matmul.py test_backward.py",
         ),
         (
-            "kernels/triton/activation_backward.py",
+            "kernels/_common.py",
             "jnp.where(x < 0.0, tail, 1.0 - tail)",
             "1.0 - tail",
             "test_matmul.py test_backward.py",
         ),
         (
-            "kernels/triton/activation_backward.py",
+            "kernels/_common.py",
             "(3 * 0.044715 * GELU_TANH)",
             "(0.044715 * GELU_TANH)",
             "test_matmul.py test_backward.py",
         ),
         (
-            "kernels/triton/activation_backward.py",
+            "kernels/_common.py",
             "s * (1.0 + x * (1.0 - s))",
             "s * (1.0 + x * s)",
             "test_matmul.py test_backward.py",

@@ -56,6 +56,19 @@ def matmul(
     return y if residual is None else y + residual
 
 
+def mlp(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    return matmul(matmul(x, w_up, bias_up, activation=activation), w_down, bias_down, residual)
+
+
 def gated_matmul(
     x: Tensor, w_gate_up: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
 ) -> Tensor:

@@ -23,6 +23,7 @@ from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
 from pallas_models.ops.linear_cross_entropy import linear_cross_entropy
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
+from pallas_models.ops.mlp import mlp
 from pallas_models.ops.norm import layer_norm, rms_norm
 from pallas_models.ops.pooling import mean_pool, segment_mean_pool
 from pallas_models.ops.ring_attention import ring_attention, zigzag_order
@@ -45,6 +46,7 @@ __all__ = [
     "matmul",
     "matmul_layer_norm",
     "mean_pool",
+    "mlp",
     "ring_attention",
     "rms_norm",
     "rotary",

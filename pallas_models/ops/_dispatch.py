@@ -215,6 +215,17 @@ def run_backward(
         )
 
 
+def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
+    """Whether kernels compute a call, of arrays like these, and its gradient."""
+    names, target = check_implementation(implementation), targets.current()
+    with _plain_settings(arrays):
+        found = _choose_backward(op, arrays, static, names, target)
+        if found is None or found[0].backend == "xla":
+            return False
+        reference = functools.partial(op.reference, **static)
+        return _choose(op, arrays, static, None, names, target, reference) is not reference
+
+
 def _debugging() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 
@@ -423,7 +434,7 @@ def _differentiable(
     ) -> list[Any]:
         """The cotangents of all leaves of the wanted arrays."""
 
-        in_kernels = functools.partial(_pull, op, options, config, target, backward, interpret, wanted)
+        in_kernels = functools.partial(_pull, op, static, config, target, backward, interpret, wanted)
 
         def in_reference(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[Any]:
             del kept
@@ -474,7 +485,7 @@ def _pull(
         return part(leaves, static)
     indices = itertools.count()
     owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
-    layout = _layout(op, arrays, static)[0].backward(
+    layout = _layout(op, arrays, static | dict(backward.options))[0].backward(
         backward.keeps,
         [i for i, c in enumerate(cotangents) if c is not None],
         [i for own, w in zip(owned, wanted, strict=True) if w for i in own],

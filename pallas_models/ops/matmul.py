@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic import matmul as mosaic
+from pallas_models.kernels.mosaic._common import interprets_transposed
+from pallas_models.kernels.mosaic.matmul_backward import unsupported, weight_gradient
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _products, activations
@@ -98,7 +100,7 @@ def matmul(
     return _over_batch(one, x, w, bias, residual).reshape(shape)
 
 
-def _backward(
+def backward(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
@@ -134,6 +136,49 @@ def _backward(
     return *pull(dy), None if bias is None else dbias.astype(bias.dtype), dresidual
 
 
+def mosaic_backward(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    dout: jax.Array,
+    *_: None,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+    **static: Any,
+) -> tuple[jax.Array | None, ...]:
+    """The same without an activation; one kernel reads the cotangent for the weights' gradient and the bias's."""
+    kernel: dict[str, Any] = dict(config=config, target=target, interpret=interpret)
+    dx, dw, dbias, dresidual = backward(x, w, bias, residual, dout, **kernel, **static)
+    serves = not interpret or interprets_transposed()
+    if serves and bias is not None and wanted[1] and wanted[2]:
+        dw, dbias = weight_gradient(x, dout, **kernel)
+        dbias = dbias.astype(bias.dtype)
+    return dx, dw, dbias, dresidual
+
+
+def refuses_mosaic_backward(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+    out_dtype: DTypeLike,
+    **static: Any,
+) -> str | None:
+    """Why `mosaic_backward` does not serve the gradient of a call; None if it does."""
+    if out_dtype != x.dtype:
+        return f"takes results of the dtype of the operands, {x.dtype}, not {out_dtype}"
+    return _has_activation(activation=activation) or unsupported(x, w, **static)
+
+
+def _prefer_mosaic_backward(x: jax.Array, w: jax.Array, bias: jax.Array | None, *_: Any, **__: Any) -> bool:
+    return bias is not None and x.shape[0] >= 2048
+
+
 def _over_batch(
     one: Callable[..., jax.Array], x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None
 ) -> jax.Array:
@@ -165,11 +210,11 @@ def reference(
 ) -> Any:
     """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
     y = _products.einsum(EQUATIONS[transpose_w], x, w, precision=precision, acc_dtype=acc_dtype)
-    out, y = _finish(y.astype(jnp.float32), bias, residual, activation)
+    out, y = finish(y.astype(jnp.float32), bias, residual, activation)
     return (out.astype(out_dtype), y.astype(x.dtype)) if return_preactivation else out.astype(out_dtype)
 
 
-def _finish(
+def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: Activation | None
 ) -> tuple[jax.Array, jax.Array]:
     """The epilogue of a product in float32, and what its activation is applied to."""
@@ -197,7 +242,7 @@ def _contracted(
 ) -> Any:
     """The product of a device's part of K, added up in the dtype of the result; then the epilogue."""
     y = total(call(x, w, None, None, activation=None, **static)).astype(jnp.float32)
-    out, y = _finish(y, bias, residual, activation)
+    out, y = finish(y, bias, residual, activation)
     out = out.astype(static["out_dtype"])
     return (out, y.astype(x.dtype)) if return_preactivation else out
 
@@ -221,11 +266,17 @@ _OP = Op(
         Kernel(backend="triton", call=triton.matmul, config=triton.Config),
     ),
     backward=(
-        Backward(backend="xla", call=_backward, refuses=_has_activation),
         Backward(
-            backend="triton", call=functools.partial(_backward, in_kernel=True), keeps=-1, options=_PREACTIVATION
+            backend="mosaic",
+            call=mosaic_backward,
+            refuses=refuses_mosaic_backward,
+            preferred=_prefer_mosaic_backward,
         ),
-        Backward(backend="xla", call=_backward, keeps=-1, options=_PREACTIVATION),
+        Backward(backend="xla", call=backward, refuses=_has_activation),
+        Backward(
+            backend="triton", call=functools.partial(backward, in_kernel=True), keeps=-1, options=_PREACTIVATION
+        ),
+        Backward(backend="xla", call=backward, keeps=-1, options=_PREACTIVATION),
     ),
     sharding=_sharding,
     contracted=_contracted,

@@ -215,6 +215,41 @@ def reference(
     return (result, jnp.stack([jnp.squeeze(s, axis) for s in statistics])) if return_statistics else result
 
 
+def _backward(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    statistics: jax.Array,
+    dout: jax.Array,
+    dsum: jax.Array | None,
+    *_: None,
+    subtract_mean: bool,
+    **__: Any,
+) -> tuple[jax.Array | None, ...]:
+    """What `norm_backward` computes, in plain XLA: for rows that no kernel holds."""
+    *means, factor = statistics[:, :, None]
+    h, dout = x.astype(jnp.float32), dout.astype(jnp.float32)
+    if residual is not None:
+        h += residual.astype(jnp.float32)
+    for part in means:
+        h -= part
+    h *= factor
+    dh = dout * scale.astype(jnp.float32)
+    dx = dh - h * jnp.mean(dh * h, axis=1, keepdims=True)
+    if subtract_mean:
+        dx -= jnp.mean(dh, axis=1, keepdims=True)
+    dx *= factor
+    if dsum is not None:
+        dx += dsum.astype(jnp.float32)
+    return (
+        dx.astype(x.dtype),
+        jnp.sum(dout * h, axis=0).astype(scale.dtype),
+        None if bias is None else jnp.sum(dout, axis=0).astype(bias.dtype),
+        None if residual is None else dx.astype(residual.dtype),
+    )
+
+
 def _sharding(*_: Any, return_residual: bool, return_statistics: bool = False, **__: Any) -> Sharding:
     results = ["m D"] + return_residual * ["m D"] + return_statistics * ["S m"]
     return Sharding(equation=f"m D, D, D, m D -> {', '.join(results)}")
@@ -232,6 +267,7 @@ _OP = Op(
             options={"return_statistics": True},
             refuses=unsupported,
         ),
+        Backward(backend="xla", call=_backward, keeps=-1, options={"return_statistics": True}),
     ),
     sharding=_sharding,
 )

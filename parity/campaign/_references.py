@@ -60,6 +60,25 @@ def matmul(
     return b.rounded(_plus(y, residual), out_dtype or dtype)
 
 
+def mlp(
+    *,
+    dtype: str,
+    x: Array,
+    w_up: Array,
+    w_down: Array,
+    bias_up: Array | None = None,
+    bias_down: Array | None = None,
+    residual: Array | None = None,
+    activation: str = "gelu_tanh",
+    precision: str | None = None,
+    **_: Any,
+) -> Bounded:
+    form: dict[str, Any] = dict(dtype=dtype, precision=precision)
+    hidden = b.held(matmul(x=x, w=w_up, bias=bias_up, activation=activation, **form), dtype)
+    y = b.dot(hidden, exact(w_down), bias_down, residual, operand=_operand(dtype, precision), dtype=dtype)
+    return b.rounded(y, dtype)
+
+
 def gated_matmul(
     *,
     dtype: str,
@@ -472,6 +491,7 @@ REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
     function.__name__: function
     for function in (
         matmul,
+        mlp,
         gated_matmul,
         gated_mlp,
         matmul_layer_norm,

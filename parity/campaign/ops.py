@@ -28,7 +28,14 @@ from parity.tolerances import DEEP, OP
 
 DRAWS = 16
 DTYPES = ("float32", "float16", "bfloat16")
-MOSAIC = ("matmul", "gated_matmul", "attention", "attention_qkv", "triangle_update")  # ops that have such a kernel
+MOSAIC = (
+    "matmul",
+    "mlp",
+    "gated_matmul",
+    "attention",
+    "attention_qkv",
+    "triangle_update",
+)  # ops that have such a kernel
 # How often each runs, where none is named.
 if ON_HOPPER:
     SHARES: dict[str | None, float] = {"triton": 0.5, "mosaic": 0.3, None: 0.15, "xla": 0.05}
@@ -184,6 +191,22 @@ def _matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
         residual = out_dtype if mosaic else pick.other(dtype)
         inputs["residual"] = Input((*inputs["x"].shape[:-1], n), residual)
     return inputs, options
+
+
+def _mlp(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+    m, k, n = pick.product(mosaic)
+    d = pick.product(mosaic)[2]
+    inputs = {
+        "x": Input((m, k), dtype, limit=1e7),
+        "w_up": Input((k, n), dtype, scale=k**-0.5, limit=1e3),
+        "w_down": Input((n, d), dtype, scale=n**-0.5, limit=1e3),
+    }
+    for name, size in (("bias_up", n), ("bias_down", d)):
+        if pick.chance(0.5):
+            inputs[name] = Input((size,), pick.other(dtype), limit=1e3)
+    if pick.chance(0.5):
+        inputs["residual"] = Input((m, d), dtype if mosaic else pick.other(dtype))
+    return inputs, pick.precision(dtype) | {"activation": pick.of(tuple(ops.ACTIVATIONS))}
 
 
 def _gated(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
@@ -442,6 +465,7 @@ def _linear_cross_entropy(pick: _Pick, dtype: str, _: bool) -> _Drawn:
 
 _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
     "matmul": _matmul,
+    "mlp": _mlp,
     "gated_matmul": _gated_matmul,
     "gated_mlp": _gated_mlp,
     "matmul_layer_norm": _matmul_layer_norm,

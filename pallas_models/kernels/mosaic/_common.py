@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref
+from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref, slope
 
 plgpu = Backend("jax.experimental.pallas.mosaic_gpu")
 
@@ -89,6 +89,11 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
             )
 
 
+def interprets_transposed() -> bool:
+    """Whether the interpreter multiplies operands that lie transposed in memory; that of JAX 0.10 does not."""
+    return jax.__version_info__ >= (0, 11)
+
+
 def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Applies the activation named as in `pallas_models.ops.activations`; `x` is float32.
 
@@ -124,6 +129,17 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
             return x * _sigmoid(x * MINUS_LOG2_E)
         case _:
             return x
+
+
+def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The slope at `x`, float32, of the activation, as coarse as `activate` has it for bfloat16."""
+    if jnp.dtype(dtype) == jnp.bfloat16 and activation == "gelu_tanh":
+        factor = math.sqrt(2.0 / math.pi)
+        half, square = 0.5 * x, x * x
+        t = jnp.tanh(x * (factor + (0.044715 * factor) * square))
+        change = factor + (3 * 0.044715 * factor) * square
+        return (0.5 + 0.5 * t) + half * change * (1.0 - t * t)
+    return slope(activation, x, jnp.exp2)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:

@@ -103,6 +103,17 @@ Operand = Callable[[Refs, Tile, pl.Slice], Ref]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Beside:
+    """A sum that warpgroups compute while the tensor cores multiply: for each tile from `zero` on.
+
+    `add(refs, tile, slot, warpgroup, total)` adds what `a_ring` and `b_ring` hold in that slot.
+    """
+
+    zero: Callable[[], Any]
+    add: Callable[[Refs, Tile, jax.Array, jax.Array, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Block:
     """A part of a tile, of the size in which an output leaves: `of` selects it from the sums, `at` from memory."""
 
@@ -187,6 +198,7 @@ def gemm(
     transpose_b: bool = False,
     split_n: bool = False,
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None = None,
+    beside: Beside | None = None,
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
     name: str,
@@ -208,8 +220,9 @@ def gemm(
       transpose_b: whether `b` gives (block_n, block_k).
       split_n: whether each warpgroup has a part of `b` for itself, and the epilogue the sums of that part alone.
       prefetch: `prefetch(refs, tile, warpgroup)` may start copies of what the epilogue reads, early in the sum.
+      beside: what else each warpgroup sums up of the operands.
       epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in
-        float32 for each part of `b`.
+        float32 for each part of `b`; after them comes the last total of `beside`, if there is one.
       scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
 
     Returns:
@@ -222,7 +235,7 @@ def gemm(
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
-    body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, epilogue)
+    body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue)
     return launch(
         body,
         operands,
@@ -359,6 +372,7 @@ class _Body:
     transpose_a: bool
     transpose_b: bool
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None
+    beside: Beside | None
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None]
 
     @property
@@ -456,7 +470,7 @@ class _Body:
 
     def multiply(self, refs: Refs, i: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
         """Sums up the i-th of `count` tiles of this CTA and finishes it."""
-        config, prefetch = self.config, self.prefetch
+        config, prefetch, beside = self.config, self.prefetch, self.beside
         tile = self.tile(i)
         ring = self.ring(refs, warpgroup)
         rows: Any = slice(None)
@@ -485,18 +499,22 @@ class _Body:
                     prefetch(refs, tile, warpgroup)
                 plgpu.barrier_wait(refs.turn.at[warpgroup])
 
-            def step(j: jax.Array, before: jax.Array) -> jax.Array:
+            def step(j: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+                before, totals = carry
                 slot = ring.after(before)
                 multiply_slot(sums, slot)
+                if beside is not None:
+                    totals = [beside.add(refs, tile, slot, warpgroup, *totals)]
                 plgpu.wgmma_wait(len(sums))  # the tensor cores always have the next step before them
 
                 pl.when(j > 0)(lambda: ring.release(before))
                 if not config.ping_pong and prefetch is not None:
                     pl.when(j == 0)(functools.partial(prefetch, refs, tile, warpgroup))
-                return slot
+                return slot, totals
 
             before = jax.lax.rem(i * self.num_steps + config.num_stages - 1, config.num_stages)
-            last = jax.lax.fori_loop(0, self.num_steps, step, before)
+            zeros = [] if beside is None else [beside.zero()]
+            last, totals = jax.lax.fori_loop(0, self.num_steps, step, (before, zeros))
             if config.ping_pong:
 
                 @pl.when(i + 1 < count)
@@ -505,7 +523,7 @@ class _Body:
 
             plgpu.wgmma_wait(0)
             ring.release(last)
-            return [total[...] for total in sums]
+            return [total[...] for total in sums] + totals
 
         accumulator = plgpu.ACC((config.rows, self.tile_columns), jnp.float32)
         sums = pl.run_scoped(product, *[accumulator] * len(parts))

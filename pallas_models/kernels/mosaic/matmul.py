@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import activate, plgpu, row, untiled
+from pallas_models.kernels.mosaic._common import activate, derivative, interprets_transposed, plgpu, row, untiled
 from pallas_models.kernels.mosaic._gemm import (
     Block,
     Config,
@@ -90,6 +90,13 @@ _TILES_AND_RESIDUAL = (
     Measured(64, 64, True, 0.45, 0.0022, block_k=128),
 )
 
+# With an activation's slope at a residual, which takes longer than the sum beside which it is computed.
+_TILES_AND_SLOPE = (
+    Measured(128, 128, True, 1.70, 0.0051),
+    Measured(64, 128, True, 1.00, 0.0030),
+    Measured(64, 64, True, 0.60, 0.0022, block_k=128),
+)
+
 
 def num_slots(config: Config, columns: int, out_dtype: DTypeLike, *, residual: bool) -> int:
     """Slots for a warpgroup: for all of its part of a tile with a residual, which waits there."""
@@ -117,10 +124,15 @@ def heuristic(
     residual: bool = False,
     activation: bool = False,
     preactivation: DTypeLike | None = None,
+    slope: bool = False,
 ) -> Config:
     """Chooses tiles for x (m, k) and w (k, n)."""
-    # An activation takes as long as a short sum: it wants to be computed beside one.
-    tiles = _TILES_AND_RESIDUAL if residual else [t for t in _TILES if t.ping_pong or not activation]
+    if slope:
+        tiles: Sequence[Measured] = _TILES_AND_SLOPE
+    elif residual:
+        tiles = _TILES_AND_RESIDUAL
+    else:  # an activation takes as long as a short sum: it wants to be computed beside one
+        tiles = [t for t in _TILES if t.ping_pong or not activation]
     size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual, preactivation=preactivation)
     return fastest(tiles, m, n, k, size, target)
 
@@ -142,11 +154,15 @@ def matmul(
     target: Target,
     interpret: bool,
     return_preactivation: bool = False,
+    slope: str | None = None,
 ) -> Any:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
 
-    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x.
+    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x. With `slope`, the name of an
+    activation, the result is x @ w times its derivative at `residual`: the gradient by what it was applied to.
     """
+    if transpose_w and interpret and not interprets_transposed():
+        w, transpose_w = w.T, False
     (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
     del acc_dtype, precision, algorithm, batch  # see `unsupported`
     kept = x.dtype if return_preactivation else None
@@ -158,6 +174,7 @@ def matmul(
         "activation": activation is not None,
         "preactivation": return_preactivation,
         "wide_out": jnp.dtype(out_dtype).itemsize == 4,
+        "slope": slope is not None,
     }
     config = choose(
         config,
@@ -168,7 +185,9 @@ def matmul(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, target, activation=activation is not None, **form),
+            heuristic=functools.partial(
+                heuristic, m, n, k, target, activation=activation is not None, slope=slope is not None, **form
+            ),
             candidates=functools.partial(candidates, m, n, size, target),
             shared_memory=size,
         ),
@@ -209,7 +228,10 @@ def matmul(
             return y if bias is None else y + shift(block.column, y.shape)
 
         def value(block: Block, slot: Ref) -> jax.Array:
-            y = activate(activation, preactivation(block, slot), out_dtype)
+            y = preactivation(block, slot)
+            if slope is not None:
+                return y * derivative(slope, slot[...].astype(jnp.float32), out_dtype)
+            y = activate(activation, y, out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 
         if kept is not None:

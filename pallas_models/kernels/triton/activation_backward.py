@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import GELU_TANH, MINUS_LOG2_E, Ref
+from pallas_models.kernels._common import Ref, slope
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -24,18 +23,6 @@ from pallas_models.kernels.triton._common import (
 )
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
-
-# log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of erfc: it
-# is below 1.5e-7 everywhere, in float32. That of gelu itself may be coarser near 0, where it meets a factor of a.
-_TAIL = (
-    1.91734121e-05,
-    -6.58595127e-04,
-    7.75438249e-03,
-    -5.29653590e-02,
-    -4.59060273e-01,
-    -1.15112205,
-    -9.99999694e-01,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,27 +59,6 @@ def configs(m: int, n: int, target: Target) -> Iterator[Config]:
             yield Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=splits)
 
 
-def slope(activation: str, x: jax.Array, *, interpret: bool) -> jax.Array:
-    """The derivative at `x`, float32, of the activation named as in `pallas_models.ops.activations`."""
-    match activation:
-        case "gelu":  # with the normal distribution P and its density p it is P(x) + x p(x)
-            a = jnp.minimum(jnp.abs(x), 16.0)
-            polynomial = jnp.full_like(a, _TAIL[0])
-            for coefficient in _TAIL[1:]:
-                polynomial = polynomial * a + coefficient
-            tail = exp2(polynomial, interpret=interpret)
-            density = exp2(x * x * (MINUS_LOG2_E / 2), interpret=interpret) / math.sqrt(2 * math.pi)
-            return jnp.where(x < 0.0, tail, 1.0 - tail) + x * density
-        case "gelu_tanh":  # x s(u) with u a polynomial in x
-            s = 1.0 / (1.0 + exp2(x * (GELU_TANH + (0.044715 * GELU_TANH) * (x * x)), interpret=interpret))
-            change = (GELU_TANH + (3 * 0.044715 * GELU_TANH) * (x * x)) / MINUS_LOG2_E
-            return s + x * change * s * (1.0 - s)
-        case "relu":
-            return jnp.where(x > 0.0, 1.0, 0.0)
-    s = 1.0 / (1.0 + exp2(x * MINUS_LOG2_E, interpret=interpret))
-    return s * (1.0 - s) if activation == "sigmoid" else s * (1.0 + x * (1.0 - s))
-
-
 def _kernel(
     y_ref: Ref,  # (M, N)
     dout_ref: Ref,  # (M, N)
@@ -114,7 +80,7 @@ def _kernel(
         rows = span(start, block_m)
         mask = tile_mask(None if whole else start + jnp.arange(block_m) < m, column_mask)
         y, dout = (load(ref.at[rows, columns], mask).astype(jnp.float32) for ref in (y_ref, dout_ref))
-        dy = dout * slope(activation, y, interpret=interpret)
+        dy = dout * slope(activation, y, functools.partial(exp2, interpret=interpret))
         store(dy_ref.at[rows, columns], dy, mask)
         return total + dy
 

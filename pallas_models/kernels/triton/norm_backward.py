@@ -20,6 +20,7 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
+from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -42,16 +43,19 @@ class Config:
 
 
 def heuristic(m: int, n: int, target: Target) -> Config:
-    """Chooses rows of 512 elements or more a step, 16 of them a thread, and as many programs as fit at once."""
+    """Chooses 16 elements a thread, and as many programs as fit at once; fewer, of more rows, for short rows.
+
+    What each program sums for scale and bias is added up afterwards: it takes long where programs have few rows.
+    """
     block_n = block_size(n, 16, _LONGEST)
-    block_m = block_size(512 // block_n, 1, 16)
-    num_warps = block_size(block_n // 512, 1, 32)
+    block_m = block_size(2048 // block_n, 1, 16) if block_n <= 512 else 1
+    num_warps = block_size(block_m * block_n // 512, 1, 32)
     at_once = max(16 // num_warps, 1)
     return Config(
         block_m=block_m,
         num_warps=num_warps,
         num_programs=min(pl.cdiv(m, block_m), at_once * target.num_cores),
-        num_stages=2,
+        num_stages=1 if block_n <= 1024 else 2,
     )
 
 
@@ -198,10 +202,11 @@ def norm_backward(
         interpret=interpret,
         name=name,
     )(x, scale, residual, statistics, dout, dsum)
-    dscale, *dbias = (jnp.sum(dvectors[i], axis=0) for i in range(len(dvectors)))  # results apart, and no copies
+    dtypes = [scale.dtype] + ([] if bias is None else [bias.dtype])
+    dscale, *dbias = column_sums(dvectors, dtypes, interpret=interpret)
     return (
         dx,
-        dscale.astype(scale.dtype),
-        None if bias is None else dbias[0].astype(bias.dtype),
+        dscale,
+        None if bias is None else dbias[0],
         None if residual is None else dresidual if apart else dx,
     )

@@ -1,0 +1,189 @@
+"""The gradients of a product by its weights and its bias, for Hopper GPUs: the cotangent is read once for both."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic import _gemm
+from pallas_models.kernels.mosaic._common import interprets_transposed, plgpu, untiled
+from pallas_models.kernels.mosaic._gemm import Beside, Block, Tile, blocks, gemm, staging, store
+from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
+
+_COLUMNS = 64  # whose sums a warpgroup holds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config(_gemm.Config):
+    """Tiles of a product whose contraction is long: `splits` parts of it are summed apart, and then together."""
+
+    ping_pong: bool = False
+    splits: int
+
+    def __post_init__(self) -> None:
+        _gemm.Config.__post_init__(self)
+        if self.splits < 1 or self.ping_pong or self.block_k != 64:
+            raise ValueError(f"{self}: splits must be positive, ping_pong False and block_k 64")
+
+
+# Rows, columns, slots and, where every multiprocessor has one: us a tile, and us per unit of M. Fitted to the
+# products of a GPT-2 block with 8192 and 32768 rows in bfloat16 on an H200, the last two lines extrapolated.
+_TILES = (
+    (128, 256, 1, 5.4, 0.0095),
+    (128, 192, 2, 2.9, 0.0079),
+    (128, 128, 2, 2.0, 0.0065),
+    (128, 64, 2, 1.5, 0.0045),
+)
+_US_PER_PART = 1.1e-6  # of each output and split: it is written, read and added
+_US_TO_ADD = 1.2  # for the launch that adds up the bias
+
+
+def heuristic(m: int, n: int, k: int, target: Target) -> Config:
+    """Chooses tiles and splits for x (m, k) and dy (m, n): the soonest of what `configs` has, by a model."""
+    us = {(block_m, block_n): times for block_m, block_n, _, *times in _TILES}
+
+    def time(config: Config) -> float:
+        tiles = config.splits * pl.cdiv(k, config.block_m) * pl.cdiv(n, config.block_n)
+        tile_us, m_us = us[config.block_m, config.block_n]
+        sums = pl.cdiv(tiles, target.num_cores) * (tile_us + m / config.splits * m_us)
+        return sums + (config.splits > 1) * (_US_TO_ADD + config.splits * k * n * _US_PER_PART)
+
+    return min(configs(m, n, k, target), key=time)
+
+
+def configs(m: int, n: int, k: int, target: Target) -> Iterator[Config]:
+    """The configs worth measuring: up to 12 splits of 512 rows or more."""
+    del k
+    for (block_m, block_n, num_slots, *_), splits in itertools.product(_TILES, range(1, 13)):
+        if (splits > 1 and m < 512 * splits) or block_n >= 2 * max(n, 64):
+            continue
+        for num_stages in range(8, 1, -1):
+            config = Config(
+                block_m=block_m, block_n=block_n, num_stages=num_stages, num_slots=num_slots, splits=splits
+            )
+            if shared_memory(config) <= target.shared_memory:
+                yield config
+                break
+
+
+def shared_memory(config: Config) -> int:
+    """Bytes of shared memory that a block takes."""
+    return _gemm.shared_memory(config, config.num_slots) + 2048 + 4 * _COLUMNS  # where warps add up columns
+
+
+def unsupported(x: jax.Array, w: jax.Array, *_: Any, transpose_w: bool, **__: Any) -> str | None:
+    """Why `weight_gradient` does not serve the gradient of a product of x (M, K) and w; None if it does."""
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {x.dtype}"
+    if transpose_w:
+        return "takes no transposed w"
+    return untiled("x", x.shape, x.dtype) or untiled("w", w.shape, w.dtype)
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, *, config: Config | Chooser | None, target: Target, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """x^T dy, (K, N), in their dtype, and the column sums of dy, (N,) float32, for x (M, K) and dy (M, N).
+
+    The sums over M are those of each split and then those of all, always in the same order.
+    """
+    (m, k), n = x.shape, dy.shape[1]
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="matmul_backward",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, target),
+            candidates=functools.partial(configs, m, n, k, target),
+            shared_memory=shared_memory,
+        ),
+        target,
+    )
+    rows = 64 * pl.cdiv(m, 64 * config.splits)  # of a split; what is past the end of x and dy is read as 0
+    part_dtype = jnp.dtype(jnp.float32) if config.splits > 1 else x.dtype
+    parts = blocks(config, config.block_n, part_dtype, config.num_slots)
+    # Tiles of one column share its sums: each has `groups` of 64 columns, or fewer.
+    row_tiles = pl.cdiv(k, config.block_m)
+    groups = pl.cdiv(config.block_n // _COLUMNS, row_tiles)
+
+    turned = interpret and not interprets_transposed()
+
+    def of_split(tile: Tile, ks: pl.Slice) -> pl.Slice:
+        return pl.Slice(tile.batch * rows + ks.start, ks.size)
+
+    def left(refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
+        index = of_split(tile, ks), tile.rows
+        return refs.x.at[index[::-1] if turned else index]
+
+    def group(tile: Tile, i: int) -> jax.Array:
+        """The i-th group of columns that a tile sums up."""
+        return jax.lax.div(tile.row, config.block_m) * groups + i
+
+    def is_summed(tile: Tile, i: int, warpgroup: jax.Array) -> jax.Array:
+        return (warpgroup == 0) & (group(tile, i) < config.block_n // _COLUMNS)
+
+    def add(refs: Refs, tile: Tile, slot: jax.Array, warpgroup: jax.Array, total: Any) -> Any:
+        def added(i: int, total: jax.Array) -> jax.Array:
+            columns = pl.ds(group(tile, i) * _COLUMNS, _COLUMNS)
+            return total + refs.b_ring.at[slot, 0, :, columns][...].astype(jnp.float32)
+
+        return [
+            jax.lax.cond(is_summed(tile, i, warpgroup), functools.partial(added, i), lambda total: total, a)
+            for i, a in enumerate(total)
+        ]
+
+    def epilogue(refs: Refs, tile: Tile, sums: Sequence[Any], warpgroup: jax.Array) -> None:
+        product, totals = sums
+
+        def value(block: Block, _: Ref) -> jax.Array:
+            return block.of(product)
+
+        store(refs.slots.at[warpgroup], refs.dw.at[tile.batch], tile, parts, value, wait=True)
+        for i, total in enumerate(totals):
+
+            @pl.when(is_summed(tile, i, warpgroup))
+            def _(i: int = i, total: jax.Array = total) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                refs.sums[...] = jnp.sum(total, axis=0)
+                plgpu.commit_smem()
+                columns = pl.ds(tile.column + group(tile, i) * _COLUMNS, _COLUMNS)
+                plgpu.copy_smem_to_gmem(refs.sums, refs.dbias.at[tile.batch, columns])
+
+    dw, dbias = gemm(
+        dict(x=x.T if turned else x, dy=dy),
+        dict(
+            dw=jax.ShapeDtypeStruct((config.splits, k, n), part_dtype),
+            dbias=jax.ShapeDtypeStruct((config.splits, n), jnp.float32),
+        ),
+        config=config,
+        batch=config.splits,
+        m=k,
+        n=n,
+        k=rows,
+        dtype=x.dtype,
+        a=left,
+        b=[lambda refs, tile, ks: refs.dy.at[of_split(tile, ks), tile.columns]],
+        transpose_a=not turned,
+        beside=Beside(lambda: [jnp.zeros((64, _COLUMNS), jnp.float32)] * groups, add),
+        epilogue=epilogue,
+        scratch_types=dict(
+            slots=staging(config, parts, part_dtype, config.num_slots),
+            sums=plgpu.SMEM((_COLUMNS,), jnp.float32),
+        ),
+        name="matmul_backward",
+        target=target,
+        interpret=interpret,
+    )
+    return jnp.sum(dw, axis=0).astype(x.dtype), jnp.sum(dbias, axis=0)

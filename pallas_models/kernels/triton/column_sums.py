@@ -1,0 +1,43 @@
+"""Sums of the columns of few rows: the second stage of sums that programs began, each with its own rows."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.triton._common import in_bounds, load, plgpu, span, store, tile_mask
+
+_ROWS, _COLUMNS, _NUM_WARPS = 256, 16, 8  # of a step: 16 elements a thread, and sectors of 64 bytes
+
+
+def _kernel(parts_ref: Ref, *sums_refs: Ref) -> None:
+    _, m, n = parts_ref.shape
+    vector, column = pl.program_id(0), pl.program_id(1) * _COLUMNS
+    columns, column_mask = span(column, _COLUMNS), in_bounds(column, _COLUMNS, n)
+
+    def step(i: jax.Array | int, total: jax.Array) -> jax.Array:
+        rows, row_mask = span(i * _ROWS, _ROWS), in_bounds(i * _ROWS, _ROWS, m)
+        return total + load(parts_ref.at[vector, rows, columns], tile_mask(row_mask, column_mask))
+
+    total = jax.lax.fori_loop(0, pl.cdiv(m, _ROWS), step, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
+    for i, sums_ref in enumerate(sums_refs):
+        write = functools.partial(store, sums_ref.at[columns], jnp.sum(total, axis=0), column_mask)
+        pl.when(vector == i)(write)
+
+
+def column_sums(parts: jax.Array, dtypes: Sequence[DTypeLike], *, interpret: bool) -> list[jax.Array]:
+    """The sums over M of each of `parts` (V, M, N) float32, in these V dtypes: V arrays (N,), in one launch."""
+    n = parts.shape[2]
+    sums: list[jax.Array] = pl.pallas_call(
+        _kernel,
+        out_shape=[jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes],
+        grid=(len(parts), pl.cdiv(n, _COLUMNS)),
+        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS),
+        interpret=interpret,
+        name="column_sums",
+    )(parts)
+    return sums
