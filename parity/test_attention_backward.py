@@ -350,6 +350,7 @@ HOPPER_CASES = {
     "grouped heads": (128, 256, 2, 1, 64, {"causal": True, "sm_scale": 0.3}),
     "window": (128, 384, 1, 1, 64, {"causal": True, "window": 150}),
     "window of full blocks": (384, 384, 1, 1, 64, {"causal": True, "window": 300}),
+    "window to both sides": (256, 128, 1, 1, 64, {"window": 30}),
     "ragged": (203, 331, 2, 1, 64, {"causal": True}),
     "ragged, heads of 128": (70, 150, 1, 1, 128, {}),
     "window of one key": (130, 140, 1, 1, 128, {"causal": True, "window": 1}),

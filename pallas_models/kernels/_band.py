@@ -58,12 +58,22 @@ class Band:
     causal: bool
     window: int | None
 
+    @property
+    def low(self) -> int | None:
+        """Query i sees no key below i + low; None where it sees the first one."""
+        return None if self.window is None else self.kv_seq - self.seq - self.window + 1
+
+    @property
+    def high(self) -> int | None:
+        """Nor one above i + high; None where it sees every key."""
+        offset = self.kv_seq - self.seq
+        if self.causal:
+            return offset
+        return None if self.window is None else offset + self.window - 1
+
     def keys_of(self, query: Index | np.ndarray, block_q: int, block_kv: int) -> Runs:
         """The blocks of keys that the queries [query, query + block_q) need."""
-        offset = self.kv_seq - self.seq
-        low = None if self.window is None else offset - self.window + 1
-        runs = _blocks(query, block_q, low, offset if self.causal else None, block_kv, self.kv_seq)
-        first, end, full, full_end = runs
+        first, end, full, full_end = _blocks(query, block_q, self.low, self.high, block_kv, self.kv_seq)
         whole = self.kv_seq // block_kv  # blocks without keys past the end, which are masked
         if isinstance(full_end, int):
             return first, end, full, min(full_end, whole)
@@ -71,19 +81,19 @@ class Band:
 
     def queries_of(self, key: Index | np.ndarray, block_kv: int, block_q: int) -> Runs:
         """The blocks of queries that need the keys [key, key + block_kv)."""
-        offset = self.kv_seq - self.seq
-        high = None if self.window is None else self.window - 1 - offset
-        return _blocks(key, block_kv, -offset if self.causal else None, high, block_q, self.seq)
+        low, high = (None if x is None else -x for x in (self.high, self.low))
+        return _blocks(key, block_kv, low, high, block_q, self.seq)
 
     def valid(
         self, query: Index, key: Index, block_q: int, block_kv: int, *, keys_first: bool = False
     ) -> list[jax.Array]:
         """Which pairs of two blocks are valid: terms (block_q, block_kv), or the other way around."""
-        if not self.causal:
+        if self.high is None:
             return []
-        shift = self.kv_seq - self.seq + query - key
+        shift = key - query
         if keys_first:
-            distance = (shift + jnp.arange(block_q))[None, :] - jnp.arange(block_kv)[:, None]
+            distance = (shift + jnp.arange(block_kv))[:, None] - jnp.arange(block_q)[None, :]
         else:
-            distance = (shift + jnp.arange(block_q))[:, None] - jnp.arange(block_kv)[None, :]
-        return [distance >= 0] if self.window is None else [distance >= 0, distance < self.window]
+            distance = (shift + jnp.arange(block_kv))[None, :] - jnp.arange(block_q)[:, None]
+        below = [distance <= self.high]
+        return below if self.low is None else [distance >= self.low, *below]

@@ -95,7 +95,8 @@ def attention(
         h // (Hq // Hkv) of k and v.
       v: as k.
       causal: whether a query sees no key after its position.
-      window: number of keys that a query sees, up to the one at its position, or None for all; needs `causal`.
+      window: a query sees only keys that are fewer positions than this away, or all where it is None: that at its
+        position, `window - 1` before it and, without `causal`, as many after it.
       mask: (B, Skv), bool or integer, 1 for a key that takes part and 0 for padding (holes allowed), or None.
       bias: added to the scaled scores; (B or 1, Hq or 1, Sq, Skv), float16, bfloat16 or float32. -1e30 and
         below count for -inf, which masks a pair.
@@ -116,8 +117,8 @@ def attention(
     Raises:
       TypeError: q, k, v or `bias` are not floating point or not of one dtype, `mask` is not bool or integer,
         or segment ids are not integers.
-      ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive or given without
-        `causal`, or a concrete `mask` holds anything but 0 and 1.
+      ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive, or a concrete `mask`
+        holds anything but 0 and 1.
       NotImplementedError: D is not a multiple of 16 or over 256, or the kernel that `implementation` names does
         not serve the call.
     """
@@ -287,11 +288,10 @@ def _attend(
     if head_dim % 16 or head_dim > 256:
         raise NotImplementedError(f"{head_dim=} is not supported; expected a multiple of 16 up to 256")
     if window is not None:
-        if not causal:
-            raise ValueError(f"{window=} needs causal=True: it counts the last keys that a query sees")
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
-        if window >= kv_seq:  # it leaves out nothing, and need not fit into the 32 bits that kernels count in
+        # It leaves out nothing, and need not fit into the 32 bits that kernels count in.
+        if window >= (kv_seq if causal else max(seq, kv_seq)):
             window = None
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
@@ -448,9 +448,13 @@ def _attend_block(
         valid.append((mask != 0)[:, None, None, :])
     if segment_ids is not None and kv_segment_ids is not None:
         valid.append((segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None])
+    distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
     if causal:
-        distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
-        valid += [distance >= 0] if window is None else [distance >= 0, distance < window]
+        valid.append(distance >= 0)
+    if window is not None:
+        valid.append(distance < window)
+        if not causal:
+            valid.append(distance > -window)
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.

@@ -198,7 +198,7 @@ def visible(
     if causal:
         seen = seen & (distance >= 0)
     if window is not None:
-        seen = seen & (distance < window)
+        seen = seen & (np.abs(distance) < window)
     if mask is not None:
         seen = seen & (mask != 0)[:, None, None]
     if segment_ids is not None:

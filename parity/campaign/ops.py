@@ -277,8 +277,8 @@ def _masks(pick: _Pick, batch: int, seq: int, kv_seq: int, heads: int, dtype: st
     options: dict[str, Any] = {}
     if pick.chance(0.6):
         options["causal"] = True
-        if pick.chance(0.6):
-            options["window"] = int(pick.of((1, 2, 3, 17, 18, 31, 64, 10**12)))
+    if pick.chance(0.4):
+        options["window"] = int(pick.of((1, 2, 3, 17, 18, 31, 64, 10**12)))
     if pick.chance(0.2):
         options["sm_scale"] = pick.of((0.3, 1.0, 0.01))
     if pick.chance(0.3):

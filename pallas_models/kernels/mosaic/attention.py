@@ -198,11 +198,10 @@ def _attention_kernel(
         queries of whole tiles) if asked for; and scratch memory.
     """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
-    seq, kv_seq, head_dim, causal, window = shape.seq, shape.kv_seq, shape.head_dim, shape.causal, shape.window
+    seq, kv_seq, head_dim, band = shape.seq, shape.kv_seq, shape.head_dim, shape.band
     consumers = block_q // ROWS
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
     q_blocks = pl.cdiv(seq, block_q)
-    offset = kv_seq - seq  # position of the first query, among the keys
     scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
     div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
     keys_ring, values_ring = (
@@ -228,7 +227,7 @@ def _attention_kernel(
         section, index = div(index, walk.group * q_blocks), rem(index, walk.group * q_blocks)
         head = section * walk.group + rem(index, walk.group)
         start = (q_blocks - 1 - div(index, walk.group)) * block_q
-        first, end, full, full_end = map(jnp.int32, shape.band.keys_of(start, block_q, block_kv))
+        first, end, full, full_end = map(jnp.int32, band.keys_of(start, block_q, block_kv))
         end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
         first = jnp.minimum(first, end - 1)
         return _Tile(div(head, shape.num_heads), rem(head, shape.num_heads), start, first, full, full_end, end)
@@ -328,20 +327,22 @@ def _attention_kernel(
                 scores = jnp.where(same, scores, -jnp.inf)
             if of_keys:
                 keys_ring.release(slot)
-            if not causal and kv_seq % block_kv == 0:
+            if band.high is None and kv_seq % block_kv == 0:
                 return scores
 
             def mask(scores: jax.Array) -> jax.Array:
                 # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
                 key = block * block_kv
                 keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, block_kv), scores.shape, [1])
-                if not causal:
+                if band.high is None:
                     return jnp.where(keys < kv_seq - key, scores, -jnp.inf)
-                own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS + offset - key)
-                last = jnp.minimum(own, kv_seq - 1 - key) if kv_seq % block_kv else own
-                valid = keys <= jax.lax.broadcast_in_dim(last, scores.shape, [0])
-                if window is not None:
-                    valid &= keys > jax.lax.broadcast_in_dim(own - window, scores.shape, [0])
+                own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS - key)
+                last = own + band.high
+                if kv_seq % block_kv:
+                    last = jnp.minimum(last, kv_seq - 1 - key)
+                valid = keys <= spread(last, 0)
+                if band.low is not None:
+                    valid &= keys >= spread(own + band.low, 0)
                 return jnp.where(valid, scores, -jnp.inf)
 
             full = (block >= tile.full) & (block < tile.full_end)

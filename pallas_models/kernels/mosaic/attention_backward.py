@@ -130,7 +130,7 @@ class _Side:
     @property
     def masks(self) -> bool:
         """Whether any pairs of tiles and blocks are not valid."""
-        return self.shape.causal or (not self.of_keys and self.shape.kv_seq % self.block > 0)
+        return self.shape.band.high is not None or (not self.of_keys and self.shape.kv_seq % self.block > 0)
 
     def runs(self, start: Any) -> Runs:
         """The blocks that the tile from `start` on is paired with."""
@@ -234,7 +234,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
     ring = Ring(refs.ready, refs.read, num_stages)
     scale = sm_scale * math.log2(math.e)
     dtype = refs.k.dtype
-    offset = shape.kv_seq - shape.seq  # the position of the first query, among the keys
+    band = shape.band
     key_axis = 0 if of_keys else 1
 
     def multiply(total: Ref, a: Any, b: Ref, *, turn_b: bool = False) -> None:
@@ -274,11 +274,11 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
         terms = []
         if not of_keys and shape.kv_seq % side.block:
             terms.append(keys < shape.kv_seq)
-        if shape.causal:
-            own = jax.lax.iota(jnp.int32, scores.shape[1 - key_axis]) + (query + offset)
-            terms.append(keys <= spread(own, of_keys=False))
-            if shape.window is not None:
-                terms.append(keys > spread(own - shape.window, of_keys=False))
+        own = jax.lax.iota(jnp.int32, scores.shape[1 - key_axis]) + query
+        if band.high is not None:
+            terms.append(keys <= spread(own + band.high, of_keys=False))
+        if band.low is not None:
+            terms.append(keys >= spread(own + band.low, of_keys=False))
         return jnp.where(functools.reduce(operator.and_, terms), scores, -jnp.inf)
 
     def number(ref: Ref, slot: jax.Array, to: tuple[int, ...]) -> jax.Array:
