@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops, target
+from pallas_models.kernels import _band
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton.attention import Config
@@ -555,7 +556,7 @@ HOPPER_CASES = {
     "mask": ((128, 192, 2, 2, 64, {"mask": True}), {"num_cores": 3}),
     "mask, causal": ((256, 128, 2, 1, 128, {"causal": True, "mask": True}), {"block_q": 128, "num_cores": 2}),
     "segments": ((128, 128, 1, 1, 64, {"segments": True}), {}),
-    "all masks": (
+    "all masks, searched": (
         (256, 320, 2, 1, 64, {"causal": True, "window": 200, "mask": True, "segments": True}),
         {"block_q": 128, "num_stages": 3, "num_cores": 1},
     ),
@@ -588,6 +589,8 @@ def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
     "name", [pytest.param(n, marks=[edges] * (c[0][0] % 64 + c[0][1] % 64 > 0)) for n, c in HOPPER_CASES.items()]
 )
 def test_hopper_kernel(reference, monkeypatch, name):
+    if "searched" in name:
+        monkeypatch.setattr(_band, "SEARCHED", 1)
     arrays, options, config = hopper_case(name, monkeypatch)
     out, lse = ops.attention(*arrays, return_lse=True, config=config, implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"

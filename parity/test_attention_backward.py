@@ -13,6 +13,7 @@ import pytest
 
 from pallas_models import ops
 from pallas_models import target as targets
+from pallas_models.kernels import _band
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.triton import attention_backward as triton
 from pallas_models.kernels.triton.attention import Config as Forward
@@ -350,6 +351,8 @@ HOPPER_CASES = {
     "grouped heads": (128, 256, 2, 1, 64, {"causal": True, "sm_scale": 0.3}),
     "window": (128, 384, 1, 1, 64, {"causal": True, "window": 150}),
     "window of full blocks": (384, 384, 1, 1, 64, {"causal": True, "window": 300}),
+    "masks": (128, 256, 1, 1, 64, {"mask": True, "segments": True}),
+    "all masks, searched": (384, 384, 2, 1, 64, {"causal": True, "mask": True, "segments": True}),
     "window to both sides": (256, 128, 1, 1, 64, {"window": 30}),
     "ragged": (203, 331, 2, 1, 64, {"causal": True}),
     "ragged, heads of 128": (70, 150, 1, 1, 128, {}),
@@ -363,7 +366,9 @@ on_hopper = pytest.mark.parametrize(
 
 
 @on_hopper
-def test_hopper_kernel(reference, name):
+def test_hopper_kernel(reference, monkeypatch, name):
+    if "searched" in name:
+        monkeypatch.setattr(_band, "SEARCHED", 1)
     arrays, _, options = operands(HOPPER_CASES[name], "bfloat16")
     cotangents = cotangents_of(reference, arrays, None, **options)
     gradients = pulled(arrays, None, cotangents, implementation=MOSAIC, **options)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
+
 Index = jax.Array | int
 # The first and the end of the blocks with a valid pair, then of a run of blocks with nothing but valid pairs.
 Runs = tuple[Index, Index, Index, Index]
@@ -97,3 +99,47 @@ class Band:
             distance = (shift + jnp.arange(block_kv))[None, :] - jnp.arange(block_q)[:, None]
         below = [distance <= self.high]
         return below if self.low is None else [distance >= self.low, *below]
+
+
+def searched(
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    *,
+    seq: int,
+    kv_seq: int,
+    block_q: int,
+    block_kv: int,
+    keys_first: bool = False,
+) -> jax.Array | None:
+    """The `Runs` of blocks that masks leave, as far as the least and the largest segment id of a block tell.
+
+    Returns:
+      (B or 1, blocks of queries, 4): the blocks of keys that each block of queries needs; with `keys_first`
+      (B or 1, blocks of keys, 4): the blocks of queries that need each. None where there are few, or no masks.
+    """
+    q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, block_kv)
+    if (q_blocks if keys_first else kv_blocks) < SEARCHED or (mask is None and segment_ids is None):
+        return None
+
+    def split(x: jax.Array, count: int, size: int, mode: str) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, count * size - x.shape[1])), mode=mode).reshape(-1, count, size)
+
+    valid = jnp.ones((1, kv_seq), bool) if mask is None else mask != 0
+    valid = split(valid, kv_blocks, block_kv, "constant")[:, None]
+    some, full = jnp.any(valid, -1), jnp.all(valid, -1)
+    if segment_ids is not None and kv_segment_ids is not None:
+        q = split(segment_ids, q_blocks, block_q, "edge")[:, :, None]
+        kv = split(kv_segment_ids, kv_blocks, block_kv, "edge")[:, None]
+        q_low, q_high, kv_low, kv_high = jnp.min(q, -1), jnp.max(q, -1), jnp.min(kv, -1), jnp.max(kv, -1)
+        some &= (q_low <= kv_high) & (kv_low <= q_high)
+        full &= (q_low == kv_high) & (kv_low == q_high)
+    some, full = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)) for x in (some, full))
+    if keys_first:
+        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
+    count = some.shape[-1]
+    first, first_full = jnp.argmax(some, -1), jnp.argmax(full, -1)
+    end = jnp.where(jnp.any(some, -1), count - jnp.argmax(some[..., ::-1], -1), 0)
+    after = ~full & (jnp.arange(count) >= first_full[..., None])
+    full_end = jnp.where(jnp.any(after, -1), jnp.argmax(after, -1), count)
+    return jnp.stack([first, end, first_full, full_end], axis=-1).astype(jnp.int32)

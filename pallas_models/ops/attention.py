@@ -498,7 +498,7 @@ _OP = Op(
             call=mosaic_backward.attention_backward,
             keeps=2,
             options={"return_lse": True},
-            refuses=mosaic_backward.unsupported,
+            refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
         ),
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),

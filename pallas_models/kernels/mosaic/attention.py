@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._band import Band, Runs
+from pallas_models.kernels._band import Band, Runs, searched
 from pallas_models.kernels._common import LOWEST, Ref, first_heads_of
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
@@ -184,6 +185,22 @@ class _Tile:
         return self.end - self.first
 
 
+def narrowed(runs: Runs, found: Ref | None, batch: jax.Array, block: jax.Array, *, masked: bool) -> Runs:
+    """The `Runs` of a block without what masks rule out.
+
+    Args:
+      found: what `searched` gave; where it is None and there are masks, no block counts for full.
+      masked: whether there are masks besides the positions.
+    """
+    first, end, full, full_end = map(jnp.int32, runs)
+    if found is None:
+        return (first, end, first, first) if masked else (first, end, full, full_end)
+    row = batch if found.shape[0] > 1 else 0
+    some, some_end, all_, all_end = (found[row, block, i] for i in range(4))
+    least, most = jnp.maximum, jnp.minimum
+    return least(first, some), most(end, some_end), least(full, all_), most(full_end, all_end)
+
+
 _Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima and sums of rows, step in the ring
 
 
@@ -194,14 +211,14 @@ def _attention_kernel(
 
     Args:
       refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
-        among others; mask and kv_segments (B, Skv), segments (B, Sq), None if absent; o like q, and lse (B, heads,
-        queries of whole tiles) if asked for; and scratch memory.
+        among others; mask and kv_segments (B, Skv), segments (B, Sq), found (B or 1, blocks of queries, 4), None
+        if absent; o like q, and lse (B, heads, queries of whole tiles) if asked for; and scratch memory.
     """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     seq, kv_seq, head_dim, band = shape.seq, shape.kv_seq, shape.head_dim, shape.band
     consumers = block_q // ROWS
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
-    q_blocks = pl.cdiv(seq, block_q)
+    q_blocks, ragged = pl.cdiv(seq, block_q), kv_seq % block_kv > 0
     scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
     div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
     keys_ring, values_ring = (
@@ -226,11 +243,13 @@ def _attention_kernel(
         index = index_of(i)
         section, index = div(index, walk.group * q_blocks), rem(index, walk.group * q_blocks)
         head = section * walk.group + rem(index, walk.group)
-        start = (q_blocks - 1 - div(index, walk.group)) * block_q
-        first, end, full, full_end = map(jnp.int32, band.keys_of(start, block_q, block_kv))
+        batch, block = div(head, shape.num_heads), q_blocks - 1 - div(index, walk.group)
+        start = block * block_q
+        runs = narrowed(band.keys_of(start, block_q, block_kv), refs.found, batch, block, masked=len(of_keys) > 0)
+        first, end, full, full_end = runs
         end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
         first = jnp.minimum(first, end - 1)
-        return _Tile(div(head, shape.num_heads), rem(head, shape.num_heads), start, first, full, full_end, end)
+        return _Tile(batch, rem(head, shape.num_heads), start, first, full, full_end, end)
 
     def columns(operand: int, head: jax.Array) -> pl.Slice:
         return pl.Slice((shape.first_heads[operand] + head) * head_dim, head_dim)
@@ -320,33 +339,34 @@ def _attention_kernel(
             def spread(x: jax.Array, axis: int) -> jax.Array:
                 return jax.lax.broadcast_in_dim(x, scores.shape, [axis])
 
-            if refs.mask is not None:
-                scores = jnp.where(spread(refs.mask_blocks[slot], 1) != 0, scores, -jnp.inf)
-            if refs.segments is not None:
-                same = spread(refs.q_segments[warpgroup, rem(i, 2)], 0) == spread(refs.segment_blocks[slot], 1)
-                scores = jnp.where(same, scores, -jnp.inf)
-            if of_keys:
-                keys_ring.release(slot)
-            if band.high is None and kv_seq % block_kv == 0:
-                return scores
-
             def mask(scores: jax.Array) -> jax.Array:
                 # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
                 key = block * block_kv
                 keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, block_kv), scores.shape, [1])
-                if band.high is None:
-                    return jnp.where(keys < kv_seq - key, scores, -jnp.inf)
                 own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS - key)
-                last = own + band.high
-                if kv_seq % block_kv:
-                    last = jnp.minimum(last, kv_seq - 1 - key)
-                valid = keys <= spread(last, 0)
+                valid = []
+                if band.high is not None:
+                    last = own + band.high
+                    valid.append(keys <= spread(jnp.minimum(last, kv_seq - 1 - key) if ragged else last, 0))
+                elif ragged:
+                    valid.append(keys < kv_seq - key)
                 if band.low is not None:
-                    valid &= keys >= spread(own + band.low, 0)
-                return jnp.where(valid, scores, -jnp.inf)
+                    valid.append(keys >= spread(own + band.low, 0))
+                if refs.mask is not None:
+                    valid.append(spread(refs.mask_blocks[slot], 1) != 0)
+                if refs.segments is not None:
+                    valid.append(
+                        spread(refs.q_segments[warpgroup, rem(i, 2)], 0) == spread(refs.segment_blocks[slot], 1)
+                    )
+                return jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
 
+            if band.high is None and not ragged and not of_keys:
+                return scores
             full = (block >= tile.full) & (block < tile.full_end)
-            return jax.lax.cond(full, lambda x: x, mask, scores)
+            scores = jax.lax.cond(full, lambda x: x, mask, scores)
+            if of_keys:
+                keys_ring.release(slot)
+            return scores
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -511,11 +531,13 @@ def attention(
     )
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
+    masks = mask, segment_ids, kv_segment_ids
+    found = searched(*masks, seq=seq, kv_seq=kv_seq, block_q=block_q, block_kv=block_kv)
     padded = [pad_rows(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
     mask, segments, kv_segments = (
         None if x is None else jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
-        for x, like in ((mask, k), (segment_ids, q), (kv_segment_ids, k))
+        for x, like in zip(masks, (k, q, k), strict=True)
     )
     of_keys = (mask is not None) + (kv_segments is not None)
     if interpret:
@@ -561,7 +583,7 @@ def attention(
         functools.partial(
             _attention_kernel, config=config, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret
         ),
-        dict(q=q, k=k, v=v, mask=mask, segments=segments, kv_segments=kv_segments),
+        dict(q=q, k=k, v=v, mask=mask, segments=segments, kv_segments=kv_segments, found=found),
         out_type,
         scratch_types,
         name="attention",
