@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels._band import Band, Runs, searched
 from pallas_models.kernels._common import LOWEST, Ref, first_heads_of
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -337,33 +337,39 @@ def _attention_kernel(
             """The scores of tile i and the keys in a slot, without pairs that are not valid."""
 
             def spread(x: jax.Array, axis: int) -> jax.Array:
-                return jax.lax.broadcast_in_dim(x, scores.shape, [axis])
+                x = jax.lax.broadcast_in_dim(x, scores.shape, [axis])
+                # Where that is not said, to infer the layouts of integers takes long.
+                return x if interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+            def ids(ref: Ref, axis: int) -> jax.Array:
+                return spread(load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret), axis)
 
             def mask(scores: jax.Array) -> jax.Array:
-                # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
-                key = block * block_kv
-                keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, block_kv), scores.shape, [1])
-                own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS - key)
-                valid = []
+                key, valid = block * block_kv, []
+                if band.high is not None or ragged:
+                    keys = spread(jax.lax.iota(jnp.int32, block_kv), 1)
                 if band.high is not None:
+                    # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
+                    own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS - key)
                     last = own + band.high
                     valid.append(keys <= spread(jnp.minimum(last, kv_seq - 1 - key) if ragged else last, 0))
+                    if band.low is not None:
+                        valid.append(keys >= spread(own + band.low, 0))
                 elif ragged:
                     valid.append(keys < kv_seq - key)
-                if band.low is not None:
-                    valid.append(keys >= spread(own + band.low, 0))
                 if refs.mask is not None:
-                    valid.append(spread(refs.mask_blocks[slot], 1) != 0)
+                    valid.append(ids(refs.mask_blocks.at[slot], 1) != 0)
                 if refs.segments is not None:
-                    valid.append(
-                        spread(refs.q_segments[warpgroup, rem(i, 2)], 0) == spread(refs.segment_blocks[slot], 1)
-                    )
+                    own_segments = ids(refs.q_segments.at[warpgroup, rem(i, 2)], 0)
+                    valid.append(own_segments == ids(refs.segment_blocks.at[slot], 1))
                 return jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
 
             if band.high is None and not ragged and not of_keys:
                 return scores
             full = (block >= tile.full) & (block < tile.full_end)
             scores = jax.lax.cond(full, lambda x: x, mask, scores)
+            if not interpret:
+                scores = plgpu.layout_cast(scores, plgpu.Layout.WGMMA)
             if of_keys:
                 keys_ring.release(slot)
             return scores
@@ -451,6 +457,8 @@ def _attention_kernel(
         if not one_tile:
             pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
         peak, total = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        if not interpret:
+            peak, total = (plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1)) for x in (peak, total))
         weights, peak, total, _ = softmax(masked(scores, slot, tile, tile.end - 1, slot), peak, total)
         keys_ring.wait(after(slot))
         carry = weights.astype(refs.q.dtype), peak, total, slot

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels._band import Runs, searched
 from pallas_models.kernels._common import Ref, rows_of_backward
 from pallas_models.kernels.mosaic import attention
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, row, tiled
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, row, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -281,21 +281,22 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
             return in_registers(jax.lax.broadcast_in_dim(x, scores.shape, [key_axis if of_keys else 1 - key_axis]))
 
         key, query = (row, other) if side.of_keys else (other, row)
-        keys = spread(jax.lax.iota(jnp.int32, scores.shape[key_axis]) + key, of_keys=True)
-        terms = []
-        if not of_keys and shape.kv_seq % side.block:
+        ragged, terms = not of_keys and shape.kv_seq % side.block > 0, []
+        if ragged or band.high is not None:
+            keys = spread(jax.lax.iota(jnp.int32, scores.shape[key_axis]) + key, of_keys=True)
+        if ragged:
             terms.append(keys < shape.kv_seq)
-        own = jax.lax.iota(jnp.int32, scores.shape[1 - key_axis]) + query
         if band.high is not None:
+            own = jax.lax.iota(jnp.int32, scores.shape[1 - key_axis]) + query
             terms.append(keys <= spread(own + band.high, of_keys=False))
         if band.low is not None:
             terms.append(keys >= spread(own + band.low, of_keys=False))
-        ids = {
-            name: spread(getattr(refs, f"{name}_ids")[slot if name in side.block_ids else warpgroup], of_keys=keys)
-            for keys, names in enumerate(_IDS)
-            for name in names
-            if name in side.ids
-        }
+        ids = {}
+        for index, axis, names in ((warpgroup, 0, side.tile_ids), (slot, 1, side.block_ids)):
+            for name in names:
+                ref = getattr(refs, f"{name}_ids").at[index]
+                x = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret)
+                ids[name] = in_registers(jax.lax.broadcast_in_dim(x, scores.shape, [axis]))
         if "mask" in ids:
             terms.append(ids["mask"] != 0)
         if "segments" in ids:
