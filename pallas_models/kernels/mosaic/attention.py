@@ -195,7 +195,7 @@ def narrowed(runs: Runs, found: Ref | None, batch: jax.Array, block: jax.Array, 
     first, end, full, full_end = map(jnp.int32, runs)
     if found is None:
         return (first, end, first, first) if masked else (first, end, full, full_end)
-    row = batch if found.shape[0] > 1 else 0
+    row = jnp.minimum(batch, found.shape[0] - 1)  # which may be one for all; and who has had all tiles asks on
     some, some_end, all_, all_end = (found[row, block, i] for i in range(4))
     least, most = jnp.maximum, jnp.minimum
     return least(first, some), most(end, some_end), least(full, all_), most(full_end, all_end)
