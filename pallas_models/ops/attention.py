@@ -109,7 +109,7 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, D of 64 or 128 and a positive scale, but no bias.
+        precisions, D of 64 or 128 and a positive scale; gradients with a bias run in Triton's kernels.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -498,7 +498,7 @@ _OP = Op(
             call=mosaic_backward.attention_backward,
             keeps=2,
             options={"return_lse": True},
-            refuses=mosaic.unsupported,
+            refuses=mosaic_backward.unsupported,
             preferred=mosaic.prefer,
         ),
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),

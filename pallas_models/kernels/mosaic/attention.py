@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._band import Band, Runs, searched
-from pallas_models.kernels._common import LOWEST, Ref, first_heads_of
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, first_heads_of
+from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -65,8 +65,6 @@ def unsupported(
         return f"takes float16 and bfloat16, not {qkv[0].dtype}"
     if head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
-    if bias is not None:
-        return "takes no bias"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     return None
@@ -81,14 +79,22 @@ def prefer(
     **__: Any,
 ) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
-    if mask is not None or segment_ids is not None:  # Triton's skips the blocks that they rule out
+    if (
+        mask is not None or segment_ids is not None or bias is not None
+    ):  # Triton's skips the blocks that they rule out
         return False
     seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
-def heuristic(seq: int, heads: int, head_dim: int, target: Target, *, causal: bool) -> Config:
+def heuristic(
+    seq: int, heads: int, head_dim: int, target: Target, *, causal: bool, bias_itemsize: int = 0
+) -> Config:
     """Chooses blocks for `heads` of all the batch, as measured on an H200."""
+    if bias_itemsize:  # whose tiles want room too
+        config = Config(block_q=2 * ROWS, block_kv=128, num_stages=2)
+        fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
+        return config if fits else dataclasses.replace(config, block_kv=64)
     if heads * pl.cdiv(seq, 2 * ROWS) < target.num_cores:
         return Config(block_q=ROWS, block_kv=128, num_stages=2)
     if head_dim == 64 and not causal and seq >= 2048:
@@ -103,10 +109,11 @@ def candidates(seq: int) -> Iterator[Config]:
             yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
 
 
-def shared_memory(config: Config, head_dim: int) -> int:
+def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
-    tiles = 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv)
-    return tiles + 8 * (config.block_q + config.num_stages * config.block_kv) + 2048
+    keys = config.num_stages * config.block_kv
+    tiles = 2 * head_dim * 2 * (config.block_q + keys) + config.block_q * keys * bias_itemsize
+    return tiles + 8 * (config.block_q + keys) + 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,15 +218,17 @@ def _attention_kernel(
 
     Args:
       refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
-        among others; mask and kv_segments (B, Skv), segments (B, Sq), found (B or 1, blocks of queries, 4), None
-        if absent; o like q, and lse (B, heads, queries of whole tiles) if asked for; and scratch memory.
+        among others; bias (B or 1, heads or 1, Sq, Skv), mask and kv_segments (B, Skv), segments (B, Sq), found
+        (B or 1, blocks of queries, 4), None if absent; o like q, and lse (B, heads, queries of whole tiles) if asked
+        for; and scratch memory.
     """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     seq, kv_seq, head_dim, band = shape.seq, shape.kv_seq, shape.head_dim, shape.band
     consumers = block_q // ROWS
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
     q_blocks, ragged = pl.cdiv(seq, block_q), kv_seq % block_kv > 0
-    scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
+    # Base-2 exponentials are the GPU's own. Scores stay unscaled up to these, except where a bias is added.
+    scale = sm_scale * math.log2(math.e) if refs.bias is None else 1.0
     div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
     keys_ring, values_ring = (
         Ring(full, read, num_stages) for full, read in ((refs.k_ready, refs.k_read), (refs.v_ready, refs.v_read))
@@ -230,6 +239,8 @@ def _attention_kernel(
         for ref, blocks in ((refs.mask, "mask_blocks"), (refs.kv_segments, "segment_blocks"))
         if ref is not None
     ]
+
+    arrivals = 1 + len(of_keys) + (0 if refs.bias is None else consumers)  # of copies to a slot of the keys' ring
 
     def index_of(i: jax.Array) -> jax.Array:
         """The i-th tile of this CTA. CTAs take turns there and back, which evens out what they get."""
@@ -271,13 +282,23 @@ def _attention_kernel(
                     for of_key, name in of_keys if operand == 1 else ():
                         target = getattr(refs, name).at[slot]
                         plgpu.copy_gmem_to_smem(of_key.at[tile.batch, rows], target, ring.full_of(slot))
+                    if operand == 1 and refs.bias is not None:
+                        index = (
+                            x if n > 1 else 0
+                            for x, n in zip((tile.batch, tile.head), refs.bias.shape, strict=False)
+                        )
+                        bias = refs.bias.at[*index]
+                        for part in range(consumers):
+                            queries = pl.Slice(tile.start + part * ROWS, ROWS)
+                            target = refs.bias_blocks.at[slot, part]
+                            plgpu.copy_gmem_to_smem(bias.at[queries, rows], target, ring.full_of(slot))
                 return step + 1
 
             return jax.lax.fori_loop(0, tile.blocks, copy, step)
 
         steps = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
         slot = keys_ring.acquire(steps)
-        for _ in range(1 + len(of_keys)):  # for those who wait for the keys after the last
+        for _ in range(arrivals):  # for those who wait for the keys after the last
             plgpu.barrier_arrive(keys_ring.full_of(slot))
         keys_ring.drain(steps, acquired=1)
         values_ring.drain(steps)
@@ -329,7 +350,7 @@ def _attention_kernel(
                 plgpu.commit_smem()
                 if then is not None:
                     then()
-            if not of_keys:
+            if arrivals == 1:
                 keys_ring.release(slot)
             return scores
 
@@ -364,6 +385,12 @@ def _attention_kernel(
                     valid.append(own_segments == ids(refs.segment_blocks.at[slot], 1))
                 return jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
 
+            if refs.bias is not None:
+                bias = refs.bias_blocks[slot, warpgroup].astype(jnp.float32)
+                scores = scores * (sm_scale * math.log2(math.e)) + bias * math.log2(math.e)
+                scores = jnp.where(bias > MASKING_BIAS, scores, -jnp.inf)
+                if not of_keys:
+                    keys_ring.release(slot)
             if band.high is None and not ragged and not of_keys:
                 return scores
             full = (block >= tile.full) & (block < tile.full_end)
@@ -389,7 +416,9 @@ def _attention_kernel(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
             o_tile[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(o_tile.dtype)
             if refs.lse is not None:
-                refs.lse_tiles[warpgroup] = jnp.where(empty, -jnp.inf, peak * sm_scale + jnp.log(total))
+                refs.lse_tiles[warpgroup] = jnp.where(
+                    empty, -jnp.inf, peak * (scale * math.log(2)) + jnp.log(total)
+                )
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_tile, refs.o.at[tile.batch, rows_of(tile), columns(0, tile.head)])
             if refs.lse is not None:
@@ -511,9 +540,10 @@ def attention(
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention as the Triton kernel of this name computes it, for the calls that are not `unsupported`."""
-    del bias, precision  # see `unsupported`
+    del precision  # see `unsupported`
     fused = len(qkv) == 1
     (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
+    bias_itemsize = 0 if bias is None else bias.dtype.itemsize
     config = choose(
         config,
         Problem(
@@ -531,9 +561,11 @@ def attention(
             bucketed=("batch", "q", "kv"),
             dtype=dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, seq, batch * num_heads, head_dim, target, causal=causal),
+            heuristic=functools.partial(
+                heuristic, seq, batch * num_heads, head_dim, target, causal=causal, bias_itemsize=bias_itemsize
+            ),
             candidates=functools.partial(candidates, seq),
-            shared_memory=functools.partial(shared_memory, head_dim=head_dim),
+            shared_memory=functools.partial(shared_memory, head_dim=head_dim, bias_itemsize=bias_itemsize),
         ),
         target,
     )
@@ -547,7 +579,11 @@ def attention(
         None if x is None else jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
         for x, like in zip(masks, (k, q, k), strict=True)
     )
-    of_keys = (mask is not None) + (kv_segments is not None)
+    if bias is not None:
+        columns = ROW_BYTES // bias_itemsize  # of a tile of shared memory, which is copied as a whole
+        more = pl.cdiv(k.shape[1], columns) * columns - kv_seq
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, q.shape[1] - seq), (0, more)))
+    arrivals = 1 + (mask is not None) + (kv_segments is not None) + (0 if bias is None else consumers)
     if interpret:
         check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], block_kv))
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
@@ -563,11 +599,13 @@ def attention(
         "v_blocks": tiled((num_stages, block_kv, head_dim), dtype),
         "o_tiles": tiled((consumers, ROWS, head_dim), dtype),
         "q_ready": barrier(num_arrivals=1 if segments is None else 2, num_barriers=consumers),
-        "k_ready": barrier(num_arrivals=1 + of_keys, num_barriers=num_stages),
+        "k_ready": barrier(num_arrivals=arrivals, num_barriers=num_stages),
         "v_ready": barrier(num_barriers=num_stages),
         "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
     }
+    if bias is not None:
+        scratch_types["bias_blocks"] = tiled((num_stages, consumers, ROWS, block_kv), bias.dtype)
     if mask is not None:
         scratch_types["mask_blocks"] = plgpu.SMEM((num_stages, block_kv), jnp.int32)
     if segments is not None:
@@ -591,7 +629,7 @@ def attention(
         functools.partial(
             _attention_kernel, config=config, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret
         ),
-        dict(q=q, k=k, v=v, mask=mask, segments=segments, kv_segments=kv_segments, found=found),
+        dict(q=q, k=k, v=v, bias=bias, mask=mask, segments=segments, kv_segments=kv_segments, found=found),
         out_type,
         scratch_types,
         name="attention",

@@ -41,6 +41,15 @@ _OF_BOTH = {64: (128, 4), 128: (64, 3)}
 _IDS = ("segments",), ("mask", "kv_segments")  # masks of queries, and of keys
 
 
+def unsupported(
+    qkv: tuple[jax.Array, ...], mask: jax.Array | None, bias: jax.Array | None, *ids: Any, **static: Any
+) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if bias is not None:
+        return "takes no bias"
+    return attention.unsupported(qkv, mask, bias, *ids, **static)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tile:
@@ -430,7 +439,7 @@ def attention_backward(
     interpret: bool,
 ) -> tuple[Any, ...]:
     """The gradients of `attention`'s operands, as the Triton kernel of this name gives them."""
-    del bias, precision, wanted, return_lse, config  # see `attention.unsupported`
+    del bias, precision, wanted, return_lse, config  # see `unsupported`
     fused = len(qkv) == 1
     (batch, seq, _), dtype = qkv[0].shape, qkv[0].dtype
     shape = attention.Shape.of(qkv, num_heads, num_kv_heads, head_dim=head_dim, causal=causal, window=window)
