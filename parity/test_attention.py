@@ -561,6 +561,12 @@ HOPPER_CASES = {
         {"block_q": 128, "num_stages": 3, "num_cores": 1},
     ),
     "ragged, all masks": ((203, 331, 2, 1, 64, {"mask": True, "segments": True}), {"block_kv": 128}),
+    "bias of each head": ((128, 192, 2, 1, 64, {"bias": (1, 2)}), {"num_cores": 3}),
+    "bias and masks": (
+        (128, 128, 2, 2, 128, {"bias": (2, 1), "causal": True, "segments": True}),
+        {"block_q": 128, "num_cores": 1},
+    ),
+    "ragged, bias": ((70, 150, 1, 1, 64, {"bias": (1, 1), "mask": True}), {"block_kv": 128}),
     # As with the windows above, of blocks of 64.
     "window that begins with the last key of a block": (
         (256, 256, 1, 1, 64, {"causal": True, "window": 66}),
@@ -581,7 +587,8 @@ def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
     """Operands of a case, and its options with the config; a GPU with fewer cores takes tiles in turn."""
     case, config = HOPPER_CASES[name]
     monkeypatch.setattr(target, "_local", lambda: gpu(config.get("num_cores", 132)))
-    arrays, _, options = operands(case, "bfloat16")
+    arrays, bias, options = operands(case, "bfloat16")
+    options |= {} if bias is None else {"bias": bias}
     return arrays, options, hopper(**{field: value for field, value in config.items() if field != "num_cores"})
 
 
@@ -711,7 +718,6 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
     [
         ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
         ("bfloat16", 80, {}, "takes heads of 64 and 128, not head_dim=80"),
-        ("bfloat16", 64, {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
         ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
         (
             "bfloat16",
