@@ -13,7 +13,6 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops, target
-from pallas_models.kernels import _band
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton.attention import Config
@@ -597,7 +596,7 @@ def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
 )
 def test_hopper_kernel(reference, monkeypatch, name):
     if "searched" in name:
-        monkeypatch.setattr(_band, "SEARCHED", 1)
+        monkeypatch.setattr(mosaic, "SEARCHED", 1)
     arrays, options, config = hopper_case(name, monkeypatch)
     out, lse = ops.attention(*arrays, return_lse=True, config=config, implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"

@@ -13,8 +13,8 @@ import pytest
 
 from pallas_models import ops
 from pallas_models import target as targets
-from pallas_models.kernels import _band
 from pallas_models.kernels.mosaic import _launch
+from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton import attention_backward as triton
 from pallas_models.kernels.triton.attention import Config as Forward
 from pallas_models.tuning import Chooser, Problem
@@ -368,7 +368,7 @@ on_hopper = pytest.mark.parametrize(
 @on_hopper
 def test_hopper_kernel(reference, monkeypatch, name):
     if "searched" in name:
-        monkeypatch.setattr(_band, "SEARCHED", 1)
+        monkeypatch.setattr(mosaic, "SEARCHED", 1)
     arrays, _, options = operands(HOPPER_CASES[name], "bfloat16")
     cotangents = cotangents_of(reference, arrays, None, **options)
     gradients = pulled(arrays, None, cotangents, implementation=MOSAIC, **options)

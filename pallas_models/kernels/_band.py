@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
-
 Index = jax.Array | int
 # The first and the end of the blocks with a valid pair, then of a run of blocks with nothing but valid pairs.
 Runs = tuple[Index, Index, Index, Index]
@@ -110,16 +108,20 @@ def searched(
     kv_seq: int,
     block_q: int,
     block_kv: int,
+    least: int,
     keys_first: bool = False,
 ) -> jax.Array | None:
     """The `Runs` of blocks that masks leave, as far as the least and the largest segment id of a block tell.
+
+    Args:
+      least: how many blocks of the other side there must be for a search to pay.
 
     Returns:
       (B or 1, blocks of queries, 4): the blocks of keys that each block of queries needs; with `keys_first`
       (B or 1, blocks of keys, 4): the blocks of queries that need each. None where there are few, or no masks.
     """
     q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, block_kv)
-    if (q_blocks if keys_first else kv_blocks) < SEARCHED or (mask is None and segment_ids is None):
+    if (q_blocks if keys_first else kv_blocks) < least or (mask is None and segment_ids is None):
         return None
 
     def split(x: jax.Array, count: int, size: int, mode: str) -> jax.Array:

@@ -28,6 +28,7 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 ROWS = 64  # queries of a warpgroup: the rows of one instruction of the tensor cores
+SEARCHED = 8  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
 
@@ -572,7 +573,7 @@ def attention(
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
     masks = mask, segment_ids, kv_segment_ids
-    found = searched(*masks, seq=seq, kv_seq=kv_seq, block_q=block_q, block_kv=block_kv)
+    found = searched(*masks, seq=seq, kv_seq=kv_seq, block_q=block_q, block_kv=block_kv, least=SEARCHED)
     padded = [pad_rows(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
     mask, segments, kv_segments = (

@@ -34,7 +34,8 @@ _ROWS = 64  # of a warpgroup: the rows of one instruction of the tensor cores
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _ROWS * _CONSUMERS
 _REGISTERS = (240, 24)  # of a thread that computes and of one that copies
-# By head size, rows of a block and blocks in the ring: the fastest on an H200, for a side alone and for both.
+# By head size, rows of a block and blocks in the ring: the fastest on an H200, for a side alone and for both. Of
+# queries with masks, which want room too, those for both.
 _OF_QUERIES = {64: (128, 4), 128: (128, 2)}
 _OF_KEYS = {64: (128, 3), 128: (64, 3)}
 _OF_BOTH = {64: (128, 4), 128: (64, 3)}
@@ -487,6 +488,7 @@ def attention_backward(
                 kv_seq=shape.kv_seq,
                 block_q=block if side.of_keys else _TILE,
                 block_kv=_TILE if side.of_keys else block,
+                least=attention.SEARCHED,
                 keys_first=side.of_keys,
             )
             for side in sides
@@ -517,7 +519,7 @@ def attention_backward(
         dqkv = like(q, num_heads + 2 * num_kv_heads)
         gradients = call(_OF_BOTH[head_dim], of_keys=(False, True), dqkv=dqkv)
     else:
-        gradients = call(_OF_QUERIES[head_dim], of_keys=(False,), dq=like(q, num_heads))
+        gradients = call((_OF_BOTH if ids else _OF_QUERIES)[head_dim], of_keys=(False,), dq=like(q, num_heads))
         of_keys = {"dk": like(k, num_kv_heads), "dv": like(v, num_kv_heads)}
         gradients += call(_OF_KEYS[head_dim], of_keys=(True,), **of_keys)
     return tuple(dx[:, : x.shape[1]] for dx, x in zip(gradients, qkv, strict=True)), None, None, None, None

@@ -13,6 +13,7 @@ from pallas_models.kernels._band import Index, Runs
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import plgpu
 
+SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own
 
 _Carry = TypeVar("_Carry")

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._band import Band, Index, searched
 from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, first_heads_of
-from pallas_models.kernels.triton._attention import every, exp2_of, narrowed, walk
+from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -315,7 +315,9 @@ def attention(
     if num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide {num_heads=}")
     ids = (segment_ids, kv_segment_ids)
-    found = searched(mask, *ids, seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv)
+    found = searched(
+        mask, *ids, seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv, least=SEARCHED
+    )
     kernel = functools.partial(
         _attention_kernel,
         config=config,
