@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops, target
+from pallas_models.kernels._common import exponents
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton.attention import Config
@@ -185,14 +186,33 @@ def test_permutations_of_batch_and_of_tokens():
     assert_close(small_kernel()(qkv[:, order], mask[:, order]), out[:, order], LONG)
 
 
-@pytest.mark.parametrize("dtype, scale", [("float32", 60.0), ("float16", 60.0), ("bfloat16", 1e4)])
+@pytest.mark.parametrize("dtype, scale", [("float32", 60.0), ("float16", 60.0), ("bfloat16", 1e8)])
 def test_scores_of_thousands(reference, implementation, dtype, scale):
-    # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e9.
+    # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e17.
     qkv, mask = qkv_of((2, 37, 2, 32), dtype, seed=11, scale=scale), random_mask(np.random.default_rng(11), 2, 37)
     out = compiled.attention_qkv(qkv, num_heads=2, mask=mask, implementation=implementation)
     expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask)
     # The scores' own float32 rounding, 1e4 * 2^-24, is what moves the weights here.
     assert_close(out, expected, {"float32": 1e-3, "float16": 1e-3, "bfloat16": 6e-3}[dtype])
+
+
+@pytest.mark.parametrize("scale", [0.125 * np.log2(np.e), 1.0, 7.0, 3e8])
+def test_exponents_of_any_scores(scale):
+    # The GPU fuses product and difference, which the interpreter does not: so float64, of float32 operands.
+    peak = np.concatenate([s * np.geomspace(1e-3, 1e30, 200, dtype=np.float32) for s in (-1, 1)])
+    peak = peak[np.abs(peak) * scale < 1e38]
+    factor, shift = (np.asarray(x, np.float32).astype(float) for x in exponents(jnp.asarray(peak), float(scale)))
+
+    def exponent(score):
+        return score.astype(float) * factor - shift
+
+    below = np.nextafter(peak, np.float32(-np.inf))
+    size = np.abs(peak.astype(float)) * scale
+    far, near = size > 1.01 * 2.0**30, size < 0.99 * 2.0**30
+    assert far.any() and np.all(exponent(peak)[far] == 0.0) and np.all(exponent(below)[far] < -60.0)
+    assert np.all(np.abs(exponent(peak)[near]) <= 1e-7 * size[near]) and np.all(
+        (factor == np.float32(scale)) | far
+    )
 
 
 def test_precision_of_float32(reference):

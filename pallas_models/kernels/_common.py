@@ -65,6 +65,18 @@ def first_heads_of(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int
     return (0, num_heads, num_heads + num_kv_heads) if len(qkv) == 1 else (0, 0, 0)
 
 
+def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
+    """What makes exponents to the base 2 of scores, `score * factor - shift`, given the maximum of each row.
+
+    The GPU rounds product and difference once, so that the maximum's exponent is off by what rounds the shift: by
+    32 for a shift of 2**30. From there on exponents of scores are 64 apart, so that the maximum alone counts, and
+    any factor as large does: a power of two, by which nothing is rounded.
+    """
+    power = 2.0 ** math.ceil(math.log2(scale))
+    factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**30 / scale, power, scale)
+    return factor, jnp.where(peak == LOWEST, 0.0, peak * factor)
+
+
 def rows_of_backward(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:

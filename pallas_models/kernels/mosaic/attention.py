@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._band import Band, Runs, searched
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, first_heads_of
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, exponents, first_heads_of
 from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
@@ -220,8 +220,8 @@ def _attention_kernel(
     Args:
       refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
         among others; bias (B or 1, heads or 1, Sq, Skv), mask and kv_segments (B, Skv), segments (B, Sq), found
-        (B or 1, blocks of queries, 4), None if absent; o like q, and lse (B, heads, queries of whole tiles) if asked
-        for; and scratch memory.
+        (B or 1, blocks of queries, 4), None if absent; o like q, and lse (B, heads, queries of whole tiles) if
+        asked for; and scratch memory.
     """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     seq, kv_seq, head_dim, band = shape.seq, shape.kv_seq, shape.head_dim, shape.band
@@ -404,9 +404,13 @@ def _attention_kernel(
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            shift = jnp.where(new_peak == LOWEST, 0.0, new_peak * scale)
-            weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0]))
-            correction = jnp.exp2((peak - new_peak) * scale)
+            factor, shift = exponents(new_peak, scale)
+            factor, shifts = (
+                x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
+                for x in (factor, shift)
+            )
+            weights = jnp.exp2(scores * factor - shifts)
+            correction = jnp.exp2(jnp.minimum(exponents(peak, scale)[1] - shift, 0.0))
             total = total * correction + jnp.sum(weights, axis=1)
             # The compiler would first wait for all products, but for this and what may wait after it.
             return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))

@@ -67,15 +67,16 @@ def walk(runs: Runs, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
     return _loop(0, before + end - full_end, step_masked, carry)
 
 
-def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
+def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array, *, interpret: bool) -> jax.Array:
     """`2 ** (x * scale + shift)`: XLA would leave product and sum apart, which one instruction computes."""
     if interpret:
         return jnp.exp2(x * scale + shift)
-    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
+    factors = [scale] if isinstance(scale, jax.Array) else []
+    factor = "$3" if factors else f"0f{np.float32(scale).view(np.uint32):08X}"
     (y,) = plgpu.elementwise_inline_asm(
         f"{{ .reg .f32 y; fma.rn.ftz.f32 y, $1, {factor}, $2; ex2.approx.ftz.f32 $0, y; }}",
-        args=[x, jnp.broadcast_to(shift, x.shape)],
-        constraints="=f,f,f",
+        args=[x, *(jnp.broadcast_to(y, x.shape) for y in (shift, *factors))],
+        constraints="=f,f,f" + ",f" * len(factors),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
     )

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._band import Band, Index, searched
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, first_heads_of
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, exponents, first_heads_of
 from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
@@ -235,9 +235,10 @@ def _attention_kernel(
             if valid is not None:
                 scores = jnp.where(valid, scores, -jnp.inf)
             m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-            shift = jnp.where(m_new == LOWEST, 0.0, -m_new * late)
-            p = exp2_of(scores, late, shift[:, None], interpret=interpret)
-            correction = exp2((m_i - m_new) * late, interpret=interpret)[:, None]
+            factor, shift = exponents(m_new, late)
+            factor = factor if isinstance(factor, float) else factor[:, None]
+            p = exp2_of(scores, factor, -shift[:, None], interpret=interpret)
+            correction = exp2(jnp.minimum(exponents(m_i, late)[1] - shift, 0.0), interpret=interpret)[:, None]
             v = load(v_ref.at[batch, keys, v_columns], kv_mask)
             acc = acc * correction + dot(p.astype(v.dtype), v)
             return acc, m_new, l_i * correction + row_sum(p)
