@@ -186,9 +186,11 @@ def test_permutations_of_batch_and_of_tokens():
     assert_close(small_kernel()(qkv[:, order], mask[:, order]), out[:, order], LONG)
 
 
-@pytest.mark.parametrize("dtype, scale", [("float32", 60.0), ("float16", 60.0), ("bfloat16", 1e8)])
+@pytest.mark.parametrize(
+    "dtype, scale", [("float32", 60.0), ("float32", 1e9), ("float16", 60.0), ("bfloat16", 1e8)]
+)
 def test_scores_of_thousands(reference, implementation, dtype, scale):
-    # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e17.
+    # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e19.
     qkv, mask = qkv_of((2, 37, 2, 32), dtype, seed=11, scale=scale), random_mask(np.random.default_rng(11), 2, 37)
     out = compiled.attention_qkv(qkv, num_heads=2, mask=mask, implementation=implementation)
     expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask)
@@ -208,8 +210,8 @@ def test_exponents_of_any_scores(scale):
 
     below = np.nextafter(peak, np.float32(-np.inf))
     size = np.abs(peak.astype(float)) * scale
-    far, near = size > 1.01 * 2.0**30, size < 0.99 * 2.0**30
-    assert far.any() and np.all(exponent(peak)[far] == 0.0) and np.all(exponent(below)[far] < -60.0)
+    far, near = size > 1.01 * 2.0**26, size < 0.99 * 2.0**26
+    assert far.any() and np.all(exponent(peak)[far] == 0.0) and np.all(exponent(below)[far] < -4.0)
     assert np.all(np.abs(exponent(peak)[near]) <= 1e-7 * size[near]) and np.all(
         (factor == np.float32(scale)) | far
     )

@@ -69,11 +69,11 @@ def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Arr
     """What makes exponents to the base 2 of scores, `score * factor - shift`, given the maximum of each row.
 
     The GPU rounds product and difference once, so that the maximum's exponent is off by what rounds the shift: by
-    32 for a shift of 2**30. From there on exponents of scores are 64 apart, so that the maximum alone counts, and
-    any factor as large does: a power of two, by which nothing is rounded.
+    2 for a shift of 2**26, where weights of 16 bits begin to suffer. From there on scores are rounded to steps of
+    more than 4 in the exponent, so that any factor as large does: a power of two, by which nothing is rounded.
     """
     power = 2.0 ** math.ceil(math.log2(scale))
-    factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**30 / scale, power, scale)
+    factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**26 / scale, power, scale)
     return factor, jnp.where(peak == LOWEST, 0.0, peak * factor)
 
 

@@ -1,6 +1,7 @@
 """Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
 import functools
+import math
 import operator
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -439,7 +440,12 @@ def _attend_block(
     q = q.reshape(batch, seq, *grouped, head_dim)
     k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in (k, v))
     einsum = functools.partial(_products.einsum, precision=precision)
-    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
+    # Without a bias scores are scaled after the maximum is subtracted: XLA rounds a product and a difference once
+    # where it takes exponentials, but not where it takes the maximum, whose exponent would not be 0.
+    early, late = (
+        (sm_scale, 1.0) if bias is not None or sm_scale == 0.0 else (math.copysign(1.0, sm_scale), abs(sm_scale))
+    )
+    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * early
     valid = []
     if bias is not None:
         scores += bias.astype(jnp.float32)
@@ -459,13 +465,13 @@ def _attend_block(
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST))
-    weights = jnp.exp(scores - peak)
+    weights = jnp.exp((scores - peak) * late)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
+    return out, jnp.where(empty, -jnp.inf, peak * late + jnp.log(total))[..., 0]
 
 
 def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:
