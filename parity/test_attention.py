@@ -575,8 +575,6 @@ HOPPER_CASES = {
     "window to both sides": ((128, 192, 2, 1, 64, {"window": 20, "mask": True}), {"num_cores": 2}),
     "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
     "mask": ((128, 192, 2, 2, 64, {"mask": True}), {"num_cores": 3}),
-    "mask, causal": ((256, 128, 2, 1, 128, {"causal": True, "mask": True}), {"block_q": 128, "num_cores": 2}),
-    "segments": ((128, 128, 1, 1, 64, {"segments": True}), {}),
     "all masks, searched": (
         (256, 320, 2, 1, 64, {"causal": True, "window": 200, "mask": True, "segments": True}),
         {"block_q": 128, "num_stages": 3, "num_cores": 1},
