@@ -718,6 +718,22 @@ def test_hopper_kernel_lowers(dtype, batch, seq, heads, kv_heads, head_dim, opti
     assert "stablehlo.dot_general" not in text and "stablehlo.pad" not in text
 
 
+@pytest.mark.parametrize(
+    "head_dim, options",
+    [
+        (64, {"segment_ids": jnp.zeros((1, 1024), jnp.int32)}),
+        (128, {"mask": jnp.ones((1, 1024), bool), "bias": jnp.zeros((1, 1, 1024, 1024)), "window": 65}),
+    ],
+)
+def test_hopper_kernel_lowers_with_masks(head_dim, options):
+    def f(qkv):
+        return ops.attention_qkv(qkv, num_heads=2, implementation="mosaic", **options)
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(f, jax.ShapeDtypeStruct((1, 1024, 3 * 2 * head_dim), jnp.bfloat16))
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+
+
 @pytest.mark.parametrize("in_cache", [0, 4, 100])
 @pytest.mark.parametrize("heads, blocks", [(64, range(16, 0, -1)), (16, range(64, 0, -1)), (7, [3, 3]), (1, [1])])
 def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
