@@ -26,7 +26,6 @@ class Backend:
 
 
 # What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
-# Times a scale it may overflow: rows that have it have no scores, and need no shift.
 LOWEST = float(np.finfo(np.float32).min)
 # A bias of this and below counts for -inf.
 MASKING_BIAS = -1e30
@@ -65,6 +64,11 @@ def first_heads_of(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int
     return (0, num_heads, num_heads + num_kv_heads) if len(qkv) == 1 else (0, 0, 0)
 
 
+def lowest_score(scale: float) -> float:
+    """What the maximum of a row starts from: finite when scaled too, so that a score of -inf less it is no NaN."""
+    return LOWEST / max(_power_above(scale), 1.0)
+
+
 def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
     """What makes exponents to the base 2 of scores, `score * factor - shift`, given the maximum of each row.
 
@@ -72,9 +76,13 @@ def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Arr
     2 for a shift of 2**26, where weights of 16 bits begin to suffer. From there on scores are rounded to steps of
     more than 4 in the exponent, so that any factor as large does: a power of two, by which nothing is rounded.
     """
-    power = 2.0 ** math.ceil(math.log2(scale))
+    power = _power_above(scale)
     factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**26 / scale, power, scale)
-    return factor, jnp.where(peak == LOWEST, 0.0, peak * factor)
+    return factor, peak * factor
+
+
+def _power_above(scale: float) -> float:
+    return 2.0 ** math.ceil(math.log2(scale))
 
 
 def rows_of_backward(

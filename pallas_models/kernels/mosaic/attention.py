@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._band import Band, Runs, searched
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, exponents, first_heads_of
+from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
 from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
@@ -77,20 +77,22 @@ def prefer(
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
     *_: jax.Array | None,
+    head_dim: int,
+    window: int | None,
     **__: Any,
 ) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
-    if (
-        mask is not None or segment_ids is not None or bias is not None
-    ):  # Triton's skips the blocks that they rule out
+    if head_dim == 64 and (
+        mask is not None or segment_ids is not None
+    ):  # Triton's tiles are smaller, and skip more
+        return False
+    if window is not None and window < (1024 if head_dim == 64 else 128):
         return False
     seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
-def heuristic(
-    seq: int, heads: int, head_dim: int, target: Target, *, causal: bool, bias_itemsize: int = 0
-) -> Config:
+def heuristic(seq: int, heads: int, head_dim: int, target: Target, *, masked: bool, bias_itemsize: int) -> Config:
     """Chooses blocks for `heads` of all the batch, as measured on an H200."""
     if bias_itemsize:  # whose tiles want room too
         config = Config(block_q=2 * ROWS, block_kv=128, num_stages=2)
@@ -98,7 +100,7 @@ def heuristic(
         return config if fits else dataclasses.replace(config, block_kv=64)
     if heads * pl.cdiv(seq, 2 * ROWS) < target.num_cores:
         return Config(block_q=ROWS, block_kv=128, num_stages=2)
-    if head_dim == 64 and not causal and seq >= 2048:
+    if head_dim == 64 and not masked and seq >= 2048:
         return Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
     return Config(block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 else 2)
 
@@ -402,6 +404,8 @@ def _attention_kernel(
                 keys_ring.release(slot)
             return scores
 
+        lowest = lowest_score(scale)
+
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
             factor, shift = exponents(new_peak, scale)
@@ -410,7 +414,7 @@ def _attention_kernel(
                 for x in (factor, shift)
             )
             weights = jnp.exp2(scores * factor - shifts)
-            correction = jnp.exp2(jnp.minimum(exponents(peak, scale)[1] - shift, 0.0))
+            correction = jnp.exp2(exponents(peak, scale)[1] - shift)
             total = total * correction + jnp.sum(weights, axis=1)
             # The compiler would first wait for all products, but for this and what may wait after it.
             return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
@@ -457,7 +461,7 @@ def _attention_kernel(
                         next_slot,
                     )
                     anew = jnp.broadcast_to(ends, (ROWS,))
-                    base = jnp.where(anew, LOWEST, peak), jnp.where(anew, 0.0, total)
+                    base = jnp.where(anew, lowest, peak), jnp.where(anew, 0.0, total)
                     weights, new_peak, new_total, correction = softmax(scores, *base)
                 keys_ring.wait(after(next_slot))
                 value = take_sums(sums, slot)
@@ -490,7 +494,7 @@ def _attention_kernel(
         scores = products(slot)
         if not one_tile:
             pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
-        peak, total = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        peak, total = jnp.full((ROWS,), lowest, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
         if not interpret:
             peak, total = (plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1)) for x in (peak, total))
         weights, peak, total, _ = softmax(masked(scores, slot, tile, tile.end - 1, slot), peak, total)
@@ -548,6 +552,7 @@ def attention(
     del precision  # see `unsupported`
     fused = len(qkv) == 1
     (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
+    masked = causal or window is not None or mask is not None or segment_ids is not None
     bias_itemsize = 0 if bias is None else bias.dtype.itemsize
     config = choose(
         config,
@@ -567,7 +572,7 @@ def attention(
             dtype=dtype,
             config=Config,
             heuristic=functools.partial(
-                heuristic, seq, batch * num_heads, head_dim, target, causal=causal, bias_itemsize=bias_itemsize
+                heuristic, seq, batch * num_heads, head_dim, target, masked=masked, bias_itemsize=bias_itemsize
             ),
             candidates=functools.partial(candidates, seq),
             shared_memory=functools.partial(shared_memory, head_dim=head_dim, bias_itemsize=bias_itemsize),

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._band import Band, Index, searched
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, exponents, first_heads_of
+from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
 from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
@@ -238,14 +238,14 @@ def _attention_kernel(
             factor, shift = exponents(m_new, late)
             factor = factor if isinstance(factor, float) else factor[:, None]
             p = exp2_of(scores, factor, -shift[:, None], interpret=interpret)
-            correction = exp2(jnp.minimum(exponents(m_i, late)[1] - shift, 0.0), interpret=interpret)[:, None]
+            correction = exp2(exponents(m_i, late)[1] - shift, interpret=interpret)[:, None]
             v = load(v_ref.at[batch, keys, v_columns], kv_mask)
             acc = acc * correction + dot(p.astype(v.dtype), v)
             return acc, m_new, l_i * correction + row_sum(p)
 
         carry = (
             jnp.zeros((block_q, block_d), jnp.float32),
-            jnp.full((block_q,), LOWEST, jnp.float32),
+            jnp.full((block_q,), lowest_score(late), jnp.float32),
             jnp.zeros((block_q, 1 if ones is None else ones.shape[1]), jnp.float32),
         )
         acc, m_i, l_i = walk(runs, step, carry)
