@@ -82,9 +82,8 @@ def prefer(
     **__: Any,
 ) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
-    if head_dim == 64 and (
-        mask is not None or segment_ids is not None
-    ):  # Triton's tiles are smaller, and skip more
+    # Triton's tiles are smaller, so that it skips more of what masks rule out.
+    if head_dim == 64 and (mask is not None or segment_ids is not None):
         return False
     if window is not None and window < (1024 if head_dim == 64 else 128):
         return False
@@ -94,15 +93,16 @@ def prefer(
 
 def heuristic(seq: int, heads: int, head_dim: int, target: Target, *, masked: bool, bias_itemsize: int) -> Config:
     """Chooses blocks for `heads` of all the batch, as measured on an H200."""
-    if bias_itemsize:  # whose tiles want room too
-        config = Config(block_q=2 * ROWS, block_kv=128, num_stages=2)
-        fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
-        return config if fits else dataclasses.replace(config, block_kv=64)
     if heads * pl.cdiv(seq, 2 * ROWS) < target.num_cores:
-        return Config(block_q=ROWS, block_kv=128, num_stages=2)
-    if head_dim == 64 and not masked and seq >= 2048:
-        return Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
-    return Config(block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 else 2)
+        config = Config(block_q=ROWS, block_kv=128, num_stages=2)
+    elif head_dim == 64 and not masked and not bias_itemsize and seq >= 2048:
+        config = Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
+    else:
+        config = Config(
+            block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 and not bias_itemsize else 2
+        )
+    fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
+    return config if fits else dataclasses.replace(config, block_kv=64)
 
 
 def candidates(seq: int) -> Iterator[Config]:
@@ -195,7 +195,9 @@ class _Tile:
         return self.end - self.first
 
 
-def narrowed(runs: Runs, found: Ref | None, batch: jax.Array, block: jax.Array, *, masked: bool) -> Runs:
+def narrowed(
+    runs: Runs, found: Ref | None, batch: jax.Array, block: jax.Array, *, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The `Runs` of a block without what masks rule out.
 
     Args:
@@ -398,8 +400,6 @@ def _attention_kernel(
                 return scores
             full = (block >= tile.full) & (block < tile.full_end)
             scores = jax.lax.cond(full, lambda x: x, mask, scores)
-            if not interpret:
-                scores = plgpu.layout_cast(scores, plgpu.Layout.WGMMA)
             if of_keys:
                 keys_ring.release(slot)
             return scores
@@ -495,8 +495,6 @@ def _attention_kernel(
         if not one_tile:
             pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
         peak, total = jnp.full((ROWS,), lowest, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-        if not interpret:
-            peak, total = (plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1)) for x in (peak, total))
         weights, peak, total, _ = softmax(masked(scores, slot, tile, tile.end - 1, slot), peak, total)
         keys_ring.wait(after(slot))
         carry = weights.astype(refs.q.dtype), peak, total, slot
