@@ -354,7 +354,7 @@ HOPPER_CASES = {
     "grouped heads": (128, 256, 2, 1, 64, {"causal": True, "sm_scale": 0.3}),
     "window": (128, 384, 1, 1, 64, {"causal": True, "window": 150}),
     "window of full blocks": (384, 384, 1, 1, 64, {"causal": True, "window": 300}),
-    "all masks, searched": (384, 384, 2, 1, 64, {"causal": True, "mask": True, "segments": True}),
+    "all masks, searched": (256, 256, 1, 1, 64, {"causal": True, "mask": True, "segments": True}),
     "window to both sides, masks": (256, 128, 1, 1, 64, {"window": 90, "mask": True, "segments": True}),
     "ragged": (203, 331, 2, 1, 64, {"causal": True}),
     "ragged, heads of 128": (70, 150, 1, 1, 128, {}),
