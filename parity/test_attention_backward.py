@@ -356,7 +356,7 @@ HOPPER_CASES = {
     "window of full blocks": (384, 384, 1, 1, 64, {"causal": True, "window": 300}),
     "all masks, searched": (256, 256, 1, 1, 64, {"causal": True, "mask": True, "segments": True}),
     "window to both sides, masks": (256, 128, 1, 1, 64, {"window": 90, "mask": True, "segments": True}),
-    "ragged": (203, 331, 2, 1, 64, {"causal": True}),
+    "ragged": (203, 331, 2, 1, 64, {"causal": True, "mask": True, "segments": True}),
     "ragged, heads of 128": (70, 150, 1, 1, 128, {}),
     "window of one key": (130, 140, 1, 1, 128, {"causal": True, "window": 1}),
     "few": (5, 9, 2, 1, 64, {"causal": True}),
