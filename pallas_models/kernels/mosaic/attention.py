@@ -337,6 +337,11 @@ def _attention_kernel(
             values_ring.release(slot)
             return value
 
+        def release_keys(slot: jax.Array) -> None:
+            if interpret:  # which counts reads as done before later copies only so
+                plgpu.commit_smem()
+            keys_ring.release(slot)
+
         def products(slot: jax.Array, then: Callable[[], None] | None = None) -> jax.Array:
             """The scores of the keys in a slot; what the tensor cores do `then` may go on."""
             keys = refs.k_blocks.at[slot]
@@ -356,7 +361,7 @@ def _attention_kernel(
                 if then is not None:
                     then()
             if arrivals == 1:
-                keys_ring.release(slot)
+                release_keys(slot)
             return scores
 
         def masked(scores: jax.Array, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
@@ -395,13 +400,13 @@ def _attention_kernel(
                 scores = scores * (sm_scale * math.log2(math.e)) + bias * math.log2(math.e)
                 scores = jnp.where(bias > MASKING_BIAS, scores, -jnp.inf)
                 if not of_keys:
-                    keys_ring.release(slot)
+                    release_keys(slot)
             if band.high is None and not ragged and not of_keys:
                 return scores
             full = (block >= tile.full) & (block < tile.full_end)
             scores = jax.lax.cond(full, lambda x: x, mask, scores)
             if of_keys:
-                keys_ring.release(slot)
+                release_keys(slot)
             return scores
 
         lowest = lowest_score(scale)
