@@ -83,7 +83,8 @@ def attention(
 
     Gradients come from kernels too. They compute scores again, so that memory grows with the lengths, not with
     their product, and add up in a fixed order: the same operands give the same bits. In XLA queries are taken a
-    block at a time, for the same reason.
+    block at a time, for the same reason. Results are right for scores of any size; kernels of gradients take
+    weights from the log-sum-exp in float32, which puts these off by about its size times 2**-24.
 
     Queries and keys may differ in number: the last query is at the position of the last key. Sequences of
     any lengths are packed into one row by segment ids: sequences joined to q of (total, Hq, D) with
