@@ -574,7 +574,6 @@ HOPPER_CASES = {
     "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), {"block_q": 128}),
     "window to both sides": ((128, 192, 2, 1, 64, {"window": 20, "mask": True}), {"num_cores": 2}),
     "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
-    "mask": ((128, 192, 2, 2, 64, {"mask": True}), {"num_cores": 3}),
     "all masks, searched": (
         (256, 320, 2, 1, 64, {"causal": True, "window": 200, "mask": True, "segments": True}),
         {"block_q": 128, "num_stages": 3, "num_cores": 1},
