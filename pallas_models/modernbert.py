@@ -17,7 +17,6 @@ from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
 
 Table = tuple[jax.Array, jax.Array]
-_MASKED = -2e30  # below what attention takes for minus infinity, and finite in bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +80,7 @@ class Layer(nnx.Module):
     def __init__(self, config: ModernBertConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
         self.is_global = index % config.global_every == 0
+        self.window = None if self.is_global else config.local_attention // 2 + 1
         if index > 0:
             self.attention_norm = Norm(config)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
@@ -92,7 +92,6 @@ class Layer(nnx.Module):
         x: jax.Array,
         global_table: Table,
         local_table: Table,
-        window: jax.Array | None,
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
         *,
@@ -109,8 +108,8 @@ class Layer(nnx.Module):
         y = ops.attention_qkv(
             qkv,
             num_heads=self.num_heads,
+            window=self.window,
             mask=mask,
-            bias=None if self.is_global else window,
             segment_ids=segment_ids,
             implementation=implementation,
         )
@@ -157,20 +156,8 @@ class ModernBert(nnx.Module):
             for theta in (config.global_theta, config.local_theta)
         )
         x = self.word_norm(x, implementation=implementation)
-        window = _window(length, config.local_attention // 2)
-        x = call_layers(
-            self.layers, x, *tables, window, mask, segment_ids, remat=remat, implementation=implementation
-        )
+        x = call_layers(self.layers, x, *tables, mask, segment_ids, remat=remat, implementation=implementation)
         return self.norm(x, implementation=implementation)
-
-
-def _window(length: int, most: int) -> jax.Array | None:
-    """What masks pairs that are further apart than `most`, (1, 1, S, S); None where there are none."""
-    if length - 1 <= most:
-        return None
-    index = jnp.arange(length)
-    near = jnp.abs(index[:, None] - index[None, :]) <= most
-    return jnp.where(near, 0.0, _MASKED).astype(jnp.bfloat16)[None, None]
 
 
 def init(

@@ -213,12 +213,6 @@ MUTANTS = [
             "test_attention.py -k every_tile",
         ),
         (
-            "_attention.py",
-            "full &= (q_low == kv_high) & (kv_low == q_high)",
-            "full &= (q_low == kv_low)",
-            "test_attention.py -k 'segments or every_option or packed'",
-        ),
-        (
             "attention.py",
             "m_i * (late * math.log(2)) + jnp.log(total)",
             "m_i * late + jnp.log(total)",
@@ -280,14 +274,14 @@ MUTANTS = [
         "pallas_models/kernels/mosaic",
         (
             "attention.py",
-            "valid &= keys > jax.lax.broadcast_in_dim(own - window, scores.shape, [0])",
-            "valid &= keys >= jax.lax.broadcast_in_dim(own - window, scores.shape, [0])",
+            "valid.append(keys >= spread(own + band.low, 0))",
+            "valid.append(keys > spread(own + band.low, 0))",
             "test_attention.py -k hopper_kernel",
         ),
         (
             "attention.py",
-            "correction = jnp.exp2((peak - new_peak) * scale)",
-            "correction = jnp.exp2((peak - new_peak) * sm_scale)",
+            "exponents(peak, scale)[1] - shift",
+            "exponents(peak, sm_scale)[1] - shift",
             "test_attention.py -k hopper_kernel",
         ),
         (
@@ -346,8 +340,8 @@ MUTANTS = [
         "pallas_models/ops",
         (
             "attention.py",
-            "valid += [distance >= 0] if window is None else [distance >= 0, distance < window]",
-            "valid += [distance >= 0] if window is None else [distance >= 0, distance <= window]",
+            "valid.append(distance < window)",
+            "valid.append(distance <= window)",
             "test_attention.py -k 'every_option and xla'",
         ),
         (
@@ -428,8 +422,20 @@ MUTANTS = [
         ),
         (
             "kernels/_band.py",
-            "[distance >= 0, distance < self.window]",
-            "[distance >= 0, distance <= self.window]",
+            "full &= (q_low == kv_high) & (kv_low == q_high)",
+            "full &= (q_low == kv_low)",
+            "test_attention.py -k 'segments or every_option or packed'",
+        ),
+        (
+            "kernels/_common.py",
+            "jnp.where(jnp.abs(peak) >= 2.0**26 / scale, power, scale)",
+            "scale",
+            "test_attention.py -k exponents",
+        ),
+        (
+            "kernels/_band.py",
+            "[distance >= self.low, *below]",
+            "[distance > self.low, *below]",
             "test_attention.py -k windows_that_end",
         ),
         (

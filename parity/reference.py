@@ -159,7 +159,9 @@ def _visible(
         visible &= (segment_ids[:, :, None] == kv_segment_ids[:, None])[:, None]
     if causal:
         visible = visible.tril(kv_seq - seq)
-    return visible if window is None else visible.triu(kv_seq - seq - window + 1)
+    if window is not None:
+        visible = visible.triu(kv_seq - seq - window + 1).tril(kv_seq - seq + window - 1)
+    return visible
 
 
 def attention(

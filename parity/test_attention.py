@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops, target
+from pallas_models.kernels._common import exponents
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton.attention import Config
@@ -185,14 +186,35 @@ def test_permutations_of_batch_and_of_tokens():
     assert_close(small_kernel()(qkv[:, order], mask[:, order]), out[:, order], LONG)
 
 
-@pytest.mark.parametrize("dtype, scale", [("float32", 60.0), ("float16", 60.0), ("bfloat16", 1e4)])
+@pytest.mark.parametrize(
+    "dtype, scale", [("float32", 60.0), ("float32", 1e9), ("float16", 60.0), ("bfloat16", 1e8)]
+)
 def test_scores_of_thousands(reference, implementation, dtype, scale):
-    # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e9.
+    # Softmax is all but one-hot: a wrong maximum gives infinities. Scores reach 1e4 to 1e19.
     qkv, mask = qkv_of((2, 37, 2, 32), dtype, seed=11, scale=scale), random_mask(np.random.default_rng(11), 2, 37)
     out = compiled.attention_qkv(qkv, num_heads=2, mask=mask, implementation=implementation)
     expected = reference.compute(reference.attention_qkv, qkv, num_heads=2, mask=mask)
     # The scores' own float32 rounding, 1e4 * 2^-24, is what moves the weights here.
     assert_close(out, expected, {"float32": 1e-3, "float16": 1e-3, "bfloat16": 6e-3}[dtype])
+
+
+@pytest.mark.parametrize("scale", [0.125 * np.log2(np.e), 1.0, 7.0, 3e8])
+def test_exponents_of_any_scores(scale):
+    # The GPU fuses product and difference, which the interpreter does not: so float64, of float32 operands.
+    peak = np.concatenate([s * np.geomspace(1e-3, 1e30, 200, dtype=np.float32) for s in (-1, 1)])
+    peak = peak[np.abs(peak) * scale < 1e38]
+    factor, shift = (np.asarray(x, np.float32).astype(float) for x in exponents(jnp.asarray(peak), float(scale)))
+
+    def exponent(score):
+        return score.astype(float) * factor - shift
+
+    below = np.nextafter(peak, np.float32(-np.inf))
+    size = np.abs(peak.astype(float)) * scale
+    far, near = size > 1.01 * 2.0**26, size < 0.99 * 2.0**26
+    assert far.any() and np.all(exponent(peak)[far] == 0.0) and np.all(exponent(below)[far] < -4.0)
+    assert np.all(np.abs(exponent(peak)[near]) <= 1e-7 * size[near]) and np.all(
+        (factor == np.float32(scale)) | far
+    )
 
 
 def test_precision_of_float32(reference):
@@ -226,6 +248,7 @@ CASES = {
     "causal, more queries than keys": (70, 37, 2, 1, 16, {"causal": True}),
     "window": (70, 70, 2, 1, 16, {"causal": True, "window": 20}),
     "window of one key": (33, 65, 1, 1, 16, {"causal": True, "window": 1}),
+    "window to both sides": (50, 70, 2, 1, 16, {"window": 20}),
     "grouped heads": (40, 64, 6, 2, 48, {"sm_scale": 0.4}),
     "one head of keys, negative scale": (19, 70, 4, 1, 32, {"sm_scale": -0.2}),
     "cross attention, masked": (5, 70, 2, 2, 16, {"mask": True}),
@@ -549,15 +572,19 @@ HOPPER_CASES = {
     "more queries than keys": ((192, 64, 1, 1, 64, {"causal": True}), {"num_cores": 1}),
     "window": ((300, 300, 1, 1, 64, {"causal": True, "window": 70}), {"num_cores": 2}),
     "window of one key": ((130, 140, 1, 1, 128, {"causal": True, "window": 1}), {"block_q": 128}),
+    "window to both sides": ((128, 192, 2, 1, 64, {"window": 20, "mask": True}), {"num_cores": 2}),
     "few": ((5, 9, 2, 1, 64, {"causal": True}), {"block_kv": 128}),
-    "mask": ((128, 192, 2, 2, 64, {"mask": True}), {"num_cores": 3}),
-    "mask, causal": ((256, 128, 2, 1, 128, {"causal": True, "mask": True}), {"block_q": 128, "num_cores": 2}),
-    "segments": ((128, 128, 1, 1, 64, {"segments": True}), {}),
-    "all masks": (
+    "all masks, searched": (
         (256, 320, 2, 1, 64, {"causal": True, "window": 200, "mask": True, "segments": True}),
         {"block_q": 128, "num_stages": 3, "num_cores": 1},
     ),
     "ragged, all masks": ((203, 331, 2, 1, 64, {"mask": True, "segments": True}), {"block_kv": 128}),
+    "bias of each head": ((128, 192, 2, 1, 64, {"bias": (1, 2)}), {"num_cores": 3}),
+    "bias and masks": (
+        (128, 128, 2, 2, 128, {"bias": (2, 1), "causal": True, "segments": True}),
+        {"block_q": 128, "num_cores": 1},
+    ),
+    "ragged, bias": ((70, 150, 1, 1, 64, {"bias": (1, 1), "mask": True}), {"block_kv": 128}),
     # As with the windows above, of blocks of 64.
     "window that begins with the last key of a block": (
         (256, 256, 1, 1, 64, {"causal": True, "window": 66}),
@@ -578,7 +605,8 @@ def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
     """Operands of a case, and its options with the config; a GPU with fewer cores takes tiles in turn."""
     case, config = HOPPER_CASES[name]
     monkeypatch.setattr(target, "_local", lambda: gpu(config.get("num_cores", 132)))
-    arrays, _, options = operands(case, "bfloat16")
+    arrays, bias, options = operands(case, "bfloat16")
+    options |= {} if bias is None else {"bias": bias}
     return arrays, options, hopper(**{field: value for field, value in config.items() if field != "num_cores"})
 
 
@@ -586,6 +614,8 @@ def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
     "name", [pytest.param(n, marks=[edges] * (c[0][0] % 64 + c[0][1] % 64 > 0)) for n, c in HOPPER_CASES.items()]
 )
 def test_hopper_kernel(reference, monkeypatch, name):
+    if "searched" in name:
+        monkeypatch.setattr(mosaic, "SEARCHED", 1)
     arrays, options, config = hopper_case(name, monkeypatch)
     out, lse = ops.attention(*arrays, return_lse=True, config=config, implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"
@@ -687,6 +717,22 @@ def test_hopper_kernel_lowers(dtype, batch, seq, heads, kv_heads, head_dim, opti
     assert "stablehlo.dot_general" not in text and "stablehlo.pad" not in text
 
 
+@pytest.mark.parametrize(
+    "head_dim, options",
+    [
+        (64, {"segment_ids": jnp.zeros((1, 1024), jnp.int32)}),
+        (128, {"mask": jnp.ones((1, 1024), bool), "bias": jnp.zeros((1, 1, 1024, 1024)), "window": 65}),
+    ],
+)
+def test_hopper_kernel_lowers_with_masks(head_dim, options):
+    def f(qkv):
+        return ops.attention_qkv(qkv, num_heads=2, implementation="mosaic", **options)
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(f, jax.ShapeDtypeStruct((1, 1024, 3 * 2 * head_dim), jnp.bfloat16))
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+
+
 @pytest.mark.parametrize("in_cache", [0, 4, 100])
 @pytest.mark.parametrize("heads, blocks", [(64, range(16, 0, -1)), (16, range(64, 0, -1)), (7, [3, 3]), (1, [1])])
 def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
@@ -706,7 +752,6 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
     [
         ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
         ("bfloat16", 80, {}, "takes heads of 64 and 128, not head_dim=80"),
-        ("bfloat16", 64, {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
         ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
         (
             "bfloat16",

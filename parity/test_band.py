@@ -17,14 +17,17 @@ BANDS = [
     Band(seq=64, kv_seq=50, causal=True, window=20),
     Band(seq=50, kv_seq=90, causal=True, window=40),
     Band(seq=7, kv_seq=7, causal=True, window=3),
+    Band(seq=64, kv_seq=64, causal=False, window=1),
+    Band(seq=50, kv_seq=90, causal=False, window=17),
+    Band(seq=90, kv_seq=50, causal=False, window=20),
 ]
 
 
 def pairs_of(band: Band) -> np.ndarray:
     """(Sq, Skv): whether a query sees a key."""
     distance = np.arange(band.seq)[:, None] + band.kv_seq - band.seq - np.arange(band.kv_seq)
-    within = distance < (band.kv_seq if band.window is None else band.window)
-    return (distance >= 0) & within if band.causal else np.ones_like(within)
+    within = np.abs(distance) < (np.inf if band.window is None else band.window)
+    return (distance >= 0) & within if band.causal else within
 
 
 @pytest.mark.parametrize("block, other_block", [(8, 8), (16, 8), (8, 16), (32, 16)])
@@ -47,7 +50,7 @@ def test_every_valid_pair_is_in_a_block_and_full_blocks_have_no_other(band, side
 
 
 def test_what_a_kernel_is_given_is_what_is_known_before():
-    band, starts = Band(seq=50, kv_seq=90, causal=True, window=40), np.arange(0, 90, 16)
+    band, starts = Band(seq=50, kv_seq=90, causal=False, window=40), np.arange(0, 90, 16)
     for side in (band.keys_of, band.queries_of):
         traced = jax.jit(lambda x, side=side: side(x, 16, 8))(jnp.asarray(starts))
         for found, expected in zip(traced, side(starts, 16, 8), strict=True):

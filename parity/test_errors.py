@@ -156,7 +156,6 @@ CASES = {
             NotImplementedError,
             "head_dim=8 is not supported; expected a mul",
         ),
-        (lambda: attention(window=4), ValueError, "window=4 needs causal=True"),
         (lambda: attention(causal=True, window=0), ValueError, "window=0 must be positive"),
         (lambda: attention(causal=True, window=1.5), TypeError, "float"),
         (lambda: attention(mask=MASK), ValueError, "mask has shape (2, 4); expected (2, 3), (B, Skv)"),

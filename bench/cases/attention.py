@@ -15,18 +15,19 @@ HELP = "attention: ours, XLA, cuDNN, torch, jax.experimental.pallas.ops, tokamax
 SHOWN = "4x2048x16x16x128+causal bf16"  # the case in README.md
 
 HALF_ONLY = "it takes fp16 and bf16"
+LOCAL = 64  # tokens on either side of a token that it sees where attention is local, as ModernBERT's is
 
 
-def exact(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+def exact(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     """In float32 throughout."""
     with jax.default_matmul_precision("highest"):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+        return jax.nn.dot_product_attention(q, k, v, **options)
 
 
-def plain(implementation: Literal["xla", "cudnn"], *, causal: bool, dtype: str) -> Callable[..., Any]:
+def plain(implementation: Literal["xla", "cudnn"], *, dtype: str, **options: Any) -> Callable[..., Any]:
     """JAX's own, as XLA compiles it or as a call of cuDNN."""
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
+    attend = functools.partial(jax.nn.dot_product_attention, **options, implementation=implementation)
 
     def f(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         with jax.default_matmul_precision("highest" if dtype == "fp32" else "default"):
@@ -35,7 +36,7 @@ def plain(implementation: Literal["xla", "cudnn"], *, causal: bool, dtype: str) 
     return f
 
 
-def in_torch(backend: str | None, *, causal: bool) -> Callable[..., Any]:
+def in_torch(backend: str | None, *, causal: bool, local: bool) -> Callable[..., Any]:
     """torch's scaled_dot_product_attention, by the backend of that name or, if None, by the one that it chooses.
 
     Raises:
@@ -44,11 +45,16 @@ def in_torch(backend: str | None, *, causal: bool) -> Callable[..., Any]:
     import torch
     from torch.nn import attention, functional
 
+    @functools.cache
+    def near(seq: int, device: Any) -> Any:
+        index = torch.arange(seq, device=device)
+        return (index[:, None] - index).abs() <= LOCAL
+
     def attend(q: Any, k: Any, v: Any) -> Any:
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[2] != k.shape[2]
-        out = functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        options = dict(is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
+        mask = near(q.shape[1], q.device) if local else None
+        return functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, **options).transpose(1, 2)
 
     if backend is None:
         return attend
@@ -84,22 +90,31 @@ def tokamax(*, causal: bool) -> Callable[..., Any]:
 def workload(dtype: str, shape: Shape) -> Workload:
     """Attention of q (batch, seq, heads, head_dim) over kv_heads heads of keys and values of the same length."""
     batch, seq, heads, kv_heads, head_dim = map(int, shape[:5])
-    causal = "causal" in shape
+    causal, local = "causal" in shape, "local" in shape
+    if causal and local:
+        raise ValueError("attention that is local is not causal")
     if heads % kv_heads:
         raise ValueError(f"{heads} heads are no multiple of {kv_heads} heads of keys and values")
     half = "" if dtype in ("fp16", "bf16") else HALF_ONLY
-    ours = functools.partial(ops.attention, causal=causal)
+    window = LOCAL + 1 if local else None
+    ours = functools.partial(ops.attention, causal=causal, window=window)
+    of_jax = dict(is_causal=causal, local_window_size=LOCAL if local else None)
     triton = functools.partial(ours, implementation="triton")
-    fused = functools.partial(ops.attention_qkv, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
+    heads_of = dict(num_heads=heads, num_kv_heads=kv_heads)
+    fused = functools.partial(ops.attention_qkv, **heads_of, causal=causal, window=window)
 
     def join(*qkv: jax.Array) -> tuple[jax.Array]:
         return (jnp.concatenate([x.reshape(batch, seq, -1) for x in qkv], axis=-1),)
 
-    sees = (seq + 1) / 2 if causal else seq  # keys, on average
+    # Keys that a query sees, on average.
+    sees = sum(min(i, LOCAL) + 1 + min(seq - 1 - i, LOCAL) for i in range(seq)) / seq if local else seq
+    sees = (seq + 1) / 2 if causal else sees
+    one_sided = half or ("its windows are to one side" if local else "")
+    without = "it has no such windows" if local else ""
     q_shape, kv_shape = (batch, seq, heads, head_dim), (batch, seq, kv_heads, head_dim)
     return Workload(
         inputs=lambda seed: normal(seed, dtype, q_shape, kv_shape, kv_shape),
-        reference=jax.jit(functools.partial(exact, causal=causal)),
+        reference=jax.jit(functools.partial(exact, **of_jax)),
         contenders=[
             Contender("pallas", "ours", lambda: ours, gpu=True),
             Contender(
@@ -111,22 +126,22 @@ def workload(dtype: str, shape: Shape) -> Workload:
             ),
             Contender("triton", "ladder", lambda: triton, gpu=True),
             Contender("heuristic", "ladder", lambda: functools.partial(triton, config=HEURISTIC), gpu=True),
-            Contender("xla", "xla", functools.partial(plain, "xla", causal=causal, dtype=dtype)),
+            Contender("xla", "xla", functools.partial(plain, "xla", dtype=dtype, **of_jax)),
             Contender(
                 "xla-cudnn",
                 "xla",
-                functools.partial(plain, "cudnn", causal=causal, dtype=dtype),
+                functools.partial(plain, "cudnn", dtype=dtype, **of_jax),
                 gpu=True,
-                skip=half,
+                skip=one_sided,
             ),
-            Contender("torch", "torch", functools.partial(in_torch, None, causal=causal)),
+            Contender("torch", "torch", functools.partial(in_torch, None, causal=causal, local=local)),
             *(
                 Contender(
                     f"torch-{name}",
                     "torch",
-                    functools.partial(in_torch, backend, causal=causal),
+                    functools.partial(in_torch, backend, causal=causal, local=local),
                     ways=("eager", "graph"),  # compiled, it calls the same kernel
-                    skip=half,
+                    skip=half or (without if name == "flash" else ""),
                 )
                 for name, backend in (("flash", "FLASH_ATTENTION"), ("cudnn", "CUDNN_ATTENTION"))
             ),
@@ -136,11 +151,11 @@ def workload(dtype: str, shape: Shape) -> Workload:
                     "peer",
                     functools.partial(jax_pallas, causal=causal, head_dim=head_dim, tuned=tuned),
                     gpu=True,
-                    skip="" if heads == kv_heads else "it takes as many heads of keys as of queries",
+                    skip=without or ("" if heads == kv_heads else "it takes as many heads of keys as of queries"),
                 )
                 for name, tuned in (("jax-pallas", False), ("jax-pallas-tuned", True))
             ),
-            Contender("tokamax", "peer", functools.partial(tokamax, causal=causal), gpu=True),
+            Contender("tokamax", "peer", functools.partial(tokamax, causal=causal), gpu=True, skip=without),
         ],
         flop=4.0 * batch * heads * seq * sees * head_dim,
         gradient=Gradient(flop=10.0 * batch * heads * seq * sees * head_dim),  # scores again, and four products
@@ -151,7 +166,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
 BENCHMARK = Benchmark(
     name="attention",
     axes=("batch", "seq", "heads", "kv_heads", "head_dim"),
-    flags=("causal",),
+    flags=("causal", "local"),
     shapes=(
         (4, 2048, 16, 16, 64),
         (4, 2048, 16, 16, 128),
@@ -160,6 +175,7 @@ BENCHMARK = Benchmark(
         (64, 128, 12, 12, 32),
         (8, 1024, 12, 12, 64, "causal"),
         (8, 2048, 32, 8, 128, "causal"),
+        (16, 1024, 12, 12, 64, "local"),
     ),
     quick_shapes=((4, 2048, 16, 16, 64), (4, 2048, 16, 16, 128, "causal"), (64, 128, 12, 12, 32)),
     cpu_shapes=((1, 128, 2, 2, 32), (1, 128, 4, 2, 32, "causal")),

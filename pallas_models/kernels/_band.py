@@ -58,12 +58,22 @@ class Band:
     causal: bool
     window: int | None
 
+    @property
+    def low(self) -> int | None:
+        """Query i sees no key below i + low; None where it sees the first one."""
+        return None if self.window is None else self.kv_seq - self.seq - self.window + 1
+
+    @property
+    def high(self) -> int | None:
+        """Nor one above i + high; None where it sees every key."""
+        offset = self.kv_seq - self.seq
+        if self.causal:
+            return offset
+        return None if self.window is None else offset + self.window - 1
+
     def keys_of(self, query: Index | np.ndarray, block_q: int, block_kv: int) -> Runs:
         """The blocks of keys that the queries [query, query + block_q) need."""
-        offset = self.kv_seq - self.seq
-        low = None if self.window is None else offset - self.window + 1
-        runs = _blocks(query, block_q, low, offset if self.causal else None, block_kv, self.kv_seq)
-        first, end, full, full_end = runs
+        first, end, full, full_end = _blocks(query, block_q, self.low, self.high, block_kv, self.kv_seq)
         whole = self.kv_seq // block_kv  # blocks without keys past the end, which are masked
         if isinstance(full_end, int):
             return first, end, full, min(full_end, whole)
@@ -71,19 +81,67 @@ class Band:
 
     def queries_of(self, key: Index | np.ndarray, block_kv: int, block_q: int) -> Runs:
         """The blocks of queries that need the keys [key, key + block_kv)."""
-        offset = self.kv_seq - self.seq
-        high = None if self.window is None else self.window - 1 - offset
-        return _blocks(key, block_kv, -offset if self.causal else None, high, block_q, self.seq)
+        low, high = (None if x is None else -x for x in (self.high, self.low))
+        return _blocks(key, block_kv, low, high, block_q, self.seq)
 
     def valid(
         self, query: Index, key: Index, block_q: int, block_kv: int, *, keys_first: bool = False
     ) -> list[jax.Array]:
         """Which pairs of two blocks are valid: terms (block_q, block_kv), or the other way around."""
-        if not self.causal:
+        if self.high is None:
             return []
-        shift = self.kv_seq - self.seq + query - key
+        shift = key - query
         if keys_first:
-            distance = (shift + jnp.arange(block_q))[None, :] - jnp.arange(block_kv)[:, None]
+            distance = (shift + jnp.arange(block_kv))[:, None] - jnp.arange(block_q)[None, :]
         else:
-            distance = (shift + jnp.arange(block_q))[:, None] - jnp.arange(block_kv)[None, :]
-        return [distance >= 0] if self.window is None else [distance >= 0, distance < self.window]
+            distance = (shift + jnp.arange(block_kv))[None, :] - jnp.arange(block_q)[:, None]
+        below = [distance <= self.high]
+        return below if self.low is None else [distance >= self.low, *below]
+
+
+def searched(
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    *,
+    seq: int,
+    kv_seq: int,
+    block_q: int,
+    block_kv: int,
+    least: int,
+    keys_first: bool = False,
+) -> jax.Array | None:
+    """The `Runs` of blocks that masks leave, as far as the least and the largest segment id of a block tell.
+
+    Args:
+      least: how many blocks of the other side there must be for a search to pay.
+
+    Returns:
+      (B or 1, blocks of queries, 4): the blocks of keys that each block of queries needs; with `keys_first`
+      (B or 1, blocks of keys, 4): the blocks of queries that need each. None where there are few, or no masks.
+    """
+    q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, block_kv)
+    if (q_blocks if keys_first else kv_blocks) < least or (mask is None and segment_ids is None):
+        return None
+
+    def split(x: jax.Array, count: int, size: int, mode: str) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, count * size - x.shape[1])), mode=mode).reshape(-1, count, size)
+
+    valid = jnp.ones((1, kv_seq), bool) if mask is None else mask != 0
+    valid = split(valid, kv_blocks, block_kv, "constant")[:, None]
+    some, full = jnp.any(valid, -1), jnp.all(valid, -1)
+    if segment_ids is not None and kv_segment_ids is not None:
+        q = split(segment_ids, q_blocks, block_q, "edge")[:, :, None]
+        kv = split(kv_segment_ids, kv_blocks, block_kv, "edge")[:, None]
+        q_low, q_high, kv_low, kv_high = jnp.min(q, -1), jnp.max(q, -1), jnp.min(kv, -1), jnp.max(kv, -1)
+        some &= (q_low <= kv_high) & (kv_low <= q_high)
+        full &= (q_low == kv_high) & (kv_low == q_high)
+    some, full = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)) for x in (some, full))
+    if keys_first:
+        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
+    count = some.shape[-1]
+    first, first_full = jnp.argmax(some, -1), jnp.argmax(full, -1)
+    end = jnp.where(jnp.any(some, -1), count - jnp.argmax(some[..., ::-1], -1), 0)
+    after = ~full & (jnp.arange(count) >= first_full[..., None])
+    full_end = jnp.where(jnp.any(after, -1), jnp.argmax(after, -1), count)
+    return jnp.stack([first, end, first_full, full_end], axis=-1).astype(jnp.int32)

@@ -27,7 +27,6 @@ class Backend:
 
 
 # What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
-# Times a scale it may overflow: rows that have it have no scores, and need no shift.
 LOWEST = float(np.finfo(np.float32).min)
 # A bias of this and below counts for -inf.
 MASKING_BIAS = -1e30
@@ -106,6 +105,27 @@ def tile_order(pid: jax.Array, tiles_m: int, tiles_n: int, group_m: int) -> tupl
 def first_heads_of(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
     """Which head of its array the queries, the keys and the values of attention begin with: one may hold all."""
     return (0, num_heads, num_heads + num_kv_heads) if len(qkv) == 1 else (0, 0, 0)
+
+
+def lowest_score(scale: float) -> float:
+    """What the maximum of a row starts from: finite when scaled too, so that a score of -inf less it is no NaN."""
+    return LOWEST / max(_power_above(scale), 1.0)
+
+
+def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
+    """What makes exponents to the base 2 of scores, `score * factor - shift`, given the maximum of each row.
+
+    The GPU rounds product and difference once, so that the maximum's exponent is off by what rounds the shift: by
+    2 for a shift of 2**26, where weights of 16 bits begin to suffer. From there on scores are rounded to steps of
+    more than 4 in the exponent, so that any factor as large does: a power of two, by which nothing is rounded.
+    """
+    power = _power_above(scale)
+    factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**26 / scale, power, scale)
+    return factor, peak * factor
+
+
+def _power_above(scale: float) -> float:
+    return 2.0 ** math.ceil(math.log2(scale))
 
 
 def rows_of_backward(

@@ -1,6 +1,7 @@
 """Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
 import functools
+import math
 import operator
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -82,7 +83,8 @@ def attention(
 
     Gradients come from kernels too. They compute scores again, so that memory grows with the lengths, not with
     their product, and add up in a fixed order: the same operands give the same bits. In XLA queries are taken a
-    block at a time, for the same reason.
+    block at a time, for the same reason. Results are right for scores of any size; kernels of gradients take
+    weights from the log-sum-exp in float32, which puts these off by about its size times 2**-24.
 
     Queries and keys may differ in number: the last query is at the position of the last key. Sequences of
     any lengths are packed into one row by segment ids: sequences joined to q of (total, Hq, D) with
@@ -95,7 +97,8 @@ def attention(
         h // (Hq // Hkv) of k and v.
       v: as k.
       causal: whether a query sees no key after its position.
-      window: number of keys that a query sees, up to the one at its position, or None for all; needs `causal`.
+      window: a query sees only keys that are fewer positions than this away, or all where it is None: that at its
+        position, `window - 1` before it and, without `causal`, as many after it.
       mask: (B, Skv), bool or integer, 1 for a key that takes part and 0 for padding (holes allowed), or None.
       bias: added to the scaled scores; (B or 1, Hq or 1, Sq, Skv), float16, bfloat16 or float32. -1e30 and
         below count for -inf, which masks a pair.
@@ -108,7 +111,7 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, D of 64 or 128 and a positive scale, but no bias.
+        precisions, D of 64 or 128 and a positive scale; gradients with a bias run in Triton's kernels.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -116,8 +119,8 @@ def attention(
     Raises:
       TypeError: q, k, v or `bias` are not floating point or not of one dtype, `mask` is not bool or integer,
         or segment ids are not integers.
-      ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive or given without
-        `causal`, or a concrete `mask` holds anything but 0 and 1.
+      ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive, or a concrete `mask`
+        holds anything but 0 and 1.
       NotImplementedError: D is not a multiple of 16 or over 256, or the kernel that `implementation` names does
         not serve the call.
     """
@@ -301,11 +304,10 @@ def operands(
     if head_dim % 16 or head_dim > 256:
         raise NotImplementedError(f"{head_dim=} is not supported; expected a multiple of 16 up to 256")
     if window is not None:
-        if not causal:
-            raise ValueError(f"{window=} needs causal=True: it counts the last keys that a query sees")
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
-        if window >= kv_seq:  # it leaves out nothing, and need not fit into the 32 bits that kernels count in
+        # It leaves out nothing, and need not fit into the 32 bits that kernels count in.
+        if window >= (kv_seq if causal else max(seq, kv_seq)):
             window = None
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
@@ -452,7 +454,12 @@ def _attend_block(
     q = q.reshape(batch, seq, *grouped, head_dim)
     k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in (k, v))
     einsum = functools.partial(_products.einsum, precision=precision)
-    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * sm_scale
+    # Without a bias scores are scaled after the maximum is subtracted: XLA rounds a product and a difference once
+    # where it takes exponentials, but not where it takes the maximum, whose exponent would not be 0.
+    early, late = (
+        (sm_scale, 1.0) if bias is not None or sm_scale == 0.0 else (math.copysign(1.0, sm_scale), abs(sm_scale))
+    )
+    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * early
     valid = []
     if bias is not None:
         scores += bias.astype(jnp.float32)
@@ -461,20 +468,24 @@ def _attend_block(
         valid.append((mask != 0)[:, None, None, :])
     if segment_ids is not None and kv_segment_ids is not None:
         valid.append((segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None])
+    distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
     if causal:
-        distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
-        valid += [distance >= 0] if window is None else [distance >= 0, distance < window]
+        valid.append(distance >= 0)
+    if window is not None:
+        valid.append(distance < window)
+        if not causal:
+            valid.append(distance > -window)
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST))
-    weights = jnp.exp(scores - peak)
+    weights = jnp.exp((scores - peak) * late)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
+    return out, jnp.where(empty, -jnp.inf, peak * late + jnp.log(total))[..., 0]
 
 
 def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:

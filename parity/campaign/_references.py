@@ -217,7 +217,7 @@ def visible(
     if causal:
         seen = seen & (distance >= 0)
     if window is not None:
-        seen = seen & (distance < window)
+        seen = seen & (np.abs(distance) < window)
     if mask is not None:
         seen = seen & (mask != 0)[:, None, None]
     if segment_ids is not None:
@@ -256,9 +256,12 @@ def attention(
     left = seen.any(-1, keepdims=True)
     scores = b.where(seen, scores, 0.0)
     peak = np.where(left, np.max(np.where(seen, scores.value, -np.inf), -1, keepdims=True), 0.0)
-    # Scores stay unscaled up to the exponent, so that both the score and the maximum are rounded there.
-    off = 4 * b.UNIT * (np.abs(scores.value) + np.abs(peak))
-    weights = b.where(seen, b.exp(Bounded(scores.value - peak, scores.error + off)), 0.0)
+    # Scores stay unscaled up to the exponent, so that both the score and the maximum are rounded there. Weights
+    # are relative to the computed one of the maximum, which is 1: what they have in common does not matter.
+    off = scores.error + 4 * b.UNIT * (np.abs(scores.value) + np.abs(peak))
+    first = np.argmax(np.where(seen, scores.value, -np.inf), -1)[..., None]
+    off = np.where(np.arange(kv_seq) == first, 0.0, off + np.take_along_axis(off, first, -1))
+    weights = b.where(seen, b.exp(Bounded(scores.value - peak, off)), 0.0)
     used = b.where(seen, b.rounded(weights, dtype), 0.0)  # as operands of the second product
     sums = b.total(used)
     sums = Bounded(np.where(left, sums.value, 1.0), sums.error)

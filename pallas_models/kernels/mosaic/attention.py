@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -18,15 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._band import Band, Runs
-from pallas_models.kernels._common import LOWEST, Ref, first_heads_of
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, tiled
+from pallas_models.kernels._band import Band, Runs, searched
+from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 ROWS = 64  # queries of a warpgroup: the rows of one instruction of the tensor cores
+SEARCHED = 8  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
 
@@ -64,8 +66,6 @@ def unsupported(
         return f"takes float16 and bfloat16, not {qkv[0].dtype}"
     if head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
-    if bias is not None:
-        return "takes no bias"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     return None
@@ -77,22 +77,32 @@ def prefer(
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
     *_: jax.Array | None,
+    head_dim: int,
+    window: int | None,
     **__: Any,
 ) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
-    if mask is not None or segment_ids is not None:  # Triton's skips the blocks that they rule out
+    # Triton's tiles are smaller, so that it skips more of what masks rule out.
+    if head_dim == 64 and (mask is not None or segment_ids is not None):
+        return False
+    if window is not None and window < (1024 if head_dim == 64 else 128):
         return False
     seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
-def heuristic(seq: int, heads: int, head_dim: int, target: Target, *, causal: bool) -> Config:
+def heuristic(seq: int, heads: int, head_dim: int, target: Target, *, masked: bool, bias_itemsize: int) -> Config:
     """Chooses blocks for `heads` of all the batch, as measured on an H200."""
     if heads * pl.cdiv(seq, 2 * ROWS) < target.num_cores:
-        return Config(block_q=ROWS, block_kv=128, num_stages=2)
-    if head_dim == 64 and not causal and seq >= 2048:
-        return Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
-    return Config(block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 else 2)
+        config = Config(block_q=ROWS, block_kv=128, num_stages=2)
+    elif head_dim == 64 and not masked and not bias_itemsize and seq >= 2048:
+        config = Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
+    else:
+        config = Config(
+            block_q=2 * ROWS, block_kv=128, num_stages=4 if head_dim == 64 and not bias_itemsize else 2
+        )
+    fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
+    return config if fits else dataclasses.replace(config, block_kv=64)
 
 
 def candidates(seq: int) -> Iterator[Config]:
@@ -102,10 +112,11 @@ def candidates(seq: int) -> Iterator[Config]:
             yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
 
 
-def shared_memory(config: Config, head_dim: int) -> int:
+def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
-    tiles = 2 * head_dim * 2 * (config.block_q + config.num_stages * config.block_kv)
-    return tiles + 8 * (config.block_q + config.num_stages * config.block_kv) + 2048
+    keys = config.num_stages * config.block_kv
+    tiles = 2 * head_dim * 2 * (config.block_q + keys) + config.block_q * keys * bias_itemsize
+    return tiles + 8 * (config.block_q + keys) + 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +195,24 @@ class _Tile:
         return self.end - self.first
 
 
+def narrowed(
+    runs: Runs, found: Ref | None, batch: jax.Array, block: jax.Array, *, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The `Runs` of a block without what masks rule out.
+
+    Args:
+      found: what `searched` gave; where it is None and there are masks, no block counts for full.
+      masked: whether there are masks besides the positions.
+    """
+    first, end, full, full_end = map(jnp.int32, runs)
+    if found is None:
+        return (first, end, first, first) if masked else (first, end, full, full_end)
+    row = jnp.minimum(batch, found.shape[0] - 1)  # which may be one for all; and who has had all tiles asks on
+    some, some_end, all_, all_end = (found[row, block, i] for i in range(4))
+    least, most = jnp.maximum, jnp.minimum
+    return least(first, some), most(end, some_end), least(full, all_), most(full_end, all_end)
+
+
 _Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima and sums of rows, step in the ring
 
 
@@ -194,16 +223,17 @@ def _attention_kernel(
 
     Args:
       refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
-        among others; mask and kv_segments (B, Skv), segments (B, Sq), None if absent; o like q, and lse (B, heads,
-        queries of whole tiles) if asked for; and scratch memory.
+        among others; bias (B or 1, heads or 1, Sq, Skv), mask and kv_segments (B, Skv), segments (B, Sq), found
+        (B or 1, blocks of queries, 4), None if absent; o like q, and lse (B, heads, queries of whole tiles) if
+        asked for; and scratch memory.
     """
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
-    seq, kv_seq, head_dim, causal, window = shape.seq, shape.kv_seq, shape.head_dim, shape.causal, shape.window
+    seq, kv_seq, head_dim, band = shape.seq, shape.kv_seq, shape.head_dim, shape.band
     consumers = block_q // ROWS
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
-    q_blocks = pl.cdiv(seq, block_q)
-    offset = kv_seq - seq  # position of the first query, among the keys
-    scale = sm_scale * math.log2(math.e)  # base-2 exponentials are the GPU's own
+    q_blocks, ragged = pl.cdiv(seq, block_q), kv_seq % block_kv > 0
+    # Base-2 exponentials are the GPU's own. Scores stay unscaled up to these, except where a bias is added.
+    scale = sm_scale * math.log2(math.e) if refs.bias is None else 1.0
     div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
     keys_ring, values_ring = (
         Ring(full, read, num_stages) for full, read in ((refs.k_ready, refs.k_read), (refs.v_ready, refs.v_read))
@@ -214,6 +244,8 @@ def _attention_kernel(
         for ref, blocks in ((refs.mask, "mask_blocks"), (refs.kv_segments, "segment_blocks"))
         if ref is not None
     ]
+
+    arrivals = 1 + len(of_keys) + (0 if refs.bias is None else consumers)  # of copies to a slot of the keys' ring
 
     def index_of(i: jax.Array) -> jax.Array:
         """The i-th tile of this CTA. CTAs take turns there and back, which evens out what they get."""
@@ -227,11 +259,13 @@ def _attention_kernel(
         index = index_of(i)
         section, index = div(index, walk.group * q_blocks), rem(index, walk.group * q_blocks)
         head = section * walk.group + rem(index, walk.group)
-        start = (q_blocks - 1 - div(index, walk.group)) * block_q
-        first, end, full, full_end = map(jnp.int32, shape.band.keys_of(start, block_q, block_kv))
+        batch, block = div(head, shape.num_heads), q_blocks - 1 - div(index, walk.group)
+        start = block * block_q
+        runs = narrowed(band.keys_of(start, block_q, block_kv), refs.found, batch, block, masked=len(of_keys) > 0)
+        first, end, full, full_end = runs
         end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
         first = jnp.minimum(first, end - 1)
-        return _Tile(div(head, shape.num_heads), rem(head, shape.num_heads), start, first, full, full_end, end)
+        return _Tile(batch, rem(head, shape.num_heads), start, first, full, full_end, end)
 
     def columns(operand: int, head: jax.Array) -> pl.Slice:
         return pl.Slice((shape.first_heads[operand] + head) * head_dim, head_dim)
@@ -253,13 +287,23 @@ def _attention_kernel(
                     for of_key, name in of_keys if operand == 1 else ():
                         target = getattr(refs, name).at[slot]
                         plgpu.copy_gmem_to_smem(of_key.at[tile.batch, rows], target, ring.full_of(slot))
+                    if operand == 1 and refs.bias is not None:
+                        index = (
+                            x if n > 1 else 0
+                            for x, n in zip((tile.batch, tile.head), refs.bias.shape, strict=False)
+                        )
+                        bias = refs.bias.at[*index]
+                        for part in range(consumers):
+                            queries = pl.Slice(tile.start + part * ROWS, ROWS)
+                            target = refs.bias_blocks.at[slot, part]
+                            plgpu.copy_gmem_to_smem(bias.at[queries, rows], target, ring.full_of(slot))
                 return step + 1
 
             return jax.lax.fori_loop(0, tile.blocks, copy, step)
 
         steps = jax.lax.fori_loop(0, count, copy_tile, jnp.int32(0))
         slot = keys_ring.acquire(steps)
-        for _ in range(1 + len(of_keys)):  # for those who wait for the keys after the last
+        for _ in range(arrivals):  # for those who wait for the keys after the last
             plgpu.barrier_arrive(keys_ring.full_of(slot))
         keys_ring.drain(steps, acquired=1)
         values_ring.drain(steps)
@@ -293,6 +337,11 @@ def _attention_kernel(
             values_ring.release(slot)
             return value
 
+        def release_keys(slot: jax.Array) -> None:
+            if interpret:  # which counts reads as done before later copies only so
+                plgpu.commit_smem()
+            keys_ring.release(slot)
+
         def products(slot: jax.Array, then: Callable[[], None] | None = None) -> jax.Array:
             """The scores of the keys in a slot; what the tensor cores do `then` may go on."""
             keys = refs.k_blocks.at[slot]
@@ -311,47 +360,66 @@ def _attention_kernel(
                 plgpu.commit_smem()
                 if then is not None:
                     then()
-            if not of_keys:
-                keys_ring.release(slot)
+            if arrivals == 1:
+                release_keys(slot)
             return scores
 
         def masked(scores: jax.Array, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
             """The scores of tile i and the keys in a slot, without pairs that are not valid."""
 
             def spread(x: jax.Array, axis: int) -> jax.Array:
-                return jax.lax.broadcast_in_dim(x, scores.shape, [axis])
+                x = jax.lax.broadcast_in_dim(x, scores.shape, [axis])
+                # Where that is not said, to infer the layouts of integers takes long.
+                return x if interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
-            if refs.mask is not None:
-                scores = jnp.where(spread(refs.mask_blocks[slot], 1) != 0, scores, -jnp.inf)
-            if refs.segments is not None:
-                same = spread(refs.q_segments[warpgroup, rem(i, 2)], 0) == spread(refs.segment_blocks[slot], 1)
-                scores = jnp.where(same, scores, -jnp.inf)
-            if of_keys:
-                keys_ring.release(slot)
-            if not causal and kv_seq % block_kv == 0:
-                return scores
+            def ids(ref: Ref, axis: int) -> jax.Array:
+                return spread(load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret), axis)
 
             def mask(scores: jax.Array) -> jax.Array:
-                # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
-                key = block * block_kv
-                keys = jax.lax.broadcast_in_dim(jax.lax.iota(jnp.int32, block_kv), scores.shape, [1])
-                if not causal:
-                    return jnp.where(keys < kv_seq - key, scores, -jnp.inf)
-                own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS + offset - key)
-                last = jnp.minimum(own, kv_seq - 1 - key) if kv_seq % block_kv else own
-                valid = keys <= jax.lax.broadcast_in_dim(last, scores.shape, [0])
-                if window is not None:
-                    valid &= keys > jax.lax.broadcast_in_dim(own - window, scores.shape, [0])
-                return jnp.where(valid, scores, -jnp.inf)
+                key, valid = block * block_kv, []
+                if band.high is not None or ragged:
+                    keys = spread(jax.lax.iota(jnp.int32, block_kv), 1)
+                if band.high is not None:
+                    # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
+                    own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + warpgroup * ROWS - key)
+                    last = own + band.high
+                    valid.append(keys <= spread(jnp.minimum(last, kv_seq - 1 - key) if ragged else last, 0))
+                    if band.low is not None:
+                        valid.append(keys >= spread(own + band.low, 0))
+                elif ragged:
+                    valid.append(keys < kv_seq - key)
+                if refs.mask is not None:
+                    valid.append(ids(refs.mask_blocks.at[slot], 1) != 0)
+                if refs.segments is not None:
+                    own_segments = ids(refs.q_segments.at[warpgroup, rem(i, 2)], 0)
+                    valid.append(own_segments == ids(refs.segment_blocks.at[slot], 1))
+                return jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
 
+            if refs.bias is not None:
+                bias = refs.bias_blocks[slot, warpgroup].astype(jnp.float32)
+                scores = scores * (sm_scale * math.log2(math.e)) + bias * math.log2(math.e)
+                scores = jnp.where(bias > MASKING_BIAS, scores, -jnp.inf)
+                if not of_keys:
+                    release_keys(slot)
+            if band.high is None and not ragged and not of_keys:
+                return scores
             full = (block >= tile.full) & (block < tile.full_end)
-            return jax.lax.cond(full, lambda x: x, mask, scores)
+            scores = jax.lax.cond(full, lambda x: x, mask, scores)
+            if of_keys:
+                release_keys(slot)
+            return scores
+
+        lowest = lowest_score(scale)
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            shift = jnp.where(new_peak == LOWEST, 0.0, new_peak * scale)
-            weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0]))
-            correction = jnp.exp2((peak - new_peak) * scale)
+            factor, shift = exponents(new_peak, scale)
+            factor, shifts = (
+                x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
+                for x in (factor, shift)
+            )
+            weights = jnp.exp2(scores * factor - shifts)
+            correction = jnp.exp2(exponents(peak, scale)[1] - shift)
             total = total * correction + jnp.sum(weights, axis=1)
             # The compiler would first wait for all products, but for this and what may wait after it.
             return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
@@ -362,7 +430,9 @@ def _attention_kernel(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
             o_tile[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(o_tile.dtype)
             if refs.lse is not None:
-                refs.lse_tiles[warpgroup] = jnp.where(empty, -jnp.inf, peak * sm_scale + jnp.log(total))
+                refs.lse_tiles[warpgroup] = jnp.where(
+                    empty, -jnp.inf, peak * (scale * math.log(2)) + jnp.log(total)
+                )
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_tile, refs.o.at[tile.batch, rows_of(tile), columns(0, tile.head)])
             if refs.lse is not None:
@@ -396,7 +466,7 @@ def _attention_kernel(
                         next_slot,
                     )
                     anew = jnp.broadcast_to(ends, (ROWS,))
-                    base = jnp.where(anew, LOWEST, peak), jnp.where(anew, 0.0, total)
+                    base = jnp.where(anew, lowest, peak), jnp.where(anew, 0.0, total)
                     weights, new_peak, new_total, correction = softmax(scores, *base)
                 keys_ring.wait(after(next_slot))
                 value = take_sums(sums, slot)
@@ -429,7 +499,7 @@ def _attention_kernel(
         scores = products(slot)
         if not one_tile:
             pl.when((tile.blocks == 1) & (count > 1))(lambda: copy_queries(jnp.int32(1)))
-        peak, total = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        peak, total = jnp.full((ROWS,), lowest, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
         weights, peak, total, _ = softmax(masked(scores, slot, tile, tile.end - 1, slot), peak, total)
         keys_ring.wait(after(slot))
         carry = weights.astype(refs.q.dtype), peak, total, slot
@@ -482,9 +552,11 @@ def attention(
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention as the Triton kernel of this name computes it, for the calls that are not `unsupported`."""
-    del bias, precision  # see `unsupported`
+    del precision  # see `unsupported`
     fused = len(qkv) == 1
     (batch, seq, _), kv_seq, dtype = qkv[0].shape, qkv[-1].shape[1], qkv[0].dtype
+    masked = causal or window is not None or mask is not None or segment_ids is not None
+    bias_itemsize = 0 if bias is None else bias.dtype.itemsize
     config = choose(
         config,
         Problem(
@@ -502,21 +574,29 @@ def attention(
             bucketed=("batch", "q", "kv"),
             dtype=dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, seq, batch * num_heads, head_dim, target, causal=causal),
+            heuristic=functools.partial(
+                heuristic, seq, batch * num_heads, head_dim, target, masked=masked, bias_itemsize=bias_itemsize
+            ),
             candidates=functools.partial(candidates, seq),
-            shared_memory=functools.partial(shared_memory, head_dim=head_dim),
+            shared_memory=functools.partial(shared_memory, head_dim=head_dim, bias_itemsize=bias_itemsize),
         ),
         target,
     )
     block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
     consumers = block_q // ROWS
+    masks = mask, segment_ids, kv_segment_ids
+    found = searched(*masks, seq=seq, kv_seq=kv_seq, block_q=block_q, block_kv=block_kv, least=SEARCHED)
     padded = [pad_rows(x, max(ROWS, block_kv) if fused or i else ROWS) for i, x in enumerate(qkv)]
     q, k, v = padded * 3 if fused else padded
     mask, segments, kv_segments = (
         None if x is None else jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
-        for x, like in ((mask, k), (segment_ids, q), (kv_segment_ids, k))
+        for x, like in zip(masks, (k, q, k), strict=True)
     )
-    of_keys = (mask is not None) + (kv_segments is not None)
+    if bias is not None:
+        columns = ROW_BYTES // bias_itemsize  # of a tile of shared memory, which is copied as a whole
+        more = pl.cdiv(k.shape[1], columns) * columns - kv_seq
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, q.shape[1] - seq), (0, more)))
+    arrivals = 1 + (mask is not None) + (kv_segments is not None) + (0 if bias is None else consumers)
     if interpret:
         check_interpreted_sizes(queries=(q.shape[1], block_q), keys=(k.shape[1], block_kv))
     q_blocks, heads = pl.cdiv(seq, block_q), batch * num_heads
@@ -532,11 +612,13 @@ def attention(
         "v_blocks": tiled((num_stages, block_kv, head_dim), dtype),
         "o_tiles": tiled((consumers, ROWS, head_dim), dtype),
         "q_ready": barrier(num_arrivals=1 if segments is None else 2, num_barriers=consumers),
-        "k_ready": barrier(num_arrivals=1 + of_keys, num_barriers=num_stages),
+        "k_ready": barrier(num_arrivals=arrivals, num_barriers=num_stages),
         "v_ready": barrier(num_barriers=num_stages),
         "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
     }
+    if bias is not None:
+        scratch_types["bias_blocks"] = tiled((num_stages, consumers, ROWS, block_kv), bias.dtype)
     if mask is not None:
         scratch_types["mask_blocks"] = plgpu.SMEM((num_stages, block_kv), jnp.int32)
     if segments is not None:
@@ -560,7 +642,7 @@ def attention(
         functools.partial(
             _attention_kernel, config=config, shape=shape, walk=walk, sm_scale=sm_scale, interpret=interpret
         ),
-        dict(q=q, k=k, v=v, mask=mask, segments=segments, kv_segments=kv_segments),
+        dict(q=q, k=k, v=v, bias=bias, mask=mask, segments=segments, kv_segments=kv_segments, found=found),
         out_type,
         scratch_types,
         name="attention",

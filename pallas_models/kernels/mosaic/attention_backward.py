@@ -21,10 +21,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._band import Runs
+from pallas_models.kernels._band import Runs, searched
 from pallas_models.kernels._common import Ref, rows_of_backward
 from pallas_models.kernels.mosaic import attention
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, plgpu, row, tiled
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, row, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -34,25 +34,21 @@ _ROWS = 64  # of a warpgroup: the rows of one instruction of the tensor cores
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _ROWS * _CONSUMERS
 _REGISTERS = (240, 24)  # of a thread that computes and of one that copies
-# By head size, rows of a block and blocks in the ring: the fastest on an H200, for a side alone and for both.
+# By head size, rows of a block and blocks in the ring: the fastest on an H200, for a side alone and for both. Of
+# queries with masks, which want room too, those for both.
 _OF_QUERIES = {64: (128, 4), 128: (128, 2)}
 _OF_KEYS = {64: (128, 3), 128: (64, 3)}
 _OF_BOTH = {64: (128, 4), 128: (64, 3)}
+_IDS = ("segments",), ("mask", "kv_segments")  # masks of queries, and of keys
 
 
 def unsupported(
-    qkv: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    **static: Any,
+    qkv: tuple[jax.Array, ...], mask: jax.Array | None, bias: jax.Array | None, *ids: Any, **static: Any
 ) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
-    for name, x in (("mask", mask), ("segment_ids", segment_ids)):
-        if x is not None:
-            return f"takes no {name}"
-    return attention.unsupported(qkv, mask, bias, segment_ids, kv_segment_ids, **static)
+    if bias is not None:
+        return "takes no bias"
+    return attention.unsupported(qkv, mask, bias, *ids, **static)
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +79,8 @@ class _Side:
     """Tiles of keys or of queries, and how CTAs walk over those of all heads: of `group` heads together."""
 
     shape: attention.Shape
+    read_heads: tuple[int, int, int]  # like `shape.first_heads`, which are those of results
+    ids: frozenset[str]  # the masks that there are, of `_IDS`
     of_keys: bool
     batch: int
     block: int  # rows of the other side, of a step
@@ -103,6 +101,16 @@ class _Side:
     def others(self) -> tuple[str, str]:
         """The same of the blocks."""
         return ("q", "dout") if self.of_keys else ("k", "v")
+
+    @property
+    def tile_ids(self) -> list[str]:
+        """Masks that a tile has rows of."""
+        return [name for name in _IDS[self.of_keys] if name in self.ids]
+
+    @property
+    def block_ids(self) -> list[str]:
+        """The same of the blocks."""
+        return [name for name in _IDS[not self.of_keys] if name in self.ids]
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -130,7 +138,11 @@ class _Side:
     @property
     def masks(self) -> bool:
         """Whether any pairs of tiles and blocks are not valid."""
-        return self.shape.causal or (not self.of_keys and self.shape.kv_seq % self.block > 0)
+        return (
+            len(self.ids) > 0
+            or self.shape.band.high is not None
+            or (not self.of_keys and self.shape.kv_seq % self.block > 0)
+        )
 
     def runs(self, start: Any) -> Runs:
         """The blocks that the tile from `start` on is paired with."""
@@ -141,16 +153,18 @@ class _Side:
         """The first row of a tile: those that take longest have the first places."""
         return (place if self.of_keys else self.tiles - 1 - place) * _TILE
 
-    def tile(self, i: jax.Array, cta: jax.Array) -> _Tile:
-        """The i-th tile of a CTA."""
+    def tile(self, i: jax.Array, cta: jax.Array, found: Ref | None) -> _Tile:
+        """The i-th tile of a CTA, given what `searched` found."""
         div, rem = jax.lax.div, jax.lax.rem
         section, index = (f(self.index(i, cta), self.group * self.tiles) for f in (div, rem))
         head, start = section * self.group + rem(index, self.group), self.start(div(index, self.group))
-        first, end, full, full_end = map(jnp.int32, self.runs(start))
+        batch, masked = div(head, self.heads), len(self.ids) > 0
+        runs = attention.narrowed(self.runs(start), found, batch, div(start, _TILE), masked=masked)
+        first, end, full, full_end = runs
         end = jnp.maximum(end, first)
         full = jnp.clip(full, first, end)
         full_count = jnp.clip(full_end, full, end) - full
-        return _Tile(div(head, self.heads), rem(head, self.heads), start, first, end - first, full, full_count)
+        return _Tile(batch, rem(head, self.heads), start, first, end - first, full, full_count)
 
     def index(self, i: jax.Array, cta: jax.Array) -> jax.Array:
         """CTAs take turns there and back, which evens out what they get."""
@@ -163,8 +177,9 @@ class _Side:
 
     def columns(self, operand: str, head: jax.Array) -> pl.Slice:
         """Those of a head of an operand, or of its gradient."""
-        first = dict(zip("qkv", self.shape.first_heads, strict=True)).get(operand, 0)
-        return pl.Slice((first + head) * self.shape.head_dim, self.shape.head_dim)
+        first = dict(zip("qkv", self.read_heads, strict=True))
+        first |= dict(zip(("dq", "dk", "dv"), self.shape.first_heads, strict=True))
+        return pl.Slice((first.get(operand, 0) + head) * self.shape.head_dim, self.shape.head_dim)
 
     def spread(self, num_ctas: int, itemsize: int) -> "_Side":
         """The same for so many CTAs, and as many heads together as give them all about as much to do."""
@@ -195,9 +210,12 @@ def _produce(refs: Refs, side: _Side) -> None:
                 plgpu.copy_gmem_to_smem(source, tiles.at[part], refs.tile_ready)
             for source, target in () if side.of_keys else zip((refs.shift, refs.delta), refs.numbers, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[tile.batch, tile.head, rows], target.at[part], refs.tile_ready)
+            for name in side.tile_ids:
+                source, target = getattr(refs, name).at[tile.batch, rows], getattr(refs, f"{name}_ids").at[part]
+                plgpu.copy_gmem_to_smem(source, target, refs.tile_ready)
 
     def copy_all(i: jax.Array, steps: jax.Array) -> jax.Array:
-        tile = side.tile(i, cta)
+        tile = side.tile(i, cta, refs.found)
         count = tile.count * heads
 
         def copy_block(j: jax.Array, steps: jax.Array) -> jax.Array:
@@ -214,6 +232,9 @@ def _produce(refs: Refs, side: _Side) -> None:
             if side.of_keys:
                 for source, target, ready in zip((refs.shift, refs.delta), refs.numbers, readies, strict=True):
                     plgpu.copy_gmem_to_smem(source.at[tile.batch, head, rows], target.at[slot], ready.at[slot])
+            for name in side.block_ids:
+                source, target = getattr(refs, name).at[tile.batch, rows], getattr(refs, f"{name}_ids").at[slot]
+                plgpu.copy_gmem_to_smem(source, target, refs.ready.at[slot])
             # The ring is filled while the tile before is still needed.
             pl.when(j == jnp.minimum(count, num_stages) - 1)(lambda: copy_tile(tile, i == 0))
             return steps + 1
@@ -234,7 +255,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
     ring = Ring(refs.ready, refs.read, num_stages)
     scale = sm_scale * math.log2(math.e)
     dtype = refs.k.dtype
-    offset = shape.kv_seq - shape.seq  # the position of the first query, among the keys
+    band = shape.band
     key_axis = 0 if of_keys else 1
 
     def multiply(total: Ref, a: Any, b: Ref, *, turn_b: bool = False) -> None:
@@ -263,22 +284,33 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
         plgpu.commit_smem()
         return function(**sums)
 
-    def masked(scores: jax.Array, row: jax.Array, other: jax.Array) -> jax.Array:
-        """Without the pairs that are not valid, of 64 rows from `row` on and those of a block from `other` on."""
+    def masked(scores: jax.Array, row: jax.Array, other: jax.Array, slot: jax.Array) -> jax.Array:
+        """Without pairs that are not valid, of 64 rows from `row` on and the block in a slot, from `other` on."""
 
         def spread(x: jax.Array, *, of_keys: bool) -> jax.Array:
             return in_registers(jax.lax.broadcast_in_dim(x, scores.shape, [key_axis if of_keys else 1 - key_axis]))
 
         key, query = (row, other) if side.of_keys else (other, row)
-        keys = spread(jax.lax.iota(jnp.int32, scores.shape[key_axis]) + key, of_keys=True)
-        terms = []
-        if not of_keys and shape.kv_seq % side.block:
+        ragged, terms = not of_keys and shape.kv_seq % side.block > 0, []
+        if ragged or band.high is not None:
+            keys = spread(jax.lax.iota(jnp.int32, scores.shape[key_axis]) + key, of_keys=True)
+        if ragged:
             terms.append(keys < shape.kv_seq)
-        if shape.causal:
-            own = jax.lax.iota(jnp.int32, scores.shape[1 - key_axis]) + (query + offset)
-            terms.append(keys <= spread(own, of_keys=False))
-            if shape.window is not None:
-                terms.append(keys > spread(own - shape.window, of_keys=False))
+        if band.high is not None:
+            own = jax.lax.iota(jnp.int32, scores.shape[1 - key_axis]) + query
+            terms.append(keys <= spread(own + band.high, of_keys=False))
+        if band.low is not None:
+            terms.append(keys >= spread(own + band.low, of_keys=False))
+        ids = {}
+        for index, axis, names in ((warpgroup, 0, side.tile_ids), (slot, 1, side.block_ids)):
+            for name in names:
+                ref = getattr(refs, f"{name}_ids").at[index]
+                x = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret)
+                ids[name] = in_registers(jax.lax.broadcast_in_dim(x, scores.shape, [axis]))
+        if "mask" in ids:
+            terms.append(ids["mask"] != 0)
+        if "segments" in ids:
+            terms.append(ids["segments"] == ids["kv_segments"])
         return jnp.where(functools.reduce(operator.and_, terms), scores, -jnp.inf)
 
     def number(ref: Ref, slot: jax.Array, to: tuple[int, ...]) -> jax.Array:
@@ -286,7 +318,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
         return row(ref.at[slot], to) if of_keys else jax.lax.broadcast_in_dim(ref[warpgroup], to, [0])
 
     def add_tile(sums: tuple[Ref, ...], i: jax.Array, steps: jax.Array) -> jax.Array:
-        tile = side.tile(i, cta)
+        tile = side.tile(i, cta, refs.found)
         start = tile.start + warpgroup * _ROWS
         first, second = (x.at[warpgroup] for x in refs.tiles)
         plgpu.barrier_wait(refs.tile_ready)
@@ -304,7 +336,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
                 multiply(weights_sum, second, other_second, turn_b=True)
                 scores = read(scores_sum, 1)
                 if not full:
-                    scores = masked(scores, start, tile.block(j) * side.block)
+                    scores = masked(scores, start, tile.block(j) * side.block, slot)
                 weights = jnp.exp2(scores * scale + number(refs.numbers[0], slot, scores.shape))
                 if of_keys:
                     multiply(sums[1], weights.astype(dtype), other_second)
@@ -332,12 +364,12 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
             steps = add_head(jnp.int32(0), steps)
         plgpu.barrier_arrive(refs.tile_read)
         o_tile = refs.o_tiles.at[warpgroup]
-        for total, operand, result in zip(sums, "kv" if of_keys else "q", side.results, strict=True):
+        for total, result in zip(sums, side.results, strict=True):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_tile[...] = (read(total) * (1.0 if operand == "v" else sm_scale)).astype(dtype)
+            o_tile[...] = (read(total) * (1.0 if result == "dv" else sm_scale)).astype(dtype)
             plgpu.commit_smem()
             target = getattr(refs, result)
-            rows, columns = pl.Slice(start, _ROWS), side.columns(operand, tile.head)
+            rows, columns = pl.Slice(start, _ROWS), side.columns(result, tile.head)
             plgpu.copy_smem_to_gmem(o_tile, target.at[tile.batch, rows, columns])
         return steps
 
@@ -353,7 +385,9 @@ def _backward_kernel(refs: Refs, *, sides: Sequence[_Side], sm_scale: float, int
 
     Args:
       refs: q, k and v (B, S, heads * head_dim), or buffers that have these columns among others; dout like q;
-        shift and delta (B, heads, Sq); dq, dk and dv as far as they are these sides', or one dqkv; scratch memory.
+        shift and delta (B, heads, Sq); mask and kv_segments (B, Skv), segments (B, Sq), and for either side found
+        (B or 1, tiles, 4), None if absent; dq, dk and dv as far as they are these sides', or one dqkv; scratch
+        memory.
     """
     if refs.dqkv is not None:
         refs.dq = refs.dk = refs.dv = refs.dqkv
@@ -406,12 +440,23 @@ def attention_backward(
     interpret: bool,
 ) -> tuple[Any, ...]:
     """The gradients of `attention`'s operands, as the Triton kernel of this name gives them."""
-    del mask, bias, segment_ids, kv_segment_ids, precision, wanted, return_lse, config  # see `unsupported`
+    del bias, precision, wanted, return_lse, config  # see `unsupported`
     fused = len(qkv) == 1
     (batch, seq, _), dtype = qkv[0].shape, qkv[0].dtype
     shape = attention.Shape.of(qkv, num_heads, num_kv_heads, head_dim=head_dim, causal=causal, window=window)
     padded_dout, *padded = (attention.pad_rows(x, _TILE) for x in (dout, *qkv))
     q, k, v = padded * 3 if fused else padded
+    masks = mask, segment_ids, kv_segment_ids
+    ids = {
+        name: jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
+        for name, x, like in zip(("mask", "segments", "kv_segments"), masks, (k, q, k), strict=True)
+        if x is not None
+    }
+    read_heads = shape.first_heads
+    if "mask" in ids:  # what a masked key holds, NaN for one, would reach the gradients of queries
+        width = num_kv_heads * head_dim
+        k = jnp.where(ids["mask"][..., None] != 0, k[..., read_heads[1] * head_dim :][..., :width], 0)
+        read_heads = (read_heads[0], 0, read_heads[2])
     rows = rows_of_backward(out, lse, dout, dlse, head_dim)
     shift, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, q.shape[1] - seq))) for x in rows)
     if interpret:
@@ -425,13 +470,42 @@ def attention_backward(
     ) -> list[jax.Array]:
         block, num_stages = blocks
         sides = [
-            _Side(shape=shape, of_keys=keys, batch=batch, block=block, num_stages=num_stages) for keys in of_keys
+            _Side(
+                shape=shape,
+                read_heads=read_heads,
+                ids=frozenset(ids),
+                of_keys=keys,
+                batch=batch,
+                block=block,
+                num_stages=num_stages,
+            )
+            for keys in of_keys
         ]
+        found = {
+            f"found_of_{side.name}": searched(
+                *masks,
+                seq=seq,
+                kv_seq=shape.kv_seq,
+                block_q=block if side.of_keys else _TILE,
+                block_kv=_TILE if side.of_keys else block,
+                least=attention.SEARCHED,
+                keys_first=side.of_keys,
+            )
+            for side in sides
+        }
         num_ctas = 1 if interpret else min(max(side.num_tiles for side in sides), target.num_cores)
         sides = [side.spread(num_ctas, dtype.itemsize) for side in sides]
         return launch(
             functools.partial(_backward_kernel, sides=sides, sm_scale=sm_scale, interpret=interpret),
-            dict(q=q, k=k, v=v, dout=padded_dout, shift=shift, delta=delta),
+            dict(
+                q=q,
+                k=k,
+                v=v,
+                dout=padded_dout,
+                shift=shift,
+                delta=delta,
+                **dict.fromkeys(_IDS[0] + _IDS[1]) | ids | found,
+            ),
             dict.fromkeys(("dq", "dk", "dv", "dqkv")) | results,
             _scratch_types(sides, dtype, interpret=interpret),
             name="attention_backward",
@@ -445,7 +519,7 @@ def attention_backward(
         dqkv = like(q, num_heads + 2 * num_kv_heads)
         gradients = call(_OF_BOTH[head_dim], of_keys=(False, True), dqkv=dqkv)
     else:
-        gradients = call(_OF_QUERIES[head_dim], of_keys=(False,), dq=like(q, num_heads))
+        gradients = call((_OF_BOTH if ids else _OF_QUERIES)[head_dim], of_keys=(False,), dq=like(q, num_heads))
         of_keys = {"dk": like(k, num_kv_heads), "dv": like(v, num_kv_heads)}
         gradients += call(_OF_KEYS[head_dim], of_keys=(True,), **of_keys)
     return tuple(dx[:, : x.shape[1]] for dx, x in zip(gradients, qkv, strict=True)), None, None, None, None
@@ -467,12 +541,14 @@ def _scratch_types(sides: Sequence[_Side], dtype: DTypeLike, *, interpret: bool)
         own = {
             "shifts": plgpu.SMEM(rows, jnp.float32),
             "deltas": plgpu.SMEM(rows, jnp.float32),
-            "tile_ready": barrier(num_arrivals=(2 if side.of_keys else 4) * _CONSUMERS),
+            "tile_ready": barrier(num_arrivals=((2 if side.of_keys else 4) + len(side.tile_ids)) * _CONSUMERS),
             "tile_read": barrier(num_arrivals=_CONSUMERS),
-            "ready": barrier(num_arrivals=1 + side.of_keys, num_barriers=num_stages),
+            "ready": barrier(num_arrivals=1 + side.of_keys + len(side.block_ids), num_barriers=num_stages),
             "second_ready": barrier(num_arrivals=1 + side.of_keys, num_barriers=num_stages),
             "read": barrier(num_arrivals=_CONSUMERS, num_barriers=num_stages),
         }
+        for names, count in ((side.tile_ids, (_CONSUMERS, _ROWS)), (side.block_ids, (num_stages, block))):
+            own |= {f"{name}_ids": plgpu.SMEM(count, jnp.int32) for name in names}
         scratch_types |= {f"{name}_of_{side.name}": scratch for name, scratch in own.items()}
     if interpret:
         sums = dict(scores_sum=block, weights_sum=block, first_sum=head_dim, second_sum=head_dim)

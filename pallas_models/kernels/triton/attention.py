@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._band import Band, Index
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, Ref, first_heads_of
-from pallas_models.kernels.triton._attention import every, exp2_of, narrowed, searched, walk
+from pallas_models.kernels._band import Band, Index, searched
+from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -235,16 +235,17 @@ def _attention_kernel(
             if valid is not None:
                 scores = jnp.where(valid, scores, -jnp.inf)
             m_new = jnp.maximum(m_i, jnp.max(scores, axis=1))
-            shift = jnp.where(m_new == LOWEST, 0.0, -m_new * late)
-            p = exp2_of(scores, late, shift[:, None], interpret=interpret)
-            correction = exp2((m_i - m_new) * late, interpret=interpret)[:, None]
+            factor, shift = exponents(m_new, late)
+            factor = factor if isinstance(factor, float) else factor[:, None]
+            p = exp2_of(scores, factor, -shift[:, None], interpret=interpret)
+            correction = exp2(exponents(m_i, late)[1] - shift, interpret=interpret)[:, None]
             v = load(v_ref.at[batch, keys, v_columns], kv_mask)
             acc = acc * correction + dot(p.astype(v.dtype), v)
             return acc, m_new, l_i * correction + row_sum(p)
 
         carry = (
             jnp.zeros((block_q, block_d), jnp.float32),
-            jnp.full((block_q,), LOWEST, jnp.float32),
+            jnp.full((block_q,), lowest_score(late), jnp.float32),
             jnp.zeros((block_q, 1 if ones is None else ones.shape[1]), jnp.float32),
         )
         acc, m_i, l_i = walk(runs, step, carry)
@@ -315,7 +316,9 @@ def attention(
     if num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide {num_heads=}")
     ids = (segment_ids, kv_segment_ids)
-    found = searched(mask, *ids, seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv)
+    found = searched(
+        mask, *ids, seq=seq, kv_seq=kv_seq, block_q=config.block_q, block_kv=config.block_kv, least=SEARCHED
+    )
     kernel = functools.partial(
         _attention_kernel,
         config=config,

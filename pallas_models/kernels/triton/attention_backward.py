@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._band import Band, Index
+from pallas_models.kernels._band import Band, Index, searched
 from pallas_models.kernels._common import MASKING_BIAS, Ref, first_heads_of, rows_of_backward
-from pallas_models.kernels.triton._attention import every, exp2_of, narrowed, searched, walk
+from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -455,6 +455,7 @@ def attention_backward(
             kv_seq=kv_seq,
             block_q=config.block_q,
             block_kv=config.block_kv,
+            least=SEARCHED,
             keys_first=keys_first,
         )
         return pl.pallas_call(
