@@ -25,7 +25,7 @@ from bench.cases import scaling
 from bench.measuring import results
 from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
-from parity.common import assert_equal, kernel_calls, random_params
+from parity.common import MOSAIC_CALL, TRITON_CALL, assert_equal, kernel_calls, random_params
 from parity.tolerances import CHAIN, DEEP
 from weights import export
 
@@ -119,14 +119,16 @@ def test_no_gpu_has_all_pairs():
 
 
 def test_a_ring_runs_the_kernels_of_attention():
-    """One for the keys of a device and one for those that come round; of the gradient two for each."""
+    """One for the keys of a device and one for those that come round, lowered once; of the gradient two for each."""
 
     def gradient(x: jax.Array) -> jax.Array:
         q = x.reshape(1, -1, 4, 128)
         return jax.grad(lambda q: jnp.sum(ops.ring_attention(q, q, q, axis_name="d", causal=True) ** 2))(q)
 
     mapped = jax.shard_map(gradient, in_specs=P("d"), out_specs=P(None, "d"))
-    assert kernel_calls(lowered_for_gpus(AxisType.Auto, mapped, P("d", None))) == 6
+    text = lowered_for_gpus(AxisType.Auto, mapped, P("d", None), shapes=((512, 512),))
+    assert kernel_calls(text) == (1 + 3) * (1 + 2)
+    assert sum(text.count(f"@{call}") for call in (TRITON_CALL, MOSAIC_CALL)) == 2 * (1 + 2)
 
 
 def test_a_ring_refuses():

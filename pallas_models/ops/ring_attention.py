@@ -252,16 +252,21 @@ def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Que
     keys, dout = jax.lax.optimization_barrier((keys, dout))
     of_queries, dtype = (queries, rows, dout), dout.dtype
     following = ring.send(keys)
-    found = ring.pull(*of_queries, keys, causal=ring.causal)
+
+    @jax.jit  # so that what each step does is lowered once
+    def pull(*of_keys: Any) -> Any:
+        return ring.pull(*of_keys)
+
+    found = ring.pull(queries, rows, dout, keys, causal=ring.causal)
     for step in range(1, ring.size):
         keys, found = jax.lax.optimization_barrier((following, found))
         following = ring.send(keys) if step + 1 < ring.size else keys
         if ring.causal:
             (pair_queries, pair_rows, pair_dout), pair_keys = ring.paired(step, of_queries, keys)
-            part = ring.pull(pair_queries, pair_rows, pair_dout, pair_keys)
+            part = pull(pair_queries, pair_rows, pair_dout, pair_keys)
             part = jax.linear_transpose(functools.partial(ring.paired, step), *found)(part)
         else:
-            part = ring.pull(*of_queries, keys)
+            part = pull(*of_queries, keys)
         # The gradients of keys go straight to where the keys are from.
         home = ring.send(jax.tree.map(lambda x: x.astype(dtype), part[1]), -step)
         found = jax.tree.map(jnp.add, found, (part[0], jax.tree.map(lambda x: x.astype(_wide(x)), home)))
