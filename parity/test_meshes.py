@@ -119,7 +119,7 @@ def test_no_gpu_has_all_pairs():
 
 
 def test_a_ring_runs_the_kernels_of_attention():
-    """One for the keys of a device and one for those that come round, lowered once; of the gradient two for each."""
+    """One for its own keys and one for those that come round, lowered once; of the gradient two for each."""
 
     def gradient(x: jax.Array) -> jax.Array:
         q = x.reshape(1, -1, 4, 128)
