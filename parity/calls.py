@@ -366,13 +366,49 @@ def _call_hopper_attention_qkv(qkv, **options):
     return ops.attention_qkv(qkv, num_heads=2, **options)
 
 
+def _call_hopper_linear(x, w, bias, **options):
+    """Without an activation, whose gradient has a kernel."""
+    return ops.matmul(x, w, bias=bias, **options)
+
+
+def _hopper_linear(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    x, _, w, bias = _hopper_matmul(size, dtype)
+    return x, w, bias
+
+
+def _call_hopper_mlp(x, w_up, bias_up, w_down, bias_down, **options):
+    return ops.mlp(x, w_up, w_down, bias_up=bias_up, bias_down=bias_down, activation="gelu", **options)
+
+
+def _hopper_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, k, n, d = (200, 192, 320, 128) if size == 1 else (256, 128, 256, 128)
+    rng = np.random.default_rng(37)
+    up, down = (normal(rng, *shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in ((k, n), (n, d)))
+    bias_up, bias_down = (normal(rng, width, dtype=dtype, shift=0.5) for width in (n, d))
+    return normal(rng, m, k, dtype=dtype), up, bias_up, down, bias_down
+
+
+def _call_hopper_masked_attention(q, k, v, mask, segment_ids, kv_segment_ids, **options):
+    return ops.attention(q, k, v, mask=mask, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, **options)
+
+
+def _hopper_masked_attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    q, k, v = _hopper_attention(size, dtype)
+    rng = np.random.default_rng(38)
+    ids = (jnp.asarray(np.sort(rng.integers(0, 3, x.shape[:2]), 1), jnp.int32) for x in (q, k))
+    return q, k, v, jnp.asarray(rng.integers(0, 4, k.shape[:2]) > 0, jnp.int32), *ids
+
+
 # Calls that the kernels for Hopper serve: tiles of 64, half precisions. With size 1 the last tile reaches past the
 # end where a kernel allows it.
 HOPPER_CALLS = [
     Call("matmul", _call_matmul, _hopper_matmul, 4),
+    Call("matmul_linear", _call_hopper_linear, _hopper_linear, 3),
+    Call("mlp", _call_hopper_mlp, _hopper_mlp, 5),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
     Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
     Call("attention", _call_hopper_attention, _hopper_attention, 3),
+    Call("attention_masked", _call_hopper_masked_attention, _hopper_masked_attention, 3),
     Call("attention_qkv", _call_hopper_attention_qkv, _hopper_attention_qkv, 1),
     Call("triangle_update", _call_triangle_update, _hopper_triangle, 11),
     Call("triangle_update_wide", _call_triangle_update, _hopper_wide_triangle, 11),

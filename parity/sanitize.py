@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +49,29 @@ def runs() -> Iterator[tuple[str, Any, str, int]]:
                 yield backend, call, dtype, size
 
 
+def functions(backend: str, call: Any, rest: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Of the floats of a call: its result, and with it its gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    def forward(*floats: Any) -> Any:
+        return call(backend)(*floats, *rest)
+
+    def both(*floats: Any) -> Any:
+        out, pullback = jax.vjp(forward, *floats)
+        return out, pullback(jnp.ones_like(out))
+
+    return forward, both
+
+
 def traced(backend: str, call: Any, arrays: Sequence[Any]) -> Any:
     """A call, with its gradient if that has kernels: what XLA computes is none of ours."""
     import jax
-    import jax.numpy as jnp
 
     from parity.common import kernel_calls
 
     floats, rest = arrays[: call.floats], arrays[call.floats :]
-
-    def forward(*floats):
-        return call(backend)(*floats, *rest)
-
-    def both(*floats):
-        out, pullback = jax.vjp(forward, *floats)
-        return out, pullback(jnp.ones_like(out))
-
-    alone, whole = (jax.jit(function).trace(*floats) for function in (forward, both))
+    alone, whole = (jax.jit(function).trace(*floats) for function in functions(backend, call, rest))
     kernels = [kernel_calls(t.lower(lowering_platforms=("cuda",)).as_text()) for t in (alone, whole)]
     return whole if kernels[1] > kernels[0] else alone
 
