@@ -277,6 +277,25 @@ def test_tiles_fit_into_shared_memory(device):
         assert 0 < size <= DEVICES[device][1] * 1024, config
 
 
+def test_the_gradient_of_a_bias_fits_into_shared_memory():
+    """Its loop reads all of its tiles in each stage, where that of the queries' gradient holds two of them."""
+
+    def loss(qkv: jax.Array, bias: jax.Array) -> jax.Array:
+        return jnp.sum(ops.attention_qkv(qkv, num_heads=4, num_kv_heads=2, bias=bias, implementation="triton"))
+
+    arrays = shaped("float16", 1, 192, 8 * 80), shaped("float16", 1, 1, 192, 192)
+    with cuda_device(*HOPPER):
+        gpu = targets.current()
+        text = lowered_for_cuda(jax.grad(loss, (0, 1)), *arrays)
+    config = triton.heuristic(192, 192, 80, gpu, keys_first=False, dtype="float16")
+    (stages,) = re.findall(r'name = "bias_kernel", num_stages = (\d+)', text)
+    fitting = triton.Config(
+        block_q=config.block_q, block_kv=config.block_kv, num_warps=config.num_warps, num_stages=int(stages)
+    )
+    sizes = [triton.bias_shared_memory(c, head_dim=80, itemsize=2) for c in (fitting, config)]
+    assert sizes[0] <= gpu.shared_memory < sizes[1]
+
+
 def test_tuning_knows_the_shared_memory_of_both_kernels():
     recorder = Recorder()
     with cuda_device(*HOPPER):

@@ -74,6 +74,11 @@ def heuristic(
     block_q, block_kv = (other, own) if keys_first else (own, other)
     config = Config(block_q=block_q, block_kv=block_kv, num_warps=min(num_warps, own // 16), num_stages=num_stages)
     size = functools.partial(shared_memory, keys_first=keys_first, head_dim=head_dim, itemsize=itemsize)
+    return fitted(config, size, target)
+
+
+def fitted(config: Config, size: Callable[[Config], int], target: Target) -> Config:
+    """The config, or one with fewer stages or smaller blocks whose `size`, in bytes, shared memory holds."""
     while size(config) > target.shared_memory:
         if config.num_stages > 1:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
@@ -82,6 +87,12 @@ def heuristic(
         else:
             config = dataclasses.replace(config, block_kv=config.block_kv // 2)
     return config
+
+
+def bias_shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
+    """Bytes that a CTA of the bias's gradient takes: each stage of its sum reads tiles of q, dout, k and v."""
+    blocks = config.block_q + config.block_kv
+    return config.num_stages * (2 * blocks * pl.next_power_of_2(head_dim) * itemsize + 8 * config.block_q)
 
 
 def configs(seq: int, kv_seq: int) -> Iterator[Config]:
@@ -474,8 +485,7 @@ def attention_backward(
 
     for_queries = chosen("attention_queries", keys_first=False)
     for_keys = chosen("attention_keys", keys_first=True)
-    q_blocks = pl.cdiv(seq, for_queries.block_q)
-    (dq,) = call(_queries_kernel, for_queries, [q], grid(num_heads, q_blocks))
+    (dq,) = call(_queries_kernel, for_queries, [q], grid(num_heads, pl.cdiv(seq, for_queries.block_q)))
     keys_grid = grid(num_kv_heads, pl.cdiv(kv_seq, for_keys.block_kv))
     if fused:
         dqkv = call(_keys_kernel, for_keys, [q], keys_grid, dq, keys_first=True)
@@ -483,12 +493,15 @@ def attention_backward(
         dqkv = (dq, *call(_keys_kernel, for_keys, [k, v], keys_grid, None, keys_first=True))
     if bias is None or not wanted[2]:
         return tuple(dqkv), None, None, None, None
+    size = functools.partial(bias_shared_memory, head_dim=head_dim, itemsize=dtype.itemsize)
+    for_bias = fitted(for_queries, size, target)
+    kv_blocks, q_blocks = pl.cdiv(kv_seq, for_bias.block_kv), pl.cdiv(seq, for_bias.block_q)
     # Where few blocks fill no GPU, each is summed in parts.
-    bias_blocks = pl.cdiv(kv_seq, for_queries.block_kv) * q_blocks * bias.shape[0] * bias.shape[1]
+    bias_blocks = kv_blocks * q_blocks * bias.shape[0] * bias.shape[1]
     summed = batch * num_heads // (bias.shape[0] * bias.shape[1])
     parts = min(pl.cdiv(_BIAS_PROGRAMS * target.num_cores, bias_blocks), summed)
     dbias_type = jax.ShapeDtypeStruct((parts, *bias.shape), bias.dtype if parts == 1 else jnp.float32)
-    bias_grid = (pl.cdiv(kv_seq, for_queries.block_kv), q_blocks, bias.shape[0] * bias.shape[1] * parts)
-    (dbias,) = call(_bias_kernel, for_queries, [dbias_type], bias_grid, batch=batch)
+    bias_grid = (kv_blocks, q_blocks, bias.shape[0] * bias.shape[1] * parts)
+    (dbias,) = call(_bias_kernel, for_bias, [dbias_type], bias_grid, batch=batch)
     dbias = dbias[0] if parts == 1 else jnp.sum(dbias, axis=0).astype(bias.dtype)
     return tuple(dqkv), None, dbias, None, None
