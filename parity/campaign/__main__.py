@@ -54,6 +54,7 @@ class Report:
 
     cases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    late: list[Failure] = dataclasses.field(default_factory=list)  # begun, and not at their end when time was up
     rows: dict[tuple[str, ...], dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def add(self, row: tuple[str, ...], measured: dict[str, float]) -> None:
@@ -67,6 +68,7 @@ class Report:
         return {
             "cases": dict(self.cases),
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "late": [dataclasses.asdict(case) for case in self.late],
             "rows": [{"row": row, **columns} for row, columns in sorted(self.rows.items())],
         }
 
@@ -91,6 +93,7 @@ class Report:
         for first, *others in itertools.islice(alike.values(), _SHOWN):
             more = f" and {len(others)} more of it" if others else ""
             lines.append(f"FAILED {first.command}{more}\n  {first.name}\n  {first.message}")
+        lines += [f"LATE {case.command}\n  {case.name}\n  {case.message}" for case in self.late[:_SHOWN]]
         lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures")
         return "\n".join(lines)
 
@@ -131,14 +134,16 @@ class _Worker:
     def make(self, part: str, start: int, stop: int) -> list[tuple[int, str, Any]]:
         """The results of cases [start, stop): number, name, and message, row and what was measured.
 
-        Those that are not there in time are left out.
+        Those that are not there in time are left out; `late` tells of the first of them.
         """
-        results, begun, name = [], start, ""
+        results, begun, name, since = [], start, "", time.monotonic()
+        self.late: tuple[int, str, float] | None = None
         self.connection.send((part, start, stop))
         while (left := self.until - time.monotonic()) > 0:
             try:
                 if not self.connection.poll(min(self.patience, left)):
                     if left < self.patience:
+                        self.late = (begun, name, time.monotonic() - since) if name else None
                         break
                     raise TimeoutError(f"no answer in {self.patience:.0f} s")
                 answer = self.connection.recv()
@@ -156,6 +161,7 @@ class _Worker:
             if answer is None:
                 return results
             begun, name, result = answer
+            since = time.monotonic()
             if result is not None:
                 results.append(answer)
         return results
@@ -205,6 +211,9 @@ def run(
         spent[part] += _EXPECTED
         return part, start, begun[part]
 
+    def again(part: str, number: int) -> str:
+        return f"{command} --only {part} --seed {seed} --case {number}"
+
     def work() -> None:
         worker = _Worker(seed, options, patience, until)
         while True:
@@ -222,8 +231,11 @@ def run(
                     if row:
                         report.add(row, measured)
                     if message is not None:
-                        line = f"{command} --only {part} --seed {seed} --case {number}"
-                        report.failures.append(Failure(part, number, name, message, line))
+                        report.failures.append(Failure(part, number, name, message, again(part, number)))
+                if worker.late is not None:
+                    number, name, seconds = worker.late
+                    message = f"began {seconds:.0f} s before time was up"
+                    report.late.append(Failure(part, number, name, message, again(part, number)))
         worker.end()
 
     threads = [threading.Thread(target=work) for _ in range(workers)]
@@ -231,7 +243,8 @@ def run(
         thread.start()
     for thread in threads:
         thread.join()
-    report.failures.sort(key=lambda failure: (failure.part, failure.case))
+    for found in (report.failures, report.late):
+        found.sort(key=lambda failure: (failure.part, failure.case))
     return report
 
 
