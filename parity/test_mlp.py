@@ -100,6 +100,7 @@ def pulled(wanted: tuple[int, ...], **options):
         # Up, the slope in a product, the gradients by both weights; that by x is XLA's; nobody asks for the result
         ("mosaic", 72, range(6), 4, 1),
         (None, 4096, range(6), 4, 1),
+        (None, 1024, range(6), 2, 4),  # few rows: as two products
         ("mosaic", 72, [0], 2, 1),
         ("triton", 72, range(6), 2, 4),  # and the slope in a kernel
     ],

@@ -16,7 +16,7 @@ from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, ha
 from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import backward as matmul_backward
-from pallas_models.ops.matmul import finish, matmul, mosaic_backward, refuses_mosaic_backward
+from pallas_models.ops.matmul import finish, many_rows, matmul, mosaic_backward, refuses_mosaic_backward
 from pallas_models.ops.matmul import reference as matmul_reference
 
 
@@ -188,7 +188,10 @@ _UP = Op(
     ),
     backward=(
         Backward(
-            backend="mosaic", call=functools.partial(_up_backward, mosaic_backward), refuses=_up_backward_refuses
+            backend="mosaic",
+            call=functools.partial(_up_backward, mosaic_backward),
+            refuses=_up_backward_refuses,
+            preferred=many_rows,
         ),
         Backward(backend="xla", call=functools.partial(_up_backward, matmul_backward)),
     ),
@@ -279,7 +282,9 @@ _DOWN = Op(
             preferred=mosaic.prefer,
         ),
     ),
-    backward=(Backward(backend="mosaic", call=_down_backward, refuses=_down_backward_refuses),),
+    backward=(
+        Backward(backend="mosaic", call=_down_backward, refuses=_down_backward_refuses, preferred=many_rows),
+    ),
     sharding=Sharding(equation="m n, m n, n d, d, m d -> m d"),
     contracted=_down_contracted,
 )
