@@ -192,4 +192,4 @@ def test_shipped_configs_were_measured_against_the_heuristics_of_today(op, monke
             problem = autotuner._Call(*tune.TUNABLES[op].call("bf16", *shape)).problem(None)
         found = SHIPPED.find(problem.op, problem.shape, problem.dtype, backend=problem.backend)
         assert found is not None and found.key == problem.key
-        assert found.heuristic == dataclasses.asdict(problem.heuristic()), found.shape
+        assert problem.config(**found.heuristic) == problem.heuristic(), found.shape

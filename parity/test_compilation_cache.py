@@ -90,7 +90,7 @@ def test_what_a_program_depends_on(folder, cache, monkeypatch):
     shape, normalize = (1, 16), True
 
     def name(**options):
-        own = an_encoder(folder, cache, **options)._programs
+        (own,) = an_encoder(folder, cache, **options)._programs
         return own._kept.name(*own._key, shape, normalize)
 
     names = [name(), name(dtype="bfloat16"), name(implementation=None)]

@@ -52,9 +52,10 @@ def plain(
     *leaves: jax.Array,
     attend: Callable[..., jax.Array],
     precision: Any = None,
-    config: qwen3.Qwen3Config = CONFIG,
+    config: qwen3.Qwen3Config | None = None,
 ) -> jax.Array:
     """The layer as a user of jax.numpy writes it, queries, keys and values in one product, gate and up in one."""
+    config = config or CONFIG
     p = TREE.unflatten(leaves)
     batch, seq, _ = x.shape
     matmul = functools.partial(jnp.matmul, precision=precision)
