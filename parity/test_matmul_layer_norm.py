@@ -281,3 +281,10 @@ def test_gradients_of_the_hopper_kernel():
 
     for mine, expected in zip(gradients(MOSAIC), gradients("xla"), strict=True):
         assert_close(mine, expected, OP["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    "rows, expected", [(4096, False), (8192, True), (8448, True), (8449, False), (12416, True), (65536, True)]
+)
+def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
+    assert mosaic.prefer(jax.ShapeDtypeStruct((rows, 384), jnp.float16)) is expected
