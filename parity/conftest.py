@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: there is a worker for each core
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
 os.environ.setdefault("PJRT_NPROC", "32")
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the first flag
