@@ -304,18 +304,16 @@ def run(args: argparse.Namespace) -> int:
     for name, make in models.items():
         for case in measured(name, {count: make(mesh) for count, mesh in meshes.items()}, budget):
             result.cases.append(case)
-            path = results.save(result, args.output)  # kept, should the run be interrupted
+            results.save(result, args.output)  # kept, should the run be interrupted
             done = f"{len(result.cases)} of {len(models) * len(counts)}"
             say(f"{done}: {case.label}: {tables.summary(case, tables.wall)}")
     if gpu and not (args.quick or args.models):
-        draft, result = path, dataclasses.replace(result, partial=False)
-        path = results.save(result, args.output)
-        draft.unlink()
+        result = results.complete(result, args.output)
     if args.show_results:
         print(f"\n{table(result)}\n\n{tables.conditions(result)}")
     for line in tables.failures(result):
         print(line)
-    say(f"results: {path}")
+    say(f"results: {results.path_of(result, args.output)}")
     return int(any(e.status != "ok" for case in result.cases for e in case.entries if e.family == "ours"))
 
 

@@ -267,17 +267,15 @@ def run(args: argparse.Namespace) -> int:
     for number, (title, measure) in enumerate(todo.items(), start=1):
         case = measure()
         result.cases.append(case)
-        path = results.save(result, args.output)  # kept, should the run be interrupted
+        results.save(result, args.output)  # kept, should the run be interrupted
         say(f"{number} of {len(todo)}: {title}: {summary(case)}")
     if gpu and not args.quick and {"corpus fp16", "encode one sentence fp16"} <= {c.label for c in result.cases}:
-        draft, result = path, dataclasses.replace(result, partial=False)
-        path = results.save(result, args.output)
-        draft.unlink()
+        result = results.complete(result, args.output)
     if args.show_results:
         print(f"\n{table(result)}\n\n{tables.conditions(result)}")
     for line in tables.failures(result):
         print(line)
-    say(f"results: {path}")
+    say(f"results: {results.path_of(result, args.output)}")
     return int(any(e.status == "failed" for case in result.cases for e in case.entries if e.family == "ours"))
 
 

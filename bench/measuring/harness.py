@@ -270,10 +270,7 @@ class Benchmark:
             say(f"{done} of {len(workloads)}{time_left}: {case.label}: {best}")
         complete = gpu and not (args.quick or args.shapes or args.no_compile or self.shortened)
         if complete and set(self.dtypes) <= set(args.dtype) and set(self.modes) <= set(args.mode):
-            draft = results.path_of(result, args.output)
-            result = dataclasses.replace(result, partial=False)
-            results.save(result, args.output)
-            draft.unlink()
+            result = results.complete(result, args.output)
         if args.show_results:
             shown = tables.full(result, self.table(result) if self.table else "")
             print("\n" + "\n\n".join([shown, tables.entries(result), tables.conditions(result)]))

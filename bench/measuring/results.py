@@ -161,6 +161,14 @@ def save(result: Result, folder: Path) -> Path:
     return path
 
 
+def complete(result: Result, folder: Path) -> Result:
+    """The result as that of a whole run, saved in the place of what was kept of it on the way."""
+    draft, result = path_of(result, folder), dataclasses.replace(result, partial=False)
+    save(result, folder)
+    draft.unlink()
+    return result
+
+
 def _short(value: Any, names: dict[str, int]) -> Any:
     """What a file says for `value`: fractions to six digits, no defaults, kernels as [place in names, us].
 

@@ -77,8 +77,8 @@ class Layout:
       results: those of each result.
       summed: the axes that a result without them is a sum over.
       sizes: in how many parts each axis can be split at most.
-      divides: as in `Sharding`, and so is
-      over.
+      divides: as in `Sharding`.
+      over: as in `Sharding`.
     """
 
     operands: tuple[Axes, ...]
