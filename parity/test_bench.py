@@ -190,15 +190,16 @@ class TestResults:
         assert [p.name for p in path.parent.iterdir()] == ["minilm.json"]
 
     def test_a_file_is_short(self, tmp_path):
-        """Six digits, a line for each case and entry, the name of a kernel once: files are committed."""
+        """Six digits, a line for each case and entry, a kernel once a call, its name once: files are committed."""
         case = make_result().cases[0]
-        launches = [Kernel(name="long", us=us) for us in (1 / 3, 2.0)]
+        launches = results.kernels_of([("long", 1 / 3), ("b", 2.0), ("long", 1 / 3)])
         entries = [dataclasses.replace(case.entries[0], kernels=launches, name='{"name":'), *case.entries[1:]]
         path = results.save(make_result(cases=[dataclasses.replace(case, entries=entries)] * 2), tmp_path)
         text = path.read_text()
         assert len(text.splitlines()) == 1 + 2 * (1 + len(entries)) and text.count('"long"') == 1
         first = results.load(path).cases[1].entries[0]
-        assert first.kernels == [Kernel(name="long", us=0.333333), launches[1]] and first.name == '{"name":'
+        assert first.kernels == [Kernel(name="long", us=0.666667, calls=2), Kernel(name="b", us=2.0)]
+        assert first.name == '{"name":'
 
     def test_partial_results_do_not_replace_complete_ones(self, tmp_path):
         assert results.save(make_result(partial=True), tmp_path).name == "minilm.partial.json"
@@ -240,7 +241,7 @@ class TestResults:
             (lambda d: d.update(date="<script>"), "date: expected ISO 8601, got '<script>'"),
             (
                 lambda d: d["cases"][0]["entries"][0].update(kernels=[[1, 2.0]]),
-                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place in kernels and us, got \[1, 2.0\]",
+                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place in kernels, us and calls, got \[1, 2.0\]",
             ),
             (lambda d: d.update(kernels="k"), "kernels: expected list, got 'k'"),
             (lambda d: d.update(cases=[[[[[[[[[[]]]]]]]]]]), r"cases\[0\]: expected an object, got \[\["),
@@ -274,7 +275,7 @@ class TestResults:
                 message="", accuracy=None, device=None, wall=None, kernels=[], compile_s=None, metrics={}
             )
             found.update(absent | found)
-            found["kernels"] = [{"name": "k", "us": us} for _, us in found["kernels"]]
+            found["kernels"] = [{"name": "k", "us": us} for _, us, _ in found["kernels"]]
             for name, kind in (("accuracy", Accuracy), ("device", Timing), ("wall", Timing)):
                 fields = [field.name for field in dataclasses.fields(kind)]
                 found[name] = found[name] and dict(zip(fields, found[name], strict=True))

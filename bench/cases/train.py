@@ -243,7 +243,7 @@ def measure(workload: Workload, budget: timing.Budget, *, gpu: bool) -> list[Ent
         if isinstance(outcome, Exception):
             entries[name] = failed(entries[name], outcome)
         else:
-            kernels = [results.Kernel(name=kernel, us=us) for kernel, us in outcome.kernels]
+            kernels = results.kernels_of(outcome.kernels)
             entries[name] = dataclasses.replace(
                 entries[name], device=outcome.device, wall=outcome.wall, kernels=kernels
             )

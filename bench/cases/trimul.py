@@ -248,10 +248,10 @@ def kernel_table(result: Result) -> str:
         launches = (kernels[:middle], kernels[middle : middle + 1], kernels[middle + 1 :])
         least = floors(result, case)
         for launched, (name, phase) in zip(launches, phases_of(case).items(), strict=True):
-            us = sum(kernel.us for kernel in launched)
+            us, calls = sum(kernel.us for kernel in launched), sum(kernel.calls for kernel in launched)
             figures = [f"{us:.0f}", f"{phase.bytes / 1e6:.0f}", f"{phase.bytes / us / 1e6:.2f}"]
             share = tables.format_share(least[name] / us if least else None)
-            lines.append([case.label, name, str(len(launched)), *figures, f"{phase.flop / us / 1e6:.0f}", share])
+            lines.append([case.label, name, str(calls), *figures, f"{phase.flop / us / 1e6:.0f}", share])
     header = ["case", "phase", "launches", "us", "MB", "TB/s", "TFLOP/s", "of its floor"]
     return tables.markdown(header, lines) if lines else ""
 

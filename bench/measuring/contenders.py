@@ -268,7 +268,7 @@ class Attempt:
             message = f"{type(error).__name__}: {first_line}"[:300]
             return dataclasses.replace(entry, status="failed", message=message)
         if isinstance(outcome, timing.Measurement):
-            kernels = [results.Kernel(name=name, us=us) for name, us in outcome.kernels]
+            kernels = results.kernels_of(outcome.kernels)
             return dataclasses.replace(entry, device=outcome.device, wall=outcome.wall, kernels=kernels)
         if self.accuracy is None:
             raise ValueError(f"{self.name} has no output, no error and no reason to be skipped")

@@ -20,8 +20,8 @@ from bench.measuring.timing import Timing
 from pallas_models import files
 
 FORMAT = "pallas_models.bench"
-VERSION = 3  # 2 has more families, and peak_bytes; 3 names a kernel once
-READABLE = (1, 2, 3)
+VERSION = 4  # 2 has more families, and peak_bytes; 3 names a kernel once; 4 counts its launches
+READABLE = (1, 2, 3, 4)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
 Family = Literal["ours", "ladder", "xla", "torch", "peer"]
@@ -49,10 +49,25 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One kernel launch of a call and its median duration in microseconds."""
+    """What a call spends in a kernel.
+
+    Attributes:
+      name: of the kernel.
+      us: median duration of its launches in a call, added up.
+      calls: how often a call launches it.
+    """
 
     name: str
     us: float
+    calls: int = 1
+
+
+def kernels_of(launches: Sequence[tuple[str, float]]) -> list[Kernel]:
+    """The kernels of a call in the order of their first launch, from the name and microseconds of each launch."""
+    found: dict[str, list[float]] = {}
+    for name, us in launches:
+        found.setdefault(name, []).append(us)
+    return [Kernel(name=name, us=sum(times), calls=len(times)) for name, times in found.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +83,7 @@ class Entry:
       message: why, unless ok.
       accuracy: of its output, where there is one.
       device, wall: device and wall time; None unless ok, and `device` also without a GPU.
-      kernels: the launches of one call, in order, where they were recorded.
+      kernels: of one call, where they were recorded.
       compile_s: seconds that compilation took.
       metrics: further figures by name, with the unit in the name.
       peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
@@ -170,16 +185,13 @@ def complete(result: Result, folder: Path) -> Result:
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:
-    """What a file says for `value`: fractions to six digits, no defaults, kernels as [place in names, us].
-
-    Kernels would be four fifths of a file: a model launches the same ones in every layer.
-    """
+    """What a file says of `value`: fractions to six digits, no defaults, kernels as [place, us, calls]."""
     if isinstance(value, float) and math.isfinite(value):
         return int(value) if value.is_integer() else float(f"{value:.6g}")
     if isinstance(value, list):
         return [_short(item, names) for item in value]
     if isinstance(value, Kernel):
-        return [names.setdefault(value.name, len(names)), _short(value.us, names)]
+        return [names.setdefault(value.name, len(names)), _short(value.us, names), value.calls]
     if isinstance(value, _ROWS):
         return _short([getattr(value, field.name) for field in dataclasses.fields(value)], names)
     if dataclasses.is_dataclass(value):
@@ -262,9 +274,9 @@ def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> A
     """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
     here = where or "the file"
     if expected is Kernel and isinstance(data, list):
-        if len(data) != 2 or type(data[0]) is not int or not 0 <= data[0] < len(names):
-            raise _MismatchError(f"{here}: expected a place in kernels and us, got {reprlib.repr(data)}")
-        data = {"name": names[data[0]], "us": data[1]}
+        if not 2 <= len(data) <= 3 or type(data[0]) is not int or not 0 <= data[0] < len(names):
+            raise _MismatchError(f"{here}: expected a place in kernels, us and calls, got {reprlib.repr(data)}")
+        data = dict(zip(("name", "us", "calls"), (names[data[0]], *data[1:]), strict=False))
     if expected in _ROWS and isinstance(data, list):
         fields = [field.name for field in dataclasses.fields(expected)]
         data = dict(zip(fields, data, strict=False)) if len(data) <= len(fields) else data
