@@ -185,9 +185,10 @@ def complete(result: Result, folder: Path) -> Result:
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:
-    """What a file says of `value`: fractions to six digits, no defaults, kernels as [place, us, calls]."""
+    """What a file says of `value`: fractions to four digits, no defaults, kernels as [place, us, calls]."""
     if isinstance(value, float) and math.isfinite(value):
-        return int(value) if value.is_integer() else float(f"{value:.6g}")
+        digits = max(4, len(f"{abs(value):.0f}"))  # no whole number is rounded, so order stays
+        return int(value) if value.is_integer() else float(f"{value:.{digits}g}")
     if isinstance(value, list):
         return [_short(item, names) for item in value]
     if isinstance(value, Kernel):
