@@ -20,20 +20,21 @@ class AtOnce:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What is compiled ahead, where the machine has a GPU."""
+    """What is compiled ahead, and for which device, where the machine has a GPU."""
     calls = []
     monkeypatch.setattr(_ahead, "_local_gpus", lambda backend: ["gpu"])
     monkeypatch.setattr(_ahead, "_pool", AtOnce)
-    monkeypatch.setattr(_ahead, "_compile", lambda options, device: calls.append((options, device)))
+    monkeypatch.setattr(_ahead, "_compile", lambda kernels, device: calls.extend((k, device) for k in kernels))
     monkeypatch.setattr(_ahead, "_started", set())
     return calls
 
 
-def lower(*depths, map_over=None):
+def lower(*depths):
     """Lowers a program of a product 128 x depth x 128 for each depth."""
 
     def f(*operands):
-        return [ops.matmul(x, w, implementation="mosaic") for x, w in zip(operands[::2], operands[1::2], strict=True)]
+        pairs = zip(operands[::2], operands[1::2], strict=True)
+        return [ops.matmul(x, w, implementation="mosaic") for x, w in pairs]
 
     shapes = [shape for k in depths for shape in ((128, k), (k, 128))]
     with cuda_device("NVIDIA H200", 132):
