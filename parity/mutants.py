@@ -273,6 +273,18 @@ MUTANTS = [
     *_of(
         "pallas_models/kernels/mosaic",
         (
+            "_ahead.py",
+            "_first[module] = [options]",
+            "_first[module] = []",
+            "test_ahead.py",
+        ),
+        (
+            "_ahead.py",
+            'if o["kernel_hash"] not in _started]',
+            "if True]",
+            "test_ahead.py",
+        ),
+        (
             "attention.py",
             "valid.append(keys >= spread(own + band.low, 0))",
             "valid.append(keys > spread(own + band.low, 0))",

@@ -9,6 +9,7 @@ import jax
 from jax.extend.mlir import ir
 
 from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._ahead import compiled_ahead
 from pallas_models.kernels.mosaic._common import interpreter_params, plgpu
 
 Refs = Any  # a namespace of references, by the names that `launch` was given
@@ -48,7 +49,7 @@ def launch(
         body(types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch))
 
     kernel.__name__ = name
-    return plgpu.kernel(
+    results = plgpu.kernel(
         kernel,
         out_type=list(outputs.values()),
         scratch_types=dict(scratch_types),
@@ -61,6 +62,7 @@ def launch(
         ),
         interpret=interpreter_params() if interpret else None,
     )(*present.values())
+    return results if interpret else compiled_ahead(results)
 
 
 def _prepare_module(name: str) -> None:

@@ -1,0 +1,63 @@
+"""Kernels for Hopper GPUs that threads compile while JAX lowers the rest of their program."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_models import ops
+from pallas_models.kernels.mosaic import _ahead
+from parity.common import cuda_device
+
+
+class AtOnce:
+    """A pool without threads."""
+
+    def submit(self, function, *args):
+        function(*args)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is compiled ahead, and for which device, where the machine has a GPU."""
+    calls = []
+    monkeypatch.setattr(_ahead, "_local_gpus", lambda backend: ["gpu"])
+    monkeypatch.setattr(_ahead, "_pool", AtOnce)
+    monkeypatch.setattr(_ahead, "_compile", lambda kernels, device: calls.extend((k, device) for k in kernels))
+    monkeypatch.setattr(_ahead, "_started", set())
+    return calls
+
+
+def lower(*depths):
+    """Lowers a program of a product 128 x depth x 128 for each depth."""
+
+    def f(*operands):
+        pairs = zip(operands[::2], operands[1::2], strict=True)
+        return [ops.matmul(x, w, implementation="mosaic") for x, w in pairs]
+
+    shapes = [shape for k in depths for shape in ((128, k), (k, 128))]
+    with cuda_device("NVIDIA H200", 132):
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
+        return jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_kernels_are_compiled_from_the_second_of_a_program_on_and_each_once(compiled):
+    lower(64)
+    assert not compiled  # XLA compiles it as early
+    text = lower(64, 128, 192, 128)
+    hashes = [options["kernel_hash"] for options, _ in compiled]
+    assert len(set(hashes)) == len(hashes) == text.count("kernel_hash") == 3
+    for options, device in compiled:
+        assert hashlib.sha256(options["module"]).digest() == options["kernel_hash"]
+        assert device == "gpu"
+        assert options["use_custom_barrier"] is False  # the other attributes are those of the call
+    lower(64, 256)
+    assert len(compiled) == 4
+
+
+def test_nothing_is_compiled_for_other_machines(compiled, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(_ahead, "_compile", lambda *args: compiled.append(args))
+    lower(64, 128)
+    assert not compiled
