@@ -23,7 +23,7 @@ from bench.measuring.harness import parse_dtypes
 HELP = "every benchmark, one after the other"
 
 BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
-SHARES = {"minilm": 4.0, "sts": 2.0, "startup": 3.0}  # of the budget; 1 for the others
+SHARES = {"minilm": 4.0, "sts": 2.0, "corpus": 2.0, "startup": 3.0}  # of the budget; 1 for the others
 GRACE_S = 15.0  # between the request to stop and the end by force
 
 Status = Literal["ok", "FAILED", "left out"]
