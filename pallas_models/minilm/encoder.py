@@ -293,7 +293,6 @@ class Encoder:
         prompt: str | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
-        *,
         output_value: Literal["sentence_embedding", "token_embeddings"] = "sentence_embedding",
         precision: Precision = "float32",
         convert_to_numpy: bool = True,
