@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 from pallas_models import quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
+from pallas_models.corpus.writing import Parts
 from pallas_models.minilm import pipeline
 
 # Shards that are written side by side. Parquet takes 5 us of one core for 384 values; the rest is disk and hash.
@@ -95,6 +96,7 @@ def embed_to_folder(
 
     def write(part: _Part, rows: list[Future[np.ndarray]], dimension: int) -> None:
         converted = [future.result() for future in rows]
+        rows.clear()  # so that nothing but the list that is written keeps them
         shard = write_shard(folder / part.file, converted, dimension, part.digest, layout.format)
         with listing:
             begun.add(shard, folder)
@@ -165,7 +167,7 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
         )
 
 
-def write_shard(path: Path, parts: Sequence[np.ndarray], dimension: int, digest: Digest, format: str) -> Shard:
+def write_shard(path: Path, parts: Parts, dimension: int, digest: Digest, format: str) -> Shard:
     """Writes the embeddings of the sentences of `digest`, converted and of so many values before, to one file."""
     sha256 = writing.write(path, parts, format)
     return Shard(path.name, digest.count, dimension, path.stat().st_size, sha256, str(digest))

@@ -2,7 +2,7 @@
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast, get_args
 
@@ -15,7 +15,7 @@ DTYPES = (*get_args(quantization.Precision), "float16")
 # Those that are relative to ranges, as `quantization.ranges_of` finds them.
 RANGED = ("int8", "uint8")
 Ranges = list[list[float]] | None
-Parts = Sequence[np.ndarray]  # (n, D) each, at least one: embeddings one after another
+Parts = list[np.ndarray]  # (n, D) each, at least one: embeddings one after another
 # Rows that Parquet holds in memory until it writes them, with more beside than they take themselves.
 _ROW_GROUP = 16384
 
@@ -29,7 +29,7 @@ def convert(embeddings: np.ndarray, dtype: str, ranges: Ranges = None) -> np.nda
 
 
 def write(path: Path, parts: Parts, format: str) -> str:
-    """Writes embeddings to a file, whole or not at all; returns its sha256.
+    """Writes embeddings, which may be gone from the list then, to a file, whole or not at all; returns its sha256.
 
     How they are divided makes no difference, as long as all parts but the last have a multiple of 16,384 rows. The
     array is called `embeddings` in .npz and .safetensors. A .parquet file has one column, `embedding`, of
@@ -39,6 +39,12 @@ def write(path: Path, parts: Parts, format: str) -> str:
         FORMATS[format](file, parts)
     with path.open("rb") as written:
         return hashlib.file_digest(written, "sha256").hexdigest()
+
+
+def _taken(parts: Parts) -> Iterator[np.ndarray]:
+    """The parts, none of which is kept: a shard gives its memory back piece by piece, as the next one takes it."""
+    while parts:
+        yield parts.pop(0)
 
 
 def check_available(format: str) -> None:
@@ -51,7 +57,7 @@ def _npy(file: IO[bytes], parts: Parts) -> None:
     descr = np.lib.format.dtype_to_descr(parts[0].dtype)
     shape = sum(map(len, parts)), parts[0].shape[1]
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
-    for part in parts:
+    for part in _taken(parts):
         file.write(np.ascontiguousarray(part).data)
 
 
@@ -73,7 +79,7 @@ def _parquet(file: IO[bytes], parts: Parts) -> None:
     # Embeddings do not compress, and nobody searches for one by its values.
     options = dict(compression="none", use_dictionary=False, write_statistics=False)
     with pa.parquet.ParquetWriter(file, schema, **options) as writer:
-        for part in parts:
+        for part in _taken(parts):
             lists = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), part.shape[1])
             writer.write_table(pa.table([lists], schema), row_group_size=_ROW_GROUP)
 
