@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
-    parser.add_argument("--data", type=Path, help="folder with the sentences of sts, which is left out without")
+    parser.add_argument("--data", type=Path, help="folder of the sentences that sts and corpus need")
     parser.add_argument(
         "--budget",
         type=parse_seconds,
