@@ -24,6 +24,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 BENCHMARKS = (
     "minilm",
     "sts",
+    "corpus",
     "gemm",
     "softmax",
     "norm",

@@ -109,7 +109,7 @@ def _embed(args: argparse.Namespace) -> None:
             embeddings = embedder.embed(sentences, advance)
         written = writing.convert(embeddings, layout.dtype, ranges)
         if file:
-            writing.FORMATS[layout.format](file, written)
+            writing.FORMATS[layout.format](file, [written])
     if args.similarities or not args.output:
         _print_similarities(shown, embeddings)
     if args.output:

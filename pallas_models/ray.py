@@ -149,7 +149,8 @@ class _EmbedFile:
             job.check_source(self._folder, earlier, digest)
             return earlier
         embeddings = self._embedder.embed(sentences)
-        return job.write_shard(self._folder / name, [embeddings], digest, self._layout, self._ranges)
+        written = writing.convert(embeddings, self._layout.dtype, self._ranges)
+        return job.write_shard(self._folder / name, [written], embeddings.shape[1], digest, self._layout.format)
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:

@@ -35,6 +35,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | _POSITIONS | dict(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True),
     ),
 }
+# On a GPU, sizes that published ones have; heads of 32, 64 and 128.
+_REAL = dict(hidden_size=768, num_hidden_layers=6, num_attention_heads=12, intermediate_size=3072)
+_LONG = dict(max_position_embeddings=512)
+REAL: dict[str, dict[str, Any]] = {
+    "bert": _REAL | _LONG | dict(hidden_size=384, intermediate_size=1536),
+    "roberta": _REAL | dict(max_position_embeddings=514),
+    "xlm-roberta": _REAL | dict(max_position_embeddings=514, hidden_size=1024, num_attention_heads=16),
+    "mpnet": _REAL | dict(max_position_embeddings=514),
+    "distilbert": _LONG | dict(dim=768, n_layers=6, n_heads=12, hidden_dim=3072),
+    "modernbert": _REAL | _LONG | dict(intermediate_size=1152, local_attention=128),
+    "qwen3": _REAL | _LONG | dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+}
 
 
 def tokenizer(kind: str) -> tokenizers.Tokenizer:
@@ -47,15 +59,24 @@ def tokenizer(kind: str) -> tokenizers.Tokenizer:
     return found
 
 
+def randomize(model: Any) -> None:
+    """Parameters of the size that trained ones have: initial ones hide what attention does."""
+    torch = pytest.importorskip("torch")
+    scale = 0.4 * (32 / model.config.hidden_size) ** 0.5
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            # No bias on average: the same vector in all tokens would hide the sentence, layer after layer.
+            mean = 1.0 if tensor.ndim == 1 and name.endswith("weight") else 0.0
+            tensor.normal_(mean, 0.2 if tensor.ndim == 1 else scale)
+
+
 def write(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> Path:
     """Writes what `AutoModel.save_pretrained` and a tokenizer do; returns `folder`."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     name, options = FAMILIES[kind]
     torch.manual_seed(seed)
     model = transformers.AutoModel.from_config(getattr(transformers, name)(**options | changes))
-    with torch.no_grad():  # of the size that trained ones have: initial ones hide what attention does
-        for tensor in model.parameters():
-            tensor.normal_(1.0 if tensor.ndim == 1 else 0.0, 0.2 if tensor.ndim == 1 else 0.4)
+    randomize(model)
     model.save_pretrained(folder)
     tokenizer(kind).save(str(folder / "tokenizer.json"))
     special = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]")

@@ -468,6 +468,20 @@ MUTANTS = [
             "rows[np.sort(batch.sentences[part])] = ",
             "test_encoder.py test_packing.py",
         ),
+        (
+            "minilm/cross_encoder.py",
+            "(before + first, second)",
+            "(first, before + second)",
+            "test_cross_encoder.py -k prompts",
+        ),
+        (
+            "minilm/encoder.py",
+            'self._first_prompt(prompt_name, "query")',
+            "prompt_name",
+            "test_sentence_transformers.py -k options",
+        ),
+        ("corpus/job.py", "found.clear()", "pass", "test_corpus.py -k 'shards or sizes'"),
+        ("corpus/writing.py", "parts.pop(0)", "parts.pop()", "test_corpus.py -k shards"),
         ("ops/_sharding.py", "jax.lax.psum(x, axes) if axes else x", "x", "test_meshes.py"),
     ),
     *_of(

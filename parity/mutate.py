@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pallas_models import files
+from pallas_models._host import cores
 from parity.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="mutants with this in their file, old or new text"
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes")
     parser.add_argument("--seconds", type=float, default=300, metavar="N", help="that tests of a mutant may take")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of what became of each")
     args = parser.parse_args(arguments)

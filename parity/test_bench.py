@@ -655,18 +655,18 @@ class TestSts:
 
             return measure
 
-        found = sts.entry_of("st", "peer", "encode_sentences_per_s", lambda: 5.0)
+        found = sts.entry_of("st", "peer", lambda: {"encode_sentences_per_s": 5.0})
         assert (found.status, found.metrics) == ("ok", {"encode_sentences_per_s": 5.0})
         missing = ModuleNotFoundError("No module named 'sentence_transformers'", name="sentence_transformers")
-        found = sts.entry_of("st", "peer", "x", raises(missing))
+        found = sts.entry_of("st", "peer", raises(missing))
         assert (found.status, found.message) == ("skipped", "sentence_transformers is not installed")
         for error in (RuntimeError("out of memory"), TypeError("no such argument")):
-            found = sts.entry_of("st", "peer", "x", raises(error))
+            found = sts.entry_of("st", "peer", raises(error))
             assert (found.status, found.message) == ("failed", f"{type(error).__name__}: {error}")
 
     def test_peers_have_a_column_where_they_were_measured(self):
         ours = Entry(name="pallas", family="ours", status="ok", metrics={"encode_sentences_per_s": 2000.0})
-        peer = sts.entry_of("st", "peer", "encode_sentences_per_s", lambda: 1000.0)
+        peer = sts.entry_of("st", "peer", lambda: {"encode_sentences_per_s": 1000.0})
         case = Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours, peer])
         table = sts.table(make_result(benchmark="sts", cases=[case]))
         assert "sentence-transformers" in table and "2,000" in table and "1,000" in table

@@ -88,13 +88,15 @@ def load(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", writing.FORMATS)
-def test_formats(tmp_path, format, dtype, count):
-    """What is read back is what was written; the same bytes each time."""
+def test_formats(tmp_path, monkeypatch, format, dtype, count):
+    """What is read back is what was written; the same bytes each time, in one part or in two."""
+    monkeypatch.setattr(writing, "_ROW_GROUP", 2)
     if format == "parquet":
         pytest.importorskip("pyarrow")
     embeddings = np.random.default_rng(0).normal(size=(count, DIMENSION)).astype(np.float32)
     embeddings = convert(embeddings, dtype)
-    digests = {writing.write(tmp_path / f"{name}.{format}", embeddings, format) for name in "ab"}
+    divided = {"a": [embeddings], "b": [embeddings], "c": [embeddings[:2], embeddings[2:]][: max(count, 1)]}
+    digests = {writing.write(tmp_path / f"{name}.{format}", parts, format) for name, parts in divided.items()}
     found = load(tmp_path / f"a.{format}")
     assert found.dtype == embeddings.dtype and len(digests) == 1
     np.testing.assert_array_equal(found, embeddings)
@@ -114,7 +116,7 @@ def test_shards(tmp_path, dtype):
         found = np.load(tmp_path / "out" / shard.file)
         np.testing.assert_array_equal(found, convert(expected, dtype, ranges))
         assert shard.sentences == len(expected) and (tmp_path / "out" / shard.file).stat().st_size == shard.bytes
-        assert writing.write(tmp_path / "again", found, "npy") == shard.sha256
+        assert writing.write(tmp_path / "again", [found], "npy") == shard.sha256
 
 
 @pytest.mark.parametrize("count, sizes", [(0, []), (4, [4]), (5, [5]), (6, [5, 1]), (10, [5, 5])])
@@ -182,10 +184,10 @@ def test_a_shard_that_is_lost_is_made_again(tmp_path):
 
 @pytest.mark.parametrize("index", range(5))
 def test_a_file_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, index):
-    def full(path, embeddings, format):
+    def full(path, parts, format):
         if path.name == f"{index:06d}.npy":
             raise OSError("no space left")
-        return write(path, embeddings, format)
+        return write(path, parts, format)
 
     write = writing.write
     monkeypatch.setattr(writing, "write", full)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -12,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 import weights
 from pallas_models.minilm import CrossEncoder
 from parity import encoder_checkpoints
-from parity.common import assert_close
-from parity.tolerances import DEEP
+from parity.common import ON_GPU, assert_close, cosines
+from parity.tolerances import COSINE, DEEP
 
 KINDS = [kind for kind in encoder_checkpoints.FAMILIES if kind != "qwen3"]
 FIRST = encoder_checkpoints.sentences(10, longest=6)
@@ -29,9 +31,7 @@ def write(folder: Path, kind: str, num_labels: int = 1, **changes: Any) -> Path:
     torch.manual_seed(1)
     config = getattr(transformers, name)(**options | changes, num_labels=num_labels)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.normal_(1.0 if tensor.ndim == 1 else 0.0, 0.2 if tensor.ndim == 1 else 0.4)
+    encoder_checkpoints.randomize(model)
     model.save_pretrained(folder)
     types = kind == "bert"
     tokenizer = encoder_checkpoints.tokenizer(kind)
@@ -64,6 +64,24 @@ def test_families(tmp_path, kind):
     assert one.shape == () and abs(one - model.predict(PAIRS[0])) < 1e-4
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of published models; test_families has small ones")
+@pytest.mark.parametrize("kind", KINDS)
+def test_families_in_float16(tmp_path, kind):
+    """The scores of all pairs as one vector, before an activation."""
+    model = theirs(write(tmp_path, kind, **encoder_checkpoints.REAL[kind])).to("cuda")
+    ours = CrossEncoder.from_pretrained(tmp_path, dtype=jnp.float16)
+    ours.max_seq_length = model.max_seq_length = 256
+    firsts = encoder_checkpoints.sentences(64, longest=12)
+    pairs = list(zip(firsts, encoder_checkpoints.sentences(64, longest=200, seed=4), strict=True))
+    expected = model.predict(pairs, activation_fn=pytest.importorskip("torch").nn.Identity())
+    assert np.std(expected) > 0.1 * np.abs(np.mean(expected))  # pairs differ
+    packed = cosines(ours.predict(pairs, activation_fn=lambda x: x)[None], expected[None])[0]
+    alone = [ours.predict(pair, activation_fn=lambda x: x) for pair in pairs[::8]]
+    padded = cosines(np.stack(alone)[None], expected[None, ::8])[0]
+    print(f"{kind}: 1 - cosine {1 - packed:.1e} packed, {1 - padded:.1e} alone")
+    assert min(packed, padded) >= COSINE["float16"]
+
+
 def test_several_labels(tmp_path):
     model = theirs(write(tmp_path, "modernbert", 3, classifier_pooling="mean"))
     ours = CrossEncoder.from_pretrained(tmp_path)
@@ -91,6 +109,30 @@ def test_the_activation_in_config_json(tmp_path, key):
     stated = {key: {"activation_fn": name} if key == "sentence_transformers" else name}
     path.write_text(json.dumps(json.loads(path.read_text()) | stated))
     assert_close(CrossEncoder.from_pretrained(tmp_path).predict(PAIRS), theirs(tmp_path).predict(PAIRS), DEEP)
+
+
+def test_prompts(tmp_path):
+    """Before the first sentence of a pair: named, given, or the default one."""
+    library = pytest.importorskip("sentence_transformers")
+    prompts = dict(prompts={"ask": "a man is "}, default_prompt_name="ask")
+    model = library.CrossEncoder(str(write(tmp_path / "source", "bert")), device="cpu", **prompts)
+    model.save_pretrained(str(tmp_path / "saved"), create_model_card=False)
+    model, ours = theirs(tmp_path / "saved"), CrossEncoder.from_pretrained(tmp_path / "saved")
+    for options in ((), ("ask",), (None, "the guitar "), (None, ""), ("ask", None, 2, False)):
+        assert_close(ours.predict(PAIRS, *options), model.predict(PAIRS, *options), DEEP)
+    assert np.ptp([ours.predict(PAIRS[0], prompt=p) for p in ("", "a man is ")]) > 1e-3
+    with pytest.raises(ValueError, match=r"there is no prompt 'title'; expected one of \('ask'"):
+        ours.predict(PAIRS, "title")
+
+
+def test_kinds_of_results(tmp_path):
+    ours = CrossEncoder.from_pretrained(write(tmp_path, "distilbert"))
+    expected = ours.predict(PAIRS)
+    tensor, rows = ours.predict(PAIRS, convert_to_tensor=True), ours.predict(PAIRS, convert_to_numpy=False)
+    assert isinstance(tensor, jax.Array) and isinstance(rows, list) and isinstance(rows[0], jax.Array)
+    np.testing.assert_array_equal(tensor, expected)
+    np.testing.assert_array_equal(np.stack(rows), expected)
+    assert ours.max_length == ours.max_seq_length == 24
 
 
 def test_rank(tmp_path):

@@ -348,7 +348,7 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
         first_ran.set()
         return result
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(programs, "cores", lambda: 2)
     monkeypatch.setattr(programs.Programs, "_compile", compiles)
     monkeypatch.setattr(programs.Programs, "__call__", runs)
     embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(LONG_SENTENCES, batch_size=24)
@@ -427,7 +427,7 @@ def test_progress_bar(encoder, capsys):
         ({"batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
         ({"sentences": ["a", None]}, TypeError, r"sentences\[1\] is of type NoneType; expected str"),
         ({"sentences": [["a", "b"]]}, TypeError, r"sentences\[0\] is of type list"),
-        ({"sentences": {"a": "b"}}, TypeError, "sentences is a dict; expected an iterable of str"),
+        ({"sentences": {"a": "b"}}, TypeError, "sentences is of type dict; expected an iterable of str"),
         ({"sentences": "a", "batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
     ],
 )
@@ -437,9 +437,9 @@ def test_encode_checks_its_arguments(encoder, given, error, message):
 
 
 def test_encode_iter_checks_its_arguments(encoder):
-    with pytest.raises(TypeError, match="sentences is a str; expected an iterable of str"):
+    with pytest.raises(TypeError, match="sentences is of type str; expected an iterable of str"):
         encoder.encode_iter("a man")
-    with pytest.raises(TypeError, match="sentences is a dict; expected an iterable of str"):
+    with pytest.raises(TypeError, match="sentences is of type dict; expected an iterable of str"):
         encoder.encode_iter({"a": 1})
     with pytest.raises(ValueError, match="batch_size=0; expected at least 1"):
         encoder.encode_iter(["a man"], batch_size=0)

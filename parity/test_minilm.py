@@ -26,7 +26,7 @@ from parity.common import (
     random_params,
     relative_error,
 )
-from parity.tolerances import MODEL, MODEL_GRADIENT, OP
+from parity.tolerances import COSINE, MODEL, MODEL_GRADIENT, OP
 
 SMALL = minilm.MiniLMConfig(
     vocab_size=60, hidden_size=96, num_layers=2, num_heads=3, intermediate_size=80, max_positions=40
@@ -41,7 +41,6 @@ in_every_dtype = pytest.mark.parametrize(
     "implementation, dtype",
     [(i, d) for i, d in itertools.product(IMPLEMENTATIONS, OP) if i != "interpret" or d == "float32"],
 )
-COSINE = {"float32": 0.99999, "float16": 0.9999, "bfloat16": 0.9999}
 
 
 def tokens(batch: int, seq: int, config: minilm.MiniLMConfig = CONFIG, seed: int = 0) -> tuple[jax.Array, ...]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pallas_models import minilm
 from pallas_models.minilm import packing
 from parity.common import KERNEL, ON_GPU, assert_close, cosines, normal, random_params
-from parity.test_minilm import COSINE, SMALL, in_every_dtype
-from parity.tolerances import MODEL, MODEL_GRADIENT
+from parity.test_minilm import SMALL, in_every_dtype
+from parity.tolerances import COSINE, MODEL, MODEL_GRADIENT
 
 CONFIG = minilm.MiniLMConfig() if ON_GPU else SMALL
 BUDGET = 2048

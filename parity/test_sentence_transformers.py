@@ -2,10 +2,12 @@
 
 import json
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,9 +15,9 @@ import weights
 from pallas_models.minilm import Encoder
 from pallas_models.minilm.heads import Dense, Head, Normalize
 from parity import checkpoints, encoder_checkpoints
-from parity.common import assert_close
+from parity.common import ON_GPU, assert_close, cosines
 from parity.encoder_checkpoints import sentences
-from parity.tolerances import DEEP
+from parity.tolerances import COSINE, DEEP
 
 PROMPTS = {"query": "a man is ", "document": "the ", "passage": "an onion "}
 SENTENCES = sentences(12)
@@ -30,10 +32,17 @@ def modules() -> Any:
     )
 
 
-def write(folder: Path, kind: str = "bert", pooling: Any = "mean", *following: Any, **options: Any) -> Any:
+def write(
+    folder: Path,
+    kind: str = "bert",
+    pooling: Any = "mean",
+    *following: Any,
+    sizes: Mapping[str, Any] = types.MappingProxyType({}),
+    **options: Any,
+) -> Any:
     """Writes a folder with sentence-transformers; returns its model, read from there."""
     library = pytest.importorskip("sentence_transformers")
-    source = encoder_checkpoints.write(folder / "transformers", kind)
+    source = encoder_checkpoints.write(folder / "transformers", kind, **sizes)
     transformer = modules().Transformer(str(source))
     pool = modules().Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)
     model = library.SentenceTransformer(modules=[transformer, pool, *following], device="cpu", **options)
@@ -67,6 +76,23 @@ def test_families(tmp_path, kind):
     expected = theirs.encode(SENTENCES)
     assert_close(ours.encode(SENTENCES), expected, DEEP)  # packed
     assert_close(ours.encode(SENTENCES[0]), expected[0], DEEP)  # padded
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of published models; test_families has small ones")
+@pytest.mark.parametrize("kind", encoder_checkpoints.FAMILIES)
+def test_families_in_float16(tmp_path, kind):
+    """The cosine of every sentence, packed or alone, with what is computed in float32."""
+    options = dict(sizes=encoder_checkpoints.REAL[kind])
+    theirs = write(tmp_path, kind, "lasttoken" if kind == "qwen3" else "mean", normalize(), **options).to("cuda")
+    ours = Encoder.from_pretrained(tmp_path / "model", dtype=jnp.float16)
+    ours.max_seq_length = theirs.max_seq_length = 256
+    given = sentences(96, longest=32) + sentences(32, longest=200)
+    expected = theirs.encode(given)
+    assert np.median(expected @ expected.T) < 0.95  # sentences differ: an embedding is not any other's
+    packed = cosines(ours.encode(given), expected).min()
+    padded = cosines(np.stack([ours.encode(sentence) for sentence in given[::8]]), expected[::8]).min()
+    print(f"{kind}: 1 - cosine at most {1 - packed:.1e} packed, {1 - padded:.1e} alone")
+    assert min(packed, padded) >= COSINE["float16"]
 
 
 @pytest.mark.parametrize("spelling", ["new", "old"])
@@ -166,12 +192,24 @@ def test_one_sentence(both):
     assert_close(ours.encode_query(SENTENCES[1]), theirs.encode_query(SENTENCES[1]), DEEP)
 
 
+@pytest.mark.parametrize("method", ["encode", "encode_query", "encode_document"])
+@pytest.mark.parametrize("given", [("query",), (None, "a guitar "), ("query", None, 2, False)], ids=str)
+def test_options_by_position(both, method, given):
+    """In the order of sentence-transformers."""
+    theirs, ours = both
+    expected = getattr(theirs, method)(SENTENCES, *given)
+    assert_close(getattr(ours, method)(SENTENCES, *given), expected, DEEP)
+
+
 def test_truncation_as_an_attribute(both):
     theirs, ours = both
     try:
         ours.truncate_dim = 5
         assert ours.get_embedding_dimension() == 5
         assert_close(ours.encode(SENTENCES), theirs.encode(SENTENCES, truncate_dim=5), DEEP)
+        with ours.truncate_embeddings(3), theirs.truncate_embeddings(3):
+            assert_close(ours.encode(SENTENCES), theirs.encode(SENTENCES), DEEP)
+        assert ours.truncate_dim == 5
     finally:
         ours.truncate_dim = None
 
@@ -207,6 +245,8 @@ def test_similarity(both, measure):
         assert_close(ours.similarity(a, b[:3]), theirs.similarity(a, b[:3]).numpy(), 1e-6)
         assert_close(ours.similarity_pairwise(a, b), theirs.similarity_pairwise(a, b).numpy(), 1e-6)
         assert_close(ours.similarity(a[0], b), theirs.similarity(a[0], b).numpy(), 1e-6)
+        one = ours.similarity_pairwise(a[0], b[0])
+        assert one.shape == () and abs(one - theirs.similarity_pairwise(a[0], b[0]).item()) < 1e-5
     finally:
         theirs.similarity_fn_name = ours.similarity_fn_name = "cosine"
 
@@ -242,7 +282,9 @@ def test_kinds_of_results(both):
     np.testing.assert_array_equal(np.stack(rows), expected)
     assert ours.encode("a man", convert_to_tensor=True).shape == (32,)
     assert ours.encode([], truncate_dim=3).shape == (0, 3)
-    for device in ("cpu", "cpu:0", jax.devices()[0]):
+    states = ours.encode(SENTENCES, output_value="token_embeddings", convert_to_tensor=True)
+    assert isinstance(states, list) and all(isinstance(state, jax.Array) for state in states)
+    for device in ("cpu", "cpu:0", jax.devices("cpu")[0], ["cpu"]):
         np.testing.assert_array_equal(ours.encode(SENTENCES, device=device), expected)
     assert "BertConfig" not in repr(ours) and "MiniLMConfig(vocab_size=40" in repr(ours)
     assert "max_seq_length=24" in repr(ours) and "passage" in repr(ours)
@@ -260,11 +302,16 @@ def test_kinds_of_results(both):
         ({"output_value": "token_embeddings", "precision": "int8"}, ValueError, "precision='int8'; expected"),
         ({"device": "cpu:99"}, ValueError, "device='cpu:99' is not there; expected one of"),
         ({"device": "fpga"}, ValueError, "device='fpga' is not there"),
+        ({"device": []}, ValueError, r"expected a list of one device or more"),
+        ({"sentences": None}, TypeError, "sentences is of type NoneType; expected an iterable of str"),
+        ({"sentences": 3}, TypeError, "sentences is of type int; expected"),
+        ({"sentences": b"a man"}, TypeError, "sentences is of type bytes; expected"),
+        ({"sentences": np.array("a man")}, TypeError, "sentences is of type ndarray; expected"),
     ],
 )
 def test_arguments_are_checked(both, options, error, message):
     with pytest.raises(error, match=message):
-        both[1].encode(SENTENCES, **options)
+        both[1].encode(**{"sentences": SENTENCES} | options)
 
 
 # What cannot be run

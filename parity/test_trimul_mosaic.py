@@ -1,7 +1,6 @@
 """Kernels of the triangle update for Hopper GPUs against numpy and XLA, and what all such kernels share."""
 
 import functools
-import os
 import re
 
 import jax
@@ -379,12 +378,12 @@ def test_equal_kernels_are_equal_code():
 
 
 def test_interpreter_wants_threads(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(_common, "cores", lambda: 2)
     _common.interpreter_params()  # the suite has set PJRT_NPROC
     monkeypatch.delenv("PJRT_NPROC")
     with pytest.raises(RuntimeError, match=r"with 2 cores .* PJRT_NPROC to 16 or more"):
         _common.interpreter_params()
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(_common, "cores", lambda: 16)
     _common.interpreter_params()
 
 

@@ -24,6 +24,9 @@ OP = {"float32": _roundings(2 * 3750), "float16": 8e-4, "bfloat16": 6e-3}
 # float32 the residual stream outweighs what is added to it.
 MODEL = {"float32": OP["float32"], "float16": 2e-3, "bfloat16": 1.4e-2}
 
+# The least cosine of an embedding with the exact one: a relative error of 4.5e-3 or 1.4e-2.
+COSINE = {"float32": 0.99999, "float16": 0.9999, "bfloat16": 0.9999}
+
 # One op in float32:
 SAME = _roundings(200)  # the same arithmetic in another program, which may fuse a product and a sum
 SHORT = _roundings(800)  # sums of up to 200 products, and an activation: gelu's polynomial takes half of this

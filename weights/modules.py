@@ -68,15 +68,7 @@ def describe(folder: Path) -> Description:
     kind = stated.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
         raise NotImplementedError(f"{folder} holds a {shown(kind)}; only SentenceTransformer embeds sentences")
-    prompts = stated.get("prompts") or {}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise CheckpointError(f"{folder / 'config_sentence_transformers.json'}: prompts is {shown(prompts)}")
-    default = stated.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise CheckpointError(
-            f"{folder / 'config_sentence_transformers.json'}: default_prompt_name is {shown(default)}; "
-            f"expected one of {sorted(prompts)}"
-        )
+    prompts, default = _prompts(stated, folder)
     similarity: Any = stated.get("similarity_fn_name") or "cosine"
     if similarity not in get_args(Similarity):
         raise NotImplementedError(
@@ -88,7 +80,7 @@ def describe(folder: Path) -> Description:
         dense=dense,
         max_length=_max_length(transformer, options, source),
         lower_case=options.get("do_lower_case") is True,
-        prompts={name: text or "" for name, text in prompts.items()},
+        prompts=prompts,
         default_prompt_name=default,
         similarity=similarity,
     )
@@ -100,6 +92,8 @@ class PairDescription:
 
     max_length: int | None
     lower_case: bool
+    prompts: Mapping[str, str]
+    default_prompt_name: str | None
     activation: str | None
 
 
@@ -110,16 +104,19 @@ def describe_pairs(folder: Path) -> PairDescription:
     if listed not in ([], [("Transformer", folder)]):
         raise NotImplementedError(f"{path} lists {[name for name, _ in listed]}; expected a Transformer alone")
     options, source = _transformer_options(folder, "sequence-classification", "scores")
-    stated = _check_keys(folder / "config_sentence_transformers.json", {"default_prompt_name": None})
+    stated = _read(folder / "config_sentence_transformers.json")
     if (kind := stated.get("model_type", "CrossEncoder")) != "CrossEncoder":
         raise NotImplementedError(f"{folder} holds a {shown(kind)}; only CrossEncoder compares pairs of sentences")
     config = read_json(folder / "config.json")
     older = config.get("sentence_transformers")
     activation = stated.get("activation_fn") or (older.get("activation_fn") if isinstance(older, dict) else None)
     activation = activation or config.get("sbert_ce_default_activation_function")
+    prompts, default = _prompts(stated, folder)
     return PairDescription(
         max_length=_max_length(folder, options, source),
         lower_case=options.get("do_lower_case") is True,
+        prompts=prompts,
+        default_prompt_name=default,
         activation=None if activation is None else _activation(activation, folder),
     )
 
@@ -173,6 +170,19 @@ def _modules(folder: Path) -> tuple[Path, Head, dict[int, Path]]:
         missing = "Transformer" if transformer is None else "Pooling"
         raise NotImplementedError(f"{path} lists no {missing}; expected a Transformer and a Pooling")
     return transformer, Head(pooling=pooling, layers=tuple(layers)), dense
+
+
+def _prompts(stated: dict[str, Any], folder: Path) -> tuple[dict[str, str], str | None]:
+    """Prompts by name, and the name of the one that is used where none is named."""
+    path = folder / "config_sentence_transformers.json"
+    prompts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise CheckpointError(f"{path}: prompts is {shown(prompts)}")
+    if default is not None and default not in prompts:
+        raise CheckpointError(
+            f"{path}: default_prompt_name is {shown(default)}; expected one of {sorted(prompts)}"
+        )
+    return {name: text or "" for name, text in prompts.items()}, default
 
 
 _PLACES = ("module_input_name", "module_output_name")

@@ -23,7 +23,7 @@ from bench.measuring.harness import parse_dtypes
 HELP = "every benchmark, one after the other"
 
 BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
-SHARES = {"minilm": 4.0, "sts": 2.0, "startup": 3.0}  # of the budget; 1 for the others
+SHARES = {"minilm": 4.0, "sts": 2.0, "corpus": 2.0, "startup": 3.0}  # of the budget; 1 for the others
 GRACE_S = 15.0  # between the request to stop and the end by force
 
 Status = Literal["ok", "FAILED", "left out"]
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
-    parser.add_argument("--data", type=Path, help="folder with the sentences of sts, which is left out without")
+    parser.add_argument("--data", type=Path, help="folder of the sentences that sts and corpus need")
     parser.add_argument(
         "--budget",
         type=parse_seconds,

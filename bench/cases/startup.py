@@ -30,6 +30,7 @@ from bench.measuring import environment, results
 from bench.measuring.harness import DTYPES, Progress
 from bench.measuring.results import Case, Entry, Family, Result
 from bench.reporting import tables
+from pallas_models._host import cores
 
 HELP = "first call and latency: ours, XLA, torch"
 NAME = "startup"
@@ -144,7 +145,7 @@ def program_case(program: Program, *, gpu: bool) -> Case:
         skip = "it needs a CUDA GPU" if implementation == "triton" and not gpu else ""
         return entry(name, functools.partial(measure, implementation), skip=skip)
 
-    with concurrent.futures.ThreadPoolExecutor(max((os.cpu_count() or 1) // CORES, 1)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(max(cores() // CORES, 1)) as pool:
         entries = list(pool.map(entry_of, IMPLEMENTATIONS))
     axes = ("batch", "n", "m", "channels") if len(program.sizes) == 4 else ("batch", "seq")
     shape = dict(zip(axes, program.sizes, strict=True))

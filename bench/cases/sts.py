@@ -14,7 +14,6 @@ import csv
 import dataclasses
 import datetime
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from bench.measuring.harness import DTYPES, cosine_distance, parse_dtypes
 from bench.measuring.results import Accuracy, Case, Entry, Family
 from bench.reporting import tables
 from pallas_models import minilm
+from pallas_models._host import cores
 from pallas_models.minilm import packing
 
 HELP = "MiniLM on real sentences: accuracy against torch, Spearman's correlation, sentences a second"
@@ -44,6 +44,7 @@ LIMITS = {"fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}  # on 1 - cosine, for every 
 SPEARMAN, SPEARMAN_TOLERANCE = 82.0, 0.1  # published for all-MiniLM-L6-v2: 82.03
 CORPUS = 65536  # sentences, as ids
 TEXT = 1_000_000  # sentences, as text
+ATTENTION = ("sdpa", "flash_attention_2")  # of sentence-transformers; the second where flash-attn is installed
 PASSES = 5  # over all sentences, of which the median time counts
 
 Pair = tuple[str, str, float]
@@ -173,7 +174,7 @@ def queued_rate(
     """Sentences a second of `embed(params, *arrays)`, for all inputs, which lie on the device."""
     jitted, given = jax.jit(embed), jax.device_put(inputs)
     examples = {arrays[0].shape: arrays for arrays in given}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         compiled = pool.map(lambda arrays: jitted.lower(params, *arrays).compile(), examples.values())
         programs = dict(zip(examples, compiled, strict=True))
     return sentences_per_s(
@@ -183,7 +184,7 @@ def queued_rate(
 
 def torch_forward_rate(
     checkpoint: Checkpoint, dtype: str, tokens: Sequence[Sequence[int]], batch_size: int
-) -> float:
+) -> dict[str, float]:
     """The same with torch, eager, and no more padding than a batch needs."""
     import torch
 
@@ -200,19 +201,24 @@ def torch_forward_rate(
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return sentences_per_s(run, len(tokens))
+    return {"forward_sentences_per_s": sentences_per_s(run, len(tokens))}
 
 
-def sentence_transformers_rate(folder: Path, dtype: str, sentences: list[str], batch_size: int) -> float:
-    """Sentences a second of `SentenceTransformer.encode`, text in."""
+def sentence_transformers_rate(
+    folder: Path, dtype: str, attention: str, sentences: list[str], batch_size: int
+) -> dict[str, float]:
+    """Sentences a second of `SentenceTransformer.encode`, text in; 16-bit flash attention takes them unpadded."""
     import torch
     from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
     target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    model = SentenceTransformer(str(folder), device="cuda" if torch.cuda.is_available() else "cpu").to(target)
-    return sentences_per_s(
-        lambda: model.encode(sentences, batch_size=batch_size, show_progress_bar=False), len(sentences), passes=3
+    model = SentenceTransformer(
+        str(folder),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        model_kwargs={"dtype": target, "attn_implementation": attention},
     )
+    encode = functools.partial(model.encode, sentences, batch_size=batch_size, show_progress_bar=False)
+    return {"encode_sentences_per_s": sentences_per_s(encode, len(sentences), passes=3)}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -292,18 +298,14 @@ def run(args: argparse.Namespace) -> int:
                 entry_of(
                     "torch-eager",
                     "torch",
-                    "forward_sentences_per_s",
                     functools.partial(torch_forward_rate, checkpoint, dtype, corpus_tokens, args.batch_size),
                 )
             )
-            theirs.append(
-                entry_of(
-                    "sentence-transformers",
-                    "peer",
-                    "encode_sentences_per_s",
-                    functools.partial(sentence_transformers_rate, folder, dtype, corpus, args.batch_size),
+            for attention in ATTENTION:
+                rate = functools.partial(
+                    sentence_transformers_rate, folder, dtype, attention, corpus, args.batch_size
                 )
-            )
+                theirs.append(entry_of(f"sentence-transformers-{attention}", "peer", rate))
             rates = (f"; {entry.name} {value:.0f}" for entry in theirs for value in entry.metrics.values())
             print(line + "".join(rates), flush=True)
         entry = Entry(
@@ -325,17 +327,16 @@ def run(args: argparse.Namespace) -> int:
     return int(any(case.entries[0].status != "ok" for case in result.cases))
 
 
-def entry_of(name: str, family: Family, metric: str, measure: Callable[[], float]) -> Entry:
-    """An entry with the one figure that `measure` gives; skipped where a package is missing."""
+def entry_of(name: str, family: Family, measure: Callable[[], dict[str, float]]) -> Entry:
+    """An entry with the figures that `measure` gives; skipped where a package is missing."""
     entry = Entry(name=name, family=family, status="ok")
     try:
-        found = measure()
+        return dataclasses.replace(entry, metrics=measure())
     except ImportError as error:
         return dataclasses.replace(entry, status="skipped", message=absent(error))
     except Exception as error:  # whatever another library raises is its result, and no reason to stop
         message = f"{type(error).__name__}: {error}"[:300]
         return dataclasses.replace(entry, status="failed", message=message)
-    return dataclasses.replace(entry, metrics={metric: found})
 
 
 TABLE = (  # columns: title, family, metric, format
@@ -350,10 +351,19 @@ TABLE = (  # columns: title, family, metric, format
 )
 
 
+def best(case: Case) -> dict[str, dict[str, float]]:
+    """The figures of each family, of several the highest."""
+    found: dict[str, dict[str, float]] = {}
+    for entry in case.entries:
+        of = found.setdefault(entry.family, {})
+        of |= {name: max(value, of.get(name, value)) for name, value in entry.metrics.items()}
+    return found
+
+
 def headline(result: results.Result) -> tables.Headline | None:
     """Sentences a second on ids that lie on the device, fp16, against torch."""
     name = "forward_sentences_per_s"
-    found = {c.label: {e.family: e.metrics[name] for e in c.entries if name in e.metrics} for c in result.cases}
+    found = {c.label: {family: of[name] for family, of in best(c).items() if name in of} for c in result.cases}
     pairs = {label: (of["ours"], of["torch"]) for label, of in found.items() if {"ours", "torch"} <= of.keys()}
     if SHOWN not in pairs:
         return None
@@ -369,7 +379,7 @@ def headline(result: results.Result) -> tables.Headline | None:
 
 def table(result: results.Result) -> str:
     """Agreement with the reference on real sentences, Spearman's correlation and sentences a second, by dtype."""
-    found: list[dict[str, dict[str, float]]] = [{e.family: e.metrics for e in c.entries} for c in result.cases]
+    found = [best(case) for case in result.cases]
     columns = [c for c in TABLE if any(c[2] in metrics.get(c[1], {}) for metrics in found)]
     rows = []
     for case, metrics in zip(result.cases, found, strict=True):

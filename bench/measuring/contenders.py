@@ -7,7 +7,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -18,6 +17,7 @@ import numpy as np
 
 from bench.measuring import results, timing
 from bench.measuring.results import Accuracy, Entry, Family
+from pallas_models._host import cores
 
 DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 
@@ -293,12 +293,12 @@ class JaxPrograms:
         self.gpu = gpu
         self.programs: dict[tuple[int, str], concurrent.futures.Future[Any]] = {}
         self.references: dict[int, concurrent.futures.Future[Any]] = {}
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
             for workload in workloads:
                 self._submit(pool, workload, kernels=True)
                 if hasattr(workload.reference, "lower"):
                     self.references[id(workload)] = pool.submit(self._compile_reference, workload)
-        with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE if gpu else os.cpu_count()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE if gpu else cores()) as pool:
             for workload in workloads:
                 self._submit(pool, workload, kernels=False)
 

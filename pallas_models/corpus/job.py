@@ -13,7 +13,7 @@ import numpy as np
 from pallas_models import quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
-from pallas_models.corpus.writing import Ranges
+from pallas_models.corpus.writing import Parts
 from pallas_models.minilm import pipeline
 
 # Shards that are written side by side. Parquet takes 5 us of one core for 384 values; the rest is disk and hash.
@@ -77,7 +77,8 @@ def embed_to_folder(
     given: collections.deque[_Part] = collections.deque()  # to `encode`, which has not given it back
     parts = _missing(iter(sentences), folder, embedded, layout)
     failures: list[Exception] = []
-    shard: list[np.ndarray] = []
+    found: list[np.ndarray] = []  # what is not converted yet, since ranges follow from a whole shard
+    shard: list[Future[np.ndarray]] = []
     in_hand: collections.deque[Future[None]] = collections.deque()
 
     def readable() -> Iterator[list[str]]:
@@ -90,21 +91,31 @@ def embed_to_folder(
 
     listing = threading.Lock()
 
-    def write(part: _Part, rows: list[np.ndarray]) -> None:
-        shard = write_shard(folder / part.file, rows, part.digest, layout, begun.ranges)
+    def convert(rows: np.ndarray) -> np.ndarray:
+        return writing.convert(rows, layout.dtype, begun.ranges)
+
+    def write(part: _Part, rows: list[Future[np.ndarray]], dimension: int) -> None:
+        converted = [future.result() for future in rows]
+        rows.clear()  # so that nothing but the list that is written keeps them
+        shard = write_shard(folder / part.file, converted, dimension, part.digest, layout.format)
         with listing:
             begun.add(shard, folder)
 
-    with ThreadPoolExecutor(_WRITERS) as writers:
+    # What waits for its shard to be whole is converted, which may take a quarter of the memory.
+    with ThreadPoolExecutor(1) as converter, ThreadPoolExecutor(_WRITERS) as writers:
         for rows in encode(readable()):
             part = given.popleft()
-            shard.append(rows)
+            found.append(rows)
+            if begun.ranges is None and layout.dtype in writing.RANGED:
+                if not part.ends:
+                    continue
+                begun.ranges = quantization.ranges_of(np.concatenate(found)).tolist()
+            shard += [converter.submit(convert, rows) for rows in found]
+            found.clear()
             if part.ends:
-                if begun.ranges is None and layout.dtype in writing.RANGED:
-                    begun.ranges = quantization.ranges_of(np.concatenate(shard)).tolist()
                 if len(in_hand) == _WRITERS:
                     in_hand.popleft().result()
-                in_hand.append(writers.submit(write, part, shard))
+                in_hand.append(writers.submit(write, part, shard, rows.shape[1]))
                 shard = []
         for written in in_hand:
             written.result()
@@ -156,12 +167,9 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
         )
 
 
-def write_shard(path: Path, rows: list[np.ndarray], digest: Digest, layout: Layout, ranges: Ranges) -> Shard:
-    """Writes the embeddings of the sentences of `digest`, (n, D) float32 arrays which it takes, to one file."""
-    dimension = rows[0].shape[1]
-    for i, part in enumerate(rows):  # one after another, which takes less memory
-        rows[i] = writing.convert(part, layout.dtype, ranges)
-    sha256 = writing.write(path, np.concatenate(rows), layout.format)
+def write_shard(path: Path, parts: Parts, dimension: int, digest: Digest, format: str) -> Shard:
+    """Writes the embeddings of the sentences of `digest`, converted and of so many values before, to one file."""
+    sha256 = writing.write(path, parts, format)
     return Shard(path.name, digest.count, dimension, path.stat().st_size, sha256, str(digest))
 
 

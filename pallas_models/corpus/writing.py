@@ -1,7 +1,8 @@
 """Writes embeddings as .npy, .npz, .parquet or .safetensors: the same bytes for the same values."""
 
 import hashlib
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast, get_args
 
@@ -14,6 +15,7 @@ DTYPES = (*get_args(quantization.Precision), "float16")
 # Those that are relative to ranges, as `quantization.ranges_of` finds them.
 RANGED = ("int8", "uint8")
 Ranges = list[list[float]] | None
+Parts = list[np.ndarray]  # (n, D) each, at least one: embeddings one after another
 # Rows that Parquet holds in memory until it writes them, with more beside than they take themselves.
 _ROW_GROUP = 16384
 
@@ -26,16 +28,23 @@ def convert(embeddings: np.ndarray, dtype: str, ranges: Ranges = None) -> np.nda
     return quantization.quantize_embeddings(embeddings, cast(quantization.Precision, dtype), ranges=given)
 
 
-def write(path: Path, embeddings: np.ndarray, format: str) -> str:
-    """Writes (N, D) embeddings to a file, whole or not at all; returns its sha256.
+def write(path: Path, parts: Parts, format: str) -> str:
+    """Writes embeddings, which may be gone from the list then, to a file, whole or not at all; returns its sha256.
 
-    The array is called `embeddings` in .npz and .safetensors. A .parquet file has one column, `embedding`, of
+    How they are divided makes no difference, as long as all parts but the last have a multiple of 16,384 rows. The
+    array is called `embeddings` in .npz and .safetensors. A .parquet file has one column, `embedding`, of
     lists with a fixed length.
     """
     with files.replacing(path) as file:
-        FORMATS[format](file, embeddings)
+        FORMATS[format](file, parts)
     with path.open("rb") as written:
         return hashlib.file_digest(written, "sha256").hexdigest()
+
+
+def _taken(parts: Parts) -> Iterator[np.ndarray]:
+    """The parts, none of which is kept: a shard gives its memory back piece by piece, as the next one takes it."""
+    while parts:
+        yield parts.pop(0)
 
 
 def check_available(format: str) -> None:
@@ -44,29 +53,38 @@ def check_available(format: str) -> None:
         pyarrow("Parquet")
 
 
-def _npy(file: IO[bytes], embeddings: np.ndarray) -> None:
-    np.save(file, embeddings)
+def _npy(file: IO[bytes], parts: Parts) -> None:
+    descr = np.lib.format.dtype_to_descr(parts[0].dtype)
+    shape = sum(map(len, parts)), parts[0].shape[1]
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    for part in _taken(parts):
+        file.write(np.ascontiguousarray(part).data)
 
 
-def _npz(file: IO[bytes], embeddings: np.ndarray) -> None:
-    np.savez(file, embeddings=embeddings)
+def _npz(file: IO[bytes], parts: Parts) -> None:
+    with zipfile.ZipFile(file, "w") as archive, archive.open("embeddings.npy", "w", force_zip64=True) as member:
+        _npy(member, parts)
 
 
-def _safetensors(file: IO[bytes], embeddings: np.ndarray) -> None:
+def _safetensors(file: IO[bytes], parts: Parts) -> None:
     import safetensors.numpy
 
-    file.write(safetensors.numpy.save({"embeddings": embeddings}))
+    file.write(safetensors.numpy.save({"embeddings": np.concatenate(parts)}))
 
 
-def _parquet(file: IO[bytes], embeddings: np.ndarray) -> None:
+def _parquet(file: IO[bytes], parts: Parts) -> None:
     pa = pyarrow("Parquet")
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), embeddings.shape[1])
+    kind = pa.list_(pa.from_numpy_dtype(parts[0].dtype), parts[0].shape[1])
+    schema = pa.schema([pa.field("embedding", kind)])
     # Embeddings do not compress, and nobody searches for one by its values.
     options = dict(compression="none", use_dictionary=False, write_statistics=False)
-    pa.parquet.write_table(pa.table({"embedding": lists}), file, row_group_size=_ROW_GROUP, **options)
+    with pa.parquet.ParquetWriter(file, schema, **options) as writer:
+        for part in _taken(parts):
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), part.shape[1])
+            writer.write_table(pa.table([lists], schema), row_group_size=_ROW_GROUP)
 
 
-FORMATS: dict[str, Callable[[IO[bytes], np.ndarray], None]] = {
+FORMATS: dict[str, Callable[[IO[bytes], Parts], None]] = {
     "npy": _npy,
     "npz": _npz,
     "parquet": _parquet,

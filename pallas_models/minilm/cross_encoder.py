@@ -3,7 +3,7 @@
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,21 @@ class CrossEncoder:
       config: the model's sizes.
       num_labels: scores of a pair.
       max_seq_length: tokens kept of a pair, special ones included; the longer sentence is cut first. Can be set.
+        `max_length` is the same.
+      prompts: what is put before the first sentence of a pair, by name.
+      default_prompt_name: of the prompt where none is asked for, or None.
     """
 
-    __slots__ = ("_activation", "_head", "_max_length", "_programs", "_tokenizer", "config")
+    __slots__ = (
+        "_activation",
+        "_head",
+        "_max_length",
+        "_programs",
+        "_tokenizer",
+        "config",
+        "default_prompt_name",
+        "prompts",
+    )
 
     def __init__(
         self,
@@ -65,6 +77,8 @@ class CrossEncoder:
         head_params: Params,
         activation: str | None = None,
         max_length: int | None = None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
     ):
@@ -82,6 +96,8 @@ class CrossEncoder:
         self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
         self._tokenizer.no_padding()
         self.max_seq_length = config.max_positions if max_length is None else max_length
+        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
+        inputs.find_prompt(self.prompts, default_prompt_name, None)
         folder = caches.default_folder() if compilation_cache is True else compilation_cache
         self._programs = Programs(
             (params, head_params),
@@ -119,6 +135,8 @@ class CrossEncoder:
             head_params=loaded.head_params,
             activation=described.activation,
             max_length=max_length,
+            prompts=described.prompts,
+            default_prompt_name=described.default_prompt_name,
             implementation=implementation,
             compilation_cache=compilation_cache,
         )
@@ -138,22 +156,29 @@ class CrossEncoder:
         self._max_length = max_length
         self._tokenizer.enable_truncation(max_length)
 
+    max_length = max_seq_length
+
     def predict(
         self,
         pairs: Pair | Iterable[Pair],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
-        *,
         activation_fn: Callable[[np.ndarray], np.ndarray] | None = None,
         apply_softmax: bool = False,
-    ) -> np.ndarray:
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+    ) -> Any:
         """Computes the scores of pairs of sentences.
 
         Args:
           pairs: a pair of two str, or many.
+          prompt_name, prompt: as in `Encoder.encode`, before the first sentence of each pair.
           batch_size, show_progress_bar: as in `Encoder.encode`.
           activation_fn: applied to scores, (number of pairs, num_labels) float32, in place of the model's own.
           apply_softmax: whether the scores of a pair that has several are made to sum to 1.
+          convert_to_numpy, convert_to_tensor: as in `Encoder.encode`.
 
         Returns:
           float32 (number of pairs,) where a pair has one score, else (number of pairs, num_labels); without the
@@ -161,11 +186,14 @@ class CrossEncoder:
 
         Raises:
           TypeError: a pair is not one of two str.
-          ValueError: `batch_size` is below 1, or a sentence is no valid Unicode.
+          ValueError: `batch_size` is below 1, there is no such prompt, or a sentence is no valid Unicode.
         """
         given: list[Any] = list(pairs)
         single = len(given) == 2 and all(isinstance(sentence, str) for sentence in given)
-        texts: list[Any] = [_checked(pair, i) for i, pair in enumerate([given] if single else given)]
+        checked = (_checked(pair, i) for i, pair in enumerate([given] if single else given))
+        name = self.default_prompt_name if prompt_name is None else prompt_name
+        before = inputs.find_prompt(self.prompts, name, prompt)
+        texts: list[Any] = [(before + first, second) for first, second in checked]
         budget = packing.budget(self._programs.platform)
         if batch_size is not None:
             if operator.index(batch_size) < 1:
@@ -190,7 +218,10 @@ class CrossEncoder:
         elif apply_softmax:
             scores = np.exp(scores - scores.max(axis=1, keepdims=True))
             scores /= scores.sum(axis=1, keepdims=True)
-        return scores[0] if single else scores
+        result: Any = scores
+        if convert_to_tensor or not convert_to_numpy:
+            result = jnp.asarray(scores) if convert_to_tensor else list(jnp.asarray(scores))
+        return result[0] if single else result
 
     def rank(
         self,

@@ -3,6 +3,7 @@
 Tokenizing follows [sentence-transformers](https://sbert.net), so results agree with it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -11,7 +12,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from pallas_models.quantization import Precision, check_precision, quantize_embe
 if TYPE_CHECKING:
     import tokenizers
 
+Device: TypeAlias = str | jax.Device
 CompilationCache = str | os.PathLike[str] | Literal[True]
 
 # With `show_progress_bar=None`, shorter lists show no bar.
@@ -93,7 +95,7 @@ class Encoder:
         truncate_dim: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
-        devices: Sequence[str | jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         mesh: jax.sharding.Mesh | None = None,
         forward: Callable[..., jax.Array] = model.encode,
     ):
@@ -123,7 +125,7 @@ class Encoder:
         self.max_length = config.max_positions if max_length is None else max_length
         self.prompts = {"query": "", "document": "", **(prompts or {})}
         self.default_prompt_name, self.truncate_dim = default_prompt_name, truncate_dim
-        self._prompt(None, default_prompt_name)
+        inputs.find_prompt(self.prompts, default_prompt_name, None)
         self.similarity_fn_name = similarity_fn_name
         folder = caches.default_folder() if compilation_cache is True else compilation_cache
         self._start = functools.partial(
@@ -149,7 +151,7 @@ class Encoder:
         truncate_dim: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
-        devices: Sequence[str | jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ) -> "Encoder":
         """Loads weights, tokenizer, and what else a folder of sentence-transformers says.
@@ -257,6 +259,26 @@ class Encoder:
         similarities.check(name)
         self._similarity_fn_name = name
 
+    @property
+    def device(self) -> jax.Device:
+        """Where it computes, the first of several."""
+        return next(iter(self._programs[0].devices))
+
+    @contextlib.contextmanager
+    def truncate_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
+        """Sets the attribute `truncate_dim` for as long as the context lasts."""
+        before, self.truncate_dim = self.truncate_dim, truncate_dim
+        try:
+            yield
+        finally:
+            self.truncate_dim = before
+
+    truncate_sentence_embeddings = truncate_embeddings
+
+    def get_max_seq_length(self) -> int:
+        """The attribute `max_seq_length`."""
+        return self.max_seq_length
+
     def get_embedding_dimension(self) -> int:
         """The number of dimensions of an embedding."""
         width = self._head.features(self._config.hidden_size)
@@ -267,16 +289,15 @@ class Encoder:
     def encode(
         self,
         sentences: str | Iterable[str],
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
         prompt_name: str | None = None,
         prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
         output_value: Literal["sentence_embedding", "token_embeddings"] = "sentence_embedding",
         precision: Precision = "float32",
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
-        device: str | jax.Device | None = None,
+        device: Device | Sequence[Device] | None = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
     ) -> Any:
@@ -288,19 +309,19 @@ class Encoder:
 
         Args:
           sentences: one sentence or many. An empty one is embedded as its special tokens, [CLS] [SEP].
+          prompt_name: of the prompt that is put before each sentence; the default prompt when None.
+          prompt: the text to put there, in place of a named one.
           batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have. When
             None, what suits the device.
           show_progress_bar: None shows one for long work on a terminal.
-          prompt_name: of the prompt that is put before each sentence; the default prompt when None.
-          prompt: the text to put there, in place of a named one.
           output_value: "token_embeddings" asks for the hidden states of all tokens, special ones and those of the
             prompt included.
           precision: "float32", or "int8", "uint8", "binary", "ubinary" as `quantization.quantize_embeddings` has
             them, with ranges taken from these sentences.
           convert_to_numpy: whether the result is one NumPy array; a list of JAX arrays otherwise.
           convert_to_tensor: whether it is one JAX array instead.
-          device: where to compute, `"cpu"`, `"cuda:1"` or one of `jax.devices()`; the parameters are copied there
-            once. None is where they are, on all devices of the encoder.
+          device: where to compute, `"cpu"`, `"cuda:1"` or one of `jax.devices()`, or several of them, which take
+            turns; the parameters are copied there once. None is where they are, on all devices of the encoder.
           normalize_embeddings: whether embeddings have unit L2 norm where the model's own modules do not see to
             that already, or after truncation.
           truncate_dim: dimensions kept, the first ones; the attribute of that name when None.
@@ -326,7 +347,9 @@ class Encoder:
                     f"{output_value=} and {precision=}; expected 'sentence_embedding', "
                     "or 'token_embeddings' in float32"
                 )
-            states = self._hidden_states(chunks, call)
+            states: list[Any] = self._hidden_states(chunks, call)
+            if convert_to_tensor or not convert_to_numpy:
+                states = list(map(jnp.asarray, states))
             return states[0] if single else states
         embeddings = self._embeddings(chunks, call, show_progress_bar)
         if precision != "float32":
@@ -336,13 +359,28 @@ class Encoder:
             result = jnp.asarray(embeddings) if convert_to_tensor else list(jnp.asarray(embeddings))
         return result[0] if single else result
 
-    def encode_query(self, sentences: str | Iterable[str], *args: Any, **options: Any) -> Any:
+    def encode_query(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Computes `encode`, with the prompt "query" where none is given."""
-        return self.encode(sentences, *args, **self._with_prompt(options, "query"))
+        return self.encode(sentences, self._first_prompt(prompt_name, "query"), prompt, *args, **options)
 
-    def encode_document(self, sentences: str | Iterable[str], *args: Any, **options: Any) -> Any:
+    def encode_document(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Computes `encode`, with the prompt "document", "passage" or "corpus" where none is given."""
-        return self.encode(sentences, *args, **self._with_prompt(options, "document", "passage", "corpus"))
+        name = self._first_prompt(prompt_name, "document", "passage", "corpus")
+        return self.encode(sentences, name, prompt, *args, **options)
 
     def encode_iter(
         self,
@@ -351,7 +389,7 @@ class Encoder:
         batch_size: int | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
-        device: str | jax.Device | None = None,
+        device: Device | Sequence[Device] | None = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
     ) -> Iterator[np.ndarray]:
@@ -396,7 +434,10 @@ class Encoder:
         return similarities.similarity(embeddings1, embeddings2, self._similarity_fn_name)
 
     def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> np.ndarray:
-        """The similarity of embeddings1[i] with embeddings2[i]: (N,) float32. Errors as `similarity`."""
+        """The similarity of embeddings1[i] with embeddings2[i]: (N,) float32, or () for two (D,).
+
+        Errors as `similarity`.
+        """
         return similarities.similarity_pairwise(embeddings1, embeddings2, self._similarity_fn_name)
 
     def tokenize(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
@@ -514,7 +555,7 @@ class Encoder:
         batch_size: int | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
-        device: str | jax.Device | None = None,
+        device: Device | Sequence[Device] | None = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
     ) -> "_Call":
@@ -526,7 +567,9 @@ class Encoder:
             programs=programs,
             head=self._head.normalized() if normalize_embeddings and truncate_dim is None else self._head,
             budget=self._budget(batch_size, programs[0].platform),
-            prompt=self._prompt(prompt, prompt_name),
+            prompt=inputs.find_prompt(
+                self.prompts, self.default_prompt_name if prompt_name is None else prompt_name, prompt
+            ),
             truncate_dim=truncate_dim,
             normalize=normalize_embeddings,
         )
@@ -539,22 +582,14 @@ class Encoder:
             raise ValueError(f"{batch_size=}; expected at least 1")
         return batch_size * self._max_length
 
-    def _prompt(self, prompt: str | None, name: str | None) -> str:
-        if prompt is not None:
-            return inputs.check_sentence(prompt, "prompt")
-        name = self.default_prompt_name if name is None else name
-        if name is not None and name not in self.prompts:
-            raise ValueError(f"there is no prompt {name!r}; expected one of {tuple(self.prompts)}")
-        return "" if name is None else self.prompts[name]
+    def _first_prompt(self, name: str | None, *names: str) -> str | None:
+        return next((name for name in names if name in self.prompts), None) if name is None else name
 
-    def _with_prompt(self, options: dict[str, Any], *names: str) -> dict[str, Any]:
-        if options.get("prompt") is None and options.get("prompt_name") is None:
-            return options | {"prompt_name": next((name for name in names if name in self.prompts), None)}
-        return options
-
-    def _programs_on(self, device: str | jax.Device | None) -> list[Programs]:
+    def _programs_on(self, device: Device | Sequence[Device] | None) -> list[Programs]:
         if device is None:
             return self._programs
+        if isinstance(device, list | tuple):
+            return [programs for place in _devices(device, None) for programs in self._programs_on(place)]
         place = _device(device)
         if there := [programs for programs in self._programs if programs.devices == {place}]:
             return there
@@ -591,7 +626,7 @@ class _Call:
         return rows
 
 
-def _devices(devices: Sequence[str | jax.Device] | None, mesh: jax.sharding.Mesh | None) -> list[jax.Device]:
+def _devices(devices: Sequence[Device] | None, mesh: jax.sharding.Mesh | None) -> list[jax.Device]:
     """The devices that are asked for, or none."""
     if devices is None:
         return [] if mesh is None else list(mesh.local_devices)
@@ -601,7 +636,7 @@ def _devices(devices: Sequence[str | jax.Device] | None, mesh: jax.sharding.Mesh
     return places
 
 
-def _device(device: str | jax.Device) -> jax.Device:
+def _device(device: Device) -> jax.Device:
     """The device of a name such as "cpu" or "cuda:1"."""
     if not isinstance(device, str):
         return device

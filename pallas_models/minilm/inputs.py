@@ -3,15 +3,16 @@
 import collections.abc
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pallas_models.minilm import pipeline
 
 
 def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[list[str]]:
     """The sentences in chunks of `pipeline.CHUNK`; TypeError and ValueError where one is no text."""
-    if isinstance(sentences, str | collections.abc.Mapping) or hasattr(sentences, "columns"):
-        raise TypeError(f"{name} is a {type(sentences).__name__}; expected an iterable of str")
+    refused = isinstance(sentences, str | bytes | collections.abc.Mapping) or hasattr(sentences, "columns")
+    if refused or not isinstance(sentences, collections.abc.Iterable) or getattr(sentences, "ndim", 1) == 0:
+        raise TypeError(f"{name} is of type {type(sentences).__name__}; expected an iterable of str")
     return checked_chunks(pipeline.chunks(sentences, pipeline.CHUNK), name)
 
 
@@ -42,6 +43,15 @@ def check_sentence(sentence: str, name: str) -> str:
                 f"{name} holds {found} at {error.start}, half of a surrogate pair; expected valid Unicode"
             ) from error
     return sentence
+
+
+def find_prompt(prompts: Mapping[str, str], name: str | None, prompt: str | None) -> str:
+    """The prompt, or else the one of that name, or none; ValueError where there is no such name."""
+    if prompt is not None:
+        return check_sentence(prompt, "prompt")
+    if name is not None and name not in prompts:
+        raise ValueError(f"there is no prompt {name!r}; expected one of {tuple(prompts)}")
+    return "" if name is None else prompts[name]
 
 
 def shows(asked: bool | None, long: bool) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from pallas_models._host import cores
 from pallas_models.minilm import packing, tokenizing
 from pallas_models.minilm.tokenizing import Tokenize, Tokens
 
@@ -20,7 +21,7 @@ _AHEAD = 2
 # Pieces of a chunk are tokenized side by side. A thread each waits for a process, which has one piece more than it
 # is at.
 _PIECE = 1024
-_THREADS = max(8, 2 * tokenizing.cores())
+_THREADS = max(8, 2 * cores())
 _FEW = 64  # texts are tokenized before a thread is started
 # Texts that come after so many are tokenized by processes, which take half a second to start.
 _MANY = 2 * CHUNK

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_models._host import cores
 from pallas_models._modules import Params
 from pallas_models.compilation_cache import Executables, jax_setting
 from pallas_models.minilm import heads, packing
@@ -118,7 +118,7 @@ class Programs:
         missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, head) not in self._programs(shape)]
         if not missing or jax_setting("jax_disable_jit"):
             return []
-        pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1))
+        pool = ThreadPoolExecutor(min(len(missing), cores()))
         try:
             # Named here, as the other threads do not see what JAX is set to in this one.
             names = [self._kept.name(*self._key, shape, head) if self._kept else None for shape in missing]

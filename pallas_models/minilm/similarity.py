@@ -44,8 +44,9 @@ def similarity(a: ArrayLike, b: ArrayLike, measure: Similarity = "cosine") -> np
 
 
 def similarity_pairwise(a: ArrayLike, b: ArrayLike, measure: Similarity = "cosine") -> np.ndarray:
-    """The similarity of a[i] with b[i], both (N, D) or (D,): (N,) float32."""
-    return _PAIRWISE[measure](*_rows(a, b)).astype(np.float32)
+    """The similarity of a[i] with b[i], both (N, D) or (D,): (N,) float32, or () where both are (D,)."""
+    found = _PAIRWISE[measure](*_rows(a, b)).astype(np.float32)
+    return found[0] if np.ndim(a) == np.ndim(b) == 1 else found
 
 
 def _rows(*given: ArrayLike) -> list[np.ndarray]:

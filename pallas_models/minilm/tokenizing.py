@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pallas_models._host import cores
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -44,11 +46,6 @@ def tokens(tokenize: Tokenize, texts: list[Any]) -> Tokens:
     ids = tokenize(texts)
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     return Tokens(np.fromiter(itertools.chain.from_iterable(ids), np.int32, lengths.sum()), lengths)
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count(platform: str, devices: int = 1) -> int:

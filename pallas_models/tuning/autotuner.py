@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import functools
 import inspect
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models import target as targets
+from pallas_models._host import cores
 from pallas_models.tuning.problem import Chooser, Config, Problem
 from pallas_models.tuning.table import Entry, Table, cache_path
 
@@ -302,7 +302,7 @@ def _compile_all(
         finally:
             advance()
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         reference = pool.submit(call.compile, "xla", None)
         programs = dict(zip(trials, pool.map(compile_one, trials), strict=True))
     return reference.result(), {trial: program for trial, program in programs.items() if program is not None}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_models import files
+from pallas_models._host import cores
 from parity import campaign
 
 # By name, the modules of this package.
@@ -257,9 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--case", type=int, metavar="I", help="case I alone, of --only")
     parser.add_argument("--implementation", metavar="NAME", help="of ops, in place of those that are drawn")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; one a core"
-    )
+    parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes; one a core")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for campaign.json and campaign.md")
     args = parser.parse_args(arguments)
     if args.case is not None and args.only is None:

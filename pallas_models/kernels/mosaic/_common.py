@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models._host import cores
 from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref, slope
 
 plgpu = Backend("jax.experimental.pallas.mosaic_gpu")
@@ -57,10 +58,9 @@ def interpreter_params() -> Any:
     Raises:
       RuntimeError: there are so few cores that the interpreter may wait for ever, and nobody has set `PJRT_NPROC`.
     """
-    cores = os.cpu_count() or 1
-    if cores < _INTERPRETER_THREADS and "PJRT_NPROC" not in os.environ:
+    if cores() < _INTERPRETER_THREADS and "PJRT_NPROC" not in os.environ:
         raise RuntimeError(
-            f"with {cores} cores the interpreter of Mosaic GPU may wait for ever: set the environment variable "
+            f"with {cores()} cores the interpreter of Mosaic GPU may wait for ever: set the environment variable "
             f"PJRT_NPROC to {_INTERPRETER_THREADS} or more before JAX starts"
         )
     if hasattr(plgpu, "InterpretGPUParams"):
