@@ -7,7 +7,6 @@ JAX has lowered it; then XLA finds it.
 
 import concurrent.futures
 import functools
-import os
 import threading
 import weakref
 from typing import Any
@@ -18,6 +17,8 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
+
+from pallas_models._host import cores
 
 _CALLED = "mosaic_gpu_v2"  # what runs a kernel
 _MOST_THREADS = 16
@@ -70,7 +71,7 @@ def _start(module: ir.Module, options: _Options, device: jax.Device) -> None:
 
 @functools.cache
 def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    threads = min(_MOST_THREADS, cores())
     return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="mosaic")
 
 
