@@ -241,7 +241,7 @@ MUTANTS = [
         ("rotary.py", "squares / head_dim + epsilon", "squares / (2 * block_d) + epsilon", "test_rotary.py"),
         ("rotary_backward.py", "(a - b * mean) * factor", "(a + b * mean) * factor", "test_rotary.py -k gradient"),
         ("rotary_backward.py", "(tokens % cos_ref.shape[0])", "(tokens)", "test_rotary.py -k gradient"),
-        ("norm_backward.py", "dx -= mean(dy)", "dx -= 2 * mean(dy)", "test_norm.py -k gradient"),
+        ("norm_backward.py", "shift = mean(dys)", "shift = 2 * mean(dys)", "test_norm.py -k gradient"),
         ("softmax_backward.py", "jnp.where(out == 0.0, 0.0, dout)", "dout", "test_softmax.py -k gradient"),
         (
             "gated_mlp.py",
@@ -534,20 +534,20 @@ MUTANTS = [
         "pallas_models",
         (
             "kernels/triton/norm_backward.py",
-            "        dx = dy - y * mean(dy * y)\n",
-            "        dx = dy - y * mean(dy)\n",
+            "mean(dys, ys)",
+            "mean(dys)",
             "test_norm.py -k gradient",
         ),
         (
             "kernels/triton/norm_backward.py",
-            "            dx -= mean(dy)\n",
-            "            dx -= mean(dout)\n",
+            "shift = mean(dys)",
+            "shift = mean(douts)",
             "test_norm.py -k gradient",
         ),
         (
             "kernels/triton/norm_backward.py",
-            "            dx += next(values)\n",
-            "            next(values)\n",
+            "[dx + dsum for",
+            "[dx for",
             "test_norm.py -k gradient",
         ),
         (
@@ -558,8 +558,8 @@ MUTANTS = [
         ),
         (
             "kernels/triton/norm_backward.py",
-            "        for part in means:\n            y -= part\n",
-            "        y -= sum(means[:1])\n",
+            "        for part in means:\n",
+            "        for part in means[:1]:\n",
             "test_norm.py -k gradient",
         ),
         ("kernels/triton/norm_backward.py", "residual.dtype != x.dtype", "False", "test_norm.py -k gradient"),
@@ -571,8 +571,8 @@ MUTANTS = [
         ),
         (
             "kernels/triton/norm_backward.py",
-            "for total, a in zip(totals, (dout * y, dout), strict=False)",
-            "for total, a in zip(totals, (dout * y, dout * scale), strict=False)",
+            "for y, dout in zip(ys, douts, strict=True)], douts\n",
+            "for y, dout in zip(ys, douts, strict=True)], ys\n",
             "test_norm.py -k gradient",
         ),
         (

@@ -1,6 +1,7 @@
 """How a gradient of its own serves an op: when it is called, for what, and under which transformations."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,13 @@ def assert_near(out, expected):
         assert_close(out, expected, 4 * GRADIENT)  # of third order at most, each a product of the one before
     else:
         assert not np.any(out)
+
+
+def test_what_a_scan_stores_of_a_kernel_is_apart_from_it():
+    # XLA would have the kernel run twice: for what is stored and for what is used.
+    f = jax.grad(scanned(loss_of_both(Recorder()("interpret", True))), BOTH)
+    text = jax.jit(f).lower(X, W).as_text()
+    assert len(re.findall("stablehlo.optimization_barrier", text)) == 1
 
 
 def test_a_gradient_is_told_what_is_wanted():

@@ -312,13 +312,15 @@ def test_gradients_in_every_dtype(reference, dtype, tolerance, name, shape):
 
 
 @pytest.mark.parametrize(
-    "config", [(1, 1, 3, 1), (1, 1, 2, 1), (4, 1, 3, 2), (8, 2, 7, 1), (2, 4, 64, 2)], ids=str
+    "config",
+    [(1, 64, 1, 3, 1), (1, 16, 1, 2, 1), (4, 64, 1, 3, 2), (8, 32, 2, 7, 1), (2, 16, 4, 64, 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer", "rms"])
 def test_every_config_of_the_gradient(config, subtract_mean):
     x, scale, bias, residual = operands((33, 50), seed=15)
     cotangents = [normal(np.random.default_rng(seed), 33, 50) for seed in (16, 17)]
-    names = ("block_m", "num_warps", "num_programs", "num_stages")
+    names = ("block_m", "block_n", "num_warps", "num_programs", "num_stages")
     arrays = (x, scale, bias if subtract_mean else None, residual)
 
     options = dict(subtract_mean=subtract_mean, epsilon=0.0, return_residual=True)
@@ -393,7 +395,7 @@ def test_gradients_of_rows_that_no_registers_hold(name):
 @pytest.mark.parametrize("changes", [dict(num_programs=0), dict(num_stages=3), dict(block_m=3)], ids=str)
 def test_a_config_of_the_gradient_that_cannot_be_is_refused(changes):
     with pytest.raises(ValueError, match="|".join(changes)):
-        BackwardConfig(**{**dict(block_m=1, num_warps=1, num_programs=4), **changes})
+        BackwardConfig(**{**dict(block_m=1, block_n=16, num_warps=1, num_programs=4), **changes})
 
 
 def test_gradients_of_rows_that_vary_less_than_their_mean_is_rounded(reference):

@@ -423,6 +423,9 @@ def _differentiable(
 
     def keep(*arrays: Any) -> tuple[Any, list[Any], int]:
         results = _differentiable(op, arrays, options, config, names, target)(*arrays)
+        # In a scan XLA has a kernel run twice if its result is both used and stored with those of the other steps,
+        # unless something is in between.
+        results = jax.lax.optimization_barrier(results)
         # Policies of `jax.checkpoint` keep by the op's name all that would have its kernel run again.
         results = jax.tree.map(functools.partial(checkpoint_name, name=op.name), results)
         leaves = jax.tree.leaves(results)

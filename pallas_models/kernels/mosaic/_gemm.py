@@ -135,13 +135,16 @@ class Block:
         return ref.at[pl.ds(tile.row + self.row, _ROWS), pl.ds(tile.column + self.column, self.width)]
 
 
-def blocks(config: Config, num_columns: int, dtype: DTypeLike, num_slots: int) -> list[Block]:
+def blocks(
+    config: Config, num_columns: int, dtype: DTypeLike, num_slots: int, *, joined: bool = True
+) -> list[Block]:
     """All blocks of the part of a tile that a warpgroup has, `num_slots` of which its shared memory holds.
 
-    Where it holds them all, those beside one another are one block: fewer copies, and much less code.
+    Where it holds them all, those beside one another are one block: fewer copies, and much less code; unless they
+    are not to be `joined`, as where there is so much to compute of each element that registers are short.
     """
     width = ROW_BYTES // jnp.dtype(dtype).itemsize
-    if num_slots * width * _ROWS == config.rows * num_columns:
+    if joined and num_slots * width * _ROWS == config.rows * num_columns:
         width = num_columns
     return [
         Block(row, column, width)

@@ -11,19 +11,19 @@ from jax.typing import DTypeLike
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import in_bounds, load, plgpu, span, store, tile_mask
 
-_ROWS, _COLUMNS, _NUM_WARPS = 256, 16, 8  # of a step: 16 elements a thread, and sectors of 64 bytes
+_COLUMNS = 16  # of a program: sectors of 64 bytes
 
 
-def _kernel(parts_ref: Ref, *sums_refs: Ref) -> None:
+def _kernel(parts_ref: Ref, *sums_refs: Ref, block_m: int) -> None:
     _, m, n = parts_ref.shape
     vector, column = pl.program_id(0), pl.program_id(1) * _COLUMNS
     columns, column_mask = span(column, _COLUMNS), in_bounds(column, _COLUMNS, n)
 
     def step(i: jax.Array | int, total: jax.Array) -> jax.Array:
-        rows, row_mask = span(i * _ROWS, _ROWS), in_bounds(i * _ROWS, _ROWS, m)
+        rows, row_mask = span(i * block_m, block_m), in_bounds(i * block_m, block_m, m)
         return total + load(parts_ref.at[vector, rows, columns], tile_mask(row_mask, column_mask))
 
-    total = jax.lax.fori_loop(0, pl.cdiv(m, _ROWS), step, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
+    total = jax.lax.fori_loop(0, pl.cdiv(m, block_m), step, jnp.zeros((block_m, _COLUMNS), jnp.float32))
     for i, sums_ref in enumerate(sums_refs):
         write = functools.partial(store, sums_ref.at[columns], jnp.sum(total, axis=0), column_mask)
         pl.when(vector == i)(write)
@@ -31,12 +31,13 @@ def _kernel(parts_ref: Ref, *sums_refs: Ref) -> None:
 
 def column_sums(parts: jax.Array, dtypes: Sequence[DTypeLike], *, interpret: bool) -> list[jax.Array]:
     """The sums over M of each of `parts` (V, M, N) float32, in these V dtypes: V arrays (N,), in one launch."""
-    n = parts.shape[2]
+    _, m, n = parts.shape
+    block_m = 512 if m > 1280 else 256
     sums: list[jax.Array] = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, block_m=block_m),
         out_shape=[jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes],
         grid=(len(parts), pl.cdiv(n, _COLUMNS)),
-        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS),
+        compiler_params=plgpu.CompilerParams(num_warps=block_m // 32),  # 16 elements a thread
         interpret=interpret,
         name="column_sums",
     )(parts)

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,49 +27,67 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _LONGEST = 16384  # columns: 32 warps of 16 elements a thread
+_OF_A_WARP = 512, 1024  # columns: more than the first and up to the second
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """`num_programs` programs share the rows, `block_m` of them a step, and load `num_stages - 1` steps ahead."""
+    """`num_programs` programs share the rows, `block_m` of them a step, and load `num_stages - 1` steps ahead.
+
+    They hold rows in pieces of `block_n` columns, so that few are masked where rows are no power of two.
+    """
 
     block_m: int
+    block_n: int
     num_warps: int
     num_programs: int
     num_stages: int = 1
 
     def __post_init__(self) -> None:
-        check_powers_of_two(self, "block_m", "num_warps")
+        check_powers_of_two(self, "block_m", "block_n", "num_warps")
         if self.num_programs < 1 or self.num_stages not in (1, 2):
             raise ValueError(f"{self}: num_programs must be positive and num_stages 1 or 2")
 
 
-def heuristic(m: int, n: int, target: Target) -> Config:
-    """Chooses 16 elements a thread, and as many programs as fit at once; fewer, of more rows, for short rows.
+def heuristic(m: int, n: int, inputs: int, target: Target) -> Config:
+    """Chooses a warp a row for 513 to 1024 columns, which then waits for no other; else 16 elements a thread.
 
-    What each program sums for scale and bias is added up afterwards: it takes long where programs have few rows.
+    As many programs as fit at once; fewer, of more rows, for short rows: what each program sums for scale and bias
+    is added up afterwards, which takes long where programs have few rows. `inputs` are as large as x.
     """
+    if _OF_A_WARP[0] < n <= _OF_A_WARP[1]:
+        return _row_of_a_warp(m, n, 12 if n <= 768 and inputs <= 3 else 8, target)
     block_n = block_size(n, 16, _LONGEST)
     block_m = block_size(2048 // block_n, 1, 16) if block_n <= 512 else 1
     num_warps = block_size(block_m * block_n // 512, 1, 32)
     at_once = max(16 // num_warps, 1)
     return Config(
         block_m=block_m,
+        block_n=block_n,
         num_warps=num_warps,
         num_programs=min(pl.cdiv(m, block_m), at_once * target.num_cores),
-        num_stages=1 if block_n <= 1024 else 2,
+        num_stages=1 if block_n <= 512 else 2,
     )
 
 
+def _row_of_a_warp(m: int, n: int, at_once: int, target: Target) -> Config:
+    programs = min(m, at_once * target.num_cores)
+    return Config(block_m=1, block_n=256, num_warps=1, num_programs=programs, num_stages=2)
+
+
 def configs(m: int, n: int, target: Target) -> Iterator[Config]:
-    """The configs worth measuring: 4 to 16 elements a thread and row."""
+    """The configs worth measuring: a row for each warp, or 4 to 16 elements a thread and row."""
+    if _OF_A_WARP[0] < n <= _OF_A_WARP[1]:
+        yield from (_row_of_a_warp(m, n, at_once, target) for at_once in (6, 8, 10, 12))
     block_n = block_size(n, 16, _LONGEST)
     for block_m, num_warps, at_once, stages in itertools.product(
         (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (1, 2)
     ):
         if 4 <= block_n // (32 * num_warps) <= 16 and num_warps * at_once <= 64:
             programs = min(pl.cdiv(m, block_m), at_once * target.num_cores)
-            yield Config(block_m=block_m, num_warps=num_warps, num_programs=programs, num_stages=stages)
+            yield Config(
+                block_m=block_m, block_n=block_n, num_warps=num_warps, num_programs=programs, num_stages=stages
+            )
 
 
 def _kernel(
@@ -85,62 +105,72 @@ def _kernel(
     subtract_mean: bool,
 ) -> None:
     m, n = x_ref.shape
-    block_m, block_n, programs = config.block_m, block_size(n, 16, _LONGEST), config.num_programs
-    program = pl.program_id(0)
-    columns, column_mask = span(0, block_n), in_bounds(0, block_n, n)
-    scale = load(scale_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+    block_m, block_n, programs = config.block_m, config.block_n, config.num_programs
+    program, steps = pl.program_id(0), pl.cdiv(pl.cdiv(m, block_m), programs)
+    starts = range(0, n, block_n)
+    pieces = [(span(start, block_n), in_bounds(start, block_n, min(start + block_n, n))) for start in starts]
+    scales = [load(scale_ref.at[columns], mask).astype(jnp.float32)[None, :] for columns, mask in pieces]
     inputs = [ref for ref in (x_ref, residual_ref, dout_ref, dsum_ref) if ref is not None]
 
     def place(i: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
         """The rows of step i, and which of them there are."""
-        start = (program + i * programs) * block_m
+        # The last rows come first: the kernel before this one wrote them last, and the cache still holds them.
+        start = ((steps - i) * programs - 1 - program) * block_m
         whole = m % (block_m * programs) == 0 and config.num_stages == 1  # and nothing is loaded past the end
-        return span(start, block_m), None if whole else start + jnp.arange(block_m) < m
+        rows = start + jnp.arange(block_m)
+        return span(start, block_m), None if whole else (rows >= 0) & (rows < m)
 
-    def read(i: jax.Array | int) -> list[jax.Array]:
+    def read(i: jax.Array | int) -> list[list[jax.Array]]:
         rows, row_mask = place(i)
-        return [load(ref.at[rows, columns], tile_mask(row_mask, column_mask)) for ref in inputs]
+        masks = [tile_mask(row_mask, mask) for _, mask in pieces]
+        return [
+            [load(ref.at[rows, columns], mask) for (columns, _), mask in zip(pieces, masks, strict=True)]
+            for ref in inputs
+        ]
 
-    def mean(a: jax.Array) -> jax.Array:
-        return jnp.sum(a, axis=1, keepdims=True) / n
+    def mean(*factors: list[jax.Array]) -> jax.Array:
+        products = [functools.reduce(operator.mul, values) for values in zip(*factors, strict=True)]
+        return sum(jnp.sum(a, axis=1, keepdims=True) for a in products) / n
 
     count = statistics_ref.shape[0]
-    steps = pl.cdiv(pl.cdiv(m, block_m), programs)
 
-    def step(
-        i: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         ahead, totals = carry
-        values = iter([a.astype(jnp.float32) for a in (ahead or read(i))])
+        values = iter([[a.astype(jnp.float32) for a in row] for row in (ahead or read(i))])
         ahead = read(i + 1) if ahead else []
-        y = next(values)
+        ys = next(values)
         if residual_ref is not None:
-            y += next(values)
-        dout = next(values)
+            ys = [y + a for y, a in zip(ys, next(values), strict=True)]
+        douts = next(values)
         rows, row_mask = place(i)
         *means, factor = (load(statistics_ref.at[jnp.int32(j), rows], row_mask)[:, None] for j in range(count))
         for part in means:
-            y -= part
-        y *= factor  # 0 past the last row; past the last column it meets cotangents of 0
-        totals = [total + jnp.sum(a, axis=0) for total, a in zip(totals, (dout * y, dout), strict=False)]
-        dy = dout * scale
-        dx = dy - y * mean(dy * y)
+            ys = [y - part for y in ys]
+        ys = [y * factor for y in ys]  # 0 past the last row; past the last column it meets cotangents of 0
+        terms = [y * dout for y, dout in zip(ys, douts, strict=True)], douts
+        totals = [[t + a for t, a in zip(*pair, strict=True)] for pair in zip(totals, terms, strict=False)]
+        dys = [dout * scale for dout, scale in zip(douts, scales, strict=True)]
+        slope = mean(dys, ys)
+        dxs = [dy - y * slope for dy, y in zip(dys, ys, strict=True)]
         if subtract_mean:
-            dx -= mean(dy)
-        dx *= factor
+            shift = mean(dys)
+            dxs = [dx - shift for dx in dxs]
+        dxs = [dx * factor for dx in dxs]
         if dsum_ref is not None:
-            dx += next(values)
-        mask = tile_mask(row_mask, column_mask)
-        store(dx_ref.at[rows, columns], dx, mask)
-        if dresidual_ref is not None:
-            store(dresidual_ref.at[rows, columns], dx, mask)
+            dxs = [dx + dsum for dx, dsum in zip(dxs, next(values), strict=True)]
+        for (columns, column_mask), dx in zip(pieces, dxs, strict=True):
+            mask = tile_mask(row_mask, column_mask)
+            store(dx_ref.at[rows, columns], dx, mask)
+            if dresidual_ref is not None:
+                store(dresidual_ref.at[rows, columns], dx, mask)
         return ahead, totals
 
     first = read(0) if config.num_stages == 2 else []
-    zeros = [jnp.zeros((block_n,), jnp.float32)] * dvectors_ref.shape[0]
+    zeros = [[jnp.zeros((block_m, block_n), jnp.float32)] * len(pieces)] * dvectors_ref.shape[0]
     _, totals = jax.lax.fori_loop(0, steps, step, (first, zeros))
     for i, total in enumerate(totals):
-        store(dvectors_ref.at[jnp.int32(i), program, columns], total, column_mask)
+        for (columns, mask), part in zip(pieces, total, strict=True):
+            store(dvectors_ref.at[jnp.int32(i), program, columns], jnp.sum(part, axis=0), mask)
 
 
 def unsupported(x: jax.Array, *_: object, **__: object) -> str | None:
@@ -183,7 +213,7 @@ def norm_backward(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, target),
+            heuristic=functools.partial(heuristic, m, n, 2 + len(variant), target),
             candidates=functools.partial(configs, m, n, target),
         ),
         target,
