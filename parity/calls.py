@@ -388,6 +388,26 @@ def _hopper_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, m, k, dtype=dtype), up, bias_up, down, bias_down
 
 
+POST_NORM_MLP = (
+    *("y", "x", "w_out", "bias_out", "scale_out", "offset_out"),
+    *("w_up", "bias_up", "w_down", "bias_down", "scale", "offset"),
+)
+
+
+def _call_post_norm_mlp(*arrays, **options):
+    return ops.post_norm_mlp(**dict(zip(POST_NORM_MLP, arrays, strict=True)), epsilon=0.1, **options)
+
+
+def _hopper_post_norm_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, n, f = (72, 128, 128) if size == 1 else (192, 128, 256)
+    rng = np.random.default_rng(39)
+    shapes = ((m, n), (m, n), (n, n), (n,), (n,), (n,), (n, f), (f,), (f, n), (n,), (n,), (n,))
+    return tuple(
+        normal(rng, *shape, dtype=dtype, scale=n**-0.5 if name[0] == "w" else 1.0, shift=float("scale" in name))
+        for name, shape in zip(POST_NORM_MLP, shapes, strict=True)
+    )
+
+
 def _call_hopper_masked_attention(q, k, v, mask, segment_ids, kv_segment_ids, **options):
     return ops.attention(q, k, v, mask=mask, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, **options)
 
@@ -406,6 +426,7 @@ HOPPER_CALLS = [
     Call("matmul_linear", _call_hopper_linear, _hopper_linear, 3),
     Call("mlp", _call_hopper_mlp, _hopper_mlp, 5),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
+    Call("post_norm_mlp", _call_post_norm_mlp, _hopper_post_norm_mlp, 12, (0, 1)),
     Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
     Call("attention", _call_hopper_attention, _hopper_attention, 3),
     Call("attention_masked", _call_hopper_masked_attention, _hopper_masked_attention, 3),

@@ -309,6 +309,18 @@ MUTANTS = [
             "test_matmul_layer_norm.py -k hopper_kernel",
         ),
         (
+            "post_norm_mlp.py",
+            "row = j * n + part * half + k * _BLOCK",
+            "row = j * n + consumer * half + k * _BLOCK",
+            "test_post_norm_mlp.py -k hopper_kernel",
+        ),
+        (
+            "post_norm_mlp.py",
+            "normalise(sum_up(functools.partial(add_hidden, i, start)), 3, 4, 5)",
+            "normalise(sum_up(functools.partial(add_hidden, i, start)), 0, 4, 5)",
+            "test_post_norm_mlp.py -k hopper_kernel",
+        ),
+        (
             "_common.py",
             "return x * _sigmoid(x * MINUS_LOG2_E)",
             "return _sigmoid(x * MINUS_LOG2_E)",

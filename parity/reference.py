@@ -140,6 +140,28 @@ def matmul_layer_norm(
     return layer_norm(matmul(x, w, bias, residual), scale, offset, epsilon=epsilon)
 
 
+def post_norm_mlp(
+    y: Tensor,
+    x: Tensor,
+    w_out: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    scale_out: Tensor,
+    offset_out: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    bias_out: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    activation: str = "gelu",
+    epsilon: float = 1e-12,
+) -> Tensor:
+    z = matmul_layer_norm(y, w_out, scale_out, offset_out, bias_out, x, epsilon=epsilon)
+    hidden = matmul(z, w_up, bias_up, activation=activation)
+    return matmul_layer_norm(hidden, w_down, scale, offset, bias_down, z, epsilon=epsilon)
+
+
 def _visible(
     q: Tensor,
     k: Tensor,

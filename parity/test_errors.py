@@ -22,6 +22,7 @@ MASK = jnp.asarray([[1, 0, 1, 1], [1, 1, 0, 0]])
 IDS = jnp.asarray([[1, 2, 3, 0], [4, 0, 2, 1]])
 PAIRS, PAIR_MASK, W_IN = normal(RNG, 2, 5, 5, 6), jnp.ones((2, 5, 5), bool), normal(RNG, 6, 4, 8)
 WORD, POSITION, TYPE = normal(RNG, 9, 8), normal(RNG, 6, 8), normal(RNG, 2, 8)
+X8, W8, UP = jnp.ones((5, 8)), jnp.ones((8, 8)), jnp.ones((8, 16))
 INTS, DOUBLE = jnp.arange(30).reshape(5, 6), np.ones((5, 6)) * 0.5
 
 
@@ -52,6 +53,11 @@ def attention_qkv(qkv=QKV, num_heads=2, **options):
 
 def rotary(qkv=QKV, cos=QKV[0, :, :8], sin=QKV[1, :, :8], num_heads=4, num_kv_heads=1, **options):
     return ops.rotary(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, **options)
+
+
+def post_norm_mlp(y=X8, x=X8, w_out=W8, w_up=UP, w_down=UP.T, bias_up=None, scale=N8, **options):
+    norms = {"scale_out": N8, "offset_out": N8, "scale": scale, "offset": N8}
+    return ops.post_norm_mlp(y, x, w_out, w_up, w_down, bias_up=bias_up, **norms, **options)
 
 
 CASES = {
@@ -120,6 +126,19 @@ CASES = {
         (lambda: ops.matmul_layer_norm(X, W, INTS[0], N8), TypeError, "scale has dtype int32; expected float16"),
         (lambda: ops.matmul_layer_norm(X, W, N8, N8, bias=N6), ValueError, "bias has shape (6,); expected (8,)"),
         (lambda: ops.matmul_layer_norm(X, W, N8, N8, residual=X), ValueError, "residual has shape (5, 6); exp"),
+    ],
+    "post_norm_mlp": [
+        (
+            lambda: post_norm_mlp(w_out=W),
+            ValueError,
+            "w_out has shape (6, 8); expected (8, 8), (K, N) with the K of y",
+        ),
+        (lambda: post_norm_mlp(w_down=W), ValueError, "w_down has shape (6, 8); expected (16, 8), (F, N)"),
+        (lambda: post_norm_mlp(x=X), ValueError, "x has shape (5, 6); expected (5, 8), that of the result"),
+        (lambda: post_norm_mlp(bias_up=N8), ValueError, "bias_up has shape (8,); expected (16,), (F,)"),
+        (lambda: post_norm_mlp(scale=N6), ValueError, "scale has shape (6,); expected (8,), (N,)"),
+        (lambda: post_norm_mlp(y=INTS[0]), TypeError, "y has dtype int32; expected float16"),
+        (lambda: post_norm_mlp(activation="tanh"), ValueError, "tanh"),
     ],
     "layer_norm": [
         (lambda: ops.layer_norm(INTS, N6, N6), TypeError, "x has dtype int32; expected float16"),

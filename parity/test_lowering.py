@@ -104,9 +104,11 @@ def test_minilm_is_nothing_but_kernels_of_ours(device, dtype, batch, seq):
             lambda params, ids, mask: minilm.embed(params, ids, mask, config=config), params, tokens, tokens
         )
     # embedding, QKV, attention, projection and norm (one or two), MLP (two or three), pooling; QKV and the first
-    # product of the MLP are two kernels for few rows, parts of their sums and what adds them up
+    # product of the MLP are two kernels for few rows, parts of their sums and what adds them up; for many rows on
+    # Hopper all that follows attention is one
     most = 9 if batch * seq > 16 else 11
-    assert 7 <= kernel_calls(text) <= most
+    one = device == HOPPER and batch * seq == 8192
+    assert (5 if one else 7) <= kernel_calls(text) <= (5 if one else most)
     for operation in ("dot_general", "convolution", "reduce", "exponential", "gather"):
         assert f"stablehlo.{operation}" not in text
 
@@ -122,7 +124,7 @@ def test_packed_minilm_is_kernels_of_ours_and_two_scatters(device):
 
     with cuda_device(*device):
         text = lowered_for_cuda(embed, params, tokens, tokens)
-    assert 7 <= kernel_calls(text) <= 9
+    assert (5 if device == HOPPER else 7) <= kernel_calls(text) <= 9
     assert text.count('"stablehlo.scatter"') == 2  # where segments begin and end
     for operation in ("dot_general", "convolution", "exponential", "gather"):
         assert f"stablehlo.{operation}" not in text

@@ -154,18 +154,6 @@ class Layer(nnx.Module):
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
-        def add_and_norm(y: jax.Array, linear: Linear, residual: jax.Array, norm: LayerNorm) -> jax.Array:
-            return ops.matmul_layer_norm(
-                y,
-                linear.kernel[...],
-                norm.scale[...],
-                norm.bias[...],
-                bias=linear.bias[...],
-                residual=residual,
-                epsilon=self.epsilon,
-                implementation=implementation,
-            )
-
         qkv = ops.matmul(
             x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
         )
@@ -177,15 +165,24 @@ class Layer(nnx.Module):
             segment_ids=segment_ids,
             implementation=implementation,
         )
-        x = add_and_norm(y, self.attention.out, x, self.attention_norm)
-        y = ops.matmul(
+        attention, mlp = self.attention, self.mlp
+        return ops.post_norm_mlp(
+            y,
             x,
-            self.mlp.up.kernel[...],
-            bias=self.mlp.up.bias[...],
+            attention.out.kernel[...],
+            mlp.up.kernel[...],
+            mlp.down.kernel[...],
+            scale_out=self.attention_norm.scale[...],
+            offset_out=self.attention_norm.bias[...],
+            scale=self.mlp_norm.scale[...],
+            offset=self.mlp_norm.bias[...],
+            bias_out=attention.out.bias[...],
+            bias_up=mlp.up.bias[...],
+            bias_down=mlp.down.bias[...],
             activation="gelu",
+            epsilon=self.epsilon,
             implementation=implementation,
         )
-        return add_and_norm(y, self.mlp.down, x, self.mlp_norm)
 
 
 class MiniLM(nnx.Module):

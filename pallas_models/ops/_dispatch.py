@@ -226,6 +226,39 @@ def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **
         return _choose(op, arrays, static, None, names, target, reference) is not reference
 
 
+def serves(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
+    """Whether a kernel computes a call, of arrays like these: that of the first implementation that is named."""
+    names, target = check_implementation(implementation), targets.current()
+    reference = functools.partial(op.reference, **static)
+    with _plain_settings(arrays):
+        try:
+            return _choose(op, arrays, static, None, names[:1], target, reference) is not reference
+        except NotImplementedError:
+            return False
+
+
+def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`; where it is differentiated, another that computes the same in its place."""
+
+    @jax.custom_jvp
+    def call(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        moving = [i for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)]
+
+        def at(*some: jax.Array) -> Any:
+            every = list(primals)
+            for i, x in zip(moving, some, strict=True):
+                every[i] = x
+            return other(*every)
+
+        return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call
+
+
 def _debugging() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.ops import _checks, activations
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, has_backward, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, differentiated_as, has_backward, run
 from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import backward as matmul_backward
@@ -99,30 +98,8 @@ def mlp(
     arrays = x, w_up, bias_up, w_down, bias_down, residual
     static = dict(activation=activation) | options
     if has_backward(_UP, *arrays[:3], **static) and has_backward(_DOWN, y, y, *arrays[3:], **static):
-        return _differentiated_as(apart, together)(*arrays).reshape(shape)
+        return differentiated_as(apart, together)(*arrays).reshape(shape)
     return apart(*arrays).reshape(shape)
-
-
-def _differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with the derivative of another that computes the same and keeps more."""
-
-    @jax.custom_jvp
-    def call(*arrays: Any) -> Any:
-        return function(*arrays)
-
-    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        moving = [i for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)]
-
-        def at(*some: jax.Array) -> Any:
-            every = list(primals)
-            for i, x in zip(moving, some, strict=True):
-                every[i] = x
-            return other(*every)
-
-        return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call
 
 
 def _product(x: Any, **options: Any) -> dict[str, Any]:

@@ -150,9 +150,9 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 def activation(name: str | None, x: Bounded, dtype: str = "float32") -> Bounded:
     """An activation: none is steeper than 1.13. `dtype` is that which the kernel rounds the result to.
 
-    The kernels' polynomials for gelu are off by 5e-7, for the range of bfloat16 by 3e-4, and there a tanh of 11
-    bits takes the place of exponentials. Arguments of exponentials are off by a few roundings of their size, which
-    matters where the result is not yet 0 or 1: up to 16.
+    The kernels' polynomials for gelu are off by 5e-7, for what is rounded to float16 by 5.5e-5 and to bfloat16 by
+    3e-4, and there a tanh of 11 bits takes the place of exponentials. Arguments of exponentials are off by a few
+    roundings of their size, which matters where the result is not yet 0 or 1: up to 16.
     """
     if name is None:
         return x
@@ -160,7 +160,7 @@ def activation(name: str | None, x: Bounded, dtype: str = "float32") -> Bounded:
     if name == "relu":
         return Bounded(value, x.error)
     error = 1.13 * x.error + 8 * UNIT * np.abs(value) + UNIT * 64 * np.minimum(np.abs(size), 16.0)
-    error += 5e-7 if name == "gelu" else TINY
+    error += (5.5e-5 if dtype == "float16" else 5e-7) if name == "gelu" else TINY
     if dtype == "bfloat16":
         error += 2.0**-11 * (1.0 if name == "sigmoid" else size) + (3e-4 if name == "gelu" else 0.0)
     return Bounded(value, error)

@@ -4,6 +4,7 @@ A reference takes the arrays of a call in float64 and its options, under the nam
 `dtype`, that of the operands. Where the kernels round on the way, as their docstrings say, so does it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,37 @@ def matmul_layer_norm(
     y = _product(x, w, bias, residual, dtype=dtype, precision=precision)
     y = b.normalised(y, epsilon, subtract_mean=True) * exact(scale)
     return b.rounded(_plus(y, offset), dtype)
+
+
+def post_norm_mlp(
+    *,
+    dtype: str,
+    y: Array,
+    x: Array,
+    w_out: Array,
+    w_up: Array,
+    w_down: Array,
+    scale_out: Array,
+    offset_out: Array,
+    scale: Array,
+    offset: Array,
+    bias_out: Array | None = None,
+    bias_up: Array | None = None,
+    bias_down: Array | None = None,
+    activation: str,
+    epsilon: float,
+    precision: str | None = None,
+    **_: Any,
+) -> Bounded:
+    options: dict[str, Any] = dict(dtype=dtype, precision=precision)
+    first = dict(x=y, w=w_out, scale=scale_out, offset=offset_out, bias=bias_out, residual=x)
+    z = b.held(matmul_layer_norm(**first, epsilon=epsilon, **options), dtype)
+    product = functools.partial(b.dot, operand=_operand(dtype, precision), dtype=dtype)
+    hidden = b.rounded(b.activation(activation, product(z, exact(w_up), bias_up), dtype), dtype)
+    total = product(b.held(hidden, dtype), exact(w_down), bias_down) + z
+    total = total.off(w_down.shape[0] * b.UNIT * np.abs(z.value))  # a compiler may begin the sum with z
+    normalised = b.normalised(total, epsilon, subtract_mean=True) * exact(scale)
+    return b.rounded(_plus(normalised, offset), dtype)
 
 
 def _norm(
@@ -498,6 +530,7 @@ REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
         gated_matmul,
         gated_mlp,
         matmul_layer_norm,
+        post_norm_mlp,
         layer_norm,
         rms_norm,
         softmax,

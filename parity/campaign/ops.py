@@ -257,6 +257,21 @@ def _matmul_layer_norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, options | ({"config": pick.tiles(splits=(1, 2))} if pick.chance(0.3) else {})
 
 
+def _post_norm_mlp(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+    m, k, n, f = pick.rows(), pick.size(), pick.size(), pick.size()
+    inputs = {"y": Input((m, k), dtype, limit=1e3), "x": Input((m, n), dtype, limit=1e3)}
+    for name, shape in (("w_out", (k, n)), ("w_up", (n, f)), ("w_down", (f, n))):
+        inputs[name] = Input(shape, dtype, scale=shape[0] ** -0.5, limit=1e3)
+    for name in ("out", "up", "down"):
+        if pick.chance(0.5):
+            inputs[f"bias_{name}"] = Input((f if name == "up" else n,), pick.other(dtype), limit=1e3)
+    for end in ("_out", ""):
+        inputs[f"scale{end}"] = Input((n,), pick.other(dtype), scale=0.3, shift=1.0, limit=1e3)
+        inputs[f"offset{end}"] = Input((n,), pick.other(dtype), limit=1e3)
+    options = pick.precision(dtype) | {"epsilon": _epsilon(pick), "activation": pick.of(tuple(ops.ACTIVATIONS))}
+    return inputs, options
+
+
 def _norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     m, n = pick.rows(), pick.rows()
     inputs = {"x": Input((m, n), dtype), "scale": Input((n,), pick.other(dtype), scale=0.3, shift=1.0)}
@@ -467,6 +482,7 @@ _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
     "gated_matmul": _gated_matmul,
     "gated_mlp": _gated_mlp,
     "matmul_layer_norm": _matmul_layer_norm,
+    "post_norm_mlp": _post_norm_mlp,
     "layer_norm": _layer_norm,
     "rms_norm": _norm,
     "softmax": _softmax,

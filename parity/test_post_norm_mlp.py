@@ -1,0 +1,156 @@
+"""`ops.post_norm_mlp` against torch: in one kernel, and in those that it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import ops
+from pallas_models.kernels.mosaic import _launch
+from pallas_models.kernels.mosaic.post_norm_mlp import unsupported
+from parity.calls import POST_NORM_MLP
+from parity.common import (
+    MOSAIC,
+    assert_close,
+    assert_gradients_close,
+    by_device,
+    compiled,
+    cuda_device,
+    kernel_calls,
+    normal,
+)
+from parity.test_lowering import HOPPER, lowered_for_cuda
+from parity.test_matmul import edges
+from parity.tolerances import GRADIENT, LONG, OP
+
+ARRAYS = ("y", "x", "w_out", "w_up", "w_down")
+VECTORS = ("bias_out", "scale_out", "offset_out", "bias_up", "bias_down", "scale", "offset")
+
+
+def operands(m: int, n: int, f: int, dtype: str = "float32", *, k: int | None = None) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"y": (m, k or n), "x": (m, n), "w_out": (k or n, n), "w_up": (n, f), "w_down": (f, n)}
+    arrays = {
+        name: normal(rng, *shape, dtype=dtype, scale=shape[0] ** -0.5 if name[0] == "w" else 1.0)
+        for name, shape in shapes.items()
+    }
+    vectors = {
+        name: normal(rng, f if name == "bias_up" else n, shift=float("scale" in name), scale=0.3)
+        for name in VECTORS
+    }
+    return arrays | vectors
+
+
+def call(arrays: dict[str, jax.Array], **options) -> jax.Array:
+    return compiled.post_norm_mlp(**arrays, **options)
+
+
+def of_torch(reference, arrays: dict[str, jax.Array], **options) -> np.ndarray:
+    others = {name: value for name, value in arrays.items() if name not in ARRAYS}
+    return reference.compute(reference.post_norm_mlp, *(arrays[name] for name in ARRAYS), **others, **options)
+
+
+def test_against_torch(reference, implementation, dtype, tolerance):
+    arrays = operands(11, 24, 50, dtype, k=40)
+    out = call(arrays, implementation=implementation)
+    assert out.dtype == dtype
+    assert_close(out, of_torch(reference, arrays), tolerance)
+
+
+def test_without_biases_and_with_leading_axes(reference, implementation):
+    arrays = operands(12, 24, 50)
+    for name in ("bias_out", "bias_up", "bias_down"):
+        del arrays[name]
+    options = dict(activation="relu", epsilon=0.1)
+    expected = of_torch(reference, arrays, **options)
+    arrays |= {name: arrays[name].reshape(3, 4, -1) for name in ("y", "x")}
+    out = call(arrays, implementation=implementation, **options)
+    assert out.shape == (3, 4, 24)
+    assert_close(out.reshape(12, 24), expected, LONG)
+
+
+# The interpreter runs two CTAs.
+@pytest.mark.parametrize(
+    "m, n, f, dtype",
+    [
+        (256, 128, 256, "float16"),  # several tiles for a CTA
+        (64, 128, 256, "bfloat16"),
+        pytest.param(72, 128, 128, "float16", marks=edges),  # ragged
+        *by_device(cpu=[], gpu=[(8192, 384, 1536, "float16"), (24568, 384, 1536, "bfloat16")]),
+    ],
+)
+def test_hopper_kernel(reference, m, n, f, dtype):
+    arrays = operands(m, n, f, dtype)
+    out = call(arrays, implementation=MOSAIC)
+    assert out.dtype == dtype
+    assert_close(out, of_torch(reference, arrays), OP[dtype])
+
+
+@pytest.mark.skipif(
+    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
+)
+def test_hopper_kernel_has_no_races(monkeypatch, capfd):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(_launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    arrays = operands(192, 128, 256, "float16")
+    out = ops.post_norm_mlp(**arrays, implementation=MOSAIC)
+    assert_close(out, call(arrays, implementation="xla"), OP["float16"])
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("rows, kernels", [(8192, 1), (1024, 5)])
+def test_one_kernel_where_rows_fill_the_multiprocessors(rows, kernels):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(8, 384, 1536, "float16"))
+    shapes |= {name: jax.ShapeDtypeStruct((rows, 384), "float16") for name in ("y", "x")}
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(lambda arrays: ops.post_norm_mlp(**arrays), shapes)
+    assert kernel_calls(text) == kernels
+
+
+def test_gradients(reference):
+    arrays = operands(9, 24, 50)
+    x, others = arrays.pop("x"), arrays
+    cotangent = normal(np.random.default_rng(1), 9, 24)
+
+    def f(x):
+        return ops.post_norm_mlp(x=x, **others, implementation="xla")
+
+    def expected(x):
+        return reference.post_norm_mlp(x=x, **{name: reference.tensor(value) for name, value in others.items()})
+
+    assert_gradients_close(f, (x,), cotangent, reference.gradients(expected, (x,), cotangent), GRADIENT)
+
+
+def test_gradients_of_the_hopper_kernel():
+    arrays = operands(64, 128, 128, "bfloat16")
+    names = "y", "bias_up"
+
+    def gradients(implementation):
+        def loss(*some):
+            out = ops.post_norm_mlp(**arrays | dict(zip(names, some, strict=True)), implementation=implementation)
+            return jnp.sum(jnp.square(out.astype("float32")))
+
+        return jax.grad(loss, (0, 1))(*(arrays[name] for name in names))
+
+    for mine, expected in zip(gradients(MOSAIC), gradients("xla"), strict=True):
+        assert_close(mine, expected, OP["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype": "float32"}, "takes float16 and bfloat16, not float32"),
+        ({"n": 512, "f": 512}, "in multiples of 128 up to 384, and of those a multiple of hidden values"),
+        ({"f": 192}, "not 128, 128 and 192"),
+        ({"k": 256}, "not 256, 128 and 256"),
+        ({"m": 12}, "in multiples of 64, not x of shape (12, 128)"),
+        ({"f": 65536}, "does not fit 65536 hidden values beside 128 columns"),
+        ({"without": "bias_up"}, "takes all biases"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(change, message):
+    change = dict(change)
+    without = change.pop("without", None)
+    a = operands(**dict(m=64, n=128, f=256, dtype="float16") | change) | {without: None}
+    assert message in unsupported(*(a[name] for name in POST_NORM_MLP))
