@@ -28,6 +28,7 @@ from bench.measuring import environment, results
 from bench.measuring.harness import Progress
 from bench.measuring.results import Case, Result
 from bench.reporting import tables
+from pallas_models import files
 from pallas_models._host import cores
 from pallas_models.corpus import job, manifest, reading
 from pallas_models.corpus.embedder import Embedder
@@ -61,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write(path: Path, sentences: Sequence[str], count: int) -> None:
     """Writes `count` sentences, those given over and over, as text or Parquet."""
     repeated = itertools.islice(itertools.cycle(" ".join(s.split()) for s in sentences), count)
-    if path.suffix == ".parquet":
-        pa = reading.pyarrow("Parquet")
-        pa.parquet.write_table(pa.table({"text": list(repeated)}), path)
-        return
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(f"{sentence}\n" for sentence in repeated)
+    with files.replacing(path) as file:
+        if path.suffix == ".parquet":
+            pa = reading.pyarrow("Parquet")
+            pa.parquet.write_table(pa.table({"text": list(repeated)}), file)
+        else:
+            file.writelines(f"{sentence}\n".encode() for sentence in repeated)
 
 
 def resident_mib() -> float:
