@@ -348,6 +348,12 @@ MUTANTS = [
             "test_matmul_backward.py -k weights",
         ),
         (
+            "matmul_backward.py",
+            "pl.cdiv(n, config.block_n) * config.block_n), jnp.float32",
+            "n), jnp.float32",
+            "test_matmul_backward.py -k whole_tiles",
+        ),
+        (
             "_common.py",
             "half * change * (1.0 - t * t)",
             "half * change * (1.0 - t)",

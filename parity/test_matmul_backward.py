@@ -45,6 +45,14 @@ def test_gradients_of_weights_and_bias(shape, tiles, dtype):
     assert_close(dbias, wide[1].sum(axis=0), LONG)
 
 
+def test_sums_of_columns_are_those_of_whole_tiles():
+    """A copy that goes past the end of a row goes to the next split's: GPUs take it as one run of memory."""
+    x, dy = jnp.zeros((256, 64), "float16"), jnp.zeros((256, 72), "float16")
+    call = functools.partial(backward.weight_gradient, config=config(128, 64, 2), target=gpu(), interpret=False)
+    assert jax.eval_shape(call, x, dy)[1].shape == (72,)
+    assert "f32[2,128]" in str(jax.make_jaxpr(call)(x, dy))
+
+
 @pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_slope_of_an_activation(activation, dtype):

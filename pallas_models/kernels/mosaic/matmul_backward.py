@@ -165,7 +165,8 @@ def weight_gradient(
         dict(x=x.T if turned else x, dy=dy),
         dict(
             dw=jax.ShapeDtypeStruct((config.splits, k, n), part_dtype),
-            dbias=jax.ShapeDtypeStruct((config.splits, n), jnp.float32),
+            # Of whole tiles: what is copied past the end of a row would be the begin of the next split's.
+            dbias=jax.ShapeDtypeStruct((config.splits, pl.cdiv(n, config.block_n) * config.block_n), jnp.float32),
         ),
         config=config,
         batch=config.splits,
@@ -186,4 +187,4 @@ def weight_gradient(
         target=target,
         interpret=interpret,
     )
-    return jnp.sum(dw, axis=0).astype(x.dtype), jnp.sum(dbias, axis=0)
+    return jnp.sum(dw, axis=0).astype(x.dtype), jnp.sum(dbias[:, :n], axis=0)
