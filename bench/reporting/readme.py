@@ -74,7 +74,7 @@ def summary(results: Sequence[Result], page: str) -> str:
             figures = (found.case, found.ours, found.baseline)
             mean = tables.format_ratio(found.mean)
             rows.append([link, *map(escaped, figures), tables.format_ratio(found.ratio), mean])
-    header = ["benchmark", "case", "ours", "best of XLA, torch and others", "ratio", "mean ratio of all cases"]
+    header = ["benchmark", "case", "ours", "best of XLA, torch, others", "ratio", "mean ratio"]
     return tables.markdown(header, rows) if rows else ""
 
 
