@@ -50,7 +50,7 @@ def runs() -> Iterator[tuple[str, Any, str, int]]:
 
 
 def functions(backend: str, call: Any, rest: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Of the floats of a call: its result, and with it its gradient."""
+    """Of the floats of a call: its result; and with it, which may take other kernels, its gradient."""
     import jax
     import jax.numpy as jnp
 
@@ -59,7 +59,7 @@ def functions(backend: str, call: Any, rest: Sequence[Any]) -> tuple[Callable[..
 
     def both(*floats: Any) -> Any:
         out, pullback = jax.vjp(forward, *floats)
-        return out, pullback(jnp.ones_like(out))
+        return forward(*floats), pullback(jnp.ones_like(out))
 
     return forward, both
 
