@@ -201,6 +201,13 @@ class TestResults:
         assert first.kernels == [Kernel(name="long", us=0.6667, calls=2), Kernel(name="b", us=12346.0)]
         assert first.name == '{"name":'
 
+    def test_kernels_of_ours_and_launches_of_all(self):
+        time = entry("ours", 10.0).wall
+        measured = timing.Measurement(device=time, wall=time, kernels=[("a", 1.0), ("b", 2.0), ("a", 3.0)])
+        ours, other = (entry(family, 5.0).timed(measured) for family in ("ours", "torch"))
+        assert ours.kernels == [Kernel(name="a", us=4.0, calls=2), Kernel(name="b", us=2.0)]
+        assert other.kernels == [] and ours.launches == other.launches == 3 and other.device == time
+
     def test_partial_results_do_not_replace_complete_ones(self, tmp_path):
         assert results.save(make_result(partial=True), tmp_path).name == "minilm.partial.json"
 

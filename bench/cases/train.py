@@ -243,10 +243,7 @@ def measure(workload: Workload, budget: timing.Budget, *, gpu: bool) -> list[Ent
         if isinstance(outcome, Exception):
             entries[name] = failed(entries[name], outcome)
         else:
-            kernels = results.kernels_of(outcome.kernels)
-            entries[name] = dataclasses.replace(
-                entries[name], device=outcome.device, wall=outcome.wall, kernels=kernels
-            )
+            entries[name] = entries[name].timed(outcome)
     return list(entries.values())
 
 

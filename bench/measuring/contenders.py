@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.measuring import results, timing
+from bench.measuring import timing
 from bench.measuring.results import Accuracy, Entry, Family
 from pallas_models._host import cores
 
@@ -268,8 +268,7 @@ class Attempt:
             message = f"{type(error).__name__}: {first_line}"[:300]
             return dataclasses.replace(entry, status="failed", message=message)
         if isinstance(outcome, timing.Measurement):
-            kernels = results.kernels_of(outcome.kernels)
-            return dataclasses.replace(entry, device=outcome.device, wall=outcome.wall, kernels=kernels)
+            return entry.timed(outcome)
         if self.accuracy is None:
             raise ValueError(f"{self.name} has no output, no error and no reason to be skipped")
         found = "not finite" if self.accuracy.value == NOT_FINITE else f"{self.accuracy.value:.1e}"

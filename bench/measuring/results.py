@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.measuring.timing import Timing
+from bench.measuring.timing import Measurement, Timing
 from pallas_models import files
 
 FORMAT = "pallas_models.bench"
-VERSION = 4  # 2 has more families, and peak_bytes; 3 names a kernel once; 4 counts its launches
+VERSION = 4  # 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone
 READABLE = (1, 2, 3, 4)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
@@ -83,7 +83,8 @@ class Entry:
       message: why, unless ok.
       accuracy: of its output, where there is one.
       device, wall: device and wall time; None unless ok, and `device` also without a GPU.
-      kernels: of one call, where they were recorded.
+      kernels: of one call, where they were recorded; of ours.
+      launches: of kernels in a call, where they were recorded, else 0.
       compile_s: seconds that compilation took.
       metrics: further figures by name, with the unit in the name.
       peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
@@ -101,6 +102,13 @@ class Entry:
     compile_s: float | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_bytes: float | None = None
+    launches: int = 0
+
+    def timed(self, outcome: Measurement) -> "Entry":
+        """This entry with its times, launches and, if it is ours, kernels."""
+        kernels = kernels_of(outcome.kernels) if self.family == "ours" else []
+        times = dict(device=outcome.device, wall=outcome.wall)
+        return dataclasses.replace(self, **times, kernels=kernels, launches=len(outcome.kernels))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -253,7 +253,7 @@ def entries(result: Result) -> str:
             accuracy = f"{entry.accuracy.value:.1e}" if entry.accuracy else "-"
             row = [case.label, entry.name, entry.status, accuracy]
             row += [*format_spread(entry.device), entry.device.method if entry.device else "-"]
-            row += [str(sum(kernel.calls for kernel in entry.kernels) or "-"), *format_spread(entry.wall)]
+            row += [str(entry.launches or "-"), *format_spread(entry.wall)]
             row.append("-" if entry.compile_s is None else f"{entry.compile_s:.1f}")
             rows.append([*row, format_number(entry.peak_bytes and entry.peak_bytes / 1e6)])
     return markdown(header, rows)
