@@ -96,8 +96,8 @@ class Plot:
 
         drawn = io.BytesIO()
         with style():
-            self.figure.savefig(drawn, format="png", dpi=200, facecolor="white")
-        image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+            self.figure.savefig(drawn, format="png", dpi=170, facecolor="white")
+        image = Image.open(drawn).convert("RGB").quantize(32, dither=Image.Dither.NONE)
         with files.replacing(folder / f"{self.name}.png") as file:
             image.save(file, format="png", optimize=True)
 
