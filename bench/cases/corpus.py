@@ -9,7 +9,6 @@ million of sentences.
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import itertools
 import multiprocessing
@@ -181,15 +180,7 @@ def run(args: argparse.Namespace) -> int:
         print(error)
         return 2
     embedder = Embedder(model=str(found), compute_dtype="float16" if gpu else "float32")
-    result = Result(
-        benchmark=NAME,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        partial=True,
-        environment=environment.describe(),
-        ceilings={},
-        settings={"weights": args.weights or "default", "cores": str(cores())},
-        cases=[],
-    )
+    result = results.begun(NAME, {"weights": args.weights or "default", "cores": str(cores())})
     for label, (count, passes) in plan(args, gpu=gpu).items():
         result.cases.append(case(label, count, sentences, embedder, passes))
         results.save(result, args.output)  # kept, should the run be interrupted

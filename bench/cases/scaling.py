@@ -8,7 +8,6 @@ work side by side.
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -298,15 +297,7 @@ def run(args: argparse.Namespace) -> int:
     }
     found = workloads(small=not gpu)
     models = {name: make for name, make in found.items() if any(part in name for part in args.models.split(","))}
-    result = Result(
-        benchmark=NAME,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        partial=True,
-        environment=environment.describe(),
-        ceilings={},
-        settings={},
-        cases=[],
-    )
+    result = results.begun(NAME, {})
     budget = dataclasses.replace(timing.QUICK if args.quick else timing.STANDARD, **QUEUES)
     say(f"{environment.device()}; {len(models)} models on {', '.join(map(str, counts))} devices")
     for name, make in models.items():

@@ -12,7 +12,6 @@ Each figure comes from a new process (`bench.cases.startup_programs`) with an em
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import json
 import os
@@ -256,15 +255,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(error)
         return 2
-    result = Result(
-        benchmark=NAME,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        partial=True,
-        environment=environment.describe(),
-        ceilings={},
-        settings={"weights": args.weights or "default"},
-        cases=[],
-    )
+    result = results.begun(NAME, {"weights": args.weights or "default"})
     for number, (title, measure) in enumerate(todo.items(), start=1):
         case = measure()
         result.cases.append(case)

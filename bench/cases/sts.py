@@ -12,7 +12,6 @@ import argparse
 import concurrent.futures
 import csv
 import dataclasses
-import datetime
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -252,20 +251,14 @@ def run(args: argparse.Namespace) -> int:
         f"{len(sentences)} distinct sentences, {np.mean([len(t) for t in tokens]):.1f} tokens on average;"
         f" reference: {by}, Spearman {correlation:.2f} on the {len(pairs)} test pairs"
     )
-    result = results.Result(
-        benchmark=NAME,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        partial=args.quick or not gpu or set(dtypes) != set(DTYPES),
-        environment=environment.describe(),
-        ceilings={},
-        settings={
-            "weights": checkpoint.origin,
-            "reference": by,
-            "batch size of others": str(args.batch_size),
-            "corpus": f"{len(corpus)} sentences, {len(text)} as text for ours",
-        },
-        cases=[],
-    )
+    settings = {
+        "weights": checkpoint.origin,
+        "reference": by,
+        "batch size of others": str(args.batch_size),
+        "corpus": f"{len(corpus)} sentences, {len(text)} as text for ours",
+    }
+    partial = args.quick or not gpu or set(dtypes) != set(DTYPES)
+    result = dataclasses.replace(results.begun(NAME, settings), partial=partial)
     for dtype in dtypes:
         encoder = minilm.Encoder.from_pretrained(found, dtype=DTYPES[dtype])
         output = encoder.encode(sentences, show_progress_bar=False)

@@ -10,7 +10,6 @@ and the state of the optimiser.
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,14 +263,10 @@ def run(args: argparse.Namespace) -> int:
         return 2
     shapes = SHAPES if gpu else CPU_SHAPES
     todo = [(m, shape) for m in models for shape in (shapes[m][:1] if args.quick else shapes[m])]
-    result = Result(
-        benchmark=NAME,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    result = dataclasses.replace(
+        results.begun(NAME, {"MiniLM's weights": checkpoint.origin}),
         partial=args.quick or args.no_compile or args.model is not None or not gpu,
-        environment=environment.describe(),
         ceilings=environment.measure_ceilings(timing.QUICK) if gpu else {},
-        settings={"MiniLM's weights": checkpoint.origin},
-        cases=[],
     )
     budget = timing.QUICK if args.quick or not gpu else timing.STANDARD
     no_compile = "--no-compile" if args.no_compile else "" if gpu else "torch.compile is measured on a GPU"

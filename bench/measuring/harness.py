@@ -40,7 +40,6 @@ code is 1 if a contender of ours failed or was wrong. Details: `Contender`, `Wor
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -246,15 +245,7 @@ class Benchmark:
                 no_compile=args.no_compile,
             )
             programs = JaxPrograms(list(workloads.values()), gpu=gpu)
-        result = results.Result(
-            benchmark=self.name,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            partial=True,
-            environment=environment.describe(),
-            ceilings={},
-            settings=settings,
-            cases=[],
-        )
+        result = results.begun(self.name, settings)
         if gpu:
             say("measuring the device's ceilings")
             result.ceilings.update(environment.measure_ceilings(budget))

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.measuring import environment
 from bench.measuring.timing import Measurement, Timing
 from pallas_models import files
 
@@ -182,6 +183,19 @@ def save(result: Result, folder: Path) -> Path:
     text = re.sub(r'(?={"(?:label|name)":)', "\n", json.dumps(data, separators=(",", ":")))
     files.write(path, text + "\n")
     return path
+
+
+def begun(benchmark: str, settings: dict[str, str]) -> Result:
+    """The result of a run that begins now on this machine: partial until it is `complete`."""
+    return Result(
+        benchmark=benchmark,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        partial=True,
+        environment=environment.describe(),
+        ceilings={},
+        settings=settings,
+        cases=[],
+    )
 
 
 def complete(result: Result, folder: Path) -> Result:
