@@ -345,6 +345,18 @@ def test_left_and_right_beyond_half_precision(compute_dtype, norm, mask):
     assert_close(out, exact, HALF_PRECISION[compute_dtype])
 
 
+def test_weights_that_the_norm_leaves_out(implementation):
+    # What a norm takes by 0 makes no sum larger, whatever its weights: none is scaled down for it.
+    params, x, mask = large_sides(1.0, 1.0)
+    x = x.at[..., 3].add(9.0)  # of one sign once normalised: no sum is a small difference
+    params["norm"] = {"scale": jnp.zeros(16).at[3].set(0.5), "bias": jnp.zeros(16)}
+    kernel = params["projections"]["kernel"]
+    params["projections"]["kernel"] = (kernel * 4096.0).at[3].set(kernel[3])
+    out = update(direction="outgoing", implementation=implementation, epsilon=1e-12)(params, x, mask)
+    exact = update(direction="outgoing", implementation="xla", compute_dtype="float32", epsilon=1e-12)
+    assert_close(out, exact(params, x, mask), HALF_PRECISION["float16"])
+
+
 @both_directions
 def test_product_of_pieces(direction):
     """Matrices in pieces, as they come from other devices, and tiles that have to divide those."""

@@ -472,16 +472,16 @@ def _side_scales(
 ) -> jax.Array:
     """Powers of two for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is: (2,).
 
-    The squares of a normalised row of C channels add up to C at most. So those of its channels, each scaled and
-    shifted, do to 2 C when divided by a >= |norm_scale| + |norm_bias|, and what is projected is by Cauchy and
-    Schwarz at most sqrt(2 C) |a w| + |bias|. NaN where even that is beyond float32.
+    The squares of a normalised row of C channels add up to C at most. So what is projected is by Cauchy and
+    Schwarz at most sqrt(C) |norm_scale w| plus the sum of |norm_bias w| and |bias|. NaN where even that is beyond
+    float32.
 
-    Weights take these scales, too: neither a nor the mask counts as less than 1, which keeps them from growing
-    beyond their own range, nor a mask for so much that float16 rounds them. Sums of such masks may be infinite.
+    Weights take these scales, too, which must not make them grow beyond their own range. Nor does the mask count
+    as less than 1, nor for so much that float16 rounds it. Sums of such masks may be infinite.
     """
-    a = jnp.maximum(jnp.abs(norm_scale) + jnp.abs(norm_bias), 1.0)[:, None, None]
-    squares = jnp.sum(jnp.square(w_in[:, ::2].astype(jnp.float32) * a), axis=0)
-    bound = jnp.sqrt(2.0 * len(a) * squares)
+    w = jnp.abs(w_in[:, ::2].astype(jnp.float32))
+    scaled, shifted = (jnp.abs(p.astype(jnp.float32))[:, None, None] * w for p in (norm_scale, norm_bias))
+    bound = jnp.sqrt(len(w) * jnp.sum(jnp.square(scaled), axis=0)) + jnp.sum(shifted, axis=0)
     if b_in is not None:
         bound += jnp.abs(b_in[::2])
     bound = jnp.max(bound, axis=1)
@@ -491,7 +491,9 @@ def _side_scales(
         bound *= jnp.clip(
             by_channels.largest(jnp.max(size)), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf
         )
-    exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], 30)  # the squares of both are within float32
+    growth = jnp.finfo(w_in.dtype).maxexp - 1 - jnp.frexp(jnp.max(w, axis=(0, 2)))[1]
+    exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], growth)
+    exponent = jnp.minimum(exponent, 30)  # the squares of both are within float32
     return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
 
 
