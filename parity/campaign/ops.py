@@ -424,8 +424,8 @@ def _segment_mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
 
 
 def _triangle_update(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
-    b = pick.of((1, 2))
-    n = pick.of((64, 128) if ON_GPU else (64,)) if mosaic else pick.size(most=160 if ON_GPU else 33)
+    n = pick.of((64, 128) if ON_GPU else (64,)) if mosaic else pick.size(most=129 if ON_GPU else 33)
+    b = pick.of((1, 2)) if n <= 64 else 1  # a reference of more takes half a minute
     c, h = (
         (pick.of((64, 96, 128)), pick.of((32, 64, 128))) if mosaic else (pick.size(most=128), pick.size(most=128))
     )
