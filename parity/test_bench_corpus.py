@@ -43,6 +43,12 @@ def test_memory_is_that_of_the_children_too():
     assert corpus.resident_mib() < before + 50
 
 
+def test_what_ends_while_it_is_looked_at_counts_nothing(tmp_path):
+    (tmp_path / "statm").write_text("12 34\n")
+    assert corpus.words(tmp_path / "statm") == ["12", "34"]
+    assert corpus.words(tmp_path / "children") == []
+
+
 def test_a_run(tmp_path, monkeypatch, capsys):
     """In this process, where a case has one of its own otherwise."""
     monkeypatch.setattr(environment, "has_gpu", lambda: False)

@@ -71,15 +71,17 @@ def write(path: Path, sentences: Sequence[str], count: int) -> None:
 
 def resident_mib() -> float:
     """What is resident of this process and its children, in MiB."""
-    children = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
-    pids = ["self", *itertools.chain.from_iterable(children)]
-    pages = 0
-    for pid in pids:
-        try:
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
-            continue
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    children = [words(path) for path in Path("/proc/self/task").glob("*/children")]
+    pages = (words(Path(f"/proc/{pid}/statm")) for pid in itertools.chain(["self"], *children))
+    return sum(int(page[1]) for page in pages if page) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def words(path: Path) -> list[str]:
+    """The words of a file of /proc, none if the thread or process has ended."""
+    try:
+        return path.read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 class Watch:
