@@ -310,14 +310,14 @@ MUTANTS = [
         ),
         (
             "post_norm_mlp.py",
-            "row = j * n + part * half + k * _BLOCK",
-            "row = j * n + consumer * half + k * _BLOCK",
+            "j * n + part * half + k * _BLOCK",
+            "j * n + consumer * half + k * _BLOCK",
             "test_post_norm_mlp.py -k hopper_kernel",
         ),
         (
             "post_norm_mlp.py",
-            "normalise(sum_up(functools.partial(add_hidden, i, start)), 3, 4, 5)",
-            "normalise(sum_up(functools.partial(add_hidden, i, start)), 0, 4, 5)",
+            "normalise(sum_up(products), 3 * phase)",
+            "normalise(sum_up(products), 0 * phase)",
             "test_post_norm_mlp.py -k hopper_kernel",
         ),
         (

@@ -6,9 +6,7 @@ adds what all of them give to its columns. The activation of one is taken under 
 """
 
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -122,52 +120,53 @@ def post_norm_mlp(
             return Ring(refs.full, refs.consumed, _STAGES, consumer * _STAGES)
 
         def copy_vectors() -> None:
-            for start in range(0, n, half):
-                part = pl.ds(start, half)
+            @pl.loop(0, _CONSUMERS)
+            def _(part: jax.Array) -> None:
+                columns = pl.ds(part * half, half)
                 for i, name in enumerate(_VECTORS):
-                    there = refs.vector_tiles.at[i, part]
-                    plgpu.copy_gmem_to_smem(getattr(refs, name).at[part], there, refs.vectors_full)
-            for start in range(0, f, half):
-                part = pl.ds(start, half)
-                plgpu.copy_gmem_to_smem(refs.bias_up.at[part], refs.bias_tile.at[part], refs.vectors_full)
+                    there = refs.vector_tiles.at[i, columns]
+                    plgpu.copy_gmem_to_smem(getattr(refs, name).at[columns], there, refs.vectors_full)
+
+            @pl.loop(0, f // half)
+            def _(part: jax.Array) -> None:
+                columns = pl.ds(part * half, half)
+                plgpu.copy_gmem_to_smem(refs.bias_up.at[columns], refs.bias_tile.at[columns], refs.vectors_full)
 
         def copy_rows(i: jax.Array) -> None:
-            for block in range(_CONSUMERS * blocks):
-                columns = pl.ds(block * _BLOCK, _BLOCK)
-                there = refs.h_tiles.at[block // blocks, block % blocks]
-                plgpu.copy_gmem_to_smem(refs.y.at[rows_of(i), columns], there, refs.rows_full)
-                plgpu.copy_gmem_to_smem(refs.x.at[rows_of(i), columns], refs.x_tiles.at[block], refs.rows_full)
+            for part in range(_CONSUMERS):
+                columns = pl.ds(part * half, half)
+                plgpu.copy_gmem_to_smem(refs.y.at[rows_of(i), columns], refs.h_tiles.at[part], refs.rows_full)
+                plgpu.copy_gmem_to_smem(refs.x.at[rows_of(i), columns], refs.x_tiles.at[part], refs.rows_full)
 
         def copy_weights(step: jax.Array) -> jax.Array:
             """Copies all weights, in the order of the ring from `step` on; returns the step after the last."""
 
-            def copy(consumer: int, w: Ref, row: jax.Array, column: jax.Array | int, step: jax.Array) -> jax.Array:
+            def copy(w: Ref, row: jax.Array, column: jax.Array, consumer: jax.Array, step: jax.Array) -> jax.Array:
                 ring = ring_of(consumer)
                 slot = ring.acquire(step)
-                source = w.at[pl.Slice(row, _BLOCK), pl.Slice(column, half)]
+                source = w.at[pl.Slice(row, _BLOCK), pl.Slice(column + consumer * half, half)]
                 plgpu.copy_gmem_to_smem(source, refs.slots.at[slot], ring.full_of(slot))
                 return step + 1
 
-            def out(k: jax.Array, step: jax.Array) -> jax.Array:
-                for consumer in range(_CONSUMERS):
-                    step = copy(consumer, refs.w_out, k * _BLOCK, consumer * half, step)
-                return step
+            def out(i: jax.Array, step: jax.Array) -> jax.Array:
+                k, consumer = jax.lax.div(i, _CONSUMERS), jax.lax.rem(i, _CONSUMERS)
+                return copy(refs.w_out, k * _BLOCK, jnp.int32(0), consumer, step)
 
             def of_round(j: jax.Array, step: jax.Array) -> jax.Array:
-                def up(consumer: int, k: jax.Array, step: jax.Array) -> jax.Array:
-                    return copy(consumer, refs.w_up, k * _BLOCK, j * n + consumer * half, step)
+                def up(i: jax.Array, step: jax.Array) -> jax.Array:
+                    consumer, k = jax.lax.div(i, up_steps), jax.lax.rem(i, up_steps)
+                    return copy(refs.w_up, k * _BLOCK, j * n, consumer, step)
 
-                def down(part: int, consumer: int, k: jax.Array, step: jax.Array) -> jax.Array:
-                    row = j * n + part * half + k * _BLOCK
-                    return copy(consumer, refs.w_down, row, consumer * half, step)
+                def down(i: jax.Array, step: jax.Array) -> jax.Array:
+                    part, i = jax.lax.div(i, _CONSUMERS * down_steps), jax.lax.rem(i, _CONSUMERS * down_steps)
+                    consumer, k = jax.lax.div(i, down_steps), jax.lax.rem(i, down_steps)
+                    return copy(refs.w_down, j * n + part * half + k * _BLOCK, jnp.int32(0), consumer, step)
 
-                for consumer in range(_CONSUMERS):
-                    step = jax.lax.fori_loop(0, up_steps, functools.partial(up, consumer), step)
-                for part, consumer in itertools.product(range(_CONSUMERS), repeat=2):
-                    step = jax.lax.fori_loop(0, down_steps, functools.partial(down, part, consumer), step)
-                return step
+                step = jax.lax.fori_loop(0, _CONSUMERS * up_steps, up, step)
+                return jax.lax.fori_loop(0, _CONSUMERS**2 * down_steps, down, step)
 
-            return jax.lax.fori_loop(0, rounds, of_round, jax.lax.fori_loop(0, out_steps, out, step))
+            step = jax.lax.fori_loop(0, _CONSUMERS * out_steps, out, step)
+            return jax.lax.fori_loop(0, rounds, of_round, step)
 
         def produce() -> None:
             def copy_tile(i: jax.Array, step: jax.Array) -> jax.Array:
@@ -208,24 +207,24 @@ def post_norm_mlp(
             plgpu.wgmma_wait(0)
             ring.release(slot_of(steps - 1))
 
-        def columns_of(block: int) -> pl.Slice:
-            return pl.Slice(warpgroup * half + block * _BLOCK, _BLOCK)
+        own_columns = pl.Slice(warpgroup * half, half)
+
+        def block_of(tiles: Ref, k: jax.Array) -> Ref:
+            """Block k of the columns of both halves."""
+            part, k = jax.lax.div(k, blocks), jax.lax.rem(k, blocks)
+            return tiles.at[part, :, pl.ds(k * _BLOCK, _BLOCK)]
 
         def along_rows(v: jax.Array) -> jax.Array:
-            return jax.lax.broadcast_in_dim(v, (_ROWS, _BLOCK), [0])
-
-        def total(values: Iterable[jax.Array]) -> jax.Array:
-            """The sum of each row of blocks side by side."""
-            return functools.reduce(operator.add, (jnp.sum(v, axis=1) for v in values))
+            return jax.lax.broadcast_in_dim(v, (_ROWS, half), [0])
 
         def meet(barrier: Ref) -> None:
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
 
-        def moments(ys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def moments(y: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Mean and variance of each row, as in `matmul_layer_norm`."""
-            mean = total(ys) * (1.0 / half)
-            square = total(jnp.square(y - along_rows(mean)) for y in ys)
+            mean = jnp.sum(y, axis=1) * (1.0 / half)
+            square = jnp.sum(jnp.square(y - along_rows(mean)), axis=1)
             for i, value in enumerate((mean, square)):
                 refs.moments.at[warpgroup, i][...] = value
             meet(refs.known.at[0])
@@ -236,31 +235,22 @@ def post_norm_mlp(
             square += square_there + jnp.square(mean - mean_there) * (half / 2)
             return (mean + mean_there) * 0.5, square * (1.0 / n)
 
-        def normalise(sums: jax.Array, bias: int, scale: int, offset: int) -> None:
+        def normalise(sums: jax.Array, first: jax.Array) -> None:
             """Replaces the rows of x by layer_norm(sums + bias + x), of which this warpgroup has its columns."""
 
-            def vector(i: int, block: int) -> jax.Array:
-                return row(refs.vector_tiles.at[i, columns_of(block)], (_ROWS, _BLOCK))
+            def vector(i: int) -> jax.Array:
+                return row(refs.vector_tiles.at[first + i, own_columns], (_ROWS, half))
 
-            own = [warpgroup * blocks + block for block in range(blocks)]
-            ys = [
-                sums[:, block * _BLOCK : (block + 1) * _BLOCK]
-                + vector(bias, block)
-                + refs.x_tiles[own[block]].astype(jnp.float32)
-                for block in range(blocks)
-            ]
-            mean, variance = moments(ys)
-            rstd = jax.lax.rsqrt(variance + epsilon)
-            for block, y in enumerate(ys):
-                y = (y - along_rows(mean)) * along_rows(rstd) * vector(scale, block) + vector(offset, block)
-                refs.x_tiles[own[block]] = y.astype(dtype)
+            x = refs.x_tiles.at[warpgroup]
+            y = sums + vector(0) + x[...].astype(jnp.float32)
+            mean, variance = moments(y)
+            y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon)) * vector(1) + vector(2)
+            x[...] = y.astype(dtype)
             plgpu.commit_smem()
             meet(refs.known.at[1])  # both have read the moments, and written their columns
 
         def project_out(start: jax.Array, sums: Ref) -> None:
-            def left(k: jax.Array) -> Ref:
-                return refs.h_tiles.at[jax.lax.div(k, blocks), jax.lax.rem(k, blocks)]
-
+            left = functools.partial(block_of, refs.h_tiles)
             multiply(sums, left, out_steps, start + warpgroup, stride=_CONSUMERS)
 
         def add_hidden(i: jax.Array, start: jax.Array, sums: Ref) -> None:
@@ -268,24 +258,28 @@ def post_norm_mlp(
                 first = start + _CONSUMERS * out_steps + j * round_steps
 
                 def up(sums: Ref) -> None:
-                    multiply(sums, lambda k: refs.x_tiles.at[k], up_steps, first + warpgroup * up_steps)
+                    left = functools.partial(block_of, refs.x_tiles)
+                    multiply(sums, left, up_steps, first + warpgroup * up_steps)
 
                 values = sum_up(up)
                 # The other warpgroup still multiplies those of the last round.
                 pl.when(i * rounds + j > 0)(lambda: plgpu.barrier_wait(refs.h_free.at[warpgroup]))
-                for block in range(blocks):
-                    z = values[:, block * _BLOCK : (block + 1) * _BLOCK]
-                    columns = pl.ds(j * n + warpgroup * half + block * _BLOCK, _BLOCK)
-                    z = activate(activation, z + row(refs.bias_tile.at[columns], z.shape), dtype)
-                    refs.h_tiles[warpgroup, block] = z.astype(dtype)
+                z = values + row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], values.shape)
+                refs.h_tiles.at[warpgroup][...] = activate(activation, z, dtype).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.h_full.at[warpgroup])
                 first += _CONSUMERS * up_steps + warpgroup * down_steps
-                for part in range(_CONSUMERS):
+
+                @pl.loop(0, _CONSUMERS)
+                def add_part(part: jax.Array) -> None:
                     # What it has written itself it need not wait for.
-                    pl.when(warpgroup != part)(functools.partial(plgpu.barrier_wait, refs.h_full.at[part]))
-                    left = functools.partial(lambda part, k: refs.h_tiles.at[part, k], part)
+                    pl.when(warpgroup != part)(lambda: plgpu.barrier_wait(refs.h_full.at[part]))
+
+                    def left(k: jax.Array) -> Ref:
+                        return block_of(refs.h_tiles, part * blocks + k)
+
                     multiply(sums, left, down_steps, first + part * _CONSUMERS * down_steps)
+
                 plgpu.barrier_arrive(refs.h_free.at[other])
 
             jax.lax.fori_loop(0, rounds, of_round, None)
@@ -297,11 +291,16 @@ def post_norm_mlp(
             def _(i: jax.Array) -> None:
                 start = i * tile_steps
                 plgpu.barrier_wait(refs.rows_full)
-                normalise(sum_up(functools.partial(project_out, start)), 0, 1, 2)
-                normalise(sum_up(functools.partial(add_hidden, i, start)), 3, 4, 5)
-                for block in range(blocks):
-                    there = refs.o.at[rows_of(i), columns_of(block)]
-                    plgpu.copy_smem_to_gmem(refs.x_tiles.at[warpgroup * blocks + block], there)
+
+                @pl.loop(0, 2)
+                def _(phase: jax.Array) -> None:
+                    def products(sums: Ref) -> None:
+                        pl.when(phase == 0)(functools.partial(project_out, start, sums))
+                        pl.when(phase == 1)(functools.partial(add_hidden, i, start, sums))
+
+                    normalise(sum_up(products), 3 * phase)
+
+                plgpu.copy_smem_to_gmem(refs.x_tiles.at[warpgroup], refs.o.at[rows_of(i), own_columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(refs.rows_free)
 
@@ -323,20 +322,20 @@ def post_norm_mlp(
         | {name: v.astype(jnp.float32) for name, v in vectors.items()},
         dict(o=jax.ShapeDtypeStruct((m, n), dtype)),
         dict(
-            x_tiles=tiled((_CONSUMERS * blocks, _ROWS, _BLOCK), dtype),
-            h_tiles=tiled((_CONSUMERS, blocks, _ROWS, _BLOCK), dtype),  # hidden values; before those, y
+            x_tiles=tiled((_CONSUMERS, _ROWS, half), dtype),
+            h_tiles=tiled((_CONSUMERS, _ROWS, half), dtype),  # hidden values; before those, y
             slots=tiled((_STAGES, _BLOCK, half), dtype),
             vector_tiles=plgpu.SMEM((len(vectors), n), jnp.float32),
             bias_tile=plgpu.SMEM((f,), jnp.float32),
             moments=plgpu.SMEM((_CONSUMERS, 2, _ROWS), jnp.float32),
+            known=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
             full=plgpu.Barrier(num_barriers=_CONSUMERS * _STAGES),
             consumed=plgpu.Barrier(num_barriers=_STAGES),
             vectors_full=plgpu.Barrier(num_arrivals=2 * len(vectors) + f // half),
-            rows_full=plgpu.Barrier(num_arrivals=2 * _CONSUMERS * blocks),
+            rows_full=plgpu.Barrier(num_arrivals=2 * _CONSUMERS),
             rows_free=plgpu.Barrier(num_arrivals=_CONSUMERS),
             h_full=plgpu.Barrier(num_barriers=_CONSUMERS),
             h_free=plgpu.Barrier(num_barriers=_CONSUMERS),
-            known=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
         ),
         name="post_norm_mlp",
         num_ctas=num_ctas,
