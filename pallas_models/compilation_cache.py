@@ -10,7 +10,6 @@ Compiled code is code: give no folder that others may write to.
 import argparse
 import functools
 import hashlib
-import importlib
 import os
 import pickle
 import platform
@@ -108,8 +107,7 @@ class Executables:
         if hashlib.sha256(payload).digest() != digest:
             self._warn(f"{path} is corrupt")
             return None
-        if target.current().is_hopper:  # Mosaic's kernels are linked with what this import loads
-            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+        target.start()  # Mosaic's kernels are linked with what this loads
         try:
             serialized, in_tree, out_tree = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(

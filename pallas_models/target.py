@@ -1,11 +1,15 @@
 """Which GPU a program is for: decided here for dispatch, tables, heuristics and grids."""
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import re
+import threading
 
 import jax
 
+_WITHOUT_GPU_S = 0.1  # in which JAX has started where there is no GPU
 _KIB = 1024
 _LARGE, _SMALL = 227 * _KIB, 99 * _KIB
 # Bytes of shared memory that a CTA may use, by compute capability; those of datacenters have more.
@@ -62,6 +66,20 @@ class Target:
 
 # What every GPU from Ampere on runs: for programs that are lowered without knowing where they will run.
 ANY = Target(name="", capability=(8, 0), num_cores=108, shared_memory=_SMALL)
+
+
+def start() -> None:
+    """Starts the GPU of this process, if there is one, and imports what Hopper's kernels are lowered with.
+
+    Both at once, as only the import needs the interpreter, and before it is known what GPU there is.
+    """
+    starting = threading.Thread(target=_local)
+    starting.start()
+    starting.join(_WITHOUT_GPU_S)
+    if starting.is_alive() or _local().is_hopper:
+        with contextlib.suppress(ImportError):  # whoever needs it will see that
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    starting.join()
 
 
 def current() -> Target:

@@ -488,6 +488,13 @@ MUTANTS = [
             "test_encoder.py test_packing.py",
         ),
         (
+            "minilm/encoder.py",
+            "threading.Thread(target=targets.start).start()",
+            "",
+            "test_encoder.py -k gpu_starts",
+        ),
+        ("target.py", "starting.is_alive() or ", "", "test_target.py -k leaves_time"),
+        (
             "minilm/cross_encoder.py",
             "(before + first, second)",
             "(first, before + second)",

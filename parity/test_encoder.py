@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import weights
-from pallas_models import gpt2, minilm
+from pallas_models import gpt2, minilm, target
 from pallas_models.__main__ import EXAMPLES
 from pallas_models.minilm import Encoder, packing, pipeline, programs
 from parity import checkpoints
@@ -296,6 +296,13 @@ def test_devices_take_turns(folder, tmp_path):
 
 
 # Programs
+
+
+def test_a_gpu_starts_while_files_are_read(folder, monkeypatch):
+    started = threading.Event()
+    monkeypatch.setattr(target, "start", started.set)
+    Encoder.from_pretrained(folder)
+    assert started.wait(10)
 
 
 def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):

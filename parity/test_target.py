@@ -1,6 +1,8 @@
 """Which GPU is compiled for, and that every kernel fits it."""
 
+import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +125,19 @@ CALLS = {
         ),
     }.items()
 }
+
+
+@pytest.mark.parametrize("capability, seconds, imports", [((9, 0), 0, 1), ((8, 0), 0, 0), ((8, 0), 0.3, 1)])
+def test_a_gpu_that_starts_leaves_time_to_import_mosaic(monkeypatch, capability, seconds, imports):
+    def starting() -> target.Target:
+        time.sleep(seconds)
+        return dataclasses.replace(target.ANY, capability=capability)
+
+    imported: list[str] = []
+    monkeypatch.setattr(target, "_local", starting)
+    monkeypatch.setattr(target.importlib, "import_module", imported.append)
+    target.start()
+    assert imported == ["jax.experimental.pallas.mosaic_gpu"] * imports
 
 
 # One of each kind: what is chosen depends on nothing else where no table is asked.

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -21,6 +22,7 @@ from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from pallas_models import compilation_cache as caches
+from pallas_models import target as targets
 from pallas_models.minilm import inputs, model, packing, pipeline, tokenizing
 from pallas_models.minilm import similarity as similarities
 from pallas_models.minilm.heads import HEAD, Head
@@ -186,6 +188,7 @@ class Encoder:
           ValueError: an argument does not fit the model, or there is no such device.
         """
         check_weights_package()
+        threading.Thread(target=targets.start).start()  # until parameters go there, all else can be read
         from weights import hub, loading, modules, text
 
         found = hub.resolve(path)
@@ -196,9 +199,10 @@ class Encoder:
         config = loading.load_config(family, source)
         if max_length is None and described.max_length is not None:
             max_length = min(described.max_length, config.max_positions)
+        tokenizer = text.read_tokenizer(described.transformer, lower_case=described.lower_case)
         return cls(
             loading.load(family, source, dtype),
-            text.read_tokenizer(described.transformer, lower_case=described.lower_case),
+            tokenizer,
             config=config,
             head=described.head,
             head_params=modules.load_head(described, dtype),
