@@ -419,6 +419,17 @@ def _hopper_masked_attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return q, k, v, jnp.asarray(rng.integers(0, 4, k.shape[:2]) > 0, jnp.int32), *ids
 
 
+def _hopper_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, n = (19, 9216) if size == 1 else (40, 16384)
+    rng = np.random.default_rng(40)
+    return normal(rng, m, n, dtype=dtype), *(normal(rng, n, dtype=dtype, shift=shift) for shift in (1.0, 0.0))
+
+
+def _call_hopper_norm(x, scale, bias, *, implementation):
+    """The kernel is that of the gradient; the norm itself is Triton's."""
+    return ops.layer_norm(x, scale, bias, implementation=("triton", implementation))
+
+
 # Calls that the kernels for Hopper serve: tiles of 64, half precisions. With size 1 the last tile reaches past the
 # end where a kernel allows it.
 HOPPER_CALLS = [
@@ -427,6 +438,7 @@ HOPPER_CALLS = [
     Call("mlp", _call_hopper_mlp, _hopper_mlp, 5),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
     Call("post_norm_mlp", _call_post_norm_mlp, _hopper_post_norm_mlp, 12, (0, 1)),
+    Call("layer_norm", _call_hopper_norm, _hopper_norm, 3, (0, 1)),
     Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
     Call("attention", _call_hopper_attention, _hopper_attention, 3),
     Call("attention_masked", _call_hopper_masked_attention, _hopper_masked_attention, 3),

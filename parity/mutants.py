@@ -602,6 +602,24 @@ MUTANTS = [
             "test_norm.py -k gradient",
         ),
         (
+            "kernels/mosaic/norm_backward.py",
+            "zip(totals, (h * dout, dout), strict=False)",
+            "zip(totals, (h * dh, dout), strict=False)",
+            "test_norm.py -k cluster",
+        ),
+        (
+            "kernels/mosaic/norm_backward.py",
+            "                dx -= mean\n",
+            "                dx += mean\n",
+            "test_norm.py -k cluster",
+        ),
+        (
+            "kernels/mosaic/norm_backward.py",
+            "after = known(step + 2)",
+            "after = known(step + 1)",
+            "test_norm.py -k cluster",
+        ),
+        (
             "kernels/triton/column_sums.py",
             "        return total + load(",
             "        return load(",

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic.norm_backward import unsupported
 from pallas_models.kernels.triton.norm import Config
 from pallas_models.kernels.triton.norm_backward import Config as BackwardConfig
 from pallas_models.kernels.triton.norm_backward import norm_backward
 from pallas_models.ops.norm import reference as xla
 from parity.common import (
     KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
     ON_GPU,
     assert_close,
     assert_equal,
@@ -28,7 +31,7 @@ from parity.common import (
     normal,
     traces,
 )
-from parity.test_lowering import HOPPER
+from parity.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 from parity.tolerances import CHAIN, GRADIENT, LONG, OP, SHORT
 
 SHAPES = by_device(
@@ -390,6 +393,66 @@ def test_gradients_of_rows_that_no_registers_hold(name):
     assert not traces(f"{name}_backward", pull(KERNEL), *arrays)
     for out, wanted in zip(pull(KERNEL)(*arrays), pull("xla")(*arrays), strict=True):
         assert_close(out, wanted, LONG)
+
+
+# What a cluster of CTAs shares on Hopper. The interpreter has two CTAs instead, and two warpgroups in each.
+LONG_ROWS = by_device(cpu=[(9, 9216)], gpu=[(130, 12288), (67, 18432), (35, 20480), (300, 65536)])
+
+
+@pytest.mark.parametrize("shape", LONG_ROWS, ids=str)
+@pytest.mark.parametrize("name, dtype", [("layer_norm", "float32"), ("rms_norm", "bfloat16")])
+def test_gradients_of_rows_that_a_cluster_shares(reference, name, dtype, shape):
+    x, scale, bias, residual = operands(shape, dtype, seed=25)
+    fits = shape[1] < 65536 or dtype == "bfloat16"  # the residual and its cotangent on chip, too
+    rest = ((scale, bias) if name == "layer_norm" else (scale,)) + ((residual,) if fits else ())
+    cotangents = tuple(normal(np.random.default_rng(seed), *shape, dtype=dtype) for seed in (26, 27))
+
+    def function(x, *rest):
+        *vectors, last = rest if fits else (*rest, None)
+        out = getattr(ops, name)(x, *vectors, residual=last, return_residual=fits, implementation=(MOSAIC, KERNEL))
+        return out if fits else (out, x)
+
+    first, second = map(reference.tensor, cotangents)
+
+    def torch_loss(x, *rest):
+        out = getattr(reference, name)(x, *rest)
+        return (out * first + (x + rest[-1] if fits else x) * second).sum()
+
+    def pull(x, *rest):
+        return jax.vjp(function, x, *rest)[1](cotangents)
+
+    assert "warpgroup" in str(jax.make_jaxpr(pull)(x, *rest))
+    wanted = reference.gradients(torch_loss, (x, *rest), np.ones(()))
+    for gradient, expected, array in zip(jax.jit(pull)(x, *rest), wanted, (x, *rest), strict=True):
+        assert gradient.dtype == array.dtype
+        assert_close(gradient, expected, OP[dtype])
+
+
+@pytest.mark.parametrize("n, own", [(65536, True), (18432, True), (10000, False), (4096, False)])
+def test_gradients_of_long_rows_have_a_kernel_of_their_own_on_hopper(n, own):
+    x, scale = jax.ShapeDtypeStruct((40, n), "bfloat16"), jax.ShapeDtypeStruct((n,), "float32")
+
+    def gradient(x, scale):
+        return jax.vjp(ops.rms_norm, x, scale)[1](x)
+
+    for device in DEVICES:
+        with cuda_device(*device):
+            assert (MOSAIC_CALL in lowered_for_cuda(gradient, x, scale)) == (own and device == HOPPER)
+
+
+@pytest.mark.parametrize(
+    "n, dtype, residual, message",
+    [
+        (8192, "float32", None, "not 2 arrays of 8192 columns in float32"),
+        (10000, "float32", None, "not 2 arrays of 10000 columns in float32"),
+        (66560, "bfloat16", None, "not 2 arrays of 66560 columns in bfloat16"),
+        (65536, "float32", "float32", "not 4 arrays of 65536 columns in float32"),
+        (9216, "float32", "bfloat16", "takes a residual of the dtype of x, float32, not bfloat16"),
+    ],
+)
+def test_rows_that_no_cluster_shares(n, dtype, residual, message):
+    x, other = (kind and jax.ShapeDtypeStruct((8, n), kind) for kind in (dtype, residual))
+    assert message in unsupported(x, None, None, other, return_residual=residual is not None)
 
 
 @pytest.mark.parametrize("changes", [dict(num_programs=0), dict(num_stages=3), dict(block_m=3)], ids=str)

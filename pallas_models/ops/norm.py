@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_models.kernels.mosaic import norm_backward as mosaic
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
@@ -260,6 +261,13 @@ _OP = Op(
     reference=reference,
     kernels=(Kernel(backend="triton", call=triton.norm, config=triton.Config),),
     backward=(
+        Backward(
+            backend="mosaic",
+            call=mosaic.norm_backward,
+            keeps=-1,
+            options={"return_statistics": True},
+            refuses=mosaic.unsupported,
+        ),
         Backward(
             backend="triton",
             call=norm_backward,

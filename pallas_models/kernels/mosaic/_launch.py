@@ -25,6 +25,7 @@ def launch(
     num_ctas: int,
     num_warpgroups: int,
     interpret: bool,
+    cluster: int = 1,
     **compiler_params: Any,
 ) -> list[jax.Array]:
     """Runs `body` in each warpgroup of each CTA, whose indices are those of the axes "warpgroup" and "cta".
@@ -34,6 +35,8 @@ def launch(
       operands: arrays in device memory, None for what a call does not have.
       out_type: what the kernel writes, None for what a call does not ask for.
       scratch_types: shared memory and barriers of a CTA.
+      cluster: CTAs in each cluster; where there are several, "cta" and `num_ctas` count clusters, and the axis
+        "rank" the CTAs of one.
       compiler_params: of Mosaic GPU, beside those that all kernels share.
 
     Returns:
@@ -57,6 +60,7 @@ def launch(
         grid_names=("cta",),
         num_threads=num_warpgroups,
         thread_name="warpgroup",
+        **({} if cluster == 1 else dict(cluster=(cluster,), cluster_names=("rank",))),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **compiler_params
         ),
