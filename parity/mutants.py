@@ -297,6 +297,24 @@ MUTANTS = [
             "test_attention.py -k hopper_kernel",
         ),
         (
+            "attention_backward.py",
+            "+ sign * high + 2 * _ROWS - 1)",
+            "+ sign * high + _ROWS - 1)",
+            "test_attention_backward.py -k hopper_kernel",
+        ),
+        (
+            "attention_backward.py",
+            "low, high = (band.high, band.low)",
+            "low, high = (band.low, band.high)",
+            "test_attention_backward.py -k hopper_kernel",
+        ),
+        (
+            "attention_backward.py",
+            "dtype), other_first.at[part])",
+            "dtype), other_first.at[parts[0]])",
+            "test_attention_backward.py -k hopper_kernel",
+        ),
+        (
             "matmul_layer_norm.py",
             "square += square_there + jnp.square(mean - mean_there) * (half / 2)",
             "square += square_there",
@@ -336,11 +354,12 @@ MUTANTS = [
         ),
         (
             "matmul.py",
-            "tile, kept_parts, preactivation, wait=True)",
-            "tile, kept_parts, value, wait=True)",
+            "refs.kept, preactivation)",
+            "refs.kept, value)",
             "test_matmul.py -k applied_to",
         ),
-        ("matmul_backward.py", "tile.batch * rows + ks.start", "ks.start", "test_matmul_backward.py -k weights"),
+        ("matmul_backward.py", "Slice(start + ks.start", "Slice(ks.start", "test_matmul_backward.py -k weights"),
+        ("matmul_backward.py", "* (first_rows - rows)", "* 0", "test_matmul_backward.py -k weights"),
         (
             "matmul_backward.py",
             "return jax.lax.div(tile.row, config.block_m) * groups + i",
@@ -355,8 +374,14 @@ MUTANTS = [
         ),
         (
             "_common.py",
-            "half * change * (1.0 - t * t)",
-            "half * change * (1.0 - t)",
+            "(x - x * t) * (a + c * square)",
+            "(x - t) * (a + c * square)",
+            "test_matmul_backward.py -k slope",
+        ),
+        (
+            "_common.py",
+            "jnp.float16), -limit, limit)",
+            "jnp.float16), -limit)",
             "test_matmul_backward.py -k slope",
         ),
         (

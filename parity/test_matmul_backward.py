@@ -10,7 +10,7 @@ import pytest
 from pallas_models import ops
 from pallas_models.kernels.mosaic import matmul
 from pallas_models.kernels.mosaic import matmul_backward as backward
-from parity.common import ON_GPU, assert_close, cuda_device, gpu, kernel_calls, normal
+from parity.common import ON_GPU, assert_close, cuda_device, float64, gpu, kernel_calls, normal
 from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.test_matmul import edges
 from parity.tolerances import LONG, OP, ROUNDED
@@ -29,8 +29,11 @@ def config(block_m: int, block_n: int, splits: int, **options: int) -> backward.
             config(128, 256, 2, num_slots=1),
             "bfloat16",
         ),  # fewer tiles in a column than groups of 64
+        ((384, 128, 128), config(128, 128, 3, uneven=True), "bfloat16"),
         pytest.param((328, 192, 320), config(128, 192, 3), "bfloat16", marks=edges),
         pytest.param((72, 64, 64), config(256, 128, 2), "float16", marks=edges),  # nothing is left for a split
+        pytest.param((328, 72, 64), config(128, 64, 3, uneven=True), "float16", marks=edges),
+        pytest.param((64, 64, 64), config(128, 64, 3, uneven=True), "float16", marks=edges),
     ],
 )
 def test_gradients_of_weights_and_bias(shape, tiles, dtype):
@@ -53,13 +56,8 @@ def test_sums_of_columns_are_those_of_whole_tiles():
     assert "f32[2,128]" in str(jax.make_jaxpr(call)(x, dy))
 
 
-@pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_slope_of_an_activation(activation, dtype):
-    # K of one element that counts: the product is exact, and what differs is the slope.
-    x = jnp.zeros((128, 64), dtype).at[:, 0].set(1.0)
-    w = jnp.zeros((64, 64), dtype).at[:, 0].set(jnp.asarray([1.0, -2.0, 0.25, 4.0] * 16, dtype))
-    y = jnp.broadcast_to(jnp.linspace(-6, 6, 128).astype(dtype)[:, None], (128, 64))
+def times_slope(activation, x, w, y):
+    """x w^T times the slope of the activation at y, by the kernel."""
     call = functools.partial(
         matmul.matmul,
         transpose_w=True,
@@ -67,16 +65,34 @@ def test_slope_of_an_activation(activation, dtype):
         slope=activation,
         acc_dtype="float32",
         precision=jax.lax.Precision.HIGHEST,
-        out_dtype=jnp.dtype(dtype),
+        out_dtype=x.dtype,
         algorithm=None,
         batch=1,
         config=matmul.Config(block_m=128, block_n=64, num_stages=2, ping_pong=False),
         target=gpu(),
         interpret=not ON_GPU,
     )
-    out = jax.jit(call)(x, w, None, y)
+    return jax.jit(call)(x, w, None, y)
+
+
+@pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_slope_of_an_activation(activation, dtype):
+    # K of one element that counts: the product is exact, and what differs is the slope.
+    x = jnp.zeros((128, 64), dtype).at[:, 0].set(1.0)
+    w = jnp.zeros((64, 64), dtype).at[:, 0].set(jnp.asarray([1.0, -2.0, 0.25, 4.0] * 16, dtype))
+    y = jnp.broadcast_to(jnp.linspace(-6, 6, 128).astype(dtype)[:, None], (128, 64))
+    out = times_slope(activation, x, w, y)
     slope = jax.vjp(ops.ACTIVATIONS[activation], y.astype("float32"))[1](jnp.ones(y.shape))[0]
     assert_close(out, slope * w[:, 0].astype("float32"), OP[dtype])
+
+
+def test_slopes_past_the_range_of_float16():
+    """Where slopes of bfloat16 are computed in float16, numbers that this cannot hold have a slope of 0 or 1."""
+    x = jnp.ones((128, 64), "bfloat16")
+    y = jnp.broadcast_to(jnp.asarray([-3e38, -7e4, -9.0, 9.0, 7e4, 3e38, 0.0, -0.0] * 8, "bfloat16"), (128, 64))
+    out = times_slope("gelu_tanh", x, jnp.ones((64, 64), "bfloat16"), y)
+    assert np.array_equal(float64(out), np.where(y < 0, 0.0, np.where(y > 0, 64.0, 32.0)))
 
 
 @pytest.mark.parametrize(
@@ -95,21 +111,21 @@ def test_one_kernel_where_there_is_a_bias_and_there_are_many_rows(rows, has_bias
 
 
 @pytest.mark.parametrize(
-    "m, n, k, columns, splits",  # the fastest on an H200, by bench/NOTES.md
+    "m, n, k, columns, splits, uneven",  # the fastest on an H200, by bench/NOTES.md
     [
-        (8192, 3072, 768, 192, 1),
-        (32768, 3072, 768, 192, 4),
-        (8192, 2304, 768, 256, 2),
-        (32768, 2304, 768, 256, 7),
-        (8192, 768, 768, 192, 5),
-        (100, 64, 64, 64, 1),
+        (8192, 3072, 768, 192, 2, True),
+        (32768, 3072, 768, 192, 2, True),
+        (8192, 2304, 768, 256, 2, False),
+        (32768, 2304, 768, 256, 5, True),
+        (8192, 768, 768, 192, 5, False),
+        (100, 64, 64, 64, 1, False),
     ],
 )
-def test_heuristic(m, n, k, columns, splits):
+def test_heuristic(m, n, k, columns, splits, uneven):
     target = gpu()
     found = backward.heuristic(m, n, k, target)
     assert backward.shared_memory(found) <= target.shared_memory
-    assert (found.block_n, found.splits) == (columns, splits)
+    assert (found.block_n, found.splits, found.uneven) == (columns, splits, uneven)
 
 
 def test_what_the_kernel_does_not_serve():

@@ -142,14 +142,29 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
 
 
 def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The slope at `x`, float32, of the activation, as coarse as `activate` has it for bfloat16."""
+    """The slope at `x`, float16 or bfloat16, of the activation, in float32, as coarse as `activate` has it.
+
+    For what is to be rounded to bfloat16 that of "gelu_tanh" is computed in float16, two numbers at a time.
+    """
     if jnp.dtype(dtype) == jnp.bfloat16 and activation == "gelu_tanh":
         factor = math.sqrt(2.0 / math.pi)
-        half, square = 0.5 * x, x * x
-        t = jnp.tanh(x * (factor + (0.044715 * factor) * square))
-        change = factor + (3 * 0.044715 * factor) * square
-        return (0.5 + 0.5 * t) + half * change * (1.0 - t * t)
-    return slope(activation, x, jnp.exp2)
+        limit, a, b, c, half = (
+            jnp.asarray(number, jnp.float16)
+            for number in (8.0, factor, 0.044715 * factor, 3 * 0.044715 * factor, 0.5)
+        )  # past the limit the slope is 0 or 1
+        x = jnp.clip(x.astype(jnp.float32).astype(jnp.float16), -limit, limit)
+        square = x * x
+        t = _tanh(x * (a + b * square))
+        value = half + half * t
+        return (value + value * ((x - x * t) * (a + c * square))).astype(jnp.float32)
+    return slope(activation, x.astype(jnp.float32), jnp.exp2)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """tanh of float16, which the kernels of JAX 0.10 have not."""
+    if jax.__version_info__ >= (0, 11):
+        return jnp.tanh(x)
+    return jnp.tanh(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:

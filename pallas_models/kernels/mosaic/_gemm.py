@@ -158,31 +158,39 @@ def staging(config: Config, blocks: Sequence[Block], dtype: DTypeLike, num_slots
     return tiled((config.num_consumers, min(num_slots, len(blocks)), _ROWS, blocks[0].width), dtype)
 
 
-def store(
-    slots: Ref,
-    o_ref: Ref,
-    tile: Tile,
-    blocks: Sequence[Block],
-    value: Callable[[Block, Ref], jax.Array],
-    *,
-    wait: bool,
-) -> None:
-    """Stores a tile of an output block by block, and waits for none of them to arrive.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """What `store` stores: `value(block, slot)` in `ref`, (m, n) in device memory, by way of `slots`.
+
+    Attributes:
+      slots: `staging` of this warpgroup.
+    """
+
+    slots: Ref
+    ref: Ref
+    value: Callable[[Block, Ref], jax.Array]
+
+    def slot(self, i: int) -> Ref:
+        """The slot of the i-th block."""
+        return self.slots.at[i % self.slots.shape[0]]
+
+
+def store(tile: Tile, blocks: Sequence[Block], *outputs: Output, wait: bool) -> None:
+    """Stores a tile of outputs block by block, the same of all together, and waits for none of them to arrive.
 
     Args:
-      slots: `staging` of this warpgroup.
-      o_ref: the output in device memory, (m, n).
-      value: `value(block, slot)` is what to store.
       wait: whether slots may still be on their way from the last tile; not if that was waited for before.
     """
-    num_slots = slots.shape[0]
+    num_slots = min(output.slots.shape[0] for output in outputs)
     for i, block in enumerate(blocks):
-        slot = slots.at[i % num_slots]
         if wait:
-            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
-        slot[...] = value(block, slot).astype(o_ref.dtype)
+            plgpu.wait_smem_to_gmem(len(outputs) * (num_slots - 1), wait_read_only=True)
+        for output in outputs:
+            slot = output.slot(i)
+            slot[...] = output.value(block, slot).astype(output.ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, block.at(o_ref, tile))
+        for output in outputs:
+            plgpu.copy_smem_to_gmem(output.slot(i), block.at(output.ref, tile))
 
 
 def gemm(
@@ -202,6 +210,7 @@ def gemm(
     split_n: bool = False,
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None = None,
     beside: Beside | None = None,
+    first_k: int | None = None,
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
     name: str,
@@ -224,6 +233,8 @@ def gemm(
       split_n: whether each warpgroup has a part of `b` for itself, and the epilogue the sums of that part alone.
       prefetch: `prefetch(refs, tile, warpgroup)` may start copies of what the epilogue reads, early in the sum.
       beside: what else each warpgroup sums up of the operands.
+      first_k: the contraction of the first product of the batch where that is longer than `k`, that of the others:
+        each of its tiles has a CTA for itself, and those that are left share the tiles of the others.
       epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in
         float32 for each part of `b`; after them comes the last total of `beside`, if there is one.
       scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
@@ -238,7 +249,7 @@ def gemm(
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
-    body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue)
+    body = _Body(config, batch, m, n, k, first_k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue)
     return launch(
         body,
         operands,
@@ -370,6 +381,7 @@ class _Body:
     m: int
     n: int
     k: int
+    first_k: int | None
     a: Operand
     b: Sequence[Operand]
     transpose_a: bool
@@ -379,9 +391,26 @@ class _Body:
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None]
 
     @property
-    def num_steps(self) -> int:
-        """Steps of the contraction."""
-        return pl.cdiv(self.k, self.config.block_k)
+    def num_steps(self) -> Any:
+        """Steps of the contraction of each tile of this CTA."""
+        steps = pl.cdiv(self.k, self.config.block_k)
+        if self.first_k is None:
+            return steps
+        is_first = jax.lax.axis_index("cta") < self.num_tiles // self.batch
+        return jnp.where(is_first, pl.cdiv(self.first_k, self.config.block_k), steps)
+
+    @property
+    def stride(self) -> Any:
+        """From a tile of a CTA to its next one."""
+        ctas = jax.lax.axis_size("cta")
+        return ctas if self.first_k is None else ctas - self.num_tiles // self.batch
+
+    @property
+    def count(self) -> jax.Array:
+        """How many tiles this CTA has."""
+        cta = jax.lax.axis_index("cta")
+        count = jax.lax.div(self.num_tiles + self.stride - 1 - cta, self.stride)
+        return count if self.first_k is None else jnp.where(cta < self.num_tiles // self.batch, 1, count)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -398,7 +427,7 @@ class _Body:
 
     def tile(self, i: jax.Array) -> Tile:
         """The i-th tile of this CTA."""
-        i = jax.lax.axis_index("cta") + i * jax.lax.axis_size("cta")
+        i = jax.lax.axis_index("cta") + i * self.stride
         tiles_m, tiles_n = self.tiles
         batch, i = jax.lax.div(i, tiles_m * tiles_n), jax.lax.rem(i, tiles_m * tiles_n)
         row, column = tile_order(i, tiles_m, tiles_n, self.config.group_m)
@@ -414,9 +443,7 @@ class _Body:
 
     def __call__(self, refs: Refs) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
-        ctas = jax.lax.axis_size("cta")
-        count = jax.lax.div(self.num_tiles + ctas - 1 - jax.lax.axis_index("cta"), ctas)
-
+        count = self.count
         producer_registers, consumer_registers = _REGISTERS[self.config.num_consumers]
 
         @pl.when(warpgroup == self.config.num_consumers)

@@ -87,6 +87,7 @@ class _Side:
     num_stages: int  # blocks in the ring
     num_ctas: int = 1
     group: int = 1
+    last_cta: int | None = None  # which CTA walks as the first one would, the others counted back from it
 
     @property
     def name(self) -> str:
@@ -153,10 +154,10 @@ class _Side:
         """The first row of a tile: those that take longest have the first places."""
         return (place if self.of_keys else self.tiles - 1 - place) * _TILE
 
-    def tile(self, i: jax.Array, cta: jax.Array, found: Ref | None) -> _Tile:
-        """The i-th tile of a CTA, given what `searched` found."""
+    def tile(self, i: jax.Array, found: Ref | None) -> _Tile:
+        """The i-th tile of this CTA, given what `searched` found."""
         div, rem = jax.lax.div, jax.lax.rem
-        section, index = (f(self.index(i, cta), self.group * self.tiles) for f in (div, rem))
+        section, index = (f(self.index(i, self.cta), self.group * self.tiles) for f in (div, rem))
         head, start = section * self.group + rem(index, self.group), self.start(div(index, self.group))
         batch, masked = div(head, self.heads), len(self.ids) > 0
         runs = attention.narrowed(self.runs(start), found, batch, div(start, _TILE), masked=masked)
@@ -166,14 +167,34 @@ class _Side:
         full_count = jnp.clip(full_end, full, end) - full
         return _Tile(batch, rem(head, self.heads), start, first, end - first, full, full_count)
 
-    def index(self, i: jax.Array, cta: jax.Array) -> jax.Array:
-        """CTAs take turns there and back, which evens out what they get."""
-        return i * self.num_ctas + jnp.where(jax.lax.rem(i, 2) == 0, cta, self.num_ctas - 1 - cta)
+    @property
+    def cta(self) -> jax.Array:
+        """The place of this CTA among those that take turns."""
+        cta = jax.lax.axis_index("cta")
+        return cta if self.last_cta is None else jax.lax.rem(self.last_cta + self.num_ctas - cta, self.num_ctas)
 
-    def count(self, cta: jax.Array) -> jax.Array:
-        """How many tiles a CTA has."""
+    def index(self, i: Any, cta: Any) -> Any:
+        """CTAs take turns there and back, which evens out what they get."""
+        return i * self.num_ctas + cta + (i & 1) * (self.num_ctas - 1 - 2 * cta)
+
+    @property
+    def count(self) -> jax.Array:
+        """How many tiles this CTA has."""
         rounds = self.num_tiles // self.num_ctas
-        return rounds + (self.index(jnp.int32(rounds), cta) < self.num_tiles).astype(jnp.int32)
+        return rounds + (self.index(jnp.int32(rounds), self.cta) < self.num_tiles).astype(jnp.int32)
+
+    def products(self) -> np.ndarray:
+        """How many products of a tile and a block CTAs compute, where nothing but positions rules blocks out."""
+        index = self.index(*np.ogrid[: pl.cdiv(self.num_tiles, self.num_ctas), : self.num_ctas])
+        first, end, *_ = self.runs(self.start(index % (self.group * self.tiles) // self.group))
+        blocks = np.where(index < self.num_tiles, np.maximum(np.subtract(end, first), 0), 0)
+        return np.sum(blocks, axis=0) * (2 + len(self.results))
+
+    def after(self, other: "_Side") -> "_Side":
+        """The same where CTAs turn to this side after the other: who had most to do there has least here."""
+        mine, before = self.products()[::-1], other.products()
+        longest = [np.max(before + np.roll(mine, last + 1)) for last in range(self.num_ctas)]
+        return dataclasses.replace(self, last_cta=int(np.argmin(longest)))
 
     def columns(self, operand: str, head: jax.Array) -> pl.Slice:
         """Those of a head of an operand, or of its gradient."""
@@ -195,7 +216,6 @@ class _Side:
 
 def _produce(refs: Refs, side: _Side) -> None:
     """Copies tiles and blocks to shared memory, ahead of those who compute."""
-    cta = jax.lax.axis_index("cta")
     div, rem = jax.lax.div, jax.lax.rem
     num_stages = side.num_stages
     ring = Ring(refs.ready, refs.read, num_stages)
@@ -215,7 +235,7 @@ def _produce(refs: Refs, side: _Side) -> None:
                 plgpu.copy_gmem_to_smem(source, target, refs.tile_ready)
 
     def copy_all(i: jax.Array, steps: jax.Array) -> jax.Array:
-        tile = side.tile(i, cta, refs.found)
+        tile = side.tile(i, refs.found)
         count = tile.count * heads
 
         def copy_block(j: jax.Array, steps: jax.Array) -> jax.Array:
@@ -230,8 +250,9 @@ def _produce(refs: Refs, side: _Side) -> None:
                 source = getattr(refs, name).at[tile.batch, rows, side.columns(name, head)]
                 plgpu.copy_gmem_to_smem(source, blocks.at[slot], ready.at[slot])
             if side.of_keys:
-                for source, target, ready in zip((refs.shift, refs.delta), refs.numbers, readies, strict=True):
-                    plgpu.copy_gmem_to_smem(source.at[tile.batch, head, rows], target.at[slot], ready.at[slot])
+                for source, target in zip((refs.shift, refs.delta), refs.numbers, strict=True):
+                    row_numbers = source.at[tile.batch, head, rows]
+                    plgpu.copy_gmem_to_smem(row_numbers, target.at[slot], refs.ready.at[slot])
             for name in side.block_ids:
                 source, target = getattr(refs, name).at[tile.batch, rows], getattr(refs, f"{name}_ids").at[slot]
                 plgpu.copy_gmem_to_smem(source, target, refs.ready.at[slot])
@@ -242,7 +263,7 @@ def _produce(refs: Refs, side: _Side) -> None:
         pl.when(count == 0)(lambda: copy_tile(tile, i == 0))
         return jax.lax.fori_loop(0, count, copy_block, steps)
 
-    count = side.count(cta)
+    count = side.count
     ring.drain(jax.lax.fori_loop(0, count, copy_all, jnp.int32(0)))
     pl.when(count > 0)(lambda: plgpu.barrier_wait(refs.tile_read))
 
@@ -250,7 +271,7 @@ def _produce(refs: Refs, side: _Side) -> None:
 def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> None:
     """Computes the gradients of 64 rows of each tile."""
     shape, of_keys = side.shape, side.of_keys
-    cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
+    warpgroup = jax.lax.axis_index("warpgroup")
     num_stages = side.num_stages
     ring = Ring(refs.ready, refs.read, num_stages)
     scale = sm_scale * math.log2(math.e)
@@ -278,14 +299,16 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
         """Calls a function with sums of products, 0, of 64 rows and so many columns."""
         if not interpret:
             return pl.run_scoped(function, **{n: plgpu.ACC((_ROWS, c), jnp.float32) for n, c in columns.items()})
-        sums = {name: getattr(refs, name).at[warpgroup] for name in columns}
+        sums = {name: getattr(refs, name).at[warpgroup, :, pl.ds(0, c)] for name, c in columns.items()}
         for total in sums.values():
             total[...] = jnp.zeros(total.shape, jnp.float32)
         plgpu.commit_smem()
         return function(**sums)
 
-    def masked(scores: jax.Array, row: jax.Array, other: jax.Array, slot: jax.Array) -> jax.Array:
-        """Without pairs that are not valid, of 64 rows from `row` on and the block in a slot, from `other` on."""
+    def masked(
+        scores: jax.Array, row: jax.Array, other: jax.Array, slot: jax.Array, columns: pl.Slice
+    ) -> jax.Array:
+        """Without pairs that are not valid, of 64 rows from `row` on and columns of a slot, from `other` on."""
 
         def spread(x: jax.Array, *, of_keys: bool) -> jax.Array:
             return in_registers(jax.lax.broadcast_in_dim(x, scores.shape, [key_axis if of_keys else 1 - key_axis]))
@@ -302,7 +325,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
         if band.low is not None:
             terms.append(keys >= spread(own + band.low, of_keys=False))
         ids = {}
-        for index, axis, names in ((warpgroup, 0, side.tile_ids), (slot, 1, side.block_ids)):
+        for index, axis, names in ((warpgroup, 0, side.tile_ids), ((slot, columns), 1, side.block_ids)):
             for name in names:
                 ref = getattr(refs, f"{name}_ids").at[index]
                 x = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret)
@@ -313,50 +336,83 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
             terms.append(ids["segments"] == ids["kv_segments"])
         return jnp.where(functools.reduce(operator.and_, terms), scores, -jnp.inf)
 
-    def number(ref: Ref, slot: jax.Array, to: tuple[int, ...]) -> jax.Array:
-        """A number of each query, for all pairs."""
-        return row(ref.at[slot], to) if of_keys else jax.lax.broadcast_in_dim(ref[warpgroup], to, [0])
-
     def add_tile(sums: tuple[Ref, ...], i: jax.Array, steps: jax.Array) -> jax.Array:
-        tile = side.tile(i, cta, refs.found)
+        tile = side.tile(i, refs.found)
         start = tile.start + warpgroup * _ROWS
         first, second = (x.at[warpgroup] for x in refs.tiles)
         plgpu.barrier_wait(refs.tile_ready)
+        of_rows = [] if of_keys else [ref[warpgroup] for ref in refs.numbers]
         for total in sums:
             total[...] = jnp.zeros(total.shape, jnp.float32)
 
-        def add_block(j: jax.Array, steps: jax.Array, *, full: bool) -> jax.Array:
+        def number(i: int, slot: jax.Array, columns: pl.Slice, to: tuple[int, ...]) -> jax.Array:
+            """The i-th number of each query, for all pairs."""
+            if of_keys:
+                return row(refs.numbers[i].at[slot, columns], to)
+            return jax.lax.broadcast_in_dim(of_rows[i], to, [0])
+
+        def add_full(j: jax.Array, steps: jax.Array) -> jax.Array:
             slot = jax.lax.rem(steps, num_stages)
-            other_first, other_second = (x.at[slot] for x in refs.blocks)
-
-            def products(scores_sum: Ref, weights_sum: Ref) -> None:
-                ring.wait(slot)
-                multiply(scores_sum, first, other_first, turn_b=True)
-                plgpu.barrier_wait(refs.second_ready.at[slot])
-                multiply(weights_sum, second, other_second, turn_b=True)
-                scores = read(scores_sum, 1)
-                if not full:
-                    scores = masked(scores, start, tile.block(j) * side.block, slot)
-                weights = jnp.exp2(scores * scale + number(refs.numbers[0], slot, scores.shape))
-                if of_keys:
-                    multiply(sums[1], weights.astype(dtype), other_second)
-                dweights = read(weights_sum, int(of_keys))
-                dscores = weights * (dweights - number(refs.numbers[1], slot, scores.shape))
-                multiply(sums[0], dscores.astype(dtype), other_first)
-                if not interpret:
-                    plgpu.wgmma_wait(0)
-                ring.release(slot)
-
-            with_sums(products, scores_sum=side.block, weights_sum=side.block)
+            ring.wait(slot)  # here, that sums are known to be 0 where products begin
+            add_pairs(slot, 0, side.block, tile.block(j) * side.block, full=True)
+            ring.release(slot)
             return steps + 1
 
+        def add_masked(j: jax.Array, steps: jax.Array) -> jax.Array:
+            """Adds the parts of a block, of 64 rows, in which positions leave any valid pair."""
+            slot = jax.lax.rem(steps, num_stages)
+            ring.wait(slot)
+            plgpu.barrier_wait(refs.second_ready.at[slot])
+            other, parts = tile.block(j) * side.block, side.block // _ROWS
+            low, high = (band.high, band.low) if of_keys else (band.low, band.high)
+            sign = -1 if of_keys else 1
+
+            def part(row: jax.Array) -> jax.Array:
+                return jnp.clip(jax.lax.div(row - other, _ROWS), 0, parts)
+
+            begin = 0 if low is None else part(start + sign * low)
+            end = parts if high is None else part(start + sign * high + 2 * _ROWS - 1)
+
+            @pl.loop(begin, end)
+            def _(i: jax.Array) -> None:
+                add_pairs(slot, i * _ROWS, _ROWS, other + i * _ROWS, full=False)
+
+            ring.release(slot)
+            return steps + 1
+
+        def add_pairs(slot: jax.Array, first_column: Any, size: int, other: jax.Array, *, full: bool) -> None:
+            """Adds what the rows of this warpgroup and columns of a slot, from `other` on, give together."""
+            columns = pl.Slice(first_column, size)
+            other_first, other_second = (x.at[slot, columns] for x in refs.blocks)
+            # The tensor cores have the first part of a product while the operand of the second is computed.
+            parts = [slice(i, i + _ROWS) for i in range(0, size, _ROWS)]
+
+            def products(scores_sum: Ref, weights_sum: Ref) -> None:
+                # What is subtracted from a sum is where it begins, which saves an operation for each pair.
+                deltas = number(1, slot, columns, weights_sum.shape)
+                weights_sum[...] = deltas if interpret else in_registers(deltas)
+                multiply(scores_sum, first, other_first, turn_b=True)
+                if full:
+                    plgpu.barrier_wait(refs.second_ready.at[slot])
+                multiply(weights_sum, second, other_second, turn_b=True)
+                exponents = read(scores_sum, 1) * scale + number(0, slot, columns, scores_sum.shape)
+                if not full:
+                    exponents = masked(exponents, start, other, slot, columns)
+                weights = [jnp.exp2(exponents[:, part]) for part in parts]
+                if of_keys:
+                    for part, w in zip(parts, weights, strict=True):
+                        multiply(sums[1], w.astype(dtype), other_second.at[part])
+                dweights = read(weights_sum, len(parts) if of_keys else 0)
+                for part, w in zip(parts, weights, strict=True):
+                    multiply(sums[0], (w * dweights[:, part]).astype(dtype), other_first.at[part])
+                if not interpret:
+                    plgpu.wgmma_wait(0)
+
+            with_sums(products, scores_sum=size, weights_sum=size)
+
         def add_head(_: jax.Array, steps: jax.Array) -> jax.Array:
-            add = functools.partial(add_block, full=True)
-            steps = jax.lax.fori_loop(0, tile.full_count, add, steps)
-            if side.masks:
-                add = functools.partial(add_block, full=False)
-                steps = jax.lax.fori_loop(tile.full_count, tile.count, add, steps)
-            return steps
+            steps = jax.lax.fori_loop(0, tile.full_count, add_full, steps)
+            return jax.lax.fori_loop(tile.full_count, tile.count, add_masked, steps) if side.masks else steps
 
         if of_keys and side.heads_of_queries > 1:
             steps = jax.lax.fori_loop(0, side.heads_of_queries, add_head, steps)
@@ -375,7 +431,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
 
     def add_tiles(**sums: Ref) -> None:
         add = functools.partial(add_tile, tuple(sums.values()))
-        jax.lax.fori_loop(0, side.count(cta), add, jnp.int32(0))
+        jax.lax.fori_loop(0, side.count, add, jnp.int32(0))
 
     with_sums(add_tiles, **dict.fromkeys(("first_sum", "second_sum")[: len(side.results)], shape.head_dim))
 
@@ -457,8 +513,8 @@ def attention_backward(
         width = num_kv_heads * head_dim
         k = jnp.where(ids["mask"][..., None] != 0, k[..., read_heads[1] * head_dim :][..., :width], 0)
         read_heads = (read_heads[0], 0, read_heads[2])
-    rows = rows_of_backward(out, lse, dout, dlse, head_dim)
-    shift, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, q.shape[1] - seq))) for x in rows)
+    shift, delta = rows_of_backward(out, lse, dout, dlse, head_dim)
+    shift, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, q.shape[1] - seq))) for x in (shift, -delta))
     if interpret:
         check_interpreted_sizes(queries=(q.shape[1], _TILE), keys=(k.shape[1], _TILE))
 
@@ -495,6 +551,7 @@ def attention_backward(
         }
         num_ctas = 1 if interpret else min(max(side.num_tiles for side in sides), target.num_cores)
         sides = [side.spread(num_ctas, dtype.itemsize) for side in sides]
+        sides[1:] = [side.after(sides[0]) for side in sides[1:]]
         return launch(
             functools.partial(_backward_kernel, sides=sides, sm_scale=sm_scale, interpret=interpret),
             dict(
@@ -543,8 +600,8 @@ def _scratch_types(sides: Sequence[_Side], dtype: DTypeLike, *, interpret: bool)
             "deltas": plgpu.SMEM(rows, jnp.float32),
             "tile_ready": barrier(num_arrivals=((2 if side.of_keys else 4) + len(side.tile_ids)) * _CONSUMERS),
             "tile_read": barrier(num_arrivals=_CONSUMERS),
-            "ready": barrier(num_arrivals=1 + side.of_keys + len(side.block_ids), num_barriers=num_stages),
-            "second_ready": barrier(num_arrivals=1 + side.of_keys, num_barriers=num_stages),
+            "ready": barrier(num_arrivals=1 + 2 * side.of_keys + len(side.block_ids), num_barriers=num_stages),
+            "second_ready": barrier(num_barriers=num_stages),
             "read": barrier(num_arrivals=_CONSUMERS, num_barriers=num_stages),
         }
         for names, count in ((side.tile_ids, (_CONSUMERS, _ROWS)), (side.block_ids, (num_stages, block))):

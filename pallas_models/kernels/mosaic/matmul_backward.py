@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic._common import interprets_transposed, plgpu, untiled
-from pallas_models.kernels.mosaic._gemm import Beside, Block, Tile, blocks, gemm, staging, store
+from pallas_models.kernels.mosaic._gemm import Beside, Block, Output, Tile, blocks, gemm, staging, store
 from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
@@ -23,25 +23,40 @@ _COLUMNS = 64  # whose sums a warpgroup holds
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config(_gemm.Config):
-    """Tiles of a product whose contraction is long: `splits` parts of it are summed apart, and then together."""
+    """Tiles of a product whose contraction is long: `splits` parts of it are summed apart, and then together.
+
+    The first part is longer than the others if `uneven`: CTAs that have a tile each compute it, while those that
+    are left compute the others. So all are busy, with fewer parts to add up than if all were of equal length.
+    """
 
     ping_pong: bool = False
     splits: int
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         _gemm.Config.__post_init__(self)
-        if self.splits < 1 or self.ping_pong or self.block_k != 64:
-            raise ValueError(f"{self}: splits must be positive, ping_pong False and block_k 64")
+        if self.splits < 1 + self.uneven or self.ping_pong or self.block_k != 64:
+            raise ValueError(f"{self}: splits must be positive, 2 if uneven, ping_pong False and block_k 64")
+
+    def rows_of_parts(self, m: int, n: int, k: int, num_ctas: int) -> tuple[int, int]:
+        """How many of m rows the first part has, and each of the others: multiples of 64."""
+        if not self.uneven:
+            return (64 * pl.cdiv(m, 64 * self.splits),) * 2
+        tiles, others = pl.cdiv(k, self.block_m) * pl.cdiv(n, self.block_n), self.splits - 1
+        rounds = pl.cdiv(tiles * others, num_ctas - tiles)
+        rows = 64 * max(1, (m - (rounds - 1) * _ROWS_A_TILE) // (64 * (rounds + others)))
+        return max(rows, 64 * pl.cdiv(m, 64) - others * rows), rows
 
 
 # Rows, columns, slots and, where every multiprocessor has one: us a tile, and us per unit of M. Fitted to the
 # products of a GPT-2 block with 8192 and 32768 rows in bfloat16 on an H200, the last two lines extrapolated.
 _TILES = (
-    (128, 256, 1, 5.4, 0.0095),
+    (128, 256, 1, 5.4, 0.0099),
     (128, 192, 2, 2.9, 0.0079),
     (128, 128, 2, 2.0, 0.0065),
     (128, 64, 2, 1.5, 0.0045),
 )
+_ROWS_A_TILE = 400  # that take as long as to finish a tile
 _US_PER_PART = 1.1e-6  # of each output and split: it is written, read and added
 _US_TO_ADD = 1.2  # for the launch that adds up the bias
 
@@ -51,9 +66,14 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
     us = {(block_m, block_n): times for block_m, block_n, _, *times in _TILES}
 
     def time(config: Config) -> float:
-        tiles = config.splits * pl.cdiv(k, config.block_m) * pl.cdiv(n, config.block_n)
+        tiles = pl.cdiv(k, config.block_m) * pl.cdiv(n, config.block_n)
         tile_us, m_us = us[config.block_m, config.block_n]
-        sums = pl.cdiv(tiles, target.num_cores) * (tile_us + m / config.splits * m_us)
+        first, others = config.rows_of_parts(m, n, k, target.num_cores)
+        if config.uneven:
+            rounds = pl.cdiv(tiles * (config.splits - 1), target.num_cores - tiles)
+            sums = max(tile_us + first * m_us, rounds * (tile_us + others * m_us))
+        else:
+            sums = pl.cdiv(config.splits * tiles, target.num_cores) * (tile_us + m / config.splits * m_us)
         return sums + (config.splits > 1) * (_US_TO_ADD + config.splits * k * n * _US_PER_PART)
 
     return min(configs(m, n, k, target), key=time)
@@ -61,16 +81,18 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
 
 def configs(m: int, n: int, k: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring: up to 12 splits of 512 rows or more."""
-    del k
     for (block_m, block_n, num_slots, *_), splits in itertools.product(_TILES, range(1, 13)):
         if (splits > 1 and m < 512 * splits) or block_n >= 2 * max(n, 64):
             continue
+        fewest = pl.cdiv(k, block_m) * pl.cdiv(n, block_n)
         for num_stages in range(8, 1, -1):
             config = Config(
                 block_m=block_m, block_n=block_n, num_stages=num_stages, num_slots=num_slots, splits=splits
             )
             if shared_memory(config) <= target.shared_memory:
                 yield config
+                if splits > 1 and fewest < target.num_cores < splits * fewest:
+                    yield dataclasses.replace(config, uneven=True)
                 break
 
 
@@ -111,7 +133,8 @@ def weight_gradient(
         ),
         target,
     )
-    rows = 64 * pl.cdiv(m, 64 * config.splits)  # of a split; what is past the end of x and dy is read as 0
+    # What is past the end of x and dy is read as 0.
+    first_rows, rows = config.rows_of_parts(m, n, k, 2 if interpret else target.num_cores)
     part_dtype = jnp.dtype(jnp.float32) if config.splits > 1 else x.dtype
     parts = blocks(config, config.block_n, part_dtype, config.num_slots)
     # Tiles of one column share its sums: each has `groups` of 64 columns, or fewer.
@@ -121,7 +144,8 @@ def weight_gradient(
     turned = interpret and not interprets_transposed()
 
     def of_split(tile: Tile, ks: pl.Slice) -> pl.Slice:
-        return pl.Slice(tile.batch * rows + ks.start, ks.size)
+        start = tile.batch * rows + jnp.minimum(tile.batch, 1) * (first_rows - rows)
+        return pl.Slice(start + ks.start, ks.size)
 
     def left(refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
         index = of_split(tile, ks), tile.rows
@@ -150,7 +174,7 @@ def weight_gradient(
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(product)
 
-        store(refs.slots.at[warpgroup], refs.dw.at[tile.batch], tile, parts, value, wait=True)
+        store(tile, parts, Output(refs.slots.at[warpgroup], refs.dw.at[tile.batch], value), wait=True)
         for i, total in enumerate(totals):
 
             @pl.when(is_summed(tile, i, warpgroup))
@@ -173,6 +197,7 @@ def weight_gradient(
         m=k,
         n=n,
         k=rows,
+        first_k=first_rows if config.uneven else None,
         dtype=x.dtype,
         a=left,
         b=[lambda refs, tile, ks: refs.dy.at[of_split(tile, ks), tile.columns]],

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic._common import load, plgpu, row, untiled
-from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, gemm, staging, store
+from pallas_models.kernels.mosaic._gemm import Block, Config, Output, Tile, gemm, staging, store
 from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
@@ -177,7 +177,7 @@ def matmul_layer_norm(
             y = (ys[block.column // _COLUMNS] - along_rows(mean)) * along_rows(rstd)
             return y * vector("scale", block) + vector("offset", block)
 
-        store(refs.slots.at[warpgroup], refs.o, tile, blocks, value, wait=residual is None)
+        store(tile, blocks, Output(refs.slots.at[warpgroup], refs.o, value), wait=residual is None)
 
     (out,) = gemm(
         dict(x=x, w=w, residual=residual, **vectors),

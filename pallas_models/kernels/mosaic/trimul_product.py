@@ -13,7 +13,17 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref, check_divides
 from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._gemm import Block, Config, Tile, blocks, candidates, gemm, staging, store
+from pallas_models.kernels.mosaic._gemm import (
+    Block,
+    Config,
+    Output,
+    Tile,
+    blocks,
+    candidates,
+    gemm,
+    staging,
+    store,
+)
 from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
@@ -117,7 +127,7 @@ def product(
 
         y, row, column = matrix(refs.y, tile, 0, tile.row, tile.column)
         tile = dataclasses.replace(tile, row=row, column=column)
-        store(refs.slots.at[warpgroup], y, tile, parts, value, wait=True)
+        store(tile, parts, Output(refs.slots.at[warpgroup], y, value), wait=True)
 
     width = sides.shape[3]
     shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
