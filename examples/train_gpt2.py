@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
         changes, moments = optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, changes), moments), value
 
-    params = training.stack_layers(gpt2.init(jax.random.key(0), config))
+    params = gpt2.init(jax.random.key(0), config)
     state, first, manager = (params, optimizer.init(params)), 0, None
     if args.checkpoints is not None:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every)

@@ -6,8 +6,10 @@ import functools
 import importlib
 import re
 import threading
+from collections.abc import Iterator
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
 _WITHOUT_GPU_S = 0.1  # in which JAX has started where there is no GPU
 _KIB = 1024
@@ -91,6 +93,33 @@ def current() -> Target:
     if device is not None and device.platform == "gpu":
         return _named(device.device_kind, device.num_cores)
     return _local()
+
+
+@contextlib.contextmanager
+def leave_cores(num_cores: int, mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Has the kernels of what is traced inside leave multiprocessors to what runs beside them.
+
+    A sum over GPUs takes a few. A kernel that counts on all does their share afterwards, in up to twice its time.
+
+    Args:
+      num_cores: how many are left of each GPU.
+      mesh: what the arrays are spread over. Where it has no GPUs nothing changes.
+
+    Raises:
+      ValueError: none of them would be left to the kernels, or `num_cores` is negative.
+    """
+    abstract = mesh.abstract_mesh
+    device = abstract.abstract_device
+    if device is None or device.num_cores is None:
+        yield
+        return
+    if not 0 <= num_cores < device.num_cores:
+        raise ValueError(f"{num_cores=} is out of range; expected 0 to {device.num_cores - 1}")
+    fewer = AbstractDevice(
+        device_kind=device.device_kind, num_cores=device.num_cores - num_cores, platform=device.platform
+    )
+    with use_abstract_mesh(abstract.update(abstract_device=fewer)):
+        yield
 
 
 @functools.cache

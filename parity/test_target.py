@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_models import minilm, ops, target
 from pallas_models.tuning import Chooser, Problem
@@ -52,6 +53,23 @@ def test_devices_are_known_by_name(device):
         name=device[0], capability=capability, num_cores=device[1], shared_memory=kib * KIB
     )
     assert found.is_hopper == (capability == (9, 0))
+
+
+def test_multiprocessors_are_left():
+    """In a program that is traced too, whose cache knows what was left."""
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((4,), ("d",), (AxisType.Auto,), abstract_device=gpu)
+    counts = jax.jit(lambda: target.current().num_cores)
+    with target.leave_cores(8, mesh):
+        assert counts() == target.current().num_cores == 124
+    with target.leave_cores(0, mesh):
+        assert counts() == 132
+    refused = pytest.raises(ValueError, match="num_cores=132 is out of range; expected 0 to 131")
+    with refused, target.leave_cores(132, mesh):
+        pass
+    before = target.current()
+    with target.leave_cores(8, jax.make_mesh((1,), ("d",), devices=jax.devices("cpu")[:1])):
+        assert target.current() == before
 
 
 @pytest.mark.skipif(ON_GPU, reason="this machine has a GPU to compile for")

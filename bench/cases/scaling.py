@@ -28,7 +28,7 @@ from bench.measuring.contenders import LIMITS, RELATIVE
 from bench.measuring.harness import Progress
 from bench.measuring.results import Accuracy, Case, Entry, Family, Result
 from bench.reporting import tables
-from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
+from pallas_models import gpt2, minilm, ops, qwen3, target, training, trimul
 
 HELP = "the models on 1, 2, 4, ... devices: time, speed-up, collectives, memory"
 NAME = "scaling"
@@ -36,6 +36,7 @@ SHOWN = "qwen3 tensor-parallel 8x2048 bf16 on 2"  # the case in README.md
 AXIS = "devices"
 FAMILIES: dict[str, Family] = {"pallas": "ours", "halves": "ours", "xla": "xla"}
 COMPILED_AT_ONCE = 9
+SENDERS = 8  # multiprocessors that are left to sums, which take 7 of symmetric buffers
 # Devices begin and end a queue at different times: on 4 GPUs a call of 3.9 ms took 4.2 in queues of three.
 QUEUES: dict[str, Any] = dict(queue_s=0.05, wall_samples=7)
 
@@ -47,6 +48,7 @@ class Workload:
     Attributes:
       dtype: fp16 or bf16.
       contenders: functions of the operands, by name.
+      options: of the compiler, by the names of those that have some.
       operands: makes them, in a program.
       spread: how they are spread: a prefix of their tree.
       compared: of what a contender returns, the array that is compared with that of one device.
@@ -54,6 +56,7 @@ class Workload:
 
     dtype: str
     contenders: dict[str, Callable[..., Any]]
+    options: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     operands: Callable[[], tuple[Any, ...]]
     spread: tuple[Any, ...]
     compared: Callable[[Any], jax.Array] = lambda out: jax.tree.leaves(out)[0]
@@ -94,18 +97,27 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
             spread=(NamedSharding(mesh, P()), NamedSharding(mesh, P(*[None] * axis, AXIS))),
         )
 
-    optimizer = optax.adamw(1e-3, **train_programs.ADAMW)
-    loss = train_programs.gpt2_ours(gpt, dtype)
+    def training_step(mesh: Mesh) -> Workload:
+        """As docs/meshes.md has it: every gradient is summed over devices once."""
+        optimizer = optax.adamw(1e-3, **train_programs.ADAMW)
 
-    def step(state: Any, ids: jax.Array) -> Any:
-        params, moments = state
-        value, gradients = jax.value_and_grad(loss)(params, ids)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return value, (optax.apply_updates(params, updates), moments)
+        def loss(params: Any, ids: jax.Array) -> jax.Array:
+            params = jax.lax.pcast(training.cast(params, dtype), AXIS, to="varying")
+            return jax.lax.pmean(gpt2.loss(params, ids, config=gpt), AXIS)
 
-    def training_operands() -> Any:
-        params = training.stack_layers(gpt2.init(key, gpt))
-        return (params, optimizer.init(params)), ids(batch(64, 1024), gpt.vocab_size)
+        differentiate = jax.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
+
+        def step(state: Any, ids: jax.Array) -> Any:
+            params, moments = state
+            value, gradients = differentiate(params, ids)
+            updates, moments = optimizer.update(gradients, moments, params)
+            return value, (optax.apply_updates(params, updates), moments)
+
+        def operands() -> Any:
+            params = gpt2.init(key, gpt)
+            return (params, optimizer.init(params)), ids(batch(64, 1024), gpt.vocab_size)
+
+        return data_parallel(step, operands)(mesh)
 
     def tensor_parallel(mesh: Mesh) -> Workload:
         grouped = qwen3.GroupedQwen3Config(**dataclasses.asdict(qwen), head_groups=mesh.size)
@@ -118,7 +130,9 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
         layer = functools.partial(qwen3.layer, config=grouped)
 
         def halves(params: Any, x: jax.Array) -> list[jax.Array]:
-            return [layer(params, half) for half in jnp.split(x, 2)]
+            """As docs/meshes.md has it: sums of one go beside the kernels of the other."""
+            with target.leave_cores(0 if mesh.size == 1 else SENDERS, mesh):
+                return [layer(params, jax.lax.optimization_barrier(half)) for half in jnp.split(x, 2)]
 
         def plain(params: Any, x: jax.Array) -> jax.Array:
             return qwen3_layer.plain(x, *jax.tree.leaves(params), attend=attend, config=grouped)
@@ -126,6 +140,7 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
         return Workload(
             dtype="bf16",
             contenders={"pallas": layer, "halves": halves, "xla": plain},
+            options={} if small else {"halves": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}},
             operands=operands,
             spread=(qwen3.shardings(one, mesh, tensor=AXIS)["layers"]["0"], NamedSharding(mesh, P())),
             compared=lambda out: jnp.concatenate(jax.tree.leaves(out)),
@@ -173,7 +188,7 @@ def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
         "trimul rows 1x2048x128": data_parallel(
             functools.partial(trimul.trimul, direction="outgoing"), pairs, axis=1
         ),
-        "gpt2 step 64x1024": data_parallel(step, training_operands),
+        "gpt2 step 64x1024": training_step,
         "minilm 2048x128": data_parallel(
             lambda p, ids: minilm.embed(p, ids, jnp.ones_like(ids), config=bert),
             lambda: (minilm.init(key, bert, dtype=jnp.float16), ids(batch(2048, 128), bert.vocab_size)),
@@ -202,7 +217,7 @@ class Program:
         """Compiles a contender of a workload, whose operands need not be there."""
         start = time.perf_counter()
         jitted = jax.jit(workload.contenders[name], in_shardings=workload.spread)
-        executable = jitted.lower(*jax.eval_shape(workload.operands)).compile()
+        executable = jitted.lower(*jax.eval_shape(workload.operands)).compile(workload.options.get(name))
         return cls(executable=executable, seconds=time.perf_counter() - start)
 
     def entry(self, name: str) -> Entry:
