@@ -20,6 +20,9 @@ EMBED := $(BIN)/python -m pallas_models embed --model '$(MODEL)' --dtype $(DTYPE
 comma := ,
 CUDA_EXTRA := $(if $(CUDA),cuda$(CUDA))
 
+# Tests start a hundred processes: where the environment says that no compiled modules are kept, each compiles all.
+export PYTHONDONTWRITEBYTECODE :=
+
 # As typed: a dollar sign in a sentence is no variable.
 override TEXT := $(value TEXT)
 override FILE := $(value FILE)

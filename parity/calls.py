@@ -11,7 +11,7 @@ import numpy as np
 from pallas_models import ops
 from pallas_models.kernels.triton import matmul_layer_norm as fused
 from pallas_models.kernels.triton import softmax
-from parity.common import normal, random_mask
+from parity.common import array, normal, random_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
         *(normal(rng, b, k, 2, d, dtype=dtype) for _ in range(2)),
         normal(rng, 1, 4, s, k, dtype=dtype),
         random_mask(rng, b, k),
-        *(jnp.asarray(rng.integers(0, 2, (b, n)), jnp.int32) for n in (s, k)),
+        *(array(rng.integers(0, 2, (b, n)), "int32") for n in (s, k)),
     )
 
 
@@ -122,7 +122,7 @@ def _segments(size: int, dtype: str) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(32)
     ends = np.sort(rng.integers(0, s, (b, 3)))
     places = 4 * np.arange(b)[:, None] + np.sum(np.arange(s) >= ends[..., None], axis=1)
-    return normal(rng, b, s, n, dtype=dtype), jnp.asarray(np.where(places % 4 == 3, -1, places), jnp.int32)
+    return normal(rng, b, s, n, dtype=dtype), array(np.where(places % 4 == 3, -1, places), "int32")
 
 
 def _triangle_update(size: int, dtype: str) -> tuple[jax.Array, ...]:
@@ -140,7 +140,7 @@ def _triangle_update(size: int, dtype: str) -> tuple[jax.Array, ...]:
         normal(rng, c, dtype=dtype),
         normal(rng, h, c, dtype=dtype, scale=h**-0.5),
         normal(rng, c, dtype=dtype),
-        jnp.asarray(rng.integers(0, 2, (b, s, s)), jnp.int32),
+        array(rng.integers(0, 2, (b, s, s)), "int32"),
     )
 
 
@@ -170,8 +170,8 @@ def _embedding(size: int, dtype: str) -> tuple[jax.Array, ...]:
         normal(rng, 3, n, dtype=dtype),
         normal(rng, n, dtype=dtype, shift=1, scale=0.3),
         normal(rng, n, dtype=dtype),
-        jnp.asarray(rng.integers(0, 50, (b, s)), jnp.int32),
-        jnp.asarray(rng.integers(0, 3, (b, s)), jnp.int32),
+        array(rng.integers(0, 50, (b, s)), "int32"),
+        array(rng.integers(0, 3, (b, s)), "int32"),
     )
 
 
@@ -183,7 +183,7 @@ def _vocabulary(size: int, dtype: str) -> tuple[jax.Array, ...]:
         normal(rng, k, n, dtype=dtype, scale=k**-0.5),
         normal(rng, n, dtype=dtype),
         normal(rng, b, s, dtype=dtype, shift=1, scale=0.3),
-        jnp.asarray(rng.integers(0, n, (b, s)), jnp.int32),
+        array(rng.integers(0, n, (b, s)), "int32"),
     )
 
 
@@ -351,7 +351,7 @@ def _hopper_triangle(size: int, dtype: str, c: int = 128) -> tuple[jax.Array, ..
     rng = np.random.default_rng(35)
     shapes = ((c,), (c,), (c, 4, h), (4, h), (h,), (h,), (c, c), (c,), (h, c), (c,))
     weights = (normal(rng, *shape, dtype=dtype, scale=c**-0.5) for shape in shapes)
-    return normal(rng, b, n, n, c, dtype=dtype), *weights, jnp.asarray(rng.integers(0, 2, (b, n, n)), jnp.int32)
+    return normal(rng, b, n, n, c, dtype=dtype), *weights, array(rng.integers(0, 2, (b, n, n)), "int32")
 
 
 def _hopper_wide_triangle(size: int, dtype: str) -> tuple[jax.Array, ...]:
@@ -415,8 +415,8 @@ def _call_hopper_masked_attention(q, k, v, mask, segment_ids, kv_segment_ids, **
 def _hopper_masked_attention(size: int, dtype: str) -> tuple[jax.Array, ...]:
     q, k, v = _hopper_attention(size, dtype)
     rng = np.random.default_rng(38)
-    ids = (jnp.asarray(np.sort(rng.integers(0, 3, x.shape[:2]), 1), jnp.int32) for x in (q, k))
-    return q, k, v, jnp.asarray(rng.integers(0, 4, k.shape[:2]) > 0, jnp.int32), *ids
+    ids = (array(np.sort(rng.integers(0, 3, x.shape[:2]), 1), "int32") for x in (q, k))
+    return q, k, v, array(rng.integers(0, 4, k.shape[:2]) > 0, "int32"), *ids
 
 
 def _hopper_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:

@@ -52,11 +52,16 @@ def by_device(*, cpu: Sequence[Any], gpu: Sequence[Any]) -> Sequence[Any]:
     return gpu if ON_GPU else cpu
 
 
+def array(x: Any, dtype: Any = None) -> jax.Array:
+    """`jnp.asarray(x, dtype)` that compiles nothing: numpy converts."""
+    return jax.device_put(np.asarray(x, dtype and jnp.dtype(dtype)))
+
+
 def normal(
     rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0, shift: float = 0.0
 ) -> jax.Array:
     """Normal random numbers, rounded to `dtype`: both sides of a comparison start from these."""
-    return jnp.asarray(rng.normal(shift, scale, shape).astype(jnp.dtype(dtype)))  # numpy compiles nothing
+    return array(rng.normal(shift, scale, shape), dtype)
 
 
 def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
@@ -65,7 +70,7 @@ def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
     mask[np.arange(batch), rng.integers(0, seq, batch)] = 1
     mask[-1] = 0
     mask[-1, -1] = 1
-    return jnp.asarray(mask, jnp.int32)
+    return array(mask, "int32")
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Where the suite runs: compiled kernels at real shapes on CUDA, interpreted ones at small shapes elsewhere."""
 
-import gc
 import importlib.metadata
 import os
 
@@ -20,12 +19,19 @@ import hypothesis
 import jax
 import pytest
 
+from parity import quick
 from parity.common import IMPLEMENTATIONS, KERNEL, ON_GPU
 from parity.tolerances import OP
 
-# Interpreted programs run once, on little data: compiling them well takes five times as long as quickly.
+# Interpreted programs run once, on little data: compiling them well takes five times as long as quickly, here and
+# in the processes that tests start.
 if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
+
+if not jax.config.jax_compilation_cache_dir:
+    jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
+quick.share_contexts()
 
 if jax.__version_info__ < (0, 11):
     from jax._src.pallas.mosaic.interpret import thread_map
@@ -38,6 +44,7 @@ if jax.__version_info__ < (0, 11):
 
     # As later ones do: this one compiles a kernel that it interprets anew for every warpgroup of each CTA.
     thread_map._run_jaxpr = _run_jaxpr
+    quick.interpret_with_numpy()
 
 # The same examples in every run; shapes compile anew, so few of them, and no deadline.
 hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)
@@ -49,18 +56,28 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Python would look for garbage among what stays, imported modules, for a tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    quick.collect_rarely()
+
+
+_compiled = 0
+
+
+def _count(event: str, seconds: float, **_: Any) -> None:
+    global _compiled
+    _compiled += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    """What a file compiles goes with it: all of the suite's programs take more than 5 GB a worker."""
+    """What was compiled goes, a thousand programs at a time: all of the suite's take more than 5 GB a worker."""
+    global _compiled
     yield
-    jax.clear_caches()
-    gc.collect()
+    if _compiled > 1000:
+        _compiled = 0
+        quick.forget()
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 import weights
 from bench.measuring import collectives
 from pallas_models import gpt2, minilm, ops, qwen3, trimul
-from parity.common import normal, random_mask, random_params, relative_error
+from parity import quick
+from parity.common import array, normal, random_mask, random_params, relative_error
 
 DEVICES = {"data": 4, "model": 2}
 
@@ -53,7 +54,7 @@ class Case:
 
     @functools.cached_property
     def expected(self) -> tuple[jax.Array, ...]:
-        """What one device computes, once for all kinds of mesh."""
+        """What one device computes, once for all kinds of mesh and all kernels."""
         return jax.jit(with_gradient(self))(*self.arrays)
 
 
@@ -70,10 +71,10 @@ def with_gradient(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
     return program
 
 
-def cases() -> Mapping[str, Case]:
+def cases(implementation: str) -> Mapping[str, Case]:
     """Each operation with each axis split that it can split."""
     rng = np.random.default_rng(0)
-    kernel: dict[str, Any] = dict(implementation="interpret")
+    kernel: dict[str, Any] = dict(implementation=implementation)
     data, columns, whole = P("data"), P(None, "model"), P()
 
     def matmul(x, w, bias, residual):
@@ -159,9 +160,9 @@ def cases() -> Mapping[str, Case]:
     product = x, w, bias, residual
     q, k, v = normal(rng, 4, 5, 4, 16), *(normal(rng, 4, 7, 2, 16) for _ in range(2))
     scores = normal(rng, 1, 4, 5, 7), random_mask(rng, 4, 7)
-    labels = jnp.asarray(rng.integers(0, 10, 8), jnp.int32)
+    labels = array(rng.integers(0, 10, 8), "int32")
     heads, pair = P(None, None, "model"), P("data", None, None)
-    ids = jnp.asarray(rng.integers(0, 12, (4, 5)), jnp.int32)
+    ids = array(rng.integers(0, 12, (4, 5)), "int32")
     tables = (normal(rng, n, 16) for n in (12, 6, 2))
     weights = tuple(normal(rng, *shape) for shape in ((8,), (8,), (8, 4, 16), (16,), (16,), (8, 16), (16, 8)))
     weights_of_pairs = tuple(
@@ -225,7 +226,7 @@ def cases() -> Mapping[str, Case]:
         ),
         "linear_cross_entropy mean": case(cross_entropy, (x, w, labels), (data, whole, data), P(), 2, 2),
         "triangle_update batch": case(
-            triangle,
+            outgoing,
             (normal(rng, 4, 3, 3, 8), *weights),
             (data, *[whole] * 7),
             P("data", None, None, None),
@@ -244,7 +245,7 @@ def model_cases(implementation: str | None) -> dict[str, Case]:
     bert, gpt = minilm.MiniLMConfig(**sizes), gpt2.GPT2Config(**sizes)
     qwen = qwen3.Qwen3Config(**sizes, num_kv_heads=1, head_dim=16)
     pair = trimul.TriMulConfig(channels=16, hidden=16)
-    ids = jnp.asarray(rng.integers(0, 40, (4, 6)), jnp.int32)
+    ids = array(rng.integers(0, 40, (4, 6)), "int32")
     options: dict[str, Any] = dict(implementation=implementation)
 
     def case(function, params, data, result, sums=0, specs=None):
@@ -300,7 +301,7 @@ def model_cases(implementation: str | None) -> dict[str, Case]:
     }
 
 
-def measured(case: Case, kind: str) -> dict[str, Any]:
+def measured(case: Case, reference: Case, kind: str) -> dict[str, Any]:
     """The relative errors of result and gradients, the collectives, and whether the result is spread right."""
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(axis_type,) * len(DEVICES))
@@ -314,7 +315,7 @@ def measured(case: Case, kind: str) -> dict[str, Any]:
         compiled = jax.jit(program).lower(*arrays).compile()
         out = compiled(*arrays)
     return dict(
-        errors=[relative_error(a, b) for a, b in zip(out, case.expected, strict=True)],
+        errors=[relative_error(a, b) for a, b in zip(out, reference.expected, strict=True)],
         collectives=collectives.count(compiled.as_text()),
         is_spread=out[0].sharding.is_equivalent_to(NamedSharding(mesh, case.result), out[0].ndim),
     )
@@ -348,9 +349,10 @@ SHARD_MAP = (
 )
 
 
-def all_cases() -> Mapping[tuple[str, str], Case]:
-    """By the kind of mesh and the name."""
-    ops_of, interpreted, plain = cases(), model_cases("interpret"), model_cases(None)
+def all_cases() -> Mapping[tuple[str, str], tuple[Case, Case]]:
+    """By the kind of mesh and the name, with the same call that one device makes without kernels."""
+    ops_of, interpreted, plain = cases("interpret"), model_cases("interpret"), model_cases(None)
+    references = {**cases("xla"), **plain}
     loss = plain.pop("gpt2 loss")
 
     def of_part(*arrays: jax.Array) -> jax.Array:
@@ -358,7 +360,7 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
         *params, ids = arrays
         return jax.lax.pmean(loss.function(*jax.lax.pcast(params, "data", to="varying"), ids), "data")
 
-    return (
+    chosen = (
         {("jit", name): case for name, case in ops_of.items()}
         | {("jit", name): interpreted[name] for name in interpreted if name not in ("gpt2", "qwen3", "trimul")}
         | {("explicit", name): ops_of[name] for name in EXPLICIT}
@@ -373,6 +375,7 @@ def all_cases() -> Mapping[tuple[str, str], Case]:
         | {("explicit", "gpt2 loss"): dataclasses.replace(loss, sums=loss.sums - 1)}
         | {("shard_map", "gpt2 loss"): dataclasses.replace(loss, of_part=of_part, sums=loss.sums - 2)}
     )
+    return {key: (case, references[key[1]]) for key, case in chosen.items()}
 
 
 def loaded() -> dict[str, Any]:
@@ -456,9 +459,11 @@ def example(code: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs every case; what one raises is its result."""
+    quick.share_contexts()
+    quick.collect_rarely()
     runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
-        f"{kind}, {name}": (sent(case), functools.partial(measured, case, kind))
-        for (kind, name), case in all_cases().items()
+        f"{kind}, {name}": (sent(case), functools.partial(measured, case, reference, kind))
+        for (kind, name), (case, reference) in all_cases().items()
     }
     runs["loaded"] = {}, loaded
     # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.

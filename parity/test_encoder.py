@@ -288,7 +288,6 @@ def test_devices_take_turns(folder, tmp_path):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
-    environment.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "sentences.txt"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

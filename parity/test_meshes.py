@@ -36,7 +36,6 @@ def records() -> list[dict[str, Any]]:
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     command = [sys.executable, "-m", "parity.meshes"]
     folder = Path(__file__).parents[1]
@@ -210,7 +209,6 @@ def test_two_processes_take_a_step():
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     }
     processes = [

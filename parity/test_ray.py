@@ -14,7 +14,6 @@ from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder
 from pallas_models.ray import Embed
 from parity import checkpoints
-from parity.common import ON_GPU
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 SENTENCES = [*(" ".join(checkpoints.WORDS[i % 7 : i % 13]) for i in range(59)), "the guitar"]
@@ -102,8 +101,6 @@ def test_a_worker_that_is_killed_loses_nothing_and_doubles_nothing(folder, tmp_p
         parquet.write_table(pa.table({"id": range(len(sentences)), "text": sentences}), tmp_path / "in" / name)
     program = [sys.executable, "-c", PROGRAM, tmp_path, folder, FATAL]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
-    if not ON_GPU:  # the last bits depend on how programs are compiled, here as conftest.py says
-        environment.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     encoder = Encoder.from_pretrained(folder)
