@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels._common import Ref, tile_order
 from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
 
@@ -166,6 +167,7 @@ def store(
     value: Callable[[Block, Ref], jax.Array],
     *,
     wait: bool,
+    copy: Callable[[Ref, Ref, Callable[[Ref], Ref]], None] | None = None,
 ) -> None:
     """Stores a tile of an output block by block, and waits for none of them to arrive.
 
@@ -174,6 +176,7 @@ def store(
       o_ref: the output in device memory, (m, n).
       value: `value(block, slot)` is what to store.
       wait: whether slots may still be on their way from the last tile; not if that was waited for before.
+      copy: `copy(slot, o_ref, at)` copies a slot to `at(o_ref)`; on this GPU when None.
     """
     num_slots = slots.shape[0]
     for i, block in enumerate(blocks):
@@ -182,7 +185,11 @@ def store(
             plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
         slot[...] = value(block, slot).astype(o_ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, block.at(o_ref, tile))
+        at = functools.partial(block.at, tile=tile)
+        if copy is None:
+            plgpu.copy_smem_to_gmem(slot, at(o_ref))
+        else:
+            copy(slot, o_ref, at)
 
 
 def gemm(
@@ -204,6 +211,7 @@ def gemm(
     beside: Beside | None = None,
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
+    peers: Peers | None = None,
     name: str,
     target: Target,
     interpret: bool,
@@ -227,6 +235,7 @@ def gemm(
       epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in
         float32 for each part of `b`; after them comes the last total of `beside`, if there is one.
       scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
+      peers: the GPUs to which the epilogue stores, which wait for one another in the end.
 
     Returns:
       The outputs.
@@ -238,12 +247,16 @@ def gemm(
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
-    body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue)
+    body = _Body(config, batch, m, n, k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue, peers)
     return launch(
         body,
         operands,
         out_type,
-        dict(scratch_types) | _ring_types(config, dtype, len(b), transpose_a, transpose_b),
+        {
+            **scratch_types,
+            **_ring_types(config, dtype, len(b), transpose_a, transpose_b),
+            **({} if peers is None else peers.scratch_types),
+        },
         name=name,
         num_ctas=min(2 if interpret else target.num_cores, body.num_tiles),
         num_warpgroups=config.num_consumers + 1,
@@ -377,6 +390,7 @@ class _Body:
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None
     beside: Beside | None
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None]
+    peers: Peers | None
 
     @property
     def num_steps(self) -> int:
@@ -428,7 +442,10 @@ class _Body:
         def _() -> None:
             plgpu.set_max_registers(consumer_registers, action="increase")
             self.consume(refs, count, warpgroup)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if self.peers is None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                self.peers.finish(refs, storing=self.config.num_consumers, waits=warpgroup == 0)
 
     def produce(self, refs: Refs, count: jax.Array) -> None:
         """Copies the operands of all tiles to the ring, as slots become free."""
