@@ -53,12 +53,19 @@ class Target:
       capability: CUDA's compute capability, major and minor.
       num_cores: number of streaming multiprocessors.
       shared_memory: bytes of shared memory that a CTA may use.
+      has_peers: whether kernels may store to the memory of the other GPUs of the mesh, which has one axis.
     """
 
     name: str
     capability: tuple[int, int]
     num_cores: int
     shared_memory: int
+    has_peers: bool = False
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether each GPU of a machine reaches the memory of all others by NVLink, of measured kinds."""
+        return self.name == "NVIDIA H200"
 
     @property
     def is_hopper(self) -> bool:

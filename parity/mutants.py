@@ -272,6 +272,19 @@ MUTANTS = [
     ),
     *_of(
         "pallas_models/kernels/mosaic",
+        ("_peers.py", " * block_m + jax.lax.rem(row, block_m)", " * block_m", "test_sum_of_parts.py -k product"),
+        (
+            "sum_of_parts.py",
+            "tile_of(refs.residual, step, first)",
+            "tile_of(refs.residual, step)",
+            "test_sum_of_parts.py",
+        ),
+        (
+            "trimul_project.py",
+            "peers.index * each + jax.lax.rem(j, each)",
+            "peers.index * each + j",
+            "test_sum_of_parts.py -k channels",
+        ),
         (
             "_ahead.py",
             "_first[module] = [options]",
@@ -534,6 +547,7 @@ MUTANTS = [
         ("corpus/job.py", "found.clear()", "pass", "test_corpus.py -k 'shards or sizes'"),
         ("corpus/writing.py", "parts.pop(0)", "parts.pop()", "test_corpus.py -k shards"),
         ("ops/_sharding.py", "jax.lax.psum(x, axes) if axes else x", "x", "test_meshes.py"),
+        ("ops/matmul.py", "if not total.target.has_peers or", "if True or", "test_meshes.py -k added_up"),
     ),
     *_of(
         "weights",

@@ -25,9 +25,24 @@ from bench.cases import scaling
 from bench.measuring import results
 from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
-from parity.common import MOSAIC_CALL, TRITON_CALL, assert_equal, kernel_calls, random_params
-from parity.tolerances import CHAIN, DEEP
+from pallas_models.ops import trimul
+from pallas_models.ops._sharding import Total
+from pallas_models.ops.matmul import _contracted as contracted
+from parity.common import (
+    MOSAIC_CALL,
+    ON_HOPPER,
+    TRITON_CALL,
+    assert_close,
+    assert_equal,
+    gpu,
+    kernel_calls,
+    normal,
+    random_params,
+)
+from parity.tolerances import CHAIN, DEEP, OP
 from weights import export
+
+needs_addresses = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 stores to no other GPU")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +130,62 @@ def test_no_gpu_has_all_pairs():
         for shape in re.findall(r"-> tensor<([\dx]+x)\w+>", body.split("\n", 1)[1])
     ]
     assert len(bodies) >= 1 and n * n * c // 4 <= max(made) <= n * n * c
+
+
+@needs_addresses
+def test_kernels_store_pairs_where_they_are_needed():
+    """With the addresses of other GPUs, projections and products need no collective after them."""
+    n, c = 2048, 128
+    shapes = ((1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c))
+    target = dataclasses.replace(gpu(), has_peers=True)
+    options: dict[str, Any] = dict(
+        gate_after=False, epsilon=1e-5, compute_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16
+    )
+    options |= dict(precision=None, config=None, target=target, interpret=False, rows_over=("d",), columns_over=())
+
+    def update(x, norm_scale, norm_bias, w_in, out_scale, out_bias, w_gate, w_out):
+        weights = norm_scale, norm_bias, w_in, None, out_scale, out_bias, w_gate, None, w_out, None
+        return trimul._mosaic(x, None, *weights, direction="incoming", **options)
+
+    specs = P(None, "d"), *[P()] * (len(shapes) - 1)
+    part = jax.shard_map(update, in_specs=specs, out_specs=specs[0], check_vma=False)
+    padded = [P(*spec, *[None] * (len(shape) - len(spec))) for spec, shape in zip(specs, shapes, strict=True)]
+    text = lowered_for_gpus(AxisType.Auto, part, *padded, shapes=shapes)
+    assert kernel_calls(text) == 3 and "all_to_all" not in text
+
+
+@needs_addresses
+def test_kernels_store_parts_where_they_are_added_up():
+    static: dict[str, Any] = dict(transpose_w=False, acc_dtype=jnp.float32, precision=None, algorithm=None)
+    static |= dict(out_dtype=jnp.dtype("bfloat16"), batch=1, activation=None)
+
+    def part(x, w, residual, total):
+        def call(x, w, *_, **__):
+            return jnp.dot(x, w)
+
+        return contracted(call, total, x, w, None, residual, **static)
+
+    shapes, specs = ((8192, 256), (256, 4096), (8192, 4096)), (P(None, "d"), P("d", None), P(None, None))
+    for has_peers, kernels, sums in ((True, 2, 0), (False, 0, 1)):
+        total = Total(over=("d",), target=dataclasses.replace(gpu(), has_peers=has_peers))
+        f = jax.shard_map(functools.partial(part, total=total), in_specs=specs, out_specs=P(), check_vma=False)
+        text = lowered_for_gpus(AxisType.Auto, f, *specs, shapes=shapes)
+        assert (kernel_calls(text), text.count("all_reduce")) == (kernels, sums)
+
+
+@pytest.mark.skipif(not ON_HOPPER or jax.device_count() < 2, reason="needs several Hopper GPUs")
+def test_sums_that_kernels_store_on_all_gpus():
+    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    m, k, n = 8192, 512 * mesh.size, 4096
+    shapes, specs = ((m, k), (k, n), (m, n)), (P(None, "d"), P("d"), P())
+    spread = tuple(NamedSharding(mesh, spec) for spec in specs)
+    x, w, residual = map(jax.device_put, (normal(rng, *shape, dtype="bfloat16") for shape in shapes), spread)
+    f = jax.jit(lambda x, w, residual: ops.matmul(x, w, residual=residual)).lower(x, w, residual).compile()
+    assert "all-reduce" not in f.as_text()
+    expected = ops.matmul(*jax.device_get((x, w)), residual=jax.device_get(residual), implementation="xla")
+    for _ in range(2):
+        assert_close(f(x, w, residual), expected, OP["bfloat16"])
 
 
 def test_a_ring_runs_the_kernels_of_attention():

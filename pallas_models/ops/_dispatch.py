@@ -336,7 +336,11 @@ def _part(
         return compute(op, arrays, static, config, names, target)
 
     arrays = tree.unflatten(leaves)
-    if total is None:
+    if total is not None:
+        has_peers = total.has_peers and target.is_linked and names[:1] in ((), ("mosaic",))
+        target = dataclasses.replace(target, has_peers=has_peers)
+        total = dataclasses.replace(total, target=target)
+    if total is None or not total.over:
         return jax.tree.leaves(call(*arrays, **static))
     assert op.contracted is not None, f"the sharding of {op.name} has an axis that no result has"
     return jax.tree.leaves(op.contracted(total.once(call), total, *arrays, **static))

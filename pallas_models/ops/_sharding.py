@@ -18,6 +18,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
 
 from pallas_models import exporting
+from pallas_models import target as targets
+from pallas_models.target import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,18 +55,22 @@ class Total:
     """Adds up what the devices have.
 
     Attributes:
-      over: the axes of the mesh.
+      over: the axes of the mesh; empty where each device's part is a result, and nothing is added up.
       once: for what is computed before.
+      has_peers: whether kernels may store to the memory of the other devices, if they are GPUs that can.
+      target: the GPU of a device's part.
     """
 
-    over: tuple[str, ...]
-    once: Once
+    over: tuple[str, ...] = ()
+    once: Once = lambda function: function
+    has_peers: bool = False
+    target: Target = targets.ANY
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, self.over)
 
 
-# `function(leaves, static, total)` gives the results. `total` is given where an axis is split that no result has.
+# `function(leaves, static, total)` gives the results. `total` is given where they need other devices.
 Function = Callable[[list[jax.Array], Options, Total | None], list[jax.Array]]
 
 
@@ -166,6 +172,7 @@ class Layout:
         split: Split,
         mesh: Mapping[str, int],
         once: Once = lambda function: function,
+        has_peers: bool = False,
     ) -> list[jax.Array]:
         """What a device computes of its part of the leaves, the same as all devices that share its part."""
         static = dict(static)
@@ -179,9 +186,9 @@ class Layout:
 
         contracted = over(set(split) - self.summed)
         if contracted:
-            results = function(list(leaves), static, Total(over=contracted, once=once))
+            results = function(list(leaves), static, Total(over=contracted, once=once, has_peers=has_peers))
         elif not self.over.keys().isdisjoint(split):  # lowered apart it could not ask other devices
-            results = function(list(leaves), static, None)
+            results = function(list(leaves), static, Total(has_peers=has_peers))
         else:
             results = once(lambda leaves, **static: function(leaves, static, None))(list(leaves), **static)
         lacking = (over(self.summed - set(axes)) for axes in self.results)
@@ -257,7 +264,7 @@ def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: 
                 parts = (x[0] if m else x for x, m in zip(leaves, mapped, strict=True))
                 return [y[None] for y in of_one(*parts)]
             if total is not None:  # a program that is lowered cannot be mapped
-                total = dataclasses.replace(total, once=lambda function: function)
+                total = dataclasses.replace(total, once=lambda function: function, has_peers=False)
             return jax.vmap(of_one, [0 if m else None for m in mapped])(*leaves)
 
         results = spread(of_all, layout.mapped(mapped, size), list(leaves), static)
@@ -292,7 +299,7 @@ def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], st
         once = functools.partial(_lowered_once, programs, mesh.devices.flat[0])
 
         def part(*leaves: jax.Array) -> list[jax.Array]:
-            return layout.part(function, leaves, static, split, mesh.shape, once)
+            return layout.part(function, leaves, static, split, mesh.shape, once, _has_peers(mesh))
 
         return mesh, part, out_of, tuple(into)
 
@@ -301,6 +308,13 @@ def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], st
 
     call.def_partition(partition, decode_shardings=False, sharding_rule=rule)
     return call(*leaves)
+
+
+def _has_peers(mesh: Any) -> bool:
+    """Whether kernels get the addresses that outputs have on all devices of a mesh: up to 8, of one process."""
+    in_order = [device.id for device in mesh.devices.flat] == list(range(mesh.size))
+    alone = jax.process_count() == 1
+    return jax.__version_info__ >= (0, 11) and len(mesh.shape) == 1 < mesh.size <= 8 and in_order and alone
 
 
 def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
+from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, _products, norm
 from pallas_models.ops._by_channels import AxisNames, ByChannels
@@ -260,6 +261,7 @@ def _mosaic(
             product=functools.partial(mosaic_product.product, by_rows=by_rows, config=config),
             output=functools.partial(trimul_output.output, precision=precision, config=config),
             by_rows=by_rows,
+            peers=_peers(x, *weights, project=project, **options),
             **options,
         )
     )
@@ -313,6 +315,32 @@ def _mosaic_projection(
     return mosaic_project_wide.project if mosaic_project_wide.unsupported(*operands) is None else None
 
 
+def _peers(
+    x: jax.Array,
+    *weights: Any,
+    project: Any,
+    rows_over: AxisNames,
+    columns_over: AxisNames,
+    target: Target,
+    **options: Any,
+) -> Peers | None:
+    """The GPUs that share the pairs, where the kernels can store to them what each needs."""
+    names = (*rows_over, *columns_over)
+    if not target.has_peers or len(names) != 1 or project is not mosaic_project.project or not _in_tiles(x):
+        return None
+    peers = Peers(axis=names[0], count=jax.lax.axis_size(names[0]))
+    if x.shape[1] * x.shape[2] * peers.count < _STORED_FROM:
+        return None
+    h = weights[2].shape[2]
+    all_at_once = dict(compute_dtype=options["compute_dtype"], rows_over=(), columns_over=())
+    if (
+        2 * h % (peers.count * mosaic_project.COLUMNS)
+        or _mosaic_projection(x, None, *weights, **all_at_once) is not project
+    ):
+        return None
+    return peers
+
+
 def _unsupported_by_mosaic(
     x: jax.Array, *_: Any, compute_dtype: DTypeLike, rows_over: AxisNames, columns_over: AxisNames, **__: Any
 ) -> str | None:
@@ -323,6 +351,7 @@ def _unsupported_by_mosaic(
 
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
 _SENDERS = 32  # multiprocessors that are left to what sends; 16 are too few
+_STORED_FROM = 2048**2  # pairs, of which stores of the kernels to other GPUs are measured to be faster
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
@@ -373,6 +402,7 @@ def _update(
     product: Callable[..., jax.Array],
     output: Callable[..., jax.Array],
     by_rows: bool,
+    peers: Peers | None = None,
     direction: Direction,
     gate_after: bool,
     epsilon: float,
@@ -391,6 +421,7 @@ def _update(
       output: normalises the sums, gates and projects them.
       by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
         (B, channels, N, N).
+      peers: the GPUs that share the pairs, where the first two can store to them.
     """
     b, rows, columns, c = x.shape
     lead, size = (b * rows, columns) if by_rows else (b, rows * columns)
@@ -443,7 +474,16 @@ def _update(
             sums = [jnp.concatenate(sums, axis=1)[:, : w_in.shape[2]]]
         return sums, gate
 
-    ys, gate = alone() if devices == 1 else with_others()
+    def by_stores() -> tuple[list[jax.Array], Any]:
+        """The projections store left and right where they are multiplied, the products sums where they belong."""
+        biases = [None] if b_in is None else by_channels.grouped(b_in, 1)
+        sides, gate = project(*by_channels.grouped(w_in, 1), *biases, w_gate, b_gate, peers=peers, **runs)
+        each = w_in.shape[2] // devices
+        sides = sides.reshape(-1, 2 * each, rows, columns)
+        y = product(sides, channels=each, pieces=by_channels.grid, peers=peers, **runs)
+        return [y.reshape(b, -1, size)], gate
+
+    ys, gate = alone() if devices == 1 else with_others() if peers is None else by_stores()
     out = output(
         ys,
         gate,

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels._common import Ref, tile_order
 from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
 
@@ -164,15 +165,24 @@ class Output:
 
     Attributes:
       slots: `staging` of this warpgroup.
+      copy: `copy(slot, ref, at)` copies a slot to `at(ref)`; on this GPU when None.
     """
 
     slots: Ref
     ref: Ref
     value: Callable[[Block, Ref], jax.Array]
+    copy: Callable[[Ref, Ref, Callable[[Ref], Ref]], None] | None = None
 
     def slot(self, i: int) -> Ref:
         """The slot of the i-th block."""
         return self.slots.at[i % self.slots.shape[0]]
+
+    def leave(self, i: int, at: Callable[[Ref], Ref]) -> None:
+        """Copies the slot of the i-th block to `at(ref)`."""
+        if self.copy is None:
+            plgpu.copy_smem_to_gmem(self.slot(i), at(self.ref))
+        else:
+            self.copy(self.slot(i), self.ref, at)
 
 
 def store(tile: Tile, blocks: Sequence[Block], *outputs: Output, wait: bool) -> None:
@@ -190,7 +200,7 @@ def store(tile: Tile, blocks: Sequence[Block], *outputs: Output, wait: bool) -> 
             slot[...] = output.value(block, slot).astype(output.ref.dtype)
         plgpu.commit_smem()
         for output in outputs:
-            plgpu.copy_smem_to_gmem(output.slot(i), block.at(output.ref, tile))
+            output.leave(i, functools.partial(block.at, tile=tile))
 
 
 def gemm(
@@ -213,6 +223,7 @@ def gemm(
     first_k: int | None = None,
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None],
     scratch_types: Mapping[str, Any],
+    peers: Peers | None = None,
     name: str,
     target: Target,
     interpret: bool,
@@ -238,6 +249,7 @@ def gemm(
       epilogue: `epilogue(refs, tile, sums, warpgroup)` stores the sums, (tile.num_rows, tile.num_columns) in
         float32 for each part of `b`; after them comes the last total of `beside`, if there is one.
       scratch_types: shared memory and barriers for those two; each warpgroup, 0 or 1, must use its own.
+      peers: the GPUs to which the epilogue stores, which wait for one another in the end.
 
     Returns:
       The outputs.
@@ -249,12 +261,16 @@ def gemm(
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
-    body = _Body(config, batch, m, n, k, first_k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue)
+    body = _Body(config, batch, m, n, k, first_k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue, peers)
     return launch(
         body,
         operands,
         out_type,
-        dict(scratch_types) | _ring_types(config, dtype, len(b), transpose_a, transpose_b),
+        {
+            **scratch_types,
+            **_ring_types(config, dtype, len(b), transpose_a, transpose_b),
+            **({} if peers is None else peers.scratch_types),
+        },
         name=name,
         num_ctas=min(2 if interpret else target.num_cores, body.num_tiles),
         num_warpgroups=config.num_consumers + 1,
@@ -389,6 +405,7 @@ class _Body:
     prefetch: Callable[[Refs, Tile, jax.Array], None] | None
     beside: Beside | None
     epilogue: Callable[[Refs, Tile, Sequence[jax.Array], jax.Array], None]
+    peers: Peers | None
 
     @property
     def num_steps(self) -> Any:
@@ -455,7 +472,10 @@ class _Body:
         def _() -> None:
             plgpu.set_max_registers(consumer_registers, action="increase")
             self.consume(refs, count, warpgroup)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if self.peers is None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                self.peers.finish(refs, storing=self.config.num_consumers, waits=warpgroup == 0)
 
     def produce(self, refs: Refs, count: jax.Array) -> None:
         """Copies the operands of all tiles to the ring, as slots become free."""

@@ -1,7 +1,8 @@
 """Matrix product with a fused epilogue, for Hopper GPUs."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from pallas_models.kernels.mosaic._gemm import (
     store,
 )
 from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -127,14 +129,15 @@ def heuristic(
     activation: bool = False,
     preactivation: DTypeLike | None = None,
     slope: bool = False,
+    peers: bool = False,
 ) -> Config:
-    """Chooses tiles for x (m, k) and w (k, n)."""
+    """Chooses tiles for x (m, k) and w (k, n), such as divide n for stores to `peers`."""
     if slope:
         tiles: Sequence[Measured] = _TILES_AND_SLOPE
     elif residual:
         tiles = _TILES_AND_RESIDUAL
     else:  # an activation takes as long as a short sum: it wants to be computed beside one
-        tiles = [t for t in _TILES if t.ping_pong or not activation]
+        tiles = [t for t in _TILES if (t.ping_pong or not activation) and not (peers and n % t.block_n)]
     size = functools.partial(shared_memory, out_dtype=out_dtype, residual=residual, preactivation=preactivation)
     return fastest(tiles, m, n, k, size, target)
 
@@ -157,11 +160,16 @@ def matmul(
     interpret: bool,
     return_preactivation: bool = False,
     slope: str | None = None,
+    peers: Peers | None = None,
 ) -> Any:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
 
     With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x. With `slope`, the name of an
     activation, the result is x @ w times its derivative at `residual`: the gradient by what it was applied to.
+
+    With `peers` rows are split into as many parts as there are GPUs, and part i is stored on GPU i. The result,
+    (GPUs, M / GPUs, N), is what all GPUs stored. Parts are multiples of the rows of a tile, at most 256, and N of
+    its columns.
     """
     if transpose_w and interpret and not interprets_transposed():
         w, transpose_w = w.T, False
@@ -177,6 +185,7 @@ def matmul(
         "preactivation": return_preactivation,
         "wide_out": jnp.dtype(out_dtype).itemsize == 4,
         "slope": slope is not None,
+        "peers": peers is not None,
     }
     config = choose(
         config,
@@ -188,7 +197,15 @@ def matmul(
             dtype=x.dtype,
             config=Config,
             heuristic=functools.partial(
-                heuristic, m, n, k, target, activation=activation is not None, slope=slope is not None, **form
+                heuristic,
+                m,
+                n,
+                k,
+                target,
+                activation=activation is not None,
+                slope=slope is not None,
+                peers=peers is not None,
+                **form,
             ),
             candidates=functools.partial(candidates, m, n, size, target),
             shared_memory=size,
@@ -196,7 +213,7 @@ def matmul(
         target,
     )
     slots = num_slots(config, config.block_n, out_dtype, residual=residual is not None)
-    parts = blocks(config, config.block_n, out_dtype, slots, joined=residual is None)
+    parts = blocks(config, config.block_n, out_dtype, slots, joined=residual is None and peers is None)
     scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
     if kept is not None:
         kept_slots = num_slots(config, config.block_n, kept, residual=False)
@@ -207,6 +224,12 @@ def matmul(
         scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=config.num_consumers)
     if bias is not None:
         scratch_types["bias_tile"] = plgpu.SMEM((config.num_consumers, config.block_n), bias.dtype)
+
+    def rows_of_x(tile: Tile) -> pl.Slice:
+        if peers is None:
+            return tile.rows
+        receiver, there = peers.turn(tile.row, config.block_m)
+        return pl.Slice(receiver * (m // peers.count) + there, tile.num_rows)
 
     def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
         ready = refs.ready.at[warpgroup]
@@ -236,7 +259,15 @@ def matmul(
             y = activate(activation, y, out_dtype)
             return y if residual is None else y + slot[...].astype(jnp.float32)
 
-        out = Output(refs.slots.at[warpgroup], refs.o, value)
+        copy = None
+        if peers is not None:
+            receiver, there = peers.turn(tile.row, config.block_m)
+            tile = dataclasses.replace(tile, row=there)
+
+            def copy(slot: Ref, o: Ref, at: Callable[[Ref], Ref]) -> None:
+                peers.store(slot, o, receiver, lambda o: at(o.at[peers.index]))
+
+        out = Output(refs.slots.at[warpgroup], refs.o, value, copy)
         if kept is None:
             store(tile, parts, out, wait=residual is None)
             return
@@ -250,7 +281,7 @@ def matmul(
     out, *others = gemm(
         dict(x=x, w=w, bias=bias, residual=residual),
         dict(
-            o=jax.ShapeDtypeStruct((m, n), out_dtype),
+            o=jax.ShapeDtypeStruct((m, n) if peers is None else (peers.count, m // peers.count, n), out_dtype),
             kept=None if kept is None else jax.ShapeDtypeStruct((m, n), kept),
         ),
         config=config,
@@ -258,12 +289,13 @@ def matmul(
         n=n,
         k=k,
         dtype=x.dtype,
-        a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
+        a=lambda refs, tile, ks: refs.x.at[rows_of_x(tile), ks],
         b=[lambda refs, tile, ks: refs.w.at[(tile.columns, ks) if transpose_w else (ks, tile.columns)]],
         transpose_b=transpose_w,
         prefetch=prefetch if num_copies else None,
         epilogue=epilogue,
         scratch_types=scratch_types,
+        peers=peers,
         name="matmul",
         target=target,
         interpret=interpret,

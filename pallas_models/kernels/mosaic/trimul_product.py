@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from pallas_models.kernels.mosaic._gemm import (
     store,
 )
 from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
@@ -63,6 +64,7 @@ def product(
     by_rows: bool,
     incoming: bool,
     factor: float,
+    peers: Peers | None = None,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
@@ -75,6 +77,9 @@ def product(
 
     Without it, `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N /
     rows, N / columns). So does the result. Tiles have to divide them.
+
+    With `peers` piece i of an item is stored on GPU i, as the piece of this GPU's index: the result is what all
+    GPUs stored here.
 
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
@@ -125,9 +130,22 @@ def product(
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(sums[0]) * factor
 
-        y, row, column = matrix(refs.y, tile, 0, tile.row, tile.column)
+        slots, copy, y = refs.slots.at[warpgroup], None, refs.y
+        if peers is None:
+            y, row, column = matrix(y, tile, 0, tile.row, tile.column)
+        else:
+            i, j = jax.lax.div(tile.row, piece_rows), jax.lax.div(tile.column, piece_columns)
+            row, column = tile.row - i * piece_rows, tile.column - j * piece_columns
+            item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+
+            def copy(slot: Ref, y: Ref, at: Callable[[Ref], Ref]) -> None:
+                def there(y: Ref) -> Ref:
+                    return at(y.at[item * peers.count + peers.index, channel])
+
+                peers.store(slot, y, i * pieces[1] + j, there)
+
         tile = dataclasses.replace(tile, row=row, column=column)
-        store(tile, parts, Output(refs.slots.at[warpgroup], y, value), wait=True)
+        store(tile, parts, Output(slots, y, value, copy), wait=True)
 
     width = sides.shape[3]
     shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
@@ -146,6 +164,7 @@ def product(
         transpose_b=not incoming,
         epilogue=epilogue,
         scratch_types=dict(slots=staging(config, parts, sides.dtype, slots)),
+        peers=peers,
         name="trimul_product",
         target=target,
         interpret=interpret,

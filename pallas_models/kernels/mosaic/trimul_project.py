@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.target import Target
 
 ROWS = 64  # positions that are normalised and multiplied at a time
@@ -108,8 +109,18 @@ def mean(parts: list[jax.Array], c: int) -> jax.Array:
     return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
 
 
-def store(y: jax.Array, slot: Ref, target: Ref, *, interpret: bool) -> None:
-    """Stores the transpose of y, as many columns at a time as a slot of shared memory holds rows."""
+def store(
+    y: jax.Array,
+    slot: Ref,
+    target: Ref,
+    *,
+    interpret: bool,
+    copy: Callable[[Ref, Ref, Callable[[Ref], Ref]], None] | None = None,
+) -> None:
+    """Stores the transpose of y, as many columns at a time as a slot of shared memory holds rows.
+
+    `copy(slot, target, at)` copies a slot to `at(target)`; on this GPU when None.
+    """
     y = y.astype(slot.dtype)
     for start in range(0, y.shape[1], slot.shape[0]):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has to leave first
@@ -119,7 +130,15 @@ def store(y: jax.Array, slot: Ref, target: Ref, *, interpret: bool) -> None:
         else:
             slot.T[...] = part
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(start, slot.shape[0])])
+        rows = pl.Slice(start, slot.shape[0])
+        if copy is None:
+            plgpu.copy_smem_to_gmem(slot, target.at[rows])
+        else:
+            copy(slot, target, functools.partial(_rows, rows=rows))
+
+
+def _rows(ref: Ref, rows: pl.Slice) -> Ref:
+    return ref.at[rows]
 
 
 def positions(tile: jax.Array, batch: int, size: int) -> tuple[jax.Array, pl.Slice]:
@@ -143,6 +162,7 @@ def gate_and_store(
     masked: Callable[[jax.Array], jax.Array],
     slot: Ref,
     interpret: bool,
+    peers: Peers | None = None,
 ) -> None:
     """Gates product j of some positions and stores it.
 
@@ -153,6 +173,7 @@ def gate_and_store(
       at: item and positions.
       masked: what to make of gated projections, (ROWS, COLUMNS).
       slot: shared memory of this warpgroup, as `store` takes it.
+      peers: GPUs that get an equal part of the sides each, and have as many of each other.
     """
     item, rows = at
     side_products = sides_ref.shape[1] // COLUMNS
@@ -161,8 +182,20 @@ def gate_and_store(
     @pl.when(j < side_products)
     def _() -> None:
         side = masked(halves[0] * (jnp.tanh(halves[1]) + 1.0))
-        channels = pl.ds(j * COLUMNS, COLUMNS)
-        store(side, slot, sides_ref.at[item, channels, rows], interpret=interpret)
+        if peers is None:
+            channels = pl.ds(j * COLUMNS, COLUMNS)
+            store(side, slot, sides_ref.at[item, channels, rows], interpret=interpret)
+            return
+        each = side_products // peers.count
+
+        def copy(slot: Ref, sides: Ref, at: Callable[[Ref], Ref]) -> None:
+            def there(sides: Ref) -> Ref:
+                channels = pl.ds((peers.index * each + jax.lax.rem(j, each)) * COLUMNS, COLUMNS)
+                return at(sides.at[item, channels, rows])
+
+            peers.store(slot, sides, jax.lax.div(j, each), there)
+
+        store(side, slot, sides_ref, interpret=interpret, copy=copy)
 
     if gate_ref is None:
         return
@@ -185,12 +218,14 @@ def project(
     b_gate: jax.Array | None,
     *,
     epsilon: float,
+    peers: Peers | None = None,
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
 
-    M is a multiple of 8.
+    M is a multiple of 8. With `peers` left and right are split by channels into as many parts as there are GPUs,
+    and part i is stored on GPU i. Those here are what all GPUs stored, one after another.
 
     Returns:
       (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
@@ -313,7 +348,9 @@ def project(
                 if refs.b is not None:
                     shift = load(refs.b.at[j], registers.reduce(0), interpret=interpret)
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                gate_and_store(y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret)
+                gate_and_store(
+                    y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret, peers=peers
+                )
 
             @pl.when(count == 0)
             def _() -> None:
@@ -339,7 +376,10 @@ def project(
             plgpu.set_max_registers(104, action="decrease")
             plgpu.barrier_wait(refs.weights_full)
             pl.loop(0, steps)(multiply)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if peers is None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                peers.finish(refs, storing=_MULTIPLIERS, waits=warpgroup == 0)
 
     sides, *gate = launch(
         trimul_project,
@@ -356,6 +396,7 @@ def project(
             z_full=plgpu.Barrier(),
             z_free=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
             weights_full=plgpu.Barrier(num_arrivals=3),
+            **({} if peers is None else peers.scratch_types),
         ),
         name="trimul_project",
         num_ctas=num_ctas,
