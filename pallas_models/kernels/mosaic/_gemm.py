@@ -261,7 +261,9 @@ def gemm(
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
-    body = _Body(config, batch, m, n, k, first_k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue, peers)
+    body = _Body(
+        config, batch, m, n, k, first_k, a, b, transpose_a, transpose_b, prefetch, beside, epilogue, peers
+    )
     return launch(
         body,
         operands,
