@@ -37,7 +37,7 @@ def test_every_computation_is_a_kernel_of_ours(batch, seq):
     text = compiled(None, batch, seq).as_text()
     targets = re.findall(r'custom_call_target="([^"]*)"', text)
     ours = {TRITON_CALL, MOSAIC_CALL}
-    assert len(targets) >= 2 + 5 * CONFIG.num_layers
+    assert len(targets) >= 2 + 3 * CONFIG.num_layers  # with all that follows attention in one
     assert set(targets) <= ours, f"calls of others: {set(targets) - ours}"
     assert not re.search(r"\bdot\(|\bconvolution\(|\bcublas|\bcudnn|__triton_gemm|triton_nested_gemm", text)
     # What is left to XLA may reshape, convert or copy small integers, and compute nothing.
