@@ -275,8 +275,8 @@ MUTANTS = [
         ("_peers.py", " * block_m + jax.lax.rem(row, block_m)", " * block_m", "test_sum_of_parts.py -k product"),
         (
             "sum_of_parts.py",
-            "tile_of(refs.residual, step, first)",
-            "tile_of(refs.residual, step)",
+            "refs.residual.at[pl.ds(first + start, ROWS)]",
+            "refs.residual.at[pl.ds(start, ROWS)]",
             "test_sum_of_parts.py",
         ),
         (

@@ -181,6 +181,14 @@ class TestTiming:
             timing.record_kernels(lambda: None, detach=False)
 
 
+def with_names(data: dict) -> dict:
+    """What a result file holds, its entries with the names of their fields, as version 4 had them."""
+    fields = [field.name for field in dataclasses.fields(results.Entry)]
+    for case in data["cases"]:
+        case["entries"] = [dict(zip(fields, found, strict=True)) for found in case["entries"]]
+    return data
+
+
 class TestResults:
     def test_round_trip(self, tmp_path):
         result = make_result()
@@ -222,6 +230,8 @@ class TestResults:
             (lambda d: d["ceilings"].update(copy="fast"), "ceilings.copy: expected float, got 'fast'"),
             (lambda d: d["cases"][1]["entries"][0].pop("status"), r"cases\[1\].entries\[0\]: lacks status"),
             (lambda d: d["cases"][0]["entries"][0].update(status="fine"), "expected one of ok, wrong"),
+            (lambda d: d["cases"][0]["entries"].insert(0, ["a", "ours"]), r"entries\[0\]: lacks status"),
+            (lambda d: d["cases"][0]["entries"].insert(0, [1] * 13), r"entries\[0\]: expected an object, got \["),
             (lambda d: d["cases"][0].update(entries={}), r"cases\[0\].entries: expected list, got {}"),
             (lambda d: d["cases"][0]["entries"][0].update(wall=3), "wall: expected an object, got 3"),
             (
@@ -256,7 +266,7 @@ class TestResults:
     )
     def test_invalid(self, tmp_path, change, message):
         path = results.save(make_result(), tmp_path)
-        data = json.loads(path.read_text())
+        data = with_names(json.loads(path.read_text()))
         change(data)
         path.write_text(json.dumps(data))
         with pytest.raises(ResultError, match=message) as error:
@@ -275,13 +285,9 @@ class TestResults:
     def test_version_1(self, tmp_path):
         """Files of before there were peers, defaults were left out and kernels named once."""
         path = results.save(make_result(), tmp_path)
-        data = json.loads(path.read_text()) | {"version": 1}
+        data = with_names(json.loads(path.read_text())) | {"version": 1}
         assert data.pop("kernels") == ["k"]
         for found in (found for case in data["cases"] for found in case["entries"]):
-            absent = dict(
-                message="", accuracy=None, device=None, wall=None, kernels=[], compile_s=None, metrics={}
-            )
-            found.update(absent | found)
             found["kernels"] = [{"name": "k", "us": us} for _, us, _ in found["kernels"]]
             for name, kind in (("accuracy", Accuracy), ("device", Timing), ("wall", Timing)):
                 fields = [field.name for field in dataclasses.fields(kind)]
