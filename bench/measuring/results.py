@@ -21,7 +21,7 @@ from bench.measuring.timing import Measurement, Timing
 from pallas_models import files
 
 FORMAT = "pallas_models.bench"
-# 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 names no field of an entry
+# 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names
 VERSION = 5
 READABLE = (1, 2, 3, 4, 5)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
