@@ -449,7 +449,8 @@ MUTANTS = [
             "test_pooling.py -k grad",
         ),
         ("_products.py", "exponent - 14,", "exponent - 17,", "test_trimul.py -k products_of"),
-        ("trimul.py", "frexp(bound)[1], growth)", "frexp(bound)[1] - 7, growth)", "test_trimul.py -k leaves_out"),
+        ("trimul.py", "frexp(bound)[1], growth)", "frexp(bound)[1], 30)", "test_trimul.py -k leaves_out"),
+        ("trimul.py", "jnp.abs(p.astype(", "jnp.maximum(1.0, p.astype(", "test_trimul.py -k leaves_out"),
         (
             "_products.py",
             "for factor in (*from_a, *from_b)",
