@@ -65,6 +65,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert cli.main(["corpus", *options, "--sentences", "50", "--long", "60", "--show-results"]) == 0
     (path,) = tmp_path.glob("*/corpus.partial.json")
     found = results.load(path)
+    assert found.settings["weights"] == "model"  # no path of this machine
     assert [case.label for case in found.cases] == [f"{a} to {b}" for a, b in corpus.KINDS] + [
         "txt to parquet, long"
     ]

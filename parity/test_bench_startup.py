@@ -63,7 +63,8 @@ def rows(table: str, start: str) -> list[list[str]]:
 
 
 def test_everything_is_measured_and_shown(measured, data, tmp_path, capsys):
-    assert cli.main(["startup", "--data", str(data), "--output", str(tmp_path), "--show-results"]) == 1
+    options = ["--data", str(data), "--weights", str(tmp_path / "model"), "--output", str(tmp_path)]
+    assert cli.main(["startup", *options, "--show-results"]) == 1
     out = capsys.readouterr().out
     assert "pallas failed: RuntimeError: no memory (qwen3 1x2048 bf16)" in out
     assert rows(out, "minilm 512x64 fp16") == [
@@ -76,6 +77,7 @@ def test_everything_is_measured_and_shown(measured, data, tmp_path, capsys):
     assert rows(out, "embed 1x16 fp16, pallas") == [["embed 1x16 fp16, pallas", "100", "150"]]
     assert rows(out, "encode one sentence fp16, pallas") == [["encode one sentence fp16, pallas", "-", "350"]]
     result = results.load(tmp_path / "nvidia-h200" / "startup.json")
+    assert result.settings == {"weights": "model"}  # no path of this machine
     assert [case.label for case in result.cases][-2:] == [
         "eager matmul 64x64 cpu fp32",
         "eager matmul 64x64 cuda fp32",

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import weights
-from bench.cases import startup, sts
+from bench.cases import minilm_models, startup, sts
 from bench.measuring import environment, results
 from bench.measuring.harness import Progress
 from bench.measuring.results import Case, Result
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
         print(error)
         return 2
     embedder = Embedder(model=str(found), compute_dtype="float16" if gpu else "float32")
-    result = results.begun(NAME, {"weights": args.weights or "default", "cores": str(cores())})
+    result = results.begun(NAME, {"weights": minilm_models.name_of(args.weights), "cores": str(cores())})
     for label, (count, passes) in plan(args, gpu=gpu).items():
         result.cases.append(case(label, count, sentences, embedder, passes))
         results.save(result, args.output)  # kept, should the run be interrupted

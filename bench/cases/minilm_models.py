@@ -42,20 +42,19 @@ def load_checkpoint(path: str | os.PathLike[str] | None) -> Checkpoint:
     Args:
       path: a checkpoint folder, or a tensor file with config.json beside it.
     """
-    if path is None:
-        try:
-            path = weights.resolve()
-        except FileNotFoundError:
-            config = MiniLMConfig()
-            return Checkpoint(tensors=random_tensors(config), config=config, origin="random")
-        origin = "all-MiniLM-L6-v2"
-    else:
-        path = Path(path)
-        origin = path.name
-    tensors = {name.removeprefix("bert."): tensor for name, tensor in read_tensors(Path(path)).items()}
-    return Checkpoint(
-        tensors=tensors, config=weights.load_minilm_config(path), origin=f"real ({origin})", path=Path(path)
-    )
+    origin = f"real ({name_of(path)})"
+    try:
+        path = weights.resolve() if path is None else Path(path)
+    except FileNotFoundError:
+        config = MiniLMConfig()
+        return Checkpoint(tensors=random_tensors(config), config=config, origin="random")
+    tensors = {name.removeprefix("bert."): tensor for name, tensor in read_tensors(path).items()}
+    return Checkpoint(tensors=tensors, config=weights.load_minilm_config(path), origin=origin, path=path)
+
+
+def name_of(path: str | os.PathLike[str] | None) -> str:
+    """What a result calls weights: by name, since where they lie is a matter of one machine."""
+    return "all-MiniLM-L6-v2" if path is None else Path(path).name
 
 
 def random_tensors(config: MiniLMConfig, seed: int = 0) -> dict[str, np.ndarray]:

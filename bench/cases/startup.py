@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import weights
-from bench.cases import sts
+from bench.cases import minilm_models, sts
 from bench.measuring import environment, results
 from bench.measuring.harness import DTYPES, Progress
 from bench.measuring.results import Case, Entry, Family, Result
@@ -255,7 +255,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(error)
         return 2
-    result = results.begun(NAME, {"weights": args.weights or "default"})
+    result = results.begun(NAME, {"weights": minilm_models.name_of(args.weights)})
     for number, (title, measure) in enumerate(todo.items(), start=1):
         case = measure()
         result.cases.append(case)
