@@ -14,6 +14,7 @@ from pallas_models import ops
 from pallas_models.kernels.triton.pooling import Config
 from parity.common import (
     KERNEL,
+    ON_GPU,
     assert_close,
     assert_equal,
     assert_gradients_close,
@@ -270,7 +271,11 @@ def test_padding_never_reaches_a_segment(implementation, garbage):
     f = functools.partial(compiled.segment_mean_pool, num_segments=len(mask), implementation=implementation)
     outside = jnp.asarray(~mask.any(0).reshape(x.shape[:2]))
     assert set(flat[~mask.any(0)]) == {-1, len(mask) + 2}
-    assert_equal(f(jnp.where(outside[:, :, None], garbage, x), ids), f(x, ids))
+    with_garbage, without = f(jnp.where(outside[:, :, None], garbage, x), ids), f(x, ids)
+    if ON_GPU and implementation == "xla":  # XLA adds up there in any order, by atomic additions.
+        assert_close(with_garbage, without, LONG)
+    else:
+        assert_equal(with_garbage, without)
 
 
 def test_segments_in_any_order(implementation):
