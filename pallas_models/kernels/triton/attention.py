@@ -87,14 +87,15 @@ def heuristic(
         return batch * num_heads * pl.cdiv(seq, block_q)
 
     if kv_seq <= 128 and block_d <= 64:
-        block_q = block_size(seq, 16, 32 if few and block_d <= 32 else 64)
+        alone = block_d <= 32 and programs(16) <= target.num_cores  # each on a multiprocessor of its own
+        block_q = 16 if alone else block_size(seq, 16, 32 if few and block_d <= 32 else 64)
         many = programs(block_q) >= 8 * target.num_cores
         block_kv = block_size(kv_seq, 16, 128 if few or many else 64)
         counts = (3, 2, 1) if block_kv == 128 else (2, 1)
         return Config(
             block_q=block_q,
             block_kv=block_kv,
-            num_warps=block_size(block_q // 16, 1, 4) if many or block_kv >= 64 else 1,
+            num_warps=block_size(block_q // (8 if alone else 16), 1, 4) if many or block_kv >= 64 else 1,
             num_stages=2 if many else 3,
             heads=next(n for n in counts if num_heads % n == 0) if many else 1,
         )
