@@ -515,6 +515,7 @@ MUTANTS = [
             "rows[np.sort(batch.sentences[part])] = ",
             "test_encoder.py test_packing.py",
         ),
+        ("minilm/model.py", "    mask = mask != 0\n", "", "test_minilm.py -k reads_the_mask"),
         (
             "minilm/encoder.py",
             "threading.Thread(target=targets.start).start()",
