@@ -285,18 +285,7 @@ MUTANTS = [
             "peers.index * each + j",
             "test_sum_of_parts.py -k channels",
         ),
-        (
-            "_ahead.py",
-            "_first[module] = [options]",
-            "_first[module] = []",
-            "test_ahead.py",
-        ),
-        (
-            "_ahead.py",
-            'if o["kernel_hash"] not in _started]',
-            "if True]",
-            "test_ahead.py",
-        ),
+        ("_ahead.py", "    if is_new:\n", "    if True:\n", "test_ahead.py"),
         (
             "attention.py",
             "valid.append(keys >= spread(own + band.low, 0))",
@@ -526,6 +515,7 @@ MUTANTS = [
             "rows[np.sort(batch.sentences[part])] = ",
             "test_encoder.py test_packing.py",
         ),
+        ("minilm/model.py", "    mask = mask != 0\n", "", "test_minilm.py -k reads_the_mask"),
         (
             "minilm/encoder.py",
             "threading.Thread(target=targets.start).start()",

@@ -17,7 +17,7 @@ import pytest
 import weights
 from pallas_models import gpt2, minilm, target
 from pallas_models.__main__ import EXAMPLES
-from pallas_models.minilm import Encoder, packing, pipeline, programs
+from pallas_models.minilm import CrossEncoder, Encoder, packing, pipeline, programs
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
 from parity.common import assert_close, by_device, cosines
@@ -297,10 +297,12 @@ def test_devices_take_turns(folder, tmp_path):
 # Programs
 
 
-def test_a_gpu_starts_while_files_are_read(folder, monkeypatch):
+@pytest.mark.parametrize("model", [Encoder, CrossEncoder])
+def test_a_gpu_starts_while_files_are_read(model, tmp_path, monkeypatch):
     started = threading.Event()
     monkeypatch.setattr(target, "start", started.set)
-    Encoder.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError):
+        model.from_pretrained(tmp_path / "nowhere")
     assert started.wait(10)
 
 

@@ -137,6 +137,14 @@ def test_a_sentence_does_not_depend_on_its_neighbours(implementation):
     assert_close(embed(params, ids[:1], mask[:1]), out[:1], OP["float32"])  # other tiles may serve another batch
 
 
+def test_one_operation_reads_the_mask():
+    ids, mask, _ = tokens(1, 16)
+    embed = functools.partial(minilm.embed, random_params(SMALL), config=SMALL, implementation="xla")
+    program = jax.make_jaxpr(embed)(ids, mask).jaxpr
+    readers = [eqn for eqn in program.eqns if program.invars[1] in eqn.invars]
+    assert [eqn.primitive.name for eqn in readers] == ["ne"]
+
+
 def test_a_row_without_tokens_gives_zeros(implementation):
     params, (ids, mask, _) = random_params(CONFIG), tokens(3, 19)
     out = compiled(minilm.embed, implementation)(params, ids, mask.at[1].set(0))

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
 from pallas_models.minilm import inputs, packing, pipeline
-from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, check_weights_package
+from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, begin_loading
 from pallas_models.minilm.heads import Head
 from pallas_models.minilm.model import Params
 from pallas_models.minilm.programs import Programs
@@ -118,7 +118,7 @@ class CrossEncoder:
         compilation_cache: CompilationCache | None = None,
     ) -> "CrossEncoder":
         """Loads weights and tokenizer of a classifier, with arguments and errors of `Encoder.from_pretrained`."""
-        check_weights_package()
+        begin_loading()
         from weights import classifiers, hub, modules, text
 
         folder = hub.resolve(path)

@@ -187,8 +187,7 @@ class Encoder:
           TypeError: `dtype` is none of the above.
           ValueError: an argument does not fit the model, or there is no such device.
         """
-        check_weights_package()
-        threading.Thread(target=targets.start).start()  # until parameters go there, all else can be read
+        begin_loading()
         from weights import hub, loading, modules, text
 
         found = hub.resolve(path)
@@ -652,8 +651,17 @@ def _device(device: Device) -> jax.Device:
         raise ValueError(f"{device=} is not there; expected one of {names}") from error
 
 
-def check_weights_package() -> None:
-    """ImportError where `import weights` would find another module than the one beside this package."""
+def begin_loading() -> None:
+    """Starts the GPU in a thread: until parameters go there, all else can be read.
+
+    Raises:
+      ImportError: `import weights` would find another module than the one beside this package.
+    """
+    _check_weights_package()
+    threading.Thread(target=targets.start).start()
+
+
+def _check_weights_package() -> None:
     ours = Path(__file__).parents[2] / "weights" / "__init__.py"
     spec = importlib.util.find_spec("weights")
     found = spec.origin if spec else None

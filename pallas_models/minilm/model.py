@@ -280,12 +280,16 @@ def encode(
       ValueError: shapes do not fit each other or `config`, ids are too long or (where concrete) outside
         the vocabulary, or a concrete mask holds anything but 0 and 1.
     """
-    _checks.check_integer("ids", ids)
-    _checks.check_rank("ids", ids, 2, "(B, S)")
+    _check_ids(ids)
     if segment_ids is not None:
         _checks.check_integer("segment_ids", segment_ids)
         _checks.check_shape("segment_ids", segment_ids, ids.shape, "the shape of ids")
     return bind(MiniLM, config, params)(ids, mask, token_type_ids, segment_ids, implementation=implementation)
+
+
+def _check_ids(ids: jax.Array) -> None:
+    _checks.check_integer("ids", ids)
+    _checks.check_rank("ids", ids, 2, "(B, S)")
 
 
 def embed(
@@ -305,6 +309,10 @@ def embed(
       (B, hidden_size) float32 with unit norm; zeros for a row whose mask is all zero. The cosine of two
       sentences is the dot product of their embeddings.
     """
+    _check_ids(ids)
+    _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
+    # A CUDA graph is told anew where an argument lies, for each kernel that reads it: of the mask that is one.
+    mask = mask != 0
     hidden = encode(params, ids, mask, token_type_ids=token_type_ids, config=config, implementation=implementation)
     return ops.mean_pool(hidden, mask, implementation=implementation)
 

@@ -2,13 +2,13 @@
 
 XLA compiles the Mosaic kernels of a program one after another, after everything else. But a process keeps each
 kernel that it has compiled, by a hash of its code. So a thread compiles each, as a program of its own, from when
-JAX has lowered it; then XLA finds it.
+JAX has lowered it; then XLA finds it. Where a program is split over devices, XLA asks JAX to lower each op as it
+compiles, in a module of its own.
 """
 
 import concurrent.futures
 import functools
 import threading
-import weakref
 from typing import Any
 
 import jax
@@ -32,12 +32,11 @@ def compiled_ahead(results: list[jax.Array]) -> list[jax.Array]:
 
 
 def _lower(context: mlir.LoweringRuleContext, *values: ir.Value) -> tuple[ir.Value, ...]:
-    module = context.module_context
-    devices = _local_gpus(module.backend)
+    devices = _local_gpus(context.module_context.backend)
     call = values[0].owner
     if devices and isinstance(call, stablehlo.CustomCallOp) and call.call_target_name.value == _CALLED:
         attributes: Any = call.attributes["mhlo.backend_config"]
-        _start(module.module, {entry.name: _plain(entry.attr) for entry in attributes}, devices[0])
+        _start({entry.name: _plain(entry.attr) for entry in attributes}, devices[0])
     return values
 
 
@@ -51,22 +50,16 @@ def _plain(attribute: Any) -> bytes | bool:
 
 
 _lock = threading.Lock()
-_first: weakref.WeakKeyDictionary[ir.Module, list[_Options]] = weakref.WeakKeyDictionary()
 _started: set[bytes] = set()
 
 
-def _start(module: ir.Module, options: _Options, device: jax.Device) -> None:
-    """Has a kernel compiled; the first of a module only once there is a second, since alone it gains nothing."""
+def _start(options: _Options, device: jax.Device) -> None:
+    """Has a kernel compiled, unless that has begun: where it is alone, XLA would compile it no earlier."""
     with _lock:
-        first = _first.get(module)
-        if first is None:
-            _first[module] = [options]
-            return
-        ready = [o for o in (*first, options) if o["kernel_hash"] not in _started]
-        first.clear()
-        _started.update(o["kernel_hash"] for o in ready)
-    if ready:
-        _pool().submit(_compile, ready, device)
+        is_new = options["kernel_hash"] not in _started
+        _started.add(options["kernel_hash"])
+    if is_new:
+        _pool().submit(_compile, options, device)
 
 
 @functools.cache
@@ -75,16 +68,11 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="mosaic")
 
 
-def _compile(kernels: list[_Options], device: jax.Device) -> None:
-    """Compiles for each kernel a program that is one call of it; its operands do not matter, as it never runs.
-
-    All begin at the same time: XLA's compiler and Mosaic's exclude each other, but not themselves.
-    """
+def _compile(options: _Options, device: jax.Device) -> None:
+    """Compiles a program that is one call of a kernel; its operands do not matter, as it never runs."""
     call = jax.ffi.ffi_call(_CALLED, jax.ShapeDtypeStruct((), jnp.float32))
     place = jax.sharding.SingleDeviceSharding(device)
-    lowered = [jax.jit(functools.partial(call, **options), out_shardings=place).lower() for options in kernels]
-    for each in lowered:
-        _pool().submit(each.compile)
+    jax.jit(functools.partial(call, **options), out_shardings=place).lower().compile()
 
 
 _ahead = Primitive("compiled_ahead")
