@@ -346,6 +346,12 @@ def _hopper_attention_qkv(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return (normal(np.random.default_rng(34), 2, seq, 3 * 2 * head_dim, dtype=dtype),)
 
 
+def _hopper_attention_resident(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    seq, rng = (64 if size == 1 else 320), np.random.default_rng(42)
+    mask = array(np.arange(seq) < np.array([[seq], [seq // 3]]), "int32")
+    return normal(rng, 2, seq, 3 * 2 * 32, dtype=dtype), mask
+
+
 def _hopper_triangle(size: int, dtype: str, c: int = 128) -> tuple[jax.Array, ...]:
     b, n, h = (1, 64, 32) if size == 1 else (2, 128, 128)
     rng = np.random.default_rng(35)
@@ -443,6 +449,7 @@ HOPPER_CALLS = [
     Call("attention", _call_hopper_attention, _hopper_attention, 3),
     Call("attention_masked", _call_hopper_masked_attention, _hopper_masked_attention, 3),
     Call("attention_qkv", _call_hopper_attention_qkv, _hopper_attention_qkv, 1),
+    Call("attention_resident", _call_attention_qkv, _hopper_attention_resident, 1, (0, 1)),
     Call("triangle_update", _call_triangle_update, _hopper_triangle, 11),
     Call("triangle_update_wide", _call_triangle_update, _hopper_wide_triangle, 11),
 ]

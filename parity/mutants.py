@@ -299,6 +299,24 @@ MUTANTS = [
             "test_attention.py -k hopper_kernel",
         ),
         (
+            "attention_resident.py",
+            "last // block_kv + 1, hole",
+            "jnp.maximum(last // block_kv, 1), hole",
+            "test_attention.py -k resident",
+        ),
+        (
+            "attention_resident.py",
+            "jax.lax.cond(j < whole,",
+            "jax.lax.cond(j <= whole,",
+            "test_attention.py -k resident",
+        ),
+        (
+            "attention_resident.py",
+            "total * correction + more",
+            "total + more",
+            "test_attention.py -k resident",
+        ),
+        (
             "attention_backward.py",
             "+ sign * high + 2 * _ROWS - 1)",
             "+ sign * high + _ROWS - 1)",

@@ -21,6 +21,7 @@ from parity.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
+    TRITON_CALL,
     assert_close,
     assert_equal,
     assert_gradients_close,
@@ -731,6 +732,53 @@ def test_hopper_kernel_lowers_with_masks(head_dim, options):
     with cuda_device(*HOPPER):
         text = lowered_for_cuda(f, jax.ShapeDtypeStruct((1, 1024, 3 * 2 * head_dim), jnp.bfloat16))
     assert text.count(f"@{MOSAIC_CALL}") == 1
+
+
+# The kernel for heads of 32, whose keys stay in shared memory.
+
+RESIDENT_CASES = {
+    "two tiles, blocks of 128": (128, 256, 2, 1, 32, {"sm_scale": 0.3}),
+    "a tile, blocks of 64": (64, 192, 2, 2, 32, {"mask": True}),
+    "one block": (192, 128, 1, 1, 32, {"mask": True}),
+    "blocks without a key": (128, 512, 1, 1, 32, {"mask": True}),
+    "rows without a key": (64, 64, 2, 1, 32, {"mask": True}),
+}
+
+
+@pytest.mark.parametrize("name", RESIDENT_CASES)
+def test_resident_kernel(reference, name):
+    arrays, _, options = operands(RESIDENT_CASES[name], "float16")
+    if name == "rows without a key":
+        options["mask"] = options["mask"].at[1].set(False)
+    out, lse = ops.attention(*arrays, return_lse=True, implementation=MOSAIC, **options)
+    assert out.dtype == "float16"
+    expected = reference.compute(reference.attention_lse, *arrays[:2], **options)
+    empty = np.isneginf(expected)
+    assert np.all(np.isneginf(float64(lse)[empty]))
+    assert_close(float64(lse)[~empty], expected[~empty], DEEP)
+    empty = empty.transpose(0, 2, 1)
+    assert np.all(float64(out)[empty] == 0.0)
+    expected = reference.compute(reference.attention, *arrays, **options)
+    assert_close(float64(out)[~empty], expected[~empty], OP["float16"])
+
+
+def test_resident_kernel_reads_the_fused_buffer_and_no_masked_key():
+    qkv = normal(np.random.default_rng(29), 1, 128, (2 + 2 * 1) * 32, dtype="bfloat16")
+    q, k, v = jnp.split(qkv.reshape(1, 128, 4, 32), [2, 3], axis=2)
+    mask = jnp.arange(128)[None] < 50
+    options = dict(mask=mask, implementation=MOSAIC)
+    out = compiled.attention_qkv(qkv, num_heads=2, num_kv_heads=1, **options)
+    lost = jnp.where(mask[:, :, None, None], k, jnp.nan)
+    assert_equal(out.reshape(1, 128, 2, 32), compiled.attention(q, lost, v, **options))
+
+
+@pytest.mark.parametrize("batch, seq", [(32, 512), (256, 128)])
+def test_resident_kernel_lowers_where_it_is_preferred(batch, seq):
+    qkv = jax.ShapeDtypeStruct((batch, seq, 3 * 12 * 32), jnp.float16)
+    mask = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(lambda qkv, mask: ops.attention_qkv(qkv, num_heads=12, mask=mask), qkv, mask)
+    assert text.count(f"@{MOSAIC_CALL}") == 1 and TRITON_CALL not in text
 
 
 @pytest.mark.parametrize("in_cache", [0, 4, 100])

@@ -392,18 +392,18 @@ def _choose(
         if name == "xla":
             return reference
         backend, interpret = _BACKENDS[name]
-        found = next((k for k in op.kernels if k.backend == backend), None)
-        if found is None:
-            reason: str | None = f"has no kernel for {op.name}"
-        elif found not in takers:
-            takes = "no config" if found.config is None else f"a Config of {found.config.__module__}"
-            reason = f"takes {takes}, not {type(config).__module__}.{type(config).__name__}"
-        elif backend == "mosaic" and not interpret and target.name and not target.is_hopper:
-            reason = f"needs a Hopper GPU, not {target.name}"
-        else:
-            reason = obstacle or found.refuses(*arrays, **static)
+        found = [k for k in op.kernels if k.backend == backend]
+        reason: str | None = f"has no kernel for {op.name}"
+        for kernel in reversed(found):  # so that of several reasons the first kernel's is told
+            if kernel not in takers:
+                takes = "no config" if kernel.config is None else f"a Config of {kernel.config.__module__}"
+                reason = f"takes {takes}, not {type(config).__module__}.{type(config).__name__}"
+            elif backend == "mosaic" and not interpret and target.name and not target.is_hopper:
+                reason = f"needs a Hopper GPU, not {target.name}"
+            else:
+                reason = obstacle or kernel.refuses(*arrays, **static)
             if reason is None:
-                return call(found, interpret)
+                return call(kernel, interpret)
         reasons.append(f"implementation={name!r} {reason}")
     raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, such as 'xla', or None")
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_models.kernels._common import LOWEST, MASKING_BIAS
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
+from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _products
@@ -111,7 +112,8 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions, D of 64 or 128 and a positive scale; gradients with a bias run in Triton's kernels.
+        precisions and a positive scale, D of 64 or 128, and D of 32 with at most a `mask` and few keys; gradients
+        with a bias or D of 32 run in Triton's kernels.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.
@@ -509,6 +511,13 @@ OP = Op(
             config=mosaic.Config,
             refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
+        ),
+        Kernel(
+            backend="mosaic",
+            call=mosaic_resident.attention,
+            config=None,
+            refuses=mosaic_resident.unsupported,
+            preferred=mosaic_resident.prefer,
         ),
         Kernel(backend="triton", call=triton.attention, config=triton.Config),
     ),
