@@ -53,10 +53,9 @@ def _interpreted(**params: Any) -> Callable[..., Any]:
 
 
 def interpret_quickly() -> None:
-    """Pallas's interpreter traces a kernel once for all programs, and takes no index of a block to be negative.
+    """Pallas's interpreter traces a kernel once for all programs, and compares no index of a block with 0.
 
-    It would compare each with 0 and select, which is a third of what it traces and makes slow programs too. An
-    index that is negative by mistake comes out as 0 instead of from the end.
+    That is a third of what it traces; an index that is negative by mistake is 0 then, not one from the end.
     """
     within = {
         name: functools.partial(getattr(slicing, name), allow_negative_indices=False)
