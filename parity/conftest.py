@@ -32,6 +32,8 @@ if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 if not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
 quick.share_contexts()
+if not ON_GPU:
+    quick.interpret_quickly()
 
 if jax.__version_info__ < (0, 11):
     from jax._src.pallas.mosaic.interpret import thread_map

@@ -460,6 +460,7 @@ def example(code: str) -> dict[str, Any]:
 def main() -> None:
     """Runs every case; what one raises is its result."""
     quick.share_contexts()
+    quick.interpret_quickly()
     quick.collect_rarely()
     runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
         f"{kind}, {name}": (sent(case), functools.partial(measured, case, reference, kind))

@@ -280,7 +280,7 @@ def test_two_processes_take_a_step():
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
     }
     processes = [
         subprocess.Popen(
