@@ -68,6 +68,24 @@ def store(
     plgpu.store(view, value.astype(view.dtype), mask=mask, eviction_policy=eviction_policy)
 
 
+def fma(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
+    """a * b + c in float32, rounded once, in the shape that they broadcast to.
+
+    One instruction of the GPU, which XLA's Triton does not make of a product and a sum.
+    """
+    if interpret:
+        return a * b + c
+    shape = jnp.broadcast_shapes(a.shape, b.shape, c.shape)
+    (y,) = plgpu.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[jnp.broadcast_to(x, shape) for x in (a, b, c)],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return y
+
+
 def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """2**x in float32, from one instruction of the GPU that rounds subnormal results to 0.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    fma,
     in_bounds,
     load,
     plgpu,
@@ -78,18 +80,24 @@ def _norm_kernel(
     config: Config,
     epsilon: float,
     subtract_mean: bool,
+    interpret: bool,
 ) -> None:
+    multiply_add = functools.partial(fma, interpret=interpret)
     parts, m, n = x_ref.shape
     block_m, block_n = config.block_m, config.block_n
+    width = n & -n  # of a piece of a row that is held: 768 is 3 x 256, of which none is masked
+    if width < 256 or n // width > 8:
+        width = block_n
     start = pl.program_id(0) * block_m
     rows, row_mask = span(start, block_m), in_bounds(start, block_m, m)
 
-    def read(s: jax.Array | int) -> tuple[jax.Array, pl.Slice, jax.Array | None]:
-        columns, column_mask = span(s * block_n, block_n), in_bounds(s * block_n, block_n, n)
+    def read(start: jax.Array | int, width: int) -> tuple[jax.Array, pl.Slice, jax.Array | None]:
+        columns, column_mask = span(start, width), in_bounds(start, width, n)
         mask = tile_mask(row_mask, column_mask)
-        y = jnp.zeros((block_m, block_n), jnp.float32)
-        for part in range(parts):
-            y += load(x_ref.at[jnp.int32(part), rows, columns], mask).astype(jnp.float32)
+        y = functools.reduce(
+            operator.add,
+            (load(x_ref.at[jnp.int32(part), rows, columns], mask).astype(jnp.float32) for part in range(parts)),
+        )
         if x_bias_ref is not None:
             y += load(x_bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
         if residual_ref is not None:
@@ -103,32 +111,56 @@ def _norm_kernel(
         """The factor that gives unit variance; for the gradient it and the mean in two parts go to memory."""
         factor = jax.lax.rsqrt(variance + epsilon)
         if statistics_ref is not None:
-            for i, value in enumerate((*means, factor) if subtract_mean else (factor,)):
+            for i, value in enumerate((*means, factor)):
                 store(statistics_ref.at[jnp.int32(i), rows], value, row_mask)
         return factor
 
     def write(
-        y: jax.Array, d: jax.Array, factor: jax.Array, columns: pl.Slice, column_mask: jax.Array | None
+        y: jax.Array,
+        means: tuple[jax.Array, ...],
+        factor: jax.Array,
+        columns: pl.Slice,
+        column_mask: jax.Array | None,
     ) -> None:
         mask = tile_mask(row_mask, column_mask)
-        scale = load(scale_ref.at[columns], column_mask).astype(jnp.float32)
-        out = d * factor[:, None] * scale[None, :]
-        if bias_ref is not None:
-            out += load(bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+        if means:
+            mean, rest = means
+            h = multiply_add(y - mean[:, None], factor[:, None], (-rest * factor)[:, None])
+        else:
+            h = y * factor[:, None]
+        scale = load(scale_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+        if bias_ref is None:
+            out = h * scale
+        else:
+            out = multiply_add(h, scale, load(bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :])
         store(o_ref.at[rows, columns], out, mask)
         if sum_ref is not None:
             store(sum_ref.at[rows, columns], y, mask)
 
+    def mean_of(terms: list[jax.Array]) -> jax.Array:
+        return jnp.sum(functools.reduce(operator.add, terms), axis=1) / n
+
+    def mean_of_squares(terms: list[jax.Array]) -> jax.Array:
+        squares = terms[0] * terms[0]
+        for term in terms[1:]:
+            squares = multiply_add(term, term, squares)
+        return jnp.sum(squares, axis=1) / n
+
+    means: tuple[jax.Array, ...] = ()
     if n <= block_n:
-        y, columns, column_mask = read(0)
-        if not subtract_mean:
-            write(y, y, invert(jnp.sum(y * y, axis=1) / n), columns, column_mask)
-            return
-        mean = jnp.sum(y, axis=1) / n
-        d = kept(y - mean[:, None], column_mask)
-        correction = jnp.sum(d, axis=1) / n  # what rounding the mean left: it counts in rows that vary less
-        variance = jnp.maximum(jnp.sum(d * d, axis=1) / n - correction * correction, 0.0)
-        write(y, d - correction[:, None], invert(variance, mean, correction), columns, column_mask)
+        pieces = [read(start, width) for start in range(0, n, width)]
+        ys = [y for y, *_ in pieces]
+        if subtract_mean:
+            mean = mean_of(ys)
+            ds = [kept(y - mean[:, None], column_mask) for y, _, column_mask in pieces]
+            rest = mean_of(ds)  # what rounding the mean left: it counts in rows that vary less
+            means = mean, rest
+            variance = jnp.maximum(mean_of_squares(ds) - rest * rest, 0.0)
+        else:
+            variance = mean_of_squares(ys)
+        factor = invert(variance, *means)
+        for y, columns, column_mask in pieces:
+            write(y, means, factor, columns, column_mask)
         return
 
     # One pass for the statistics, by Welford's method: each position in the block keeps a mean and a sum of
@@ -136,7 +168,7 @@ def _norm_kernel(
     # the mean is far from 0.
     def add(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         means, squares = carry
-        y, _, column_mask = read(s)
+        y, _, column_mask = read(s * block_n, block_n)
         if not subtract_mean:
             return means, squares + y * y
         d = kept(y - means, column_mask)
@@ -144,20 +176,20 @@ def _norm_kernel(
         return means + step, squares + d * (d - step)
 
     steps, zeros = pl.cdiv(n, block_n), jnp.zeros((block_m, block_n), jnp.float32)
-    means, squares = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
-    mean = correction = jnp.zeros((block_m,), jnp.float32)
+    own, squares = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
     if subtract_mean:
         counts = ((n - 1 - jnp.arange(block_n)) // block_n + 1).astype(jnp.float32)[None, :]
-        mean = jnp.sum(means * counts, axis=1) / n
-        means -= mean[:, None]
-        correction = jnp.sum(means * counts, axis=1) / n
-        squares += counts * jnp.square(means - correction[:, None])
-    factor = invert(jnp.sum(squares, axis=1) / n, mean, correction)
+        mean = jnp.sum(own * counts, axis=1) / n
+        own -= mean[:, None]
+        rest = jnp.sum(own * counts, axis=1) / n
+        means = mean, rest
+        squares += counts * jnp.square(own - rest[:, None])
+    factor = invert(jnp.sum(squares, axis=1) / n, *means)
 
     def write_block(i: jax.Array, carry: None) -> None:
-        y, columns, column_mask = read(steps - 1 - i)  # the last block read is the likeliest to be in cache still
-        d = y - mean[:, None] - correction[:, None] if subtract_mean else y
-        write(y, d, factor, columns, column_mask)
+        # The last block read is the likeliest to be in cache still.
+        y, columns, column_mask = read((steps - 1 - i) * block_n, block_n)
+        write(y, means, factor, columns, column_mask)
 
     jax.lax.fori_loop(0, steps, write_block, None)
 
@@ -271,7 +303,9 @@ def _call(
     )
     total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
     return pl.pallas_call(
-        functools.partial(_norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
+        functools.partial(
+            _norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean, interpret=interpret
+        ),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), out_dtype),
             total,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    fma,
     in_bounds,
     load,
     plgpu,
@@ -103,6 +104,7 @@ def _kernel(
     *,
     config: Config,
     subtract_mean: bool,
+    interpret: bool,
 ) -> None:
     m, n = x_ref.shape
     block_m, block_n, programs = config.block_m, config.block_n, config.num_programs
@@ -111,6 +113,10 @@ def _kernel(
     pieces = [(span(start, block_n), in_bounds(start, block_n, min(start + block_n, n))) for start in starts]
     scales = [load(scale_ref.at[columns], mask).astype(jnp.float32)[None, :] for columns, mask in pieces]
     inputs = [ref for ref in (x_ref, residual_ref, dout_ref, dsum_ref) if ref is not None]
+    multiply_add = functools.partial(fma, interpret=interpret)
+
+    def each(f: Callable[..., jax.Array], *rows: list[jax.Array]) -> list[jax.Array]:
+        return [f(*values) for values in zip(*rows, strict=True)]
 
     def place(i: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
         """The rows of step i, and which of them there are."""
@@ -120,44 +126,51 @@ def _kernel(
         rows = start + jnp.arange(block_m)
         return span(start, block_m), None if whole else (rows >= 0) & (rows < m)
 
-    def read(i: jax.Array | int) -> list[list[jax.Array]]:
+    def read(i: jax.Array | int) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+        """The pieces of each input, and the statistics, which take as long to come."""
         rows, row_mask = place(i)
         masks = [tile_mask(row_mask, mask) for _, mask in pieces]
-        return [
+        values = [
             [load(ref.at[rows, columns], mask) for (columns, _), mask in zip(pieces, masks, strict=True)]
             for ref in inputs
         ]
+        count = statistics_ref.shape[0]
+        return values, [load(statistics_ref.at[jnp.int32(j), rows], row_mask)[:, None] for j in range(count)]
 
-    def mean(*factors: list[jax.Array]) -> jax.Array:
-        products = [functools.reduce(operator.mul, values) for values in zip(*factors, strict=True)]
-        return sum(jnp.sum(a, axis=1, keepdims=True) for a in products) / n
-
-    count = statistics_ref.shape[0]
+    def mean(terms: list[jax.Array]) -> jax.Array:
+        return jnp.sum(functools.reduce(operator.add, terms), axis=1, keepdims=True) / n
 
     def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        ahead, totals = carry
-        values = iter([[a.astype(jnp.float32) for a in row] for row in (ahead or read(i))])
-        ahead = read(i + 1) if ahead else []
-        ys = next(values)
+        ahead, (dscales, *dbiases) = carry
+        values, (*means, factor) = ahead or read(i)
+        ahead = read(i + 1) if ahead else ()
+        arrays = iter([[a.astype(jnp.float32) for a in row] for row in values])
+        ys = next(arrays)
         if residual_ref is not None:
-            ys = [y + a for y, a in zip(ys, next(values), strict=True)]
-        douts = next(values)
-        rows, row_mask = place(i)
-        *means, factor = (load(statistics_ref.at[jnp.int32(j), rows], row_mask)[:, None] for j in range(count))
-        for part in means:
-            ys = [y - part for y in ys]
-        ys = [y * factor for y in ys]  # 0 past the last row; past the last column it meets cotangents of 0
-        terms = [y * dout for y, dout in zip(ys, douts, strict=True)], douts
-        totals = [[t + a for t, a in zip(*pair, strict=True)] for pair in zip(totals, terms, strict=False)]
-        dys = [dout * scale for dout, scale in zip(douts, scales, strict=True)]
-        slope = mean(dys, ys)
-        dxs = [dy - y * slope for dy, y in zip(dys, ys, strict=True)]
+            ys = each(operator.add, ys, next(arrays))
+        douts = next(arrays)
+        # Past the last row what was normalised is 0; past the last column it meets cotangents of 0.
         if subtract_mean:
-            shift = mean(dys)
-            dxs = [dx - shift for dx in dxs]
-        dxs = [dx * factor for dx in dxs]
+            coarse, rest = means
+            hs = [multiply_add(y - coarse, factor, -rest * factor) for y in ys]
+        else:
+            hs = [y * factor for y in ys]
+        # Before all else: then registers hold dout no longer than they must.
+        totals = [each(multiply_add, hs, douts, dscales), *(each(operator.add, dbias, douts) for dbias in dbiases)]
+        dhs = each(operator.mul, douts, scales)
+        products = dhs[0] * hs[0]
+        for dh, h in zip(dhs[1:], hs[1:], strict=True):
+            products = multiply_add(dh, h, products)
+        slope = -mean([products]) * factor
+        if subtract_mean:
+            shift = -mean(dhs) * factor
+            dxs = [multiply_add(dh, factor, shift) for dh in dhs]
+        else:
+            dxs = [dh * factor for dh in dhs]
+        dxs = [multiply_add(h, slope, dx) for h, dx in zip(hs, dxs, strict=True)]
         if dsum_ref is not None:
-            dxs = [dx + dsum for dx, dsum in zip(dxs, next(values), strict=True)]
+            dxs = each(operator.add, dxs, next(arrays))
+        rows, row_mask = place(i)
         for (columns, column_mask), dx in zip(pieces, dxs, strict=True):
             mask = tile_mask(row_mask, column_mask)
             store(dx_ref.at[rows, columns], dx, mask)
@@ -165,7 +178,7 @@ def _kernel(
                 store(dresidual_ref.at[rows, columns], dx, mask)
         return ahead, totals
 
-    first = read(0) if config.num_stages == 2 else []
+    first = read(0) if config.num_stages == 2 else ()
     zeros = [[jnp.zeros((block_m, block_n), jnp.float32)] * len(pieces)] * dvectors_ref.shape[0]
     _, totals = jax.lax.fori_loop(0, steps, step, (first, zeros))
     for i, total in enumerate(totals):
@@ -221,7 +234,7 @@ def norm_backward(
     apart = residual is not None and residual.dtype != x.dtype
     vectors = jax.ShapeDtypeStruct((2 if subtract_mean else 1, config.num_programs, n), jnp.float32)
     dx, dresidual, dvectors = pl.pallas_call(
-        functools.partial(_kernel, config=config, subtract_mean=subtract_mean),
+        functools.partial(_kernel, config=config, subtract_mean=subtract_mean, interpret=interpret),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), x.dtype),
             jax.ShapeDtypeStruct((m, n), residual.dtype) if residual is not None and apart else None,
