@@ -143,8 +143,8 @@ def _kernel(
     def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         ahead, (dscales, *dbiases) = carry
         values, (*means, factor) = ahead or read(i)
-        ahead = read(i + 1) if ahead else ()
         arrays = iter([[a.astype(jnp.float32) for a in row] for row in values])
+        ahead = read(i + 1) if ahead else ()  # after the above, or ptxas takes 12 registers more
         ys = next(arrays)
         if residual_ref is not None:
             ys = each(operator.add, ys, next(arrays))
