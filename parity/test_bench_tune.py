@@ -181,15 +181,16 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
 SHIPPED = Table.load(Path(tuning.__file__).parent / "tables" / tables.file_name(GPU))
 
 
-@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("op", ["matmul", "layer_norm", "rms_norm"])
 def test_shipped_configs_were_measured_against_the_heuristics_of_today(op, monkeypatch):
     """Tune anew after a change to a heuristic, or take what it now chooses otherwise out of the table."""
     monkeypatch.setattr(
         tune, "operands", lambda dtype, *shapes: [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape in shapes]
     )
+    shipped = {entry.key: entry for entry in SHIPPED.entries if entry.op == op}
     for shape in tune.TUNABLES[op].shapes:
         with cuda_device(GPU, 132):
             problem = autotuner._Call(*tune.TUNABLES[op].call("bf16", *shape)).problem(None)
-        found = SHIPPED.find(problem.op, problem.shape, problem.dtype, backend=problem.backend)
-        assert found is not None and found.key == problem.key
-        assert problem.config(**found.heuristic) == problem.heuristic(), found.shape
+        if found := shipped.pop(problem.key, None):  # others have the heuristic's config
+            assert problem.config(**found.heuristic) == problem.heuristic(), found.shape
+    assert not shipped, "entries of shapes that are not measured"
