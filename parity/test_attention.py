@@ -611,6 +611,19 @@ def hopper_case(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
     return arrays, options, hopper(**{field: value for field, value in config.items() if field != "num_cores"})
 
 
+def assert_attends(reference, out, lse, arrays, options, dtype) -> None:
+    """Result and log-sum-exp are the reference's, 0 and -inf where a row sees no key."""
+    assert out.dtype == dtype
+    expected = reference.compute(reference.attention_lse, *arrays[:2], **options)
+    empty = np.isneginf(expected)
+    assert np.all(np.isneginf(float64(lse)[empty]))
+    assert_close(float64(lse)[~empty], expected[~empty], DEEP)
+    empty = empty.transpose(0, 2, 1)
+    assert np.all(float64(out)[empty] == 0.0)
+    expected = reference.compute(reference.attention, *arrays, **options)
+    assert_close(float64(out)[~empty], expected[~empty], OP[dtype])
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[edges] * (c[0][0] % 64 + c[0][1] % 64 > 0)) for n, c in HOPPER_CASES.items()]
 )
@@ -619,15 +632,7 @@ def test_hopper_kernel(reference, monkeypatch, name):
         monkeypatch.setattr(mosaic, "SEARCHED", 1)
     arrays, options, config = hopper_case(name, monkeypatch)
     out, lse = ops.attention(*arrays, return_lse=True, config=config, implementation=MOSAIC, **options)
-    assert out.dtype == "bfloat16"
-    expected = reference.compute(reference.attention_lse, *arrays[:2], **options)
-    empty = np.isneginf(expected)
-    assert np.all(np.isneginf(float64(lse)[empty]))
-    assert_close(float64(lse)[~empty], expected[~empty], DEEP)
-    empty = empty.transpose(0, 2, 1)
-    assert np.all(float64(out)[empty] == 0.0)
-    expected = reference.compute(reference.attention, *arrays, **options)
-    assert_close(float64(out)[~empty], expected[~empty], OP["bfloat16"])
+    assert_attends(reference, out, lse, arrays, options, "bfloat16")
 
 
 def test_hopper_kernel_leaves_rows_without_keys_zero_at_any_scale(monkeypatch):
@@ -751,15 +756,7 @@ def test_resident_kernel(reference, name):
     if name == "rows without a key":
         options["mask"] = options["mask"].at[1].set(False)
     out, lse = ops.attention(*arrays, return_lse=True, implementation=MOSAIC, **options)
-    assert out.dtype == "float16"
-    expected = reference.compute(reference.attention_lse, *arrays[:2], **options)
-    empty = np.isneginf(expected)
-    assert np.all(np.isneginf(float64(lse)[empty]))
-    assert_close(float64(lse)[~empty], expected[~empty], DEEP)
-    empty = empty.transpose(0, 2, 1)
-    assert np.all(float64(out)[empty] == 0.0)
-    expected = reference.compute(reference.attention, *arrays, **options)
-    assert_close(float64(out)[~empty], expected[~empty], OP["float16"])
+    assert_attends(reference, out, lse, arrays, options, "float16")
 
 
 def test_resident_kernel_reads_the_fused_buffer_and_no_masked_key():

@@ -154,7 +154,11 @@ def test_the_fused_buffer_gets_its_gradients_in_place():
     parts = jnp.split(qkv.reshape(2, 37, 8, 16), [4, 6], axis=2)
     cotangents = cotangent.reshape(2, 37, 4, 16), jnp.zeros((2, 4, 37))
     apart = pulled(parts, None, cotangents, config=tiles(), causal=True)
-    assert_close(fused(qkv).reshape(2, 37, 8, 16), jnp.concatenate(apart, axis=2), GRADIENT)
+    out, expected = fused(qkv).reshape(2, 37, 8, 16), jnp.concatenate(apart, axis=2)
+    if ON_GPU:  # where XLA sums delta in another order
+        assert_close(out, expected, GRADIENT)
+    else:
+        assert_equal(out, expected)
 
 
 # Queries and keys none of which see each other, by blocks of 16.

@@ -181,7 +181,7 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
 SHIPPED = Table.load(Path(tuning.__file__).parent / "tables" / tables.file_name(GPU))
 
 
-@pytest.mark.parametrize("op", ["matmul", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "softmax", "layer_norm", "rms_norm"])
 def test_shipped_configs_were_measured_against_the_heuristics_of_today(op, monkeypatch):
     """Tune anew after a change to a heuristic, or take what it now chooses otherwise out of the table."""
     monkeypatch.setattr(
