@@ -14,7 +14,7 @@ from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.mosaic._peers import Peers
-from pallas_models.kernels.triton import trimul_output, trimul_product, trimul_project
+from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, _products, norm
 from pallas_models.ops._by_channels import AxisNames, ByChannels
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
@@ -24,7 +24,6 @@ from pallas_models.tuning import Chooser
 
 Direction = Literal["outgoing", "incoming"]
 _EQUATIONS: dict[Direction, str] = {"outgoing": "hbik,hbjk->hbij", "incoming": "hbki,hbkj->hbij"}
-_LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
 _WEIGHTS = (
     "norm_scale",
     "norm_bias",
@@ -205,7 +204,10 @@ def reference(
     if compute_dtype == jnp.float16:
         factors = mask if mask is not None and jnp.issubdtype(mask.dtype, jnp.floating) else None
         weights = (factors, norm_scale, norm_bias, w_in.astype(compute_dtype), b_in)
-        scales = jax.lax.stop_gradient(_side_scales(*jax.lax.stop_gradient(weights), by_channels))
+        largest = _bounds(*jax.lax.stop_gradient(weights))
+        if factors is not None:
+            largest = by_channels.largest(largest)
+        scales = trimul_bounds.scales(jnp.unstack(largest), compute_dtype)
         sides = left * scales[0], right * scales[1]
         y = by_channels.apply(functools.partial(product, _EQUATIONS[direction]), *sides) / scales[0] / scales[1]
     else:
@@ -433,13 +435,19 @@ def _update(
     weighted = mask is not None and jnp.issubdtype(mask.dtype, jnp.floating)
     if mask is not None:
         mask = mask.astype(mask.dtype if weighted else compute_dtype).reshape(lead, size)
-    scales = _side_scales(mask if weighted else None, norm_scale, norm_bias, w_in, b_in, by_channels)
+    bounds = trimul_bounds.bounds(
+        mask if weighted else None, norm_scale, norm_bias, w_in, b_in, interpret=interpret
+    )
+    if weighted:
+        bounds = by_channels.largest(bounds)
+    scales = trimul_bounds.scales(jnp.unstack(jnp.max(bounds, axis=0)), compute_dtype)
     factors = jnp.stack([scales[0], jnp.float32(1.0), scales[1], jnp.float32(1.0)])[:, None]
     w_in = (w_in * factors).astype(compute_dtype)
     if b_in is not None:
         b_in = b_in * factors
     runs: dict[str, Any] = dict(target=target, interpret=interpret)
-    factor = 2.0 ** -(_LOG2_LARGEST + math.ceil(math.log2(n)))  # sums of N products are as large as left and right
+    # Sums of N products are as large as left and right.
+    factor = 2.0 ** -(trimul_bounds.LOG2_LARGEST + math.ceil(math.log2(n)))
     project = functools.partial(project, x.reshape(lead, size, c), mask, norm_scale, norm_bias, epsilon=epsilon)
     product = functools.partial(product, incoming=direction == "incoming", factor=factor)
 
@@ -487,7 +495,7 @@ def _update(
     out = output(
         ys,
         gate,
-        scales,
+        bounds,
         out_norm_scale,
         out_norm_bias,
         w_out,
@@ -502,39 +510,24 @@ def _update(
     return out.reshape(x.shape)
 
 
-def _side_scales(
+def _bounds(
     mask: jax.Array | None,
     norm_scale: jax.Array,
     norm_bias: jax.Array,
     w_in: jax.Array,
     b_in: jax.Array | None,
-    by_channels: ByChannels,
 ) -> jax.Array:
-    """Powers of two for left and right, times which they are at most `2**_LOG2_LARGEST`, whatever x is: (2,).
-
-    The squares of a normalised row of C channels add up to C at most. So what is projected is by Cauchy and
-    Schwarz at most sqrt(C) |norm_scale w| plus the sum of |norm_bias w| and |bias|. NaN where even that is beyond
-    float32.
-
-    Weights take these scales, too, which must not make them grow beyond their own range. Nor does the mask count
-    as less than 1, nor for so much that float16 rounds it. Sums of such masks may be infinite.
-    """
+    """The bounds of `trimul_bounds` in plain XLA: (5,)."""
     w = jnp.abs(w_in[:, ::2].astype(jnp.float32))
     scaled, shifted = (jnp.abs(p.astype(jnp.float32))[:, None, None] * w for p in (norm_scale, norm_bias))
     bound = jnp.sqrt(len(w) * jnp.sum(jnp.square(scaled), axis=0)) + jnp.sum(shifted, axis=0)
     if b_in is not None:
         bound += jnp.abs(b_in[::2])
-    bound = jnp.max(bound, axis=1)
+    factor = jnp.ones(1, jnp.float32)
     if mask is not None:
         size = jnp.abs(mask.astype(jnp.float32))
-        size = jnp.where(size < jnp.inf, size, 1.0)  # what is not finite is so in its own sums alone
-        bound *= jnp.clip(
-            by_channels.largest(jnp.max(size)), 1.0, 2.0**10 if w_in.dtype == jnp.float16 else jnp.inf
-        )
-    growth = jnp.finfo(w_in.dtype).maxexp - 1 - jnp.frexp(jnp.max(w, axis=(0, 2)))[1]
-    exponent = jnp.minimum(_LOG2_LARGEST - jnp.frexp(bound)[1], growth)
-    exponent = jnp.minimum(exponent, 30)  # the squares of both are within float32
-    return jnp.where(bound < jnp.inf, jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)
+        factor = jnp.max(jnp.where(size < jnp.inf, size, 1.0), keepdims=True).ravel()
+    return jnp.concatenate([jnp.max(bound, axis=1), jnp.max(w, axis=(0, 2)), factor])
 
 
 def _check(

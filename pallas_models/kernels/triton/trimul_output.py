@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
+from pallas_models.kernels.triton import trimul_bounds
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
@@ -104,7 +105,7 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
 def _output_kernel(
     y_refs: Sequence[Ref],  # (B, H / parts, M) each
     gate_ref: Ref,  # (B, G, M)
-    y_scales_ref: Ref,  # (2,)
+    bounds_ref: Ref,  # (parts, 5)
     scale_ref: Ref,  # (H,)
     shift_ref: Ref,  # (H,)
     w_ref: Ref,  # (H, C)
@@ -127,7 +128,8 @@ def _output_kernel(
     h_mask = in_bounds(0, block_h, part)
     parts = [span(i * part, block_h) for i in range(len(y_refs))]
     scales, shifts = ([load(ref.at[p], h_mask)[:, None] for p in parts] for ref in (scale_ref, shift_ref))
-    y_scale = load(y_scales_ref.at[jnp.int32(0)]) * load(y_scales_ref.at[jnp.int32(1)]) * factor
+    largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
+    y_scale = functools.reduce(operator.mul, trimul_bounds.scales(largest, w_ref.dtype), factor)
     # What scales y leaves its norm as it was once epsilon is scaled too; not to 0, or zeros would become NaN.
     y_epsilon = jnp.maximum(y_scale * y_scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
 
@@ -193,7 +195,7 @@ def _output_kernel(
 def output(
     ys: Sequence[jax.Array],
     gate: jax.Array,
-    y_scales: jax.Array,
+    bounds: jax.Array,
     scale: jax.Array,
     shift: jax.Array,
     w: jax.Array,
@@ -211,7 +213,8 @@ def output(
 ) -> jax.Array:
     """The output (B, size, C) for y (B, H, M), the gate (B, G', M) and w (H, C), M >= size.
 
-    y comes in parts (B, H / parts, M). It is `factor`, times both of `y_scales`, times what is to be normalised.
+    y comes in parts (B, H / parts, M). It is `factor`, times both scales of `bounds`, times what is to be
+    normalised.
     """
     b, h = len(ys[0]), sum(y.shape[1] for y in ys)
     c = w.shape[1]
@@ -249,4 +252,4 @@ def output(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_output",
-    )(list(ys), gate, y_scales, scale, shift, w, bias)
+    )(list(ys), gate, bounds, scale, shift, w, bias)

@@ -1,0 +1,115 @@
+"""Bounds of left and right of the triangle multiplicative update, and the scales that keep them in range."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.triton._common import block_size, in_bounds, load, plgpu, span, store, tile_mask
+
+LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
+_PROGRAMS = 16  # so few that XLA takes the largest of their numbers again wherever it needs them
+_BLOCK_C = 128
+_BLOCK_MASK = 8192
+_NUM_WARPS = 8
+
+
+def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
+    """Powers of two for left and right, times which they are at most `2**LOG2_LARGEST`, whatever x is.
+
+    Weights, of `dtype`, take these scales, too, which must not make them grow beyond their own range. Nor does the
+    mask count as less than 1, nor for so much that float16 rounds it. Sums of such masks may be infinite. NaN
+    where even the bound is beyond float32.
+
+    Args:
+      largest: what the columns of `bounds` are at most, each a number.
+    """
+    *sides, mask = largest
+    mask = jnp.clip(mask, 1.0, 2.0**10 if dtype == jnp.float16 else jnp.inf)
+
+    def scale(bound: jax.Array, weight: jax.Array) -> jax.Array:
+        growth = weight * 2.0 ** (LOG2_LARGEST + 1 - jnp.finfo(dtype).maxexp)
+        # At least 2**-17, of which the scale is 2**30: the squares of both are within float32.
+        bound = jnp.maximum(jnp.maximum(bound * mask, growth), 2.0**-17)
+        exponent = jax.lax.bitcast_convert_type(bound, jnp.int32) >> 23
+        power = jax.lax.bitcast_convert_type((LOG2_LARGEST + 253 - exponent) << 23, jnp.float32)
+        return jnp.where(bound < jnp.inf, power, jnp.nan)
+
+    return [scale(*side) for side in zip(sides[:2], sides[2:], strict=True)]
+
+
+def _bounds_kernel(
+    mask_ref: Ref | None,  # (M,)
+    scale_ref: Ref,  # (C,)
+    shift_ref: Ref,  # (C,)
+    w_ref: Ref,  # (C, 4, H)
+    b_ref: Ref | None,  # (4, H)
+    o_ref: Ref,  # (_PROGRAMS, 5)
+) -> None:
+    c, _, h = w_ref.shape
+    pid = pl.program_id(0)
+    block_h = block_size(pl.cdiv(h, _PROGRAMS), 8, 1024)
+    first = pid * block_h
+    columns, h_mask = span(first, block_h), first + jnp.arange(block_h) < h  # the last programs may have none
+
+    for side in range(2):
+        squares, shifts, largest = (jnp.zeros(block_h, jnp.float32) for _ in range(3))
+        for start in range(0, c, _BLOCK_C):
+            rows, c_mask = span(start, _BLOCK_C), in_bounds(start, _BLOCK_C, c)
+            w = load(w_ref.at[rows, jnp.int32(2 * side), columns], tile_mask(c_mask, h_mask))
+            w = jnp.abs(w.astype(jnp.float32))
+            scaled, shifted = (jnp.abs(load(ref.at[rows], c_mask))[:, None] * w for ref in (scale_ref, shift_ref))
+            squares += jnp.sum(scaled * scaled, axis=0)
+            shifts += jnp.sum(shifted, axis=0)
+            largest = jnp.maximum(largest, jnp.max(w, axis=0))
+        bound = jnp.sqrt(c * squares) + shifts
+        if b_ref is not None:
+            bound += jnp.abs(load(b_ref.at[jnp.int32(2 * side), columns], h_mask))
+        bound = jnp.where(bound < jnp.inf, bound, jnp.inf)  # no NaN, which Triton's maximum would drop
+        store(o_ref.at[pid, jnp.int32(side)], jnp.max(bound))
+        store(o_ref.at[pid, jnp.int32(2 + side)], jnp.max(largest))
+
+    factor = jnp.float32(1.0)
+    if mask_ref is not None:
+        size = mask_ref.shape[0]
+        steps = pl.cdiv(pl.cdiv(size, _BLOCK_MASK), _PROGRAMS)
+
+        def step(i: jax.Array, carry: jax.Array) -> jax.Array:
+            start = (pid * steps + i) * _BLOCK_MASK
+            factors = jnp.abs(load(mask_ref.at[span(start, _BLOCK_MASK)], start + jnp.arange(_BLOCK_MASK) < size))
+            # What is not finite is so in its own sums alone.
+            return jnp.maximum(carry, jnp.where(factors < jnp.inf, factors, 1.0).astype(jnp.float32))
+
+        factor = jnp.max(jax.lax.fori_loop(0, jnp.int32(steps), step, jnp.zeros(_BLOCK_MASK, jnp.float32)))
+    store(o_ref.at[pid, jnp.int32(4)], factor)
+
+
+def bounds(
+    mask: jax.Array | None,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Bounds for a mask of any shape, w (C, 4, H) and bias (4, H).
+
+    The squares of a normalised row of C channels add up to C at most. So what is projected is by Cauchy and
+    Schwarz at most sqrt(C) |norm_scale w| plus the sum of |norm_bias w| and |bias|.
+
+    Returns:
+      (parts, 5), float32: of left, of right, without the mask; the largest |weight| of each; the largest factor of
+      the mask.
+    """
+    return pl.pallas_call(
+        _bounds_kernel,
+        out_shape=jax.ShapeDtypeStruct((_PROGRAMS, 5), jnp.float32),
+        grid=(_PROGRAMS,),
+        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+        interpret=interpret,
+        name="trimul_bounds",
+    )(None if mask is None else mask.reshape(-1), norm_scale, norm_bias, w, bias)
