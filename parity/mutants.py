@@ -268,6 +268,9 @@ MUTANTS = [
             "((gate_ref, up), (up_ref, up))",
             "test_gated_mlp.py",
         ),
+        ("trimul_bounds.py", "jnp.maximum(bound * mask, growth)", "bound * mask", "test_trimul.py -k leaves_out"),
+        ("trimul_bounds.py", "jnp.abs(load(ref", "jnp.maximum(1.0, load(ref", "test_trimul.py -k leaves_out"),
+        ("trimul_bounds.py", "(pid * steps + i)", "(pid + i)", "test_trimul.py -k bounds"),
         ("trimul_product.py", "right = left + padded", "right = left + h", "test_trimul.py"),
         ("trimul_product.py", "* pieces[1] + column", "* pieces[0] + column", "test_trimul.py -k pieces"),
     ),
@@ -457,8 +460,6 @@ MUTANTS = [
             "test_pooling.py -k grad",
         ),
         ("_products.py", "exponent - 14,", "exponent - 17,", "test_trimul.py -k products_of"),
-        ("trimul.py", "frexp(bound)[1], growth)", "frexp(bound)[1], 30)", "test_trimul.py -k leaves_out"),
-        ("trimul.py", "jnp.abs(p.astype(", "jnp.maximum(1.0, p.astype(", "test_trimul.py -k leaves_out"),
         (
             "_products.py",
             "for factor in (*from_a, *from_b)",
