@@ -11,10 +11,10 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import block_size, in_bounds, load, plgpu, span, store, tile_mask
 
 LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
-_PROGRAMS = 16  # so few that XLA takes the largest of their numbers again wherever it needs them
-_BLOCK_C = 128
-_BLOCK_MASK = 8192
-_NUM_WARPS = 8
+_PROGRAMS = 8  # for each side
+_MASK_PROGRAMS = 128  # at most; all of their numbers are read wherever the largest are wanted
+_BLOCK_C, _BLOCK_MASK = 128, 8192
+_NUM_WARPS = 16
 
 
 def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
@@ -47,44 +47,53 @@ def _bounds_kernel(
     shift_ref: Ref,  # (C,)
     w_ref: Ref,  # (C, 4, H)
     b_ref: Ref | None,  # (4, H)
-    o_ref: Ref,  # (_PROGRAMS, 5)
+    o_ref: Ref,  # (parts, 5)
 ) -> None:
+    """Programs of left, of right and of the mask: each waits for memory once."""
     c, _, h = w_ref.shape
     pid = pl.program_id(0)
-    block_h = block_size(pl.cdiv(h, _PROGRAMS), 8, 1024)
-    first = pid * block_h
-    columns, h_mask = span(first, block_h), first + jnp.arange(block_h) < h  # the last programs may have none
 
-    for side in range(2):
-        squares, shifts, largest = (jnp.zeros(block_h, jnp.float32) for _ in range(3))
+    @pl.when(pid < 2 * _PROGRAMS)
+    def _() -> None:
+        side, part = jax.lax.div(pid, jnp.int32(_PROGRAMS)), jax.lax.rem(pid, jnp.int32(_PROGRAMS))
+        block_h = block_size(pl.cdiv(h, _PROGRAMS), 16, 1024)
+        first = part * block_h
+        columns, h_mask = span(first, block_h), first + jnp.arange(block_h) < h  # the last programs may have none
+        squares = shifts = largest = jnp.zeros((_BLOCK_C, block_h), jnp.float32)
         for start in range(0, c, _BLOCK_C):
             rows, c_mask = span(start, _BLOCK_C), in_bounds(start, _BLOCK_C, c)
-            w = load(w_ref.at[rows, jnp.int32(2 * side), columns], tile_mask(c_mask, h_mask))
-            w = jnp.abs(w.astype(jnp.float32))
+            w = jnp.abs(load(w_ref.at[rows, 2 * side, columns], tile_mask(c_mask, h_mask)).astype(jnp.float32))
             scaled, shifted = (jnp.abs(load(ref.at[rows], c_mask))[:, None] * w for ref in (scale_ref, shift_ref))
-            squares += jnp.sum(scaled * scaled, axis=0)
-            shifts += jnp.sum(shifted, axis=0)
-            largest = jnp.maximum(largest, jnp.max(w, axis=0))
-        bound = jnp.sqrt(c * squares) + shifts
+            squares += scaled * scaled
+            shifts += shifted
+            largest = jnp.maximum(largest, w)
+        bound = jnp.sqrt(c * jnp.sum(squares, axis=0)) + jnp.sum(shifts, axis=0)
         if b_ref is not None:
-            bound += jnp.abs(load(b_ref.at[jnp.int32(2 * side), columns], h_mask))
+            bound += jnp.abs(load(b_ref.at[2 * side, columns], h_mask))
         bound = jnp.where(bound < jnp.inf, bound, jnp.inf)  # no NaN, which Triton's maximum would drop
-        store(o_ref.at[pid, jnp.int32(side)], jnp.max(bound))
-        store(o_ref.at[pid, jnp.int32(2 + side)], jnp.max(largest))
+        store(o_ref.at[part, side], jnp.max(bound))
+        store(o_ref.at[part, 2 + side], jnp.max(largest))
 
-    factor = jnp.float32(1.0)
-    if mask_ref is not None:
-        size = mask_ref.shape[0]
-        steps = pl.cdiv(pl.cdiv(size, _BLOCK_MASK), _PROGRAMS)
+    @pl.when(pid >= 2 * _PROGRAMS)
+    def _() -> None:
+        part = pid - 2 * _PROGRAMS
+        factor = jnp.float32(1.0)
+        if mask_ref is not None:
+            size = mask_ref.shape[0]
+            steps = pl.cdiv(size, _BLOCK_MASK * o_ref.shape[0])
 
-        def step(i: jax.Array, carry: jax.Array) -> jax.Array:
-            start = (pid * steps + i) * _BLOCK_MASK
-            factors = jnp.abs(load(mask_ref.at[span(start, _BLOCK_MASK)], start + jnp.arange(_BLOCK_MASK) < size))
-            # What is not finite is so in its own sums alone.
-            return jnp.maximum(carry, jnp.where(factors < jnp.inf, factors, 1.0).astype(jnp.float32))
+            def step(i: jax.Array, carry: jax.Array) -> jax.Array:
+                start = (part * steps + i) * _BLOCK_MASK
+                factors = load(mask_ref.at[span(start, _BLOCK_MASK)], start + jnp.arange(_BLOCK_MASK) < size)
+                factors = jnp.abs(factors.astype(jnp.float32))
+                # What is not finite is so in its own sums alone.
+                return jnp.maximum(carry, jnp.where(factors < jnp.inf, factors, 1.0))
 
-        factor = jnp.max(jax.lax.fori_loop(0, jnp.int32(steps), step, jnp.zeros(_BLOCK_MASK, jnp.float32)))
-    store(o_ref.at[pid, jnp.int32(4)], factor)
+            zeros = jnp.zeros(_BLOCK_MASK, jnp.float32)
+            factor = jnp.max(jax.lax.fori_loop(0, jnp.int32(steps), step, zeros))
+        store(o_ref.at[part, jnp.int32(4)], factor)
+        for i in range(4):
+            store(o_ref.at[part, jnp.int32(i)], jnp.float32(0.0), part >= _PROGRAMS)  # which no side has
 
 
 def bounds(
@@ -105,11 +114,15 @@ def bounds(
       (parts, 5), float32: of left, of right, without the mask; the largest |weight| of each; the largest factor of
       the mask.
     """
+    parts = _PROGRAMS
+    if mask is not None:
+        mask = mask.reshape(-1)
+        parts = block_size(pl.cdiv(mask.size, _BLOCK_MASK), _PROGRAMS, _MASK_PROGRAMS)
     return pl.pallas_call(
         _bounds_kernel,
-        out_shape=jax.ShapeDtypeStruct((_PROGRAMS, 5), jnp.float32),
-        grid=(_PROGRAMS,),
+        out_shape=jax.ShapeDtypeStruct((parts, 5), jnp.float32),
+        grid=(2 * _PROGRAMS + parts,),
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="trimul_bounds",
-    )(None if mask is None else mask.reshape(-1), norm_scale, norm_bias, w, bias)
+    )(mask, norm_scale, norm_bias, w, bias)

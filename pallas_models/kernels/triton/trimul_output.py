@@ -128,10 +128,6 @@ def _output_kernel(
     h_mask = in_bounds(0, block_h, part)
     parts = [span(i * part, block_h) for i in range(len(y_refs))]
     scales, shifts = ([load(ref.at[p], h_mask)[:, None] for p in parts] for ref in (scale_ref, shift_ref))
-    largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
-    y_scale = functools.reduce(operator.mul, trimul_bounds.scales(largest, w_ref.dtype), factor)
-    # What scales y leaves its norm as it was once epsilon is scaled too; not to 0, or zeros would become NaN.
-    y_epsilon = jnp.maximum(y_scale * y_scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
 
     def columns_of(j: jax.Array | int) -> tuple[pl.Slice, jax.Array | None]:
         return span(j * block_n, block_n), in_bounds(j * block_n, block_n, c)
@@ -143,6 +139,11 @@ def _output_kernel(
     column_blocks = pl.cdiv(c, block_n)
     held = len(parts) * block_h * column_blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
     ws = [weights(j) for j in range(column_blocks)] if held else []
+
+    largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
+    y_scale = functools.reduce(operator.mul, trimul_bounds.scales(largest, w_ref.dtype), factor)
+    # What scales y leaves its norm as it was once epsilon is scaled too; not to 0, or zeros would become NaN.
+    y_epsilon = jnp.maximum(y_scale * y_scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
 
     total = functools.partial(functools.reduce, operator.add)
 
