@@ -1,666 +1,442 @@
-"""All layers of a post-norm encoder for the tokens of a short sentence, in one cluster of CTAs of a Hopper GPU.
+"""All layers of a post-norm encoder for a few tokens, in one cluster of CTAs of a Hopper GPU.
 
-Each CTA has one head of attention and a share of the hidden values, and streams the weights of these, so that a
-layer waits for no launch. Activations lie transposed, (features, tokens): weights are the left operand of the
-tensor cores, which want 64 rows of it, and tokens the right one. What a CTA adds to all features it sends to the
-CTAs that own them; these send sums and moments to all, and every CTA normalises everything itself.
+Each CTA has a head of attention and a share of the hidden values, and streams the weights of these past the
+tokens: a layer waits for no launch. Activations are transposed, features by tokens: weights are the left operand of
+the tensor cores, which want 64 rows of it. What a CTA adds to all features it sends to those CTAs that own them;
+these send the sums to all, and each CTA normalises everything itself. See `_tokens.py`.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.extend.mlir import ir
 
 from pallas_models.kernels._common import Backend, Ref, exponents, lowest_score
+from pallas_models.kernels.mosaic import _inline, _tokens
 from pallas_models.kernels.mosaic._common import activate, load, plgpu, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
+from pallas_models.kernels.mosaic._tokens import FEATURES, HALF, PITCH, ROW_BYTES, TOKENS
 from pallas_models.target import Target
 
-_utils = Backend("jax.experimental.mosaic.gpu.utils")
 _copies = Backend("jax.experimental.mosaic.gpu.launch_context")
-_arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
-_wgmma = Backend("jax.experimental.mosaic.gpu.wgmma")
 
-_HEAD_DIM = 32  # features of a CTA
-_TILE = 32  # tokens that a tile of shared memory has room for
-_BLOCK = 64  # steps of a contraction in a slot of the ring
-_WIDE = 128  # columns of weights in a slot, half of which are those of a warpgroup
-_ROW_BYTES = 64
-_STAGES = 4
+Layer = Mapping[str, jax.Array]
+
+_WIDTH = 32  # of rows in shared memory, more than there are tokens
+_BLOCK = 64  # rows of weights in a slot of the ring
+_COLUMNS = 128  # of weights in a slot, half of which are those of a warpgroup
+_PARTS = _COLUMNS // _WIDTH
+_STAGES = 7  # of the ring
 _CONSUMERS = 2
-VECTORS = ("bias_qkv", "bias_out", "bias_down", "bias_up", "scale_out", "offset_out", "scale", "offset")
+_MOST_CTAS = 16  # of a cluster
+_MATRICES = ("w_qkv", "w_out", "w_up", "w_down")
+# Each CTA has its part of the biases.
+_VECTORS = ("bias_qkv", "bias_out", "bias_down", "bias_up", "scale_out", "offset_out", "scale", "offset")
+_NORMS = (("bias_out", "scale_out", "offset_out"), ("bias_down", "scale", "offset"))  # of both halves of a layer
 
 
-_PITCH = 10  # floats of a row of 8 tokens: as many rows as a warp has lanes lie in different banks
-_ROW = _HEAD_DIM * _PITCH  # floats of 32 features of 8 tokens
-
-
-def _values() -> Any:
-    """Layout of 32 features of 8 tokens in a warpgroup: a lane for each feature, two tokens for each warp."""
-    return _arrays.TiledLayout(_arrays.Tiling(((32, 8), (32, 2))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
-def _asm(code: str, constraints: str, *operands: Any, result: str = "void") -> Any:
-    kind = ir.Type.parse(f"!llvm.{result}" if result == "void" else result)
-    return _utils.llvm.inline_asm(kind, list(operands), code, constraints, has_side_effects=True)
-
-
-def _i32(value: int) -> Any:
-    return _utils.c(value, ir.IntegerType.get_signless(32))
-
-
-def _start(_: Any, barriers: Any) -> None:
-    _asm(
-        """
-        {
-            .reg .pred p;
-            setp.eq.u32 p, $1, 0;
-            @p mbarrier.init.shared::cta.b64 [$0], 1;
-            @p mbarrier.init.shared::cta.b64 [$0 + 8], 1;
-            @p mbarrier.init.shared::cta.b64 [$0 + 16], 1;
-            @p fence.mbarrier_init.release.cluster;
-            barrier.cluster.arrive.release.aligned;
-            barrier.cluster.wait.acquire.aligned;
-        }""",
-        "r,r",
-        _utils.memref_ptr(barriers),
-        _utils.thread_idx(),
-    )
-
-
-def _meet(_: Any) -> None:
-    _asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
-
-
-def _expect(size: int) -> Callable[..., None]:
-    def expect(_: Any, barrier: Any) -> None:
-        _asm(
-            f"""
-            {{
-                .reg .pred p;
-                setp.eq.u32 p, $1, 0;
-                @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};
-            }}""",
-            "r,r",
-            _utils.memref_ptr(barrier),
-            _utils.thread_idx(),
-        )
-
-    return expect
-
-
-def _send(count: int, size: int, stride: int) -> Callable[..., None]:
-    """Threads 0 to count - 1 of a warpgroup send `size` bytes each to the CTA that `peer` says."""
-
-    def send(_: Any, source: Any, there: Any, barrier: Any, *scalars: Any) -> None:
-        first, step_two, step_one = (x.registers.item() for x in scalars)
-        arith = _utils.arith
-        thread = arith.remui(_utils.thread_idx(), _i32(128))
-        two, one = arith.divui(thread, _i32(2)), arith.remui(thread, _i32(2))
-        peer = arith.addi(first, arith.addi(arith.muli(two, step_two), arith.muli(one, step_one)))
-        _asm(
-            f"""
-            {{
-                .reg .pred p;
-                .reg .b32 from, to, bar;
-                setp.lt.u32 p, $3, {count};
-                mad.lo.u32 from, $4, {stride}, $0;
-                @p mapa.shared::cluster.u32 to, $1, $4;
-                @p mapa.shared::cluster.u32 bar, $2, $4;
-                @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [from], {size}, [bar];
-            }}""",
-            "r,r,r,r,r",
-            _utils.memref_ptr(source),
-            _utils.memref_ptr(there),
-            _utils.memref_ptr(barrier),
-            thread,
-            peer,
-        )
-
-    return send
-
-
-def _wait(_: Any, barrier: Any, parity: Any) -> None:
-    _asm(
-        """
-        {
-            .reg .pred p;
-            WAIT:
-            mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
-            @p bra DONE;
-            bra WAIT;
-            DONE:
-        }""",
-        "r,r",
-        _utils.memref_ptr(barrier),
-        parity.registers.item(),
-    )
-
-
-def _address(ref: Any) -> Any:
-    return _utils.llvm.ptrtoint(ir.IntegerType.get_signless(32), _utils.memref_ptr(ref))
-
-
-def _address(ref: Any) -> Any:
-    return _utils.llvm.ptrtoint(ir.IntegerType.get_signless(32), _utils.memref_ptr(ref))
-
-
-def _place(warpgroup: Any) -> Any:
-    """Where a thread's two tokens of its feature of the first 32 are in `x_t`: bytes, in swizzled rows of 64."""
-    arith = _utils.arith
-    thread = arith.remui(_utils.thread_idx(), _i32(128))
-    lane, warp = arith.remui(thread, _i32(32)), arith.divui(thread, _i32(32))
-    chunk = arith.xori(warpgroup, arith.andi(arith.shrui(lane, _i32(1)), _i32(3)))
-    return arith.addi(arith.muli(lane, _i32(_ROW_BYTES)), arith.addi(arith.muli(chunk, _i32(16)), arith.muli(warp, _i32(4))))
-
-
-def _load(ref: Any, *index: Any) -> Any:
-    ref = _utils.memref_slice(ref, (*index, slice(None), slice(0, 8)))
-    return _arrays.FragmentedArray.load_untiled(ref, layout=_values(), optimized=False)
-
-
-def _load_rows(ref: Any, first: Any) -> Any:
-    """32 numbers from `first` on, one for each feature of (32, 8) values."""
-    vector = _arrays.FragmentedArray.load_untiled(
-        _utils.memref_slice(ref, (_utils.ds(first, _HEAD_DIM),)), layout=_values().reduce((1,)), optimized=False
-    )
-    return vector.broadcast_in_dim((_HEAD_DIM, 8), (0,), _values())
-
-
-def _sum_up(ctas: int) -> Callable[..., None]:
-    def sum_up(_: Any, parts: Any, x_t: Any, bias: Any, own: Any, rank: Any, warpgroup: Any) -> None:
-        arith = _utils.arith
-        rank, warpgroup = (x.registers.item() for x in (rank, warpgroup))
-        which = arith.index_cast(ir.IndexType.get(), warpgroup)
-        address = arith.addi(arith.addi(_address(x_t), _place(warpgroup)), arith.muli(rank, _i32(_HEAD_DIM * _ROW_BYTES)))
-        word = _asm("ld.shared.b32 $0, [$1];", "=r,r", address, result="i32")
-        vector, element = _utils.vector, x_t.type.element_type
-        pair = vector.bitcast(ir.VectorType.get((2,), element), vector.broadcast(ir.VectorType.get((1,), word.type), word))
-        wide = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
-        total = _load_rows(bias, _utils.c(0, ir.IndexType.get()))
-        registers = total.registers.copy()
-        registers.flat[0] = wide
-        residual = _arrays.FragmentedArray(_registers=registers, _layout=_values(), _is_signed=None)
-        values = [_load(parts, j, which) for j in range(ctas)]
-        values += [total, residual]
-        while len(values) > 1:
-            values = [a + b for a, b in zip(values[::2], values[1::2])] + ([values[-1]] if len(values) % 2 else [])
-        values[0].store_untiled(_utils.memref_slice(own, (which, slice(None), slice(0, 8))), optimized=False)
-
-    return sum_up
-
-
-def _normalise(ctas: int, epsilon: float) -> Callable[..., None]:
-    def normalise(_: Any, rows: Any, scale: Any, offset: Any, x_t: Any, warpgroup: Any) -> None:
-        arith, vector = _utils.arith, _utils.vector
-        warpgroup = warpgroup.registers.item()
-        which = arith.index_cast(ir.IndexType.get(), warpgroup)
-        values = [_load(rows, j, which) for j in range(ctas)]
-
-        def mean(terms: Sequence[Any]) -> Any:
-            terms = list(terms)
-            while len(terms) > 1:
-                terms = [a + b for a, b in zip(terms[::2], terms[1::2])] + ([terms[-1]] if len(terms) % 2 else [])
-            total = terms[0].reduce("add", 0)
-            return total * _utils.c(1.0 / (ctas * _HEAD_DIM), ir.F32Type.get())
-
-        shape = (_HEAD_DIM, 8)
-        shift = mean(values).broadcast_in_dim(shape, (1,), _values())
-        values = [v - shift for v in values]
-        variance = mean([v * v for v in values])
-        factor = (variance + _utils.c(epsilon, ir.F32Type.get())).rsqrt(approx=True).broadcast_in_dim(shape, (1,), _values())
-        address = arith.addi(_address(x_t), _place(warpgroup))
-        i32 = ir.IntegerType.get_signless(32)
-        for j, v in enumerate(values):
-            first = _utils.c(j * _HEAD_DIM, ir.IndexType.get())
-            v = v * factor * _load_rows(scale, first) + _load_rows(offset, first)
-            (register,) = v.astype(x_t.type.element_type).registers.flat
-            word = vector.extract(
-                vector.bitcast(ir.VectorType.get((1,), i32), register), dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])
-            )
-            _asm(f"st.shared.b32 [$0 + {j * _HEAD_DIM * _ROW_BYTES}], $1;", "r,r", address, word)
-
-    return normalise
-
-
-def _stage(_: Any, values: Any, staging: Any, first: Any) -> None:
-    """Stores (64, 32), 16 columns of it, in blocks of 32 rows and 8 columns."""
-    arith = _utils.arith
-    base = arith.addi(_address(staging), arith.muli(first.registers.item(), _i32(2 * _ROW * 4)))
-    i32 = ir.IntegerType.get_signless(32)
-    for (row, column), index in zip(values.layout.thread_idxs(values.shape), range(values.registers.size), strict=True):
-        register = values.registers.flat[index]
-        row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
-        half = arith.divui(column, _i32(8))
-        block = arith.addi(arith.muli(arith.divui(row, _i32(32)), _i32(2)), half)
-        offset = arith.addi(
-            arith.muli(block, _i32(_ROW)), arith.addi(arith.muli(arith.remui(row, _i32(32)), _i32(_PITCH)), arith.remui(column, _i32(8)))
-        )
-        address = arith.addi(base, arith.muli(offset, _i32(4)))
-        low, high = (
-            _utils.vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(2)
-        )
-        _asm("{ .reg .pred p; setp.lt.u32 p, $3, 16; @p st.shared.v2.f32 [$0], {$1, $2}; }", "r,f,f,r", address, low, high, column)
-
-
-def _fetch(ctas: int) -> Callable[..., None]:
-    """Copies x (16, n) into `x_t`, and zeros beside it."""
-
-    def fetch(_: Any, x: Any, x_t: Any, warpgroup: Any) -> None:
-        arith = _utils.arith
-        warpgroup = warpgroup.registers.item()
-        thread = arith.remui(_utils.thread_idx(), _i32(128))
-        lane, warp = arith.remui(thread, _i32(32)), arith.divui(thread, _i32(32))
-        token = arith.addi(arith.muli(warpgroup, _i32(8)), arith.muli(warp, _i32(2)))
-        n = ctas * _HEAD_DIM
-        offset = arith.muli(arith.addi(arith.muli(token, _i32(n)), lane), _i32(2))
-        address = arith.addi(_address(x_t), _place(warpgroup))
-        beside = arith.addi(_address(x_t), _place(arith.addi(warpgroup, _i32(2))))
-        source = _utils.memref_ptr(x)
-        for j in range(ctas):
-            _asm(
-                f"""
-                {{
-                    .reg .b16 a, b; .reg .b32 w; .reg .b64 p;
-                    cvt.u64.u32 p, $1;
-                    add.u64 p, p, $0;
-                    ld.global.b16 a, [p + {2 * j * _HEAD_DIM}];
-                    ld.global.b16 b, [p + {2 * (j * _HEAD_DIM + n)}];
-                    mov.b32 w, {{a, b}};
-                    st.shared.b32 [$2 + {j * _HEAD_DIM * _ROW_BYTES}], w;
-                    mov.b32 w, 0;
-                    st.shared.b32 [$3 + {j * _HEAD_DIM * _ROW_BYTES}], w;
-                }}""",
-                "l,r,r,r",
-                source,
-                offset,
-                address,
-                beside,
-            )
-
-    return fetch
-
-
-def _give(n: int) -> Callable[..., None]:
-    """Copies this CTA's features of `x_t` to o (16, n)."""
-
-    def give(_: Any, x_t: Any, o: Any, rank: Any, warpgroup: Any) -> None:
-        arith = _utils.arith
-        rank, warpgroup = (x.registers.item() for x in (rank, warpgroup))
-        thread = arith.remui(_utils.thread_idx(), _i32(128))
-        lane, warp = arith.remui(thread, _i32(32)), arith.divui(thread, _i32(32))
-        token = arith.addi(arith.muli(warpgroup, _i32(8)), arith.muli(warp, _i32(2)))
-        column = arith.addi(arith.muli(rank, _i32(_HEAD_DIM)), lane)
-        offset = arith.muli(arith.addi(arith.muli(token, _i32(n)), column), _i32(2))
-        address = arith.addi(arith.addi(_address(x_t), _place(warpgroup)), arith.muli(rank, _i32(_HEAD_DIM * _ROW_BYTES)))
-        _asm(
-            f"""
-            {{
-                .reg .b16 a, b; .reg .b32 w; .reg .b64 p;
-                cvt.u64.u32 p, $1;
-                add.u64 p, p, $0;
-                ld.shared.b32 w, [$2];
-                mov.b32 {{a, b}}, w;
-                st.global.b16 [p], a;
-                st.global.b16 [p + {2 * n}], b;
-            }}""",
-            "l,r,r",
-            _utils.memref_ptr(o),
-            offset,
-            address,
-        )
-
-    return give
-
-
-def _mark(_: Any, times: Any, index: Any, rank: Any) -> None:
-    _asm(
-        """
-        {
-            .reg .pred p; .reg .b32 t; .reg .b64 a;
-            setp.eq.u32 p, $1, 0;
-            @p setp.eq.u32 p, $3, 0;
-            mov.u32 t, %clock;
-            mad.wide.u32 a, $2, 4, $0;
-            @p st.global.u32 [a], t;
-        }""",
-        "l,r,r,r",
-        _utils.memref_ptr(times),
-        _utils.thread_idx(),
-        index.registers.item(),
-        rank.registers.item(),
-    )
-
-
-def _multiply(flipped: bool, slots: int, height: int) -> Callable[..., Any]:
-    """Adds the products of weights, 64 columns in two parts of 32, transposed, by `right`, for each slot."""
-
-    def multiply(_: Any, sums: Any, weights: Any, right: Any, part: Any, *where: Any) -> Any:
-        index = ir.IndexType.get()
-        part = _utils.arith.index_cast(index, part.registers.item())
-        accumulator = _wgmma.WGMMAAccumulator.from_registers(sums)
-        for i, slot in enumerate(where):
-            slot = _utils.arith.index_cast(index, slot.registers.item())
-            # (2, K / 8, 8, 32) and (K / 8, 1, 8, 32), or (32 / 8, 1, 8, 32) of tokens by features
-            left = _utils.memref_slice(weights, (slot, _utils.ds(part, 2), slice(0, height // 8), 0))
-            left = _utils.memref_transpose(left, (0, 1, 3, 2))
-            there = right if flipped else _utils.memref_slice(right, (_utils.ds(_utils.c(i * height // 8, index), height // 8),))
-            if flipped:
-                there = _utils.memref_transpose(there, (1, 0, 3, 2))
-            accumulator = _wgmma.wgmma(accumulator, left, there, swizzle=_ROW_BYTES)
-        _utils.nvvm.wgmma_commit_group_sync_aligned()
-        _utils.nvvm.wgmma_wait_group_sync_aligned(0)
-        return accumulator.value
-
-    return multiply
+def unsupported(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], *, seq: int, **_: Any) -> str | None:
+    """Why `post_norm_layers` does not serve a call; None if it does."""
+    (tokens, n), ctas = x.shape, x.shape[1] // FEATURES
+    if jax.__version_info__ < (0, 11):
+        return "wants JAX 0.11 or newer"
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {x.dtype}"
+    if tokens > TOKENS or tokens % seq:
+        return f"takes up to {TOKENS} tokens in whole sequences, not {tokens} in sequences of {seq}"
+    if n % _COLUMNS or not 1 < ctas <= _MOST_CTAS:
+        return f"takes rows of up to {_MOST_CTAS * FEATURES} columns in multiples of {_COLUMNS}, not of {n}"
+    for layer in layers:
+        if set(layer) != {*_MATRICES, *_VECTORS}:
+            return f"takes {', '.join((*_MATRICES, *_VECTORS))} of each layer, not {', '.join(layer)}"
+        if layer["w_up"].shape[1] != 4 * n:
+            return f"takes {4 * n} hidden values beside {n} columns, not {layer['w_up'].shape[1]}"
+        if any(layer[name].dtype != jnp.float32 for name in _VECTORS):
+            return "takes biases, scales and offsets in float32"
+    return None
 
 
 def post_norm_layers(
     x: jax.Array,
     mask: jax.Array | None,
-    layers: Sequence[dict[str, jax.Array]],
+    layers: Sequence[Layer],
     *,
     seq: int,
-    activation: str,
+    activation: str | None,
     epsilon: float,
+    precision: jax.lax.Precision,
+    config: None,
     target: Target,
     interpret: bool,
-    stages: int = _STAGES,
-    marks: bool = False,
-    free: bool = False,
 ) -> jax.Array:
-    """The layers for x (T, N), sequences of `seq` one after another, and a mask (T,)."""
-    del target, interpret
-    (tokens, n), dtype = x.shape, x.dtype
-    ctas, count = n // _HEAD_DIM, len(layers)
-    wide = n // _WIDE  # blocks of columns of what is sent
-    half_size, part_size = _ROW * 4, 2 * _ROW * 4
-    qkv_steps, out_steps, up_steps, down_steps = n // _BLOCK, wide, n // _BLOCK, 2 * wide
-    layer_steps = qkv_steps + out_steps + up_steps + down_steps
-    # Where each of the vectors of a layer is in shared memory, and which part of it is this CTA's.
-    sizes = dict(zip(VECTORS, (_WIDE, _HEAD_DIM, _HEAD_DIM, _WIDE, n, n, n, n), strict=True))
-    places = dict(zip(sizes, [sum(list(sizes.values())[:i]) for i in range(len(sizes))], strict=True))
-    vector_size = sum(sizes.values())
-    vector_copies = 3 + len(VECTORS) - 1
-    scale = math.log2(math.e) / math.sqrt(_HEAD_DIM)
-    splat = plgpu.Layout.WG_SPLAT
-    swizzled = (plgpu.TilingTransform((8, _TILE)), plgpu.SwizzleTransform(_ROW_BYTES))
+    """The layers for x (T, N), sequences of `seq` tokens; see `pallas_models.ops.post_norm_layers`.
+
+    Args:
+      mask: (T,), or None.
+      layers: of each its matrices and vectors by name, heads of 32 features.
+    """
+    del precision, config, target  # see `unsupported`; there are no other tiles
+    (tokens, n), dtype, count = x.shape, x.dtype, len(layers)
+    ctas, blocks, steps = n // FEATURES, n // _COLUMNS, n // _BLOCK
+    ranks = ctas if interpret else 1  # whose work a CTA does: the interpreter has no clusters
+    # The order of the ring: in each layer queries, keys and values and the projection of each head, then hidden
+    # values of each CTA and what they add.
+    head_steps, hidden_steps = steps + blocks, steps + 2 * blocks
+    layer_steps = ranks * (head_steps + hidden_steps)
+    batch = max(size for size in (1, 2, 3) if steps % size == 0)
+    sizes = dict(zip(_VECTORS, (_COLUMNS, FEATURES, FEATURES, _COLUMNS, n, n, n, n), strict=True))
+    places = dict(zip(_VECTORS, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    scale = math.log2(math.e) / math.sqrt(FEATURES)
+    splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+    tile = plgpu.RefType((plgpu.TilingTransform((8, _WIDTH)), plgpu.SwizzleTransform(ROW_BYTES)))
+    sums_shape = (_BLOCK, _WIDTH)
 
     def body(refs: Refs) -> None:
-        warpgroup, rank = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("rank")
-        ring = Ring(refs.full, refs.consumed, stages)
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_start)(refs.arrived)
+        warpgroup = jax.lax.axis_index("warpgroup")
+        ring = Ring(refs.full, refs.consumed, _STAGES)
+
+        def each_rank(do: Callable[[jax.Array, jax.Array], None]) -> None:
+            """Does the work of a CTA, given its rank and how many came before it here."""
+            if interpret:
+                pl.loop(0, ctas)(lambda rank: do(rank, rank))
+            else:
+                do(jax.lax.axis_index("rank"), jnp.int32(0))
+
+        def call(inline: Callable[..., Any], kinds: tuple[Any, ...], *arguments: Any, result: Any = None) -> Any:
+            return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(*arguments)
 
         def produce() -> None:
-            def stream(w: Ref, first: int, steps: int, rows: Any, columns: Any, height: int = _BLOCK) -> None:
+            def stream(w: Ref, first: jax.Array, steps: int, height: int, corner: Callable[..., tuple[Any, Any]]) -> None:
+                """Copies tiles of w, those of a step in parts whose upper left corners are given."""
+
                 @pl.loop(0, steps)
                 def _(k: jax.Array) -> None:
                     slot = ring.acquire(first + k)
 
-                    @pl.loop(0, _WIDE // _TILE)
+                    @pl.loop(0, _PARTS)
                     def _(part: jax.Array) -> None:
-                        source = w.at[pl.ds(rows(k), height), pl.ds(columns(k, part), _TILE)]
+                        row, column = corner(k, part)
+                        source = w.at[pl.ds(row, height), pl.ds(column, _WIDTH)]
                         there = refs.slots.at[slot, part, pl.ds(0, height)]
                         plgpu.copy_gmem_to_smem(source, there, ring.full_of(slot))
 
-            for i in range(count):
-                def of(name: str, i: int = i) -> Ref:
-                    return getattr(refs, f"{name}_{i}")
+            def copy_layer(i: int) -> None:
+                w_qkv, w_out, w_up, w_down = (getattr(refs, f"{name}_{i}") for name in _MATRICES)
 
-                if i >= 2:
-                    plgpu.barrier_wait(refs.vectors_consumed.at[i % 2])
-                whole = _copies.OOBFillMode.PROMISE_IN_BOUNDS
+                def vector(name: str, index: jax.Array, source: Any, offset: int, size: int) -> None:
+                    source = getattr(refs, f"{name}_{i}").at[pl.ds(source, size)]
+                    there = refs.vectors.at[i % 2, index, pl.ds(places[name] + offset, size)]
+                    whole = _copies.OOBFillMode.PROMISE_IN_BOUNDS  # then it is one copy, of any length
+                    plgpu.copy_gmem_to_smem(source, there, refs.vectors_full.at[i % 2], oob_mode=whole)
 
-                def vector(name: str, source: Any, offset: int, size: int, i: int = i) -> None:
-                    there = refs.vectors.at[i % 2, pl.ds(places[name] + offset, size)]
-                    plgpu.copy_gmem_to_smem(
-                        getattr(refs, f"{name}_{i}").at[pl.ds(source, size)], there, refs.vectors_full.at[i % 2], oob_mode=whole
+                def vectors(rank: jax.Array, index: jax.Array) -> None:
+                    for part in range(3):
+                        vector("bias_qkv", index, part * n + rank * FEATURES, part * FEATURES, FEATURES)
+                    for name in _VECTORS[1:]:
+                        own = rank * sizes[name] if name.startswith("bias") else 0
+                        vector(name, index, own, 0, sizes[name])
+
+                def head(rank: jax.Array, index: jax.Array) -> None:
+                    own, first = rank * FEATURES, i * layer_steps + index * head_steps
+                    stream(
+                        *(w_qkv, first, steps, _BLOCK),
+                        lambda k, part: (k * _BLOCK, jnp.minimum(part, 2) * n + own),
+                    )
+                    stream(
+                        *(w_out, first + steps, blocks, FEATURES),
+                        lambda k, part: (own, k * _COLUMNS + part * _WIDTH),
                     )
 
-                for part in range(3):
-                    vector("bias_qkv", part * n + rank * _HEAD_DIM, part * _HEAD_DIM, _HEAD_DIM)
-                for name in VECTORS[1:]:
-                    size = sizes[name]
-                    vector(name, 0 if size == n else rank * size, 0, size)
-                first = i * layer_steps
-                stream(
-                    of("w_qkv"), first, qkv_steps, lambda k: k * _BLOCK,
-                    lambda k, part: jnp.minimum(part, 2) * n + rank * _HEAD_DIM,
-                )
-                first += qkv_steps
-                stream(
-                    of("w_out"), first, out_steps, lambda k: rank * _HEAD_DIM,
-                    lambda k, part: k * _WIDE + part * _TILE, _HEAD_DIM,
-                )
-                first += out_steps
-                stream(of("w_up"), first, up_steps, lambda k: k * _BLOCK, lambda k, part: rank * _WIDE + part * _TILE)
-                first += up_steps
-                stream(
-                    of("w_down"), first, down_steps,
-                    lambda k: rank * _WIDE + jax.lax.rem(k, 2) * _BLOCK,
-                    lambda k, part: jax.lax.div(k, 2) * _WIDE + part * _TILE,
-                )
+                def hidden(rank: jax.Array, index: jax.Array) -> None:
+                    own, first = rank * _COLUMNS, i * layer_steps + ranks * head_steps + index * hidden_steps
+                    stream(w_up, first, steps, _BLOCK, lambda k, part: (k * _BLOCK, own + part * _WIDTH))
+                    div, rem = jax.lax.div, jax.lax.rem
+                    stream(
+                        *(w_down, first + steps, 2 * blocks, _BLOCK),
+                        lambda k, part: (own + rem(k, 2) * _BLOCK, div(k, 2) * _COLUMNS + part * _WIDTH),
+                    )
+
+                free_vectors(i - 2)
+                each_rank(vectors)
+                each_rank(head)
+                each_rank(hidden)
+
+            def free_vectors(i: int) -> None:
+                if i >= 0:
+                    plgpu.barrier_wait(refs.vectors_consumed.at[i % 2])
+
+            for i in range(count):
+                copy_layer(i)
+            for i in (count - 2, count - 1):
+                free_vectors(i)
             ring.drain(jnp.int32(count * layer_steps))
-
-        half = pl.ds(warpgroup * _BLOCK, _BLOCK)
-
-        def product(first: jax.Array, steps: int, right: Callable[[jax.Array], Ref], height: int = _BLOCK) -> jax.Array:
-            """This warpgroup's columns of the weights of some slots, transposed, by `right`."""
-            batch = 2 if steps % 2 == 0 else 1
-            types = (plgpu.Layout.WGMMA, plgpu.RefType(swizzled), plgpu.RefType(swizzled), splat, *[splat] * batch)
-            result = plgpu.ShapeDtypeStruct((_BLOCK, _TILE), jnp.float32, layout=plgpu.Layout.WGMMA)
-            multiply = plgpu.inline_mgpu(arg_types=types, return_type=result)(_multiply(height < _BLOCK, batch, height))
-
-            def step(k: jax.Array, sums: jax.Array) -> jax.Array:
-                slots = [jax.lax.rem(first + k * batch + i, stages) for i in range(batch)]
-                for slot in slots if not free else []:
-                    ring.wait(slot)
-                sums = multiply(sums, refs.slots, right(k * batch), 2 * warpgroup, *slots)
-                for slot in slots if not free else []:
-                    ring.release(slot)
-                return sums
-
-            zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
-            return jax.lax.fori_loop(0, steps // batch, step, zeros)
-
-        def mark(i: Any) -> None:
-            if marks:
-                plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat))(_mark)(refs.times, jnp.int32(i), rank)
 
         def meet(i: int) -> None:
             plgpu.barrier_arrive(refs.met.at[i])
             plgpu.barrier_wait(refs.met.at[i])
 
-        def of_rows(ref: Ref, shape: tuple[int, int], like: Any) -> jax.Array:
-            v = load(ref, like.reduce(1), interpret=False)
-            return plgpu.layout_cast(jax.lax.broadcast_in_dim(v, shape, [0]), like)
+        def zeros() -> jax.Array:
+            value = jnp.zeros(sums_shape, jnp.float32)
+            return value if interpret else plgpu.layout_cast(value, plgpu.Layout.WGMMA)
 
-        ref = plgpu.RefType()
-        tile = plgpu.RefType(swizzled)
+        def multiply(
+            sums: Sequence[jax.Array], first: jax.Array, depth: int, right: Ref, height: int = _BLOCK
+        ) -> list[jax.Array]:
+            """Adds to each of the sums this warpgroup's columns of `depth` slots, transposed, by `right`."""
+            width, flipped = len(sums), height < _BLOCK
+            slots = [jax.lax.rem(first + i, _STAGES) for i in range(width * depth)]
+            for slot in slots:
+                ring.wait(slot)
+            if interpret:
+                there = right[...].T if flipped else right[...]
+                products = [
+                    jnp.dot(
+                        jnp.concatenate([refs.slots[slot, 2 * warpgroup + j, :height].T for j in range(2)]),
+                        there[i % depth * height : (i % depth + 1) * height],
+                        preferred_element_type=jnp.float32,
+                    )
+                    for i, slot in enumerate(slots)
+                ]
+                results = [sum(products[i * depth : (i + 1) * depth], start) for i, start in enumerate(sums)]
+            else:
+                acc = plgpu.Layout.WGMMA
+                result = plgpu.ShapeDtypeStruct(sums_shape, jnp.float32, layout=acc)
+                kinds = (tile, tile, splat, *[splat] * len(slots), *[acc] * width)
+                inline = _tokens.multiply(flipped, depth, height, width)
+                given = (right, refs.slots, 2 * warpgroup, *slots, *sums)
+                several = call(inline, kinds, *given, result=[result] * width if width > 1 else result)
+                results = several if width > 1 else [several]
+            for slot in slots:
+                ring.release(slot)
+            return results
 
-        def exchange(step: jax.Array, slot: jax.Array, phase: int) -> None:
-            """Sends what this CTA adds, receives, adds up and normalises."""
-            parity = jax.lax.rem(step, 2)
-            mark(step * 8 + 3)
-            arrived = [refs.arrived.at[i] for i in range(3)]
+        def product(first: jax.Array) -> jax.Array:
+            """This warpgroup's columns of the next slots, transposed, by the activations."""
+
+            def step(k: jax.Array, sums: jax.Array) -> jax.Array:
+                right = refs.x_t.at[pl.ds(k * batch * _BLOCK, batch * _BLOCK)]
+                return multiply([sums], first + k * batch, batch, right)[0]
+
+            return jax.lax.fori_loop(0, steps // batch, step, zeros())
+
+        def share(rank: jax.Array, first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> None:
+            """Makes ready to be sent what this CTA adds to all features."""
+            for i, v in enumerate(multiply([zeros()] * blocks, first, depth, right, height)):
+                block = 4 * i + 2 * warpgroup
+                if not interpret:
+                    call(_tokens.stage, (plgpu.Layout.WGMMA, ref, splat), v, refs.staging, block)
+                    continue
+                for j, half in itertools.product(range(2), range(2)):
+                    rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
+                    refs.parts[block + j, rank, half, :, :HALF] = v[rows, columns].astype(dtype)
+
+        def exchange(step: jax.Array, vectors: Ref, phase: int) -> None:
+            """Sends, receives, adds up and normalises."""
+            bias, scale, offset = (vectors.at[:, pl.ds(places[name], sizes[name])] for name in _NORMS[phase])
+            if interpret:
+                meet(0)
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    parts = refs.parts[...].astype(jnp.float32).sum(axis=1)[..., :HALF]
+                    total = parts.transpose(0, 2, 1, 3).reshape(n, TOKENS)
+                    total += bias[...].reshape(n, 1) + refs.x_t[:, :TOKENS].astype(jnp.float32)
+                    total = total.astype(dtype).astype(jnp.float32)
+                    total -= jnp.mean(total, axis=0, keepdims=True)
+                    total *= jax.lax.rsqrt(jnp.mean(jnp.square(total), axis=0, keepdims=True) + epsilon)
+                    refs.x_t[:, :TOKENS] = (total * scale[0][:, None] + offset[0][:, None]).astype(dtype)
+
+                meet(1)
+                return
+            rank, parity = jax.lax.axis_index("rank"), jax.lax.rem(step, 2)
+            arrived, theirs = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
+            sizes_sent = (_tokens.BLOCK_BYTES, _tokens.HALF_BYTES, _tokens.HALF_BYTES)
+            for i, size in enumerate(sizes_sent):
+                call(_tokens.expect(ctas * size), (ref,), refs.arrived.at[i])
             plgpu.commit_smem()
-            for barrier, size in zip(arrived, (part_size, half_size, half_size), strict=True):
-                plgpu.inline_mgpu(arg_types=(ref,))(_expect(ctas * size))(barrier)
-            send = plgpu.inline_mgpu(arg_types=(ref, ref, ref, splat, splat, splat))
-            send(_send(ctas // 2, part_size, part_size))(
-                refs.staging, refs.parts.at[rank], arrived[0], 2 * warpgroup, jnp.int32(4), jnp.int32(1)
-            )
-            wait = plgpu.inline_mgpu(arg_types=(ref, splat))(_wait)
-            wait(arrived[0], parity)
-            mark(step * 8 + 4)
-            bias = refs.vectors.at[slot, pl.ds(places[("bias_out", "bias_down")[phase]], _HEAD_DIM)]
-            plgpu.inline_mgpu(arg_types=(ref, tile, ref, ref, splat, splat))(_sum_up(ctas))(
-                refs.parts, refs.x_t, bias, refs.own, rank, warpgroup
-            )
+            sent = (ref, ref, ref, splat, splat)
+            send = _tokens.send(ctas // 2, _tokens.BLOCK_BYTES, _tokens.BLOCK_BYTES)
+            call(send, sent, refs.staging, refs.parts.at[rank], arrived, 2 * warpgroup, jnp.int32(4))
+            kinds = (ref, tile, ref, ref, ref, splat, splat, splat)
+            given = (refs.parts, refs.x_t, bias.at[0], refs.own, arrived, rank, warpgroup, parity)
+            call(_tokens.sum_up(ctas), kinds, *given)
             plgpu.commit_smem()
-            theirs = refs.arrived.at[1 + warpgroup]
-            send(_send(ctas, half_size, 0))(
-                refs.own.at[warpgroup], refs.rows.at[rank, warpgroup], theirs, jnp.int32(0), jnp.int32(2), jnp.int32(1)
-            )
-            mark(step * 8 + 5)
-            wait(theirs, parity)
-            mark(step * 8 + 6)
-            vectors = [
-                refs.vectors.at[slot, pl.ds(places[name], n)]
-                for name in (("scale_out", "offset_out"), ("scale", "offset"))[phase]
-            ]
-            plgpu.inline_mgpu(arg_types=(ref, ref, ref, tile, splat))(_normalise(ctas, epsilon))(
-                refs.rows, *vectors, refs.x_t, warpgroup
-            )
+            send = _tokens.send(ctas, _tokens.HALF_BYTES, 0)
+            there = refs.rows.at[rank, warpgroup]
+            call(send, sent, refs.own.at[warpgroup], there, theirs, jnp.int32(0), jnp.int32(2))
+            kinds = (ref, ref, ref, tile, ref, splat, splat)
+            given = (refs.rows, scale.at[0], offset.at[0], refs.x_t, theirs, warpgroup, parity)
+            call(_tokens.normalise(ctas, epsilon), kinds, *given)
             plgpu.commit_smem()
             meet(phase)
-            mark(step * 8 + 7)
-
-        def stage(first: jax.Array, steps: int, right: Callable[[jax.Array], Ref], height: int = _BLOCK) -> None:
-            @pl.loop(0, wide)
-            def _(i: jax.Array) -> None:
-                v = product(first + i * steps, steps, right, height)
-                put = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, ref, splat))(_stage)
-                put(v, refs.staging, 4 * i + 2 * warpgroup)
 
         def attend() -> None:
+            """Attention of a head, whose queries and keys and values are in `qk_t` and `v_t`, into `y`."""
+            own, wgmma = pl.ds(0, FEATURES), plgpu.Layout.WGMMA
+
             def scores(sums: Ref) -> jax.Array:
-                q = refs.qk_t.at[pl.ds(0, _HEAD_DIM)].transpose((1, 0))
-                plgpu.wgmma(sums, q, refs.qk_t.at[pl.ds(_HEAD_DIM, _HEAD_DIM), pl.ds(0, _TILE)])
+                keys = refs.qk_t.at[pl.ds(FEATURES, FEATURES), pl.ds(0, _WIDTH)]
+                plgpu.wgmma(sums, refs.qk_t.at[own].transpose((1, 0)), keys)
                 return sums[...]
 
-            shape = (_BLOCK, _TILE)
-            s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
-            taken = load(refs.mask, plgpu.Layout.WGMMA.reduce(0), interpret=False)
-            taken = plgpu.layout_cast(jax.lax.broadcast_in_dim(taken, shape, [1]), plgpu.Layout.WGMMA)
+            def values(sums: Ref) -> jax.Array:
+                plgpu.wgmma(sums, weights, refs.v_t.at[own].transpose((1, 0)))
+                return sums[...]
+
+            def columns(v: jax.Array) -> jax.Array:
+                v = jax.lax.broadcast_in_dim(v, sums_shape, [1])
+                return v if interpret else plgpu.layout_cast(v, wgmma)
+
+            if interpret:
+                qk = refs.qk_t[...]
+                s = jnp.dot(qk[:FEATURES].T, qk[FEATURES:, :_WIDTH], preferred_element_type=jnp.float32)
+            else:
+                s = pl.run_scoped(scores, plgpu.ACC(sums_shape, jnp.float32))
+            taken = columns(load(refs.mask, wgmma.reduce(0), interpret=interpret))
             if seq < tokens:
-                row, column = (
-                    plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in range(2)
+                query, key = (
+                    jax.lax.broadcasted_iota(jnp.int32, sums_shape, axis)
+                    if interpret
+                    else plgpu.broadcasted_iota(jnp.int32, sums_shape, axis, layout=wgmma)
+                    for axis in range(2)
                 )
-                taken = jnp.where(jax.lax.div(row, seq) == jax.lax.div(column, seq), taken, 0)
+                taken = jnp.where(jax.lax.div(query, seq) == jax.lax.div(key, seq), taken, 0)
             s = jnp.where(taken != 0, s, -jnp.inf)
             peak = jnp.maximum(jnp.max(s, axis=1), lowest_score(scale))
             factors, shifts = (
-                v if isinstance(v, float) else jax.lax.broadcast_in_dim(v, shape, [0]) for v in exponents(peak, scale)
+                v if isinstance(v, float) else jax.lax.broadcast_in_dim(v, sums_shape, [0])
+                for v in exponents(peak, scale)
             )
             weights = jnp.exp2(s * factors - shifts)
             total = jnp.sum(weights, axis=1)
             weights = weights.astype(dtype)
-
-            def values_of(sums: Ref) -> jax.Array:
-                plgpu.wgmma(sums, weights, refs.v_t.at[pl.ds(0, _HEAD_DIM)].transpose((1, 0)))
-                return sums[...]
-
-            out = pl.run_scoped(values_of, plgpu.ACC((_BLOCK, _HEAD_DIM), jnp.float32))
+            if interpret:
+                out = jnp.dot(weights, refs.v_t[:FEATURES].T, preferred_element_type=jnp.float32)
+            else:
+                out = pl.run_scoped(values, plgpu.ACC((_BLOCK, FEATURES), jnp.float32))
             factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
             refs.y[...] = (out * jax.lax.broadcast_in_dim(factor, out.shape, [0])).astype(dtype)
             plgpu.commit_smem()
 
         def layer(i: jax.Array, _: None) -> None:
-            slot, first = jax.lax.rem(i, 2), i * layer_steps
-            mark(i * 16)
-            if not free:
-                plgpu.barrier_wait(refs.vectors_full.at[slot])
-            sums_shape = (_BLOCK, _TILE)
+            slot = jax.lax.rem(i, 2)
+            vectors, own_rows = refs.vectors.at[slot], pl.ds(warpgroup * _BLOCK, _BLOCK)
 
-            def x_block(k: jax.Array) -> Ref:
-                return refs.x_t.at[pl.ds(k * _BLOCK, 2 * _BLOCK)]
+            def biased(v: jax.Array, name: str, index: jax.Array) -> jax.Array:
+                there = vectors.at[index, pl.ds(places[name] + warpgroup * _BLOCK, _BLOCK)]
+                bias = load(there, plgpu.Layout.WGMMA.reduce(1), interpret=interpret)
+                bias = jax.lax.broadcast_in_dim(bias, sums_shape, [0])
+                return v + (bias if interpret else plgpu.layout_cast(bias, plgpu.Layout.WGMMA))
 
-            def biased(v: jax.Array, name: str) -> jax.Array:
-                there = refs.vectors.at[slot, pl.ds(places[name] + warpgroup * _BLOCK, _BLOCK)]
-                return v + of_rows(there, sums_shape, plgpu.Layout.WGMMA)
+            def head(rank: jax.Array, index: jax.Array) -> None:
+                first = i * layer_steps + index * head_steps
+                qkv = biased(product(first), "bias_qkv", index).astype(dtype)
 
-            qkv = biased(product(first, qkv_steps, x_block), "bias_qkv").astype(dtype)
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    refs.qk_t.at[:, pl.ds(0, _WIDTH)][...] = qkv
+                    plgpu.commit_smem()
+                    plgpu.barrier_wait(refs.v_ready)
+                    attend()
+                    plgpu.barrier_arrive(refs.y_ready)
 
-            mark(i * 16 + 1)
+                @pl.when(warpgroup == 1)
+                def _() -> None:
+                    refs.v_t[...] = qkv
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(refs.v_ready)
 
-            @pl.when(warpgroup == 0)
-            def _() -> None:
-                refs.qk_t.at[:, pl.ds(0, _TILE)][...] = qkv
+                plgpu.barrier_wait(refs.y_ready)
+                share(rank, first + steps, 1, refs.y.at[pl.ds(0, _WIDTH)], FEATURES)
+                if interpret:
+                    meet(2)
+
+            def hidden(rank: jax.Array, index: jax.Array) -> None:
+                first = i * layer_steps + ranks * head_steps + index * hidden_steps
+                values = biased(product(first), "bias_up", index)
+                refs.h_t.at[own_rows][...] = activate(activation, values, dtype).astype(dtype)
                 plgpu.commit_smem()
-                plgpu.barrier_wait(refs.v_ready)
-                attend()
-                plgpu.barrier_arrive(refs.y_ready)
+                meet(2)
+                share(rank, first + steps, 2, refs.h_t)
+                if interpret:
+                    meet(2)
 
-            @pl.when(warpgroup == 1)
-            def _() -> None:
-                refs.v_t[...] = qkv
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs.v_ready)
-
-            plgpu.barrier_wait(refs.y_ready)
-            first += qkv_steps
-            mark(i * 16 + 2)
-            stage(first, 1, lambda k: refs.y.at[pl.ds(0, _TILE)], _HEAD_DIM)
-            exchange(2 * i, slot, 0)
-            first += out_steps
-            hidden = biased(product(first, up_steps, x_block), "bias_up")
-            mark(i * 16 + 9)
-            refs.h_t.at[half][...] = activate(activation, hidden, dtype).astype(dtype)
-            plgpu.commit_smem()
-            meet(2)
-            mark(i * 16 + 10)
-            first += up_steps
-            stage(first, 2, lambda k: refs.h_t)
-            exchange(2 * i + 1, slot, 1)
+            plgpu.barrier_wait(refs.vectors_full.at[slot])
+            each_rank(head)
+            exchange(2 * i, vectors, 0)
+            each_rank(hidden)
+            exchange(2 * i + 1, vectors, 1)
             plgpu.barrier_arrive(refs.vectors_consumed.at[slot])
 
         def consume() -> None:
-            plgpu.inline_mgpu(arg_types=(ref, tile, splat))(_fetch(ctas))(refs.x, refs.x_t, warpgroup)
+            if interpret:
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    refs.x_t[...] = jnp.zeros((n, _WIDTH), dtype)
+                    refs.x_t[:, :tokens] = refs.x[...].T
+
+            else:
+                call(_tokens.fetch(tokens, n), (ref, tile, splat), refs.x, refs.x_t, warpgroup)
             plgpu.commit_smem()
             meet(2)
             jax.lax.fori_loop(0, count, layer, None)
+            if interpret:
 
-            plgpu.inline_mgpu(arg_types=(tile, ref, splat, splat))(_give(n))(refs.x_t, refs.o, rank, warpgroup)
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    refs.o[...] = refs.x_t[:, :tokens].T
 
-        if not free:
-            pl.when(warpgroup == _CONSUMERS)(produce)
+            else:
+                rank = jax.lax.axis_index("rank")
+                call(_tokens.give(tokens, n), (tile, ref, splat, splat), refs.x_t, refs.o, rank, warpgroup)
+
+        if not interpret:
+            call(lambda _, barriers: _inline.start(barriers, 3, 1), (ref,), refs.arrived)
+        pl.when(warpgroup == _CONSUMERS)(produce)
         pl.when(warpgroup < _CONSUMERS)(consume)
-
-        plgpu.inline_mgpu()(_meet)()
+        if not interpret:
+            call(lambda _: _inline.meet(), ())  # a CTA stays while others copy from it
 
     if mask is None:
         mask = jnp.ones((tokens,), jnp.int32)
-    mask = jnp.pad((mask != 0).astype(jnp.int32), (0, _TILE - tokens))
-    operands = dict(x=x, mask=mask)
-    for i, one in enumerate(layers):
-        operands |= {f"{name}_{i}": value for name, value in one.items()}
-    out, *times = launch(
+    operands = dict(x=x, mask=jnp.pad((mask != 0).astype(jnp.int32), (0, _WIDTH - tokens)))
+    operands |= {f"{name}_{i}": value for i, layer in enumerate(layers) for name, value in layer.items()}
+    block = (2, FEATURES, PITCH)
+    (out,) = launch(
         body,
         operands,
-        dict(o=jax.ShapeDtypeStruct((tokens, n), dtype), times=jax.ShapeDtypeStruct((128,), jnp.int32) if marks else None),
+        dict(o=jax.ShapeDtypeStruct((tokens, n), dtype)),
         dict(
-            slots=tiled((stages, _WIDE // _TILE, _BLOCK, _TILE), dtype, _ROW_BYTES),
-            x_t=tiled((n, _TILE), dtype, _ROW_BYTES),
-            h_t=tiled((_WIDE, _TILE), dtype, _ROW_BYTES),
-            qk_t=tiled((_BLOCK, _BLOCK), dtype, _ROW_BYTES),
-            v_t=tiled((_BLOCK, _TILE), dtype, _ROW_BYTES),
-            y=tiled((_BLOCK, _HEAD_DIM), dtype, _ROW_BYTES),
-            staging=plgpu.SMEM((ctas, 2, _HEAD_DIM, _PITCH), jnp.float32),
-            parts=plgpu.SMEM((ctas, 2, _HEAD_DIM, _PITCH), jnp.float32),
-            rows=plgpu.SMEM((ctas, 2, _HEAD_DIM, _PITCH), jnp.float32),
-            own=plgpu.SMEM((2, _HEAD_DIM, _PITCH), jnp.float32),
-            vectors=plgpu.SMEM((2, vector_size), jnp.float32),
-            arrived=plgpu.SMEM((3, 2), jnp.int32),
-            full=plgpu.Barrier(num_arrivals=_WIDE // _TILE, num_barriers=stages),
-            consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-            vectors_full=plgpu.Barrier(num_arrivals=vector_copies, num_barriers=2),
+            slots=tiled((_STAGES, _PARTS, _BLOCK, _WIDTH), dtype, ROW_BYTES),
+            x_t=tiled((n, _WIDTH), dtype, ROW_BYTES),
+            h_t=tiled((_COLUMNS, _WIDTH), dtype, ROW_BYTES),
+            qk_t=tiled((_BLOCK, _BLOCK), dtype, ROW_BYTES),
+            v_t=tiled((_BLOCK, _WIDTH), dtype, ROW_BYTES),
+            y=tiled((_BLOCK, FEATURES), dtype, ROW_BYTES),
+            parts=plgpu.SMEM((ctas, ctas, *block) if interpret else (ctas, *block), dtype),
+            vectors=plgpu.SMEM((2, ranks, sum(sizes.values())), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=_PARTS, num_barriers=_STAGES),
+            consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
+            vectors_full=plgpu.Barrier(num_arrivals=ranks * (len(_VECTORS) + 2), num_barriers=2),
             vectors_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
             met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=3),
             v_ready=plgpu.Barrier(),
             y_ready=plgpu.Barrier(),
+            **({} if interpret else dict(staging=plgpu.SMEM((ctas, *block), dtype), rows=plgpu.SMEM((ctas, *block), dtype))),
+            **({} if interpret else dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))),
         ),
         name="post_norm_layers",
         num_ctas=1,
-        cluster=ctas,
+        cluster=1 if interpret else ctas,
         num_warpgroups=_CONSUMERS + 1,
-        interpret=False,
+        interpret=interpret,
         unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
     )
-    return (out, times[0]) if marks else out
+    return out
