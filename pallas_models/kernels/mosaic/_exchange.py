@@ -57,7 +57,9 @@ class Exchange:
     def start(self, refs: Refs) -> None:
         """Makes the barriers; all warpgroups of the cluster wait for one another."""
         if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, added: inline.start(added, _PLACES, self.warpgroups))(refs.added)
+            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
+                lambda _, added: inline.start(added, _PLACES, self.warpgroups)
+            )(refs.added)
 
     def send(self, refs: Refs, step: jax.Array | int, piece: jax.Array, terms: Sequence[jax.Array]) -> None:
         """Sends what a warpgroup, the `piece`-th of the cluster, adds to the sums of a step: vectors of terms."""

@@ -11,7 +11,18 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from pallas_models.kernels._common import Backend
-from pallas_models.kernels.mosaic._inline import add, address, asm, i32, item, lane_and_warp, times, utils, wait, warp_sum
+from pallas_models.kernels.mosaic._inline import (
+    add,
+    address,
+    asm,
+    i32,
+    item,
+    lane_and_warp,
+    times,
+    utils,
+    wait,
+    warp_sum,
+)
 
 _wgmma = Backend("jax.experimental.mosaic.gpu.wgmma")
 
@@ -102,6 +113,8 @@ def send(count: int, size: int, stride: int) -> Inline:
     copies one after another.
     """
 
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+
     def inline(_: Any, source: Any, there: Any, barrier: Any, first: Any, step: Any) -> None:
         lane, warp = lane_and_warp()
         index = add(warp, times(lane, 4))
@@ -116,7 +129,7 @@ def send(count: int, size: int, stride: int) -> Inline:
                 mad.lo.u32 from, $4, {stride}, $0;
                 @p mapa.shared::cluster.u32 to, $1, $4;
                 @p mapa.shared::cluster.u32 bar, $2, $4;
-                @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [from], {size}, [bar];
+                @p {copy} [to], [from], {size}, [bar];
             }}""",
             "r,r,r,r,r",
             utils.memref_ptr(source),
@@ -233,15 +246,25 @@ def stage(_: Any, values: Any, staging: Any, block: Any) -> None:
         row, token = (arith.index_cast(word_type, x) for x in index)
         block, row = arith.divui(row, i32(FEATURES)), arith.remui(row, i32(FEATURES))
         half, column = arith.divui(token, i32(HALF)), arith.remui(token, i32(HALF))
-        place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), times(row, 2 * PITCH), times(column, 2))
+        place = add(
+            base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), times(row, 2 * PITCH), times(column, 2)
+        )
         word = item(utils.vector.bitcast(ir.VectorType.get((1,), word_type), register), 0)
-        asm(f"{{ .reg .pred p; setp.lt.u32 p, $2, {TOKENS}; @p st.shared.b32 [$0], $1; }}", "r,r,r", place, word, token)
+        asm(
+            f"{{ .reg .pred p; setp.lt.u32 p, $2, {TOKENS}; @p st.shared.b32 [$0], $1; }}",
+            "r,r,r",
+            place,
+            word,
+            token,
+        )
 
 
 def sum_up(ctas: int) -> Inline:
     """Adds up what all CTAs have sent, bias and what the layer began with, half a block, to be sent."""
 
-    def inline(_: Any, parts: Any, x_t: Any, bias: Any, own: Any, barrier: Any, rank: Any, half: Any, parity: Any) -> None:
+    def inline(
+        _: Any, parts: Any, x_t: Any, bias: Any, own: Any, barrier: Any, rank: Any, half: Any, parity: Any
+    ) -> None:
         element, rank, half = x_t.type.element_type, rank.registers.item(), half.registers.item()
         before = add(address(x_t), _place(half), times(rank, FEATURES * ROW_BYTES))
         terms = [_read(before, 0, element), _read_vector(bias, 0)]

@@ -1,9 +1,9 @@
 """All layers of a post-norm encoder for a few tokens, in one cluster of CTAs of a Hopper GPU.
 
 Each CTA has a head of attention and a share of the hidden values, and streams the weights of these past the
-tokens: a layer waits for no launch. Activations are transposed, features by tokens: weights are the left operand of
-the tensor cores, which want 64 rows of it. What a CTA adds to all features it sends to those CTAs that own them;
-these send the sums to all, and each CTA normalises everything itself. See `_tokens.py`.
+tokens: a layer waits for no launch. Activations are transposed, features by tokens: weights are the left operand
+of the tensor cores, which want 64 rows of it. What a CTA adds to all features it sends to those CTAs that own
+them; these send the sums to all, and each CTA normalises everything itself. See `_tokens.py`.
 """
 
 import itertools
@@ -33,31 +33,38 @@ _COLUMNS = 128  # of weights in a slot, half of which are those of a warpgroup
 _PARTS = _COLUMNS // _WIDTH
 _STAGES = 7  # of the ring
 _CONSUMERS = 2
-_MOST_CTAS = 16  # of a cluster
+_MOST_CTAS = 12  # of a cluster, whose shared memory has room for what all of them send
+_MOST_LAYERS = 12  # whose arrays a kernel takes as arguments
 _MATRICES = ("w_qkv", "w_out", "w_up", "w_down")
 # Each CTA has its part of the biases.
 _VECTORS = ("bias_qkv", "bias_out", "bias_down", "bias_up", "scale_out", "offset_out", "scale", "offset")
 _NORMS = (("bias_out", "scale_out", "offset_out"), ("bias_down", "scale", "offset"))  # of both halves of a layer
 
 
-def unsupported(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], *, seq: int, **_: Any) -> str | None:
+def unsupported(
+    x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], *, num_heads: int, **_: Any
+) -> str | None:
     """Why `post_norm_layers` does not serve a call; None if it does."""
-    (tokens, n), ctas = x.shape, x.shape[1] // FEATURES
+    batch, seq, n = x.shape
+    if batch * seq > TOKENS:
+        return f"takes up to {TOKENS} tokens, not {batch} x {seq}"
     if jax.__version_info__ < (0, 11):
-        return "wants JAX 0.11 or newer"
+        return f"needs JAX 0.11 or newer, not {jax.__version__}"
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
-    if tokens > TOKENS or tokens % seq:
-        return f"takes up to {TOKENS} tokens in whole sequences, not {tokens} in sequences of {seq}"
-    if n % _COLUMNS or not 1 < ctas <= _MOST_CTAS:
-        return f"takes rows of up to {_MOST_CTAS * FEATURES} columns in multiples of {_COLUMNS}, not of {n}"
+    if n != FEATURES * num_heads or n % _COLUMNS or num_heads > _MOST_CTAS:
+        return (
+            f"takes heads of {FEATURES}, each for one of up to {_MOST_CTAS} CTAs, in multiples of "
+            f"{_COLUMNS // FEATURES}, not {num_heads} of {n // num_heads}"
+        )
+    if len(layers) > _MOST_LAYERS:
+        return f"takes up to {_MOST_LAYERS} layers, not {len(layers)}"
     for layer in layers:
-        if set(layer) != {*_MATRICES, *_VECTORS}:
-            return f"takes {', '.join((*_MATRICES, *_VECTORS))} of each layer, not {', '.join(layer)}"
         if layer["w_up"].shape[1] != 4 * n:
-            return f"takes {4 * n} hidden values beside {n} columns, not {layer['w_up'].shape[1]}"
-        if any(layer[name].dtype != jnp.float32 for name in _VECTORS):
-            return "takes biases, scales and offsets in float32"
+            return f"takes {4 * n} hidden values, four for each of {n} columns, not {layer['w_up'].shape[1]}"
+        for name in _VECTORS:
+            if layer[name].dtype != jnp.float32:
+                return f"takes float32 vectors, not {name} of {layer[name].dtype}"
     return None
 
 
@@ -66,7 +73,7 @@ def post_norm_layers(
     mask: jax.Array | None,
     layers: Sequence[Layer],
     *,
-    seq: int,
+    num_heads: int,
     activation: str | None,
     epsilon: float,
     precision: jax.lax.Precision,
@@ -74,15 +81,11 @@ def post_norm_layers(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """The layers for x (T, N), sequences of `seq` tokens; see `pallas_models.ops.post_norm_layers`.
-
-    Args:
-      mask: (T,), or None.
-      layers: of each its matrices and vectors by name, heads of 32 features.
-    """
+    """The layers for x (B, S, N) and mask (B, S); see `pallas_models.ops.post_norm_layers`."""
     del precision, config, target  # see `unsupported`; there are no other tiles
-    (tokens, n), dtype, count = x.shape, x.dtype, len(layers)
-    ctas, blocks, steps = n // FEATURES, n // _COLUMNS, n // _BLOCK
+    (batches, seq, n), ctas, dtype, count = x.shape, num_heads, x.dtype, len(layers)
+    tokens = batches * seq
+    blocks, steps = n // _COLUMNS, n // _BLOCK
     ranks = ctas if interpret else 1  # whose work a CTA does: the interpreter has no clusters
     # The order of the ring: in each layer queries, keys and values and the projection of each head, then hidden
     # values of each CTA and what they add.
@@ -111,7 +114,9 @@ def post_norm_layers(
             return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(*arguments)
 
         def produce() -> None:
-            def stream(w: Ref, first: jax.Array, steps: int, height: int, corner: Callable[..., tuple[Any, Any]]) -> None:
+            def stream(
+                w: Ref, first: jax.Array, steps: int, height: int, corner: Callable[..., tuple[Any, Any]]
+            ) -> None:
                 """Copies tiles of w, those of a step in parts whose upper left corners are given."""
 
                 @pl.loop(0, steps)
@@ -403,11 +408,12 @@ def post_norm_layers(
         if not interpret:
             call(lambda _: _inline.meet(), ())  # a CTA stays while others copy from it
 
-    if mask is None:
-        mask = jnp.ones((tokens,), jnp.int32)
-    operands = dict(x=x, mask=jnp.pad((mask != 0).astype(jnp.int32), (0, _WIDTH - tokens)))
+    taken = jnp.ones((tokens,), jnp.int32) if mask is None else (mask != 0).astype(jnp.int32).reshape(tokens)
+    operands = dict(x=x.reshape(tokens, n), mask=jnp.pad(taken, (0, _WIDTH - tokens)))
     operands |= {f"{name}_{i}": value for i, layer in enumerate(layers) for name, value in layer.items()}
     block = (2, FEATURES, PITCH)
+    sent = {name: plgpu.SMEM((ctas, *block), dtype) for name in ("staging", "rows")}
+    sent |= dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))
     (out,) = launch(
         body,
         operands,
@@ -428,7 +434,11 @@ def post_norm_layers(
             met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=3),
             v_ready=plgpu.Barrier(),
             y_ready=plgpu.Barrier(),
-            **({} if interpret else dict(staging=plgpu.SMEM((ctas, *block), dtype), rows=plgpu.SMEM((ctas, *block), dtype))),
+            **(
+                {}
+                if interpret
+                else dict(staging=plgpu.SMEM((ctas, *block), dtype), rows=plgpu.SMEM((ctas, *block), dtype))
+            ),
             **({} if interpret else dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))),
         ),
         name="post_norm_layers",
@@ -439,4 +449,4 @@ def post_norm_layers(
         unsafe_no_auto_barriers=True,
         reduction_scratch_bytes=0,
     )
-    return out
+    return out.reshape(x.shape)
