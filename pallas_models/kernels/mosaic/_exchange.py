@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 
 from pallas_models.kernels._common import Backend
+from pallas_models.kernels.mosaic import _inline as inline
 from pallas_models.kernels.mosaic._common import plgpu
 from pallas_models.kernels.mosaic._launch import Refs
 
@@ -56,7 +57,9 @@ class Exchange:
     def start(self, refs: Refs) -> None:
         """Makes the barriers; all warpgroups of the cluster wait for one another."""
         if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(functools.partial(_start, self))(refs.added)
+            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
+                lambda _, added: inline.start(added, _PLACES, self.warpgroups)
+            )(refs.added)
 
     def send(self, refs: Refs, step: jax.Array | int, piece: jax.Array, terms: Sequence[jax.Array]) -> None:
         """Sends what a warpgroup, the `piece`-th of the cluster, adds to the sums of a step: vectors of terms."""
@@ -84,64 +87,21 @@ class Exchange:
         return sums
 
 
-def _asm(code: str, constraints: str, *operands: Any, result: str = "void") -> Any:
-    kind = ir.Type.parse(f"!llvm.{result}" if result == "void" else result)
-    return _utils.llvm.inline_asm(kind, list(operands), code, constraints, has_side_effects=True)
-
-
-def _thread() -> Any:
-    """The thread's number in its warpgroup."""
-    return _utils.arith.remui(_utils.thread_idx(), _i32(128))
-
-
-def _i32(value: int) -> Any:
-    return _utils.c(value, ir.IntegerType.get_signless(32))
-
-
-def _start(exchange: Exchange, _: Any, added: Any) -> None:
-    inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [$0 + {8 * i}], $2;" for i in range(_PLACES))
-    _asm(
-        f"""
-        {{
-            .reg .pred p;
-            setp.eq.u32 p, $1, 0;
-            {inits}
-            @p fence.mbarrier_init.release.cluster;
-            barrier.cluster.arrive.release.aligned;
-            barrier.cluster.wait.acquire.aligned;
-        }}""",
-        "r,r,n",
-        _utils.memref_ptr(added),
-        _utils.thread_idx(),
-        _i32(exchange.warpgroups),
-    )
-
-
-def _warp_sum(value: Any) -> Any:
-    for distance in (16, 8, 4, 2, 1):
-        value = _utils.arith.addf(value, _utils.shfl_bfly(value, distance))
-    return value
-
-
 def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
     """In each warp a thread for each CTA stores there what the warp has added up."""
     *terms, there, added = operands
-    arith, vector, count = _utils.arith, _utils.vector, exchange.count
+    arith, count = _utils.arith, exchange.count
     sums = []
     for values in terms:
         total = functools.reduce(_arrays.addf, values.registers.flat)  # which contracts products and sums
         (size,) = ir.VectorType(total.type).shape
-        parts = [
-            vector.extract(total, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-            for i in range(size)
-        ]
-        sums.append(_warp_sum(functools.reduce(_arrays.addf, parts)))
-    thread = _thread()
-    warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
-    offset = arith.muli(warp, _i32(4 * count))
+        parts = [inline.item(total, i) for i in range(size)]
+        sums.append(inline.warp_sum(functools.reduce(_arrays.addf, parts)))
+    lane, warp = inline.lane_and_warp()
+    offset = arith.muli(warp, inline.i32(4 * count))
     kind, data = (".f32", "$4") if count == 1 else (".v2.f32", "{$4, $5}")
     bytes_expected = exchange.ctas * _WARPS * count * 4  # of as many warps for each warpgroup here
-    _asm(
+    inline.asm(
         f"""
         {{
             .reg .pred p;
@@ -158,7 +118,7 @@ def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
         _utils.memref_ptr(there),
         _utils.memref_ptr(added),
         lane,
-        thread,
+        inline.thread(),
         *sums,
         offset,
     )
@@ -167,27 +127,14 @@ def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
 def _receive(exchange: Exchange, _: Any, sums: Any, added: Any, parity: Any) -> list[Any]:
     """Each thread of a warp adds up what some warps have sent, and the warp these; all warps do the same."""
     arith, count = _utils.arith, exchange.count
-    _asm(
-        """
-        {
-            .reg .pred p;
-            WAIT:
-            mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
-            @p bra DONE;
-            bra WAIT;
-            DONE:
-        }""",
-        "r,r",
-        _utils.memref_ptr(added),
-        parity.registers.item(),
-    )
+    inline.wait(added, parity)
     warps = exchange.ctas * exchange.warpgroups * _WARPS
-    lane = arith.remui(_utils.thread_idx(), _i32(32))
+    lane = inline.lane_and_warp()[0]
     totals = []
     for i in range(count):
         total = None
         for first in range(0, warps, 32):
-            value = _asm(
+            value = inline.asm(
                 f"""
                 {{
                     .reg .pred p;
@@ -203,5 +150,5 @@ def _receive(exchange: Exchange, _: Any, sums: Any, added: Any, parity: Any) -> 
                 result="f32",
             )
             total = value if total is None else arith.addf(total, value)
-        totals.append(_arrays.FragmentedArray.splat(_warp_sum(total), ()))
+        totals.append(_arrays.FragmentedArray.splat(inline.warp_sum(total), ()))
     return totals

@@ -1,0 +1,453 @@
+"""All layers of a post-norm encoder for a few tokens, in one cluster of CTAs of a Hopper GPU.
+
+Each CTA has a head of attention and a share of the hidden values, and streams the weights of these past the
+tokens: a layer waits for no launch. Activations are transposed, features by tokens: weights are the left operand
+of the tensor cores, which want 64 rows of it. What a CTA adds to all features it sends to those CTAs that own
+them; these send the sums to all, and each CTA normalises everything itself. See `_tokens.py`.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import Backend, Ref, exponents, lowest_score
+from pallas_models.kernels.mosaic import _inline, _tokens
+from pallas_models.kernels.mosaic._common import activate, load, plgpu, tiled
+from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.mosaic._ring import Ring
+from pallas_models.kernels.mosaic._tokens import FEATURES, HALF, PITCH, ROW_BYTES, TOKENS
+from pallas_models.target import Target
+
+_copies = Backend("jax.experimental.mosaic.gpu.launch_context")
+
+Layer = Mapping[str, jax.Array]
+
+_WIDTH = 32  # of rows in shared memory, more than there are tokens
+_BLOCK = 64  # rows of weights in a slot of the ring
+_COLUMNS = 128  # of weights in a slot, half of which are those of a warpgroup
+_PARTS = _COLUMNS // _WIDTH
+_STAGES = 7  # of the ring
+_CONSUMERS = 2
+_MOST_CTAS = 12  # of a cluster, whose shared memory has room for what all of them send
+_MOST_LAYERS = 12  # whose arrays a kernel takes as arguments
+_MATRICES = ("w_qkv", "w_out", "w_up", "w_down")
+# Each CTA has its part of the biases.
+_VECTORS = ("bias_qkv", "bias_out", "bias_down", "bias_up", "scale_out", "offset_out", "scale", "offset")
+_NORMS = (("bias_out", "scale_out", "offset_out"), ("bias_down", "scale", "offset"))  # of both halves of a layer
+
+
+def unsupported(
+    x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], *, num_heads: int, **_: Any
+) -> str | None:
+    """Why `post_norm_layers` does not serve a call; None if it does."""
+    batch, seq, n = x.shape
+    if batch * seq > TOKENS:
+        return f"takes up to {TOKENS} tokens, not {batch} x {seq}"
+    if jax.__version_info__ < (0, 11):
+        return f"needs JAX 0.11 or newer, not {jax.__version__}"
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {x.dtype}"
+    if n != FEATURES * num_heads or n % _COLUMNS or num_heads > _MOST_CTAS:
+        return (
+            f"takes heads of {FEATURES}, each for one of up to {_MOST_CTAS} CTAs, in multiples of "
+            f"{_COLUMNS // FEATURES}, not {num_heads} of {n // num_heads}"
+        )
+    if len(layers) > _MOST_LAYERS:
+        return f"takes up to {_MOST_LAYERS} layers, not {len(layers)}"
+    for layer in layers:
+        if layer["w_up"].shape[1] != 4 * n:
+            return f"takes {4 * n} hidden values, four for each of {n} columns, not {layer['w_up'].shape[1]}"
+        for name in _VECTORS:
+            if layer[name].dtype != jnp.float32:
+                return f"takes float32 vectors, not {name} of {layer[name].dtype}"
+    return None
+
+
+def post_norm_layers(
+    x: jax.Array,
+    mask: jax.Array | None,
+    layers: Sequence[Layer],
+    *,
+    num_heads: int,
+    activation: str | None,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    config: None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """The layers for x (B, S, N) and mask (B, S); see `pallas_models.ops.post_norm_layers`."""
+    del precision, config, target  # see `unsupported`; there are no other tiles
+    (batches, seq, n), ctas, dtype, count = x.shape, num_heads, x.dtype, len(layers)
+    tokens = batches * seq
+    blocks, steps = n // _COLUMNS, n // _BLOCK
+    ranks = ctas if interpret else 1  # whose work a CTA does: the interpreter has no clusters
+    # The order of the ring: in each layer queries, keys and values and the projection of each head, then hidden
+    # values of each CTA and what they add.
+    head_steps, hidden_steps = steps + blocks, steps + 2 * blocks
+    layer_steps = ranks * (head_steps + hidden_steps)
+    batch = max(size for size in (1, 2, 3) if steps % size == 0)
+    sizes = dict(zip(_VECTORS, (_COLUMNS, FEATURES, FEATURES, _COLUMNS, n, n, n, n), strict=True))
+    places = dict(zip(_VECTORS, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    scale = math.log2(math.e) / math.sqrt(FEATURES)
+    splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+    tile = plgpu.RefType((plgpu.TilingTransform((8, _WIDTH)), plgpu.SwizzleTransform(ROW_BYTES)))
+    sums_shape = (_BLOCK, _WIDTH)
+
+    def body(refs: Refs) -> None:
+        warpgroup = jax.lax.axis_index("warpgroup")
+        ring = Ring(refs.full, refs.consumed, _STAGES)
+
+        def each_rank(do: Callable[[jax.Array, jax.Array], None]) -> None:
+            """Does the work of a CTA, given its rank and how many came before it here."""
+            if interpret:
+                pl.loop(0, ctas)(lambda rank: do(rank, rank))
+            else:
+                do(jax.lax.axis_index("rank"), jnp.int32(0))
+
+        def call(inline: Callable[..., Any], kinds: tuple[Any, ...], *arguments: Any, result: Any = None) -> Any:
+            return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(*arguments)
+
+        def produce() -> None:
+            def stream(
+                w: Ref, first: jax.Array, steps: int, height: int, corner: Callable[..., tuple[Any, Any]]
+            ) -> None:
+                """Copies tiles of w, those of a step in parts whose upper left corners are given."""
+
+                @pl.loop(0, steps)
+                def _(k: jax.Array) -> None:
+                    slot = ring.acquire(first + k)
+
+                    @pl.loop(0, _PARTS)
+                    def _(part: jax.Array) -> None:
+                        row, column = corner(k, part)
+                        source = w.at[pl.ds(row, height), pl.ds(column, _WIDTH)]
+                        there = refs.slots.at[slot, part, pl.ds(0, height)]
+                        plgpu.copy_gmem_to_smem(source, there, ring.full_of(slot))
+
+            def copy_layer(i: int) -> None:
+                w_qkv, w_out, w_up, w_down = (getattr(refs, f"{name}_{i}") for name in _MATRICES)
+
+                def vector(name: str, index: jax.Array, source: Any, offset: int, size: int) -> None:
+                    source = getattr(refs, f"{name}_{i}").at[pl.ds(source, size)]
+                    there = refs.vectors.at[i % 2, index, pl.ds(places[name] + offset, size)]
+                    whole = _copies.OOBFillMode.PROMISE_IN_BOUNDS  # then it is one copy, of any length
+                    plgpu.copy_gmem_to_smem(source, there, refs.vectors_full.at[i % 2], oob_mode=whole)
+
+                def vectors(rank: jax.Array, index: jax.Array) -> None:
+                    for part in range(3):
+                        vector("bias_qkv", index, part * n + rank * FEATURES, part * FEATURES, FEATURES)
+                    for name in _VECTORS[1:]:
+                        own = rank * sizes[name] if name.startswith("bias") else 0
+                        vector(name, index, own, 0, sizes[name])
+
+                def head(rank: jax.Array, index: jax.Array) -> None:
+                    own, first = rank * FEATURES, i * layer_steps + index * head_steps
+                    stream(
+                        *(w_qkv, first, steps, _BLOCK),
+                        lambda k, part: (k * _BLOCK, jnp.minimum(part, 2) * n + own),
+                    )
+                    stream(
+                        *(w_out, first + steps, blocks, FEATURES),
+                        lambda k, part: (own, k * _COLUMNS + part * _WIDTH),
+                    )
+
+                def hidden(rank: jax.Array, index: jax.Array) -> None:
+                    own, first = rank * _COLUMNS, i * layer_steps + ranks * head_steps + index * hidden_steps
+                    stream(w_up, first, steps, _BLOCK, lambda k, part: (k * _BLOCK, own + part * _WIDTH))
+                    div, rem = jax.lax.div, jax.lax.rem
+                    stream(
+                        *(w_down, first + steps, 2 * blocks, _BLOCK),
+                        lambda k, part: (own + rem(k, 2) * _BLOCK, div(k, 2) * _COLUMNS + part * _WIDTH),
+                    )
+
+                free_vectors(i - 2)
+                each_rank(vectors)
+                each_rank(head)
+                each_rank(hidden)
+
+            def free_vectors(i: int) -> None:
+                if i >= 0:
+                    plgpu.barrier_wait(refs.vectors_consumed.at[i % 2])
+
+            for i in range(count):
+                copy_layer(i)
+            for i in (count - 2, count - 1):
+                free_vectors(i)
+            ring.drain(jnp.int32(count * layer_steps))
+
+        def meet(i: int) -> None:
+            plgpu.barrier_arrive(refs.met.at[i])
+            plgpu.barrier_wait(refs.met.at[i])
+
+        def zeros() -> jax.Array:
+            value = jnp.zeros(sums_shape, jnp.float32)
+            return value if interpret else plgpu.layout_cast(value, plgpu.Layout.WGMMA)
+
+        def multiply(
+            sums: Sequence[jax.Array], first: jax.Array, depth: int, right: Ref, height: int = _BLOCK
+        ) -> list[jax.Array]:
+            """Adds to each of the sums this warpgroup's columns of `depth` slots, transposed, by `right`."""
+            width, flipped = len(sums), height < _BLOCK
+            slots = [jax.lax.rem(first + i, _STAGES) for i in range(width * depth)]
+            for slot in slots:
+                ring.wait(slot)
+            if interpret:
+                there = right[...].T if flipped else right[...]
+                products = [
+                    jnp.dot(
+                        jnp.concatenate([refs.slots[slot, 2 * warpgroup + j, :height].T for j in range(2)]),
+                        there[i % depth * height : (i % depth + 1) * height],
+                        preferred_element_type=jnp.float32,
+                    )
+                    for i, slot in enumerate(slots)
+                ]
+                results = [sum(products[i * depth : (i + 1) * depth], start) for i, start in enumerate(sums)]
+            else:
+                acc = plgpu.Layout.WGMMA
+                result = plgpu.ShapeDtypeStruct(sums_shape, jnp.float32, layout=acc)
+                kinds = (tile, tile, splat, *[splat] * len(slots), *[acc] * width)
+                inline = _tokens.multiply(flipped, depth, height, width)
+                given = (right, refs.slots, 2 * warpgroup, *slots, *sums)
+                several = call(inline, kinds, *given, result=[result] * width if width > 1 else result)
+                results = several if width > 1 else [several]
+            for slot in slots:
+                ring.release(slot)
+            return results
+
+        def product(first: jax.Array) -> jax.Array:
+            """This warpgroup's columns of the next slots, transposed, by the activations."""
+
+            def step(k: jax.Array, sums: jax.Array) -> jax.Array:
+                right = refs.x_t.at[pl.ds(k * batch * _BLOCK, batch * _BLOCK)]
+                return multiply([sums], first + k * batch, batch, right)[0]
+
+            return jax.lax.fori_loop(0, steps // batch, step, zeros())
+
+        def share(rank: jax.Array, first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> None:
+            """Makes ready to be sent what this CTA adds to all features."""
+            for i, v in enumerate(multiply([zeros()] * blocks, first, depth, right, height)):
+                block = 4 * i + 2 * warpgroup
+                if not interpret:
+                    call(_tokens.stage, (plgpu.Layout.WGMMA, ref, splat), v, refs.staging, block)
+                    continue
+                for j, half in itertools.product(range(2), range(2)):
+                    rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
+                    refs.parts[block + j, rank, half, :, :HALF] = v[rows, columns].astype(dtype)
+
+        def exchange(step: jax.Array, vectors: Ref, phase: int) -> None:
+            """Sends, receives, adds up and normalises."""
+            bias, scale, offset = (vectors.at[:, pl.ds(places[name], sizes[name])] for name in _NORMS[phase])
+            if interpret:
+                meet(0)
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    parts = refs.parts[...].astype(jnp.float32).sum(axis=1)[..., :HALF]
+                    total = parts.transpose(0, 2, 1, 3).reshape(n, TOKENS)
+                    total += bias[...].reshape(n, 1) + refs.x_t[:, :TOKENS].astype(jnp.float32)
+                    total = total.astype(dtype).astype(jnp.float32)
+                    total -= jnp.mean(total, axis=0, keepdims=True)
+                    total *= jax.lax.rsqrt(jnp.mean(jnp.square(total), axis=0, keepdims=True) + epsilon)
+                    refs.x_t[:, :TOKENS] = (total * scale[0][:, None] + offset[0][:, None]).astype(dtype)
+
+                meet(1)
+                return
+            rank, parity = jax.lax.axis_index("rank"), jax.lax.rem(step, 2)
+            arrived, theirs = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
+            sizes_sent = (_tokens.BLOCK_BYTES, _tokens.HALF_BYTES, _tokens.HALF_BYTES)
+            for i, size in enumerate(sizes_sent):
+                call(_tokens.expect(ctas * size), (ref,), refs.arrived.at[i])
+            plgpu.commit_smem()
+            sent = (ref, ref, ref, splat, splat)
+            send = _tokens.send(ctas // 2, _tokens.BLOCK_BYTES, _tokens.BLOCK_BYTES)
+            call(send, sent, refs.staging, refs.parts.at[rank], arrived, 2 * warpgroup, jnp.int32(4))
+            where = (bias.at[0], refs.own, arrived, rank, warpgroup, parity)
+            kinds = (ref, tile, ref, ref, ref, splat, splat, splat)
+            call(_tokens.sum_up(ctas), kinds, refs.parts, refs.x_t, *where)
+            plgpu.commit_smem()
+            send = _tokens.send(ctas, _tokens.HALF_BYTES, 0)
+            there = refs.rows.at[rank, warpgroup]
+            call(send, sent, refs.own.at[warpgroup], there, theirs, jnp.int32(0), jnp.int32(2))
+            norm = _tokens.normalise(ctas, epsilon)
+            vectors_of = (scale.at[0], offset.at[0])
+            kinds = (ref, ref, ref, tile, ref, splat, splat)
+            call(norm, kinds, refs.rows, *vectors_of, refs.x_t, theirs, warpgroup, parity)
+            plgpu.commit_smem()
+            meet(phase)
+
+        def attend() -> None:
+            """Attention of a head, whose queries and keys and values are in `qk_t` and `v_t`, into `y`."""
+            own, wgmma = pl.ds(0, FEATURES), plgpu.Layout.WGMMA
+
+            def scores(sums: Ref) -> jax.Array:
+                keys = refs.qk_t.at[pl.ds(FEATURES, FEATURES), pl.ds(0, _WIDTH)]
+                plgpu.wgmma(sums, refs.qk_t.at[own].transpose((1, 0)), keys)
+                return sums[...]
+
+            def values(sums: Ref) -> jax.Array:
+                plgpu.wgmma(sums, weights, refs.v_t.at[own].transpose((1, 0)))
+                return sums[...]
+
+            def columns(v: jax.Array) -> jax.Array:
+                v = jax.lax.broadcast_in_dim(v, sums_shape, [1])
+                return v if interpret else plgpu.layout_cast(v, wgmma)
+
+            if interpret:
+                qk = refs.qk_t[...]
+                s = jnp.dot(qk[:FEATURES].T, qk[FEATURES:, :_WIDTH], preferred_element_type=jnp.float32)
+            else:
+                s = pl.run_scoped(scores, plgpu.ACC(sums_shape, jnp.float32))
+            taken = columns(load(refs.mask, wgmma.reduce(0), interpret=interpret))
+            if seq < tokens:
+                query, key = (
+                    jax.lax.broadcasted_iota(jnp.int32, sums_shape, axis)
+                    if interpret
+                    else plgpu.broadcasted_iota(jnp.int32, sums_shape, axis, layout=wgmma)
+                    for axis in range(2)
+                )
+                taken = jnp.where(jax.lax.div(query, seq) == jax.lax.div(key, seq), taken, 0)
+            s = jnp.where(taken != 0, s, -jnp.inf)
+            peak = jnp.maximum(jnp.max(s, axis=1), lowest_score(scale))
+            factors, shifts = (
+                v if isinstance(v, float) else jax.lax.broadcast_in_dim(v, sums_shape, [0])
+                for v in exponents(peak, scale)
+            )
+            weights = jnp.exp2(s * factors - shifts)
+            total = jnp.sum(weights, axis=1)
+            weights = weights.astype(dtype)
+            if interpret:
+                out = jnp.dot(weights, refs.v_t[:FEATURES].T, preferred_element_type=jnp.float32)
+            else:
+                out = pl.run_scoped(values, plgpu.ACC((_BLOCK, FEATURES), jnp.float32))
+            factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
+            refs.y[...] = (out * jax.lax.broadcast_in_dim(factor, out.shape, [0])).astype(dtype)
+            plgpu.commit_smem()
+
+        def layer(i: jax.Array, _: None) -> None:
+            slot = jax.lax.rem(i, 2)
+            vectors, own_rows = refs.vectors.at[slot], pl.ds(warpgroup * _BLOCK, _BLOCK)
+
+            def biased(v: jax.Array, name: str, index: jax.Array) -> jax.Array:
+                there = vectors.at[index, pl.ds(places[name] + warpgroup * _BLOCK, _BLOCK)]
+                bias = load(there, plgpu.Layout.WGMMA.reduce(1), interpret=interpret)
+                bias = jax.lax.broadcast_in_dim(bias, sums_shape, [0])
+                return v + (bias if interpret else plgpu.layout_cast(bias, plgpu.Layout.WGMMA))
+
+            def head(rank: jax.Array, index: jax.Array) -> None:
+                first = i * layer_steps + index * head_steps
+                qkv = biased(product(first), "bias_qkv", index).astype(dtype)
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    refs.qk_t.at[:, pl.ds(0, _WIDTH)][...] = qkv
+                    plgpu.commit_smem()
+                    plgpu.barrier_wait(refs.v_ready)
+                    attend()
+                    plgpu.barrier_arrive(refs.y_ready)
+
+                @pl.when(warpgroup == 1)
+                def _() -> None:
+                    refs.v_t[...] = qkv
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(refs.v_ready)
+
+                plgpu.barrier_wait(refs.y_ready)
+                share(rank, first + steps, 1, refs.y.at[pl.ds(0, _WIDTH)], FEATURES)
+                if interpret:
+                    meet(2)
+
+            def hidden(rank: jax.Array, index: jax.Array) -> None:
+                first = i * layer_steps + ranks * head_steps + index * hidden_steps
+                values = biased(product(first), "bias_up", index)
+                refs.h_t.at[own_rows][...] = activate(activation, values, dtype).astype(dtype)
+                plgpu.commit_smem()
+                meet(2)
+                share(rank, first + steps, 2, refs.h_t)
+                if interpret:
+                    meet(2)
+
+            plgpu.barrier_wait(refs.vectors_full.at[slot])
+            each_rank(head)
+            exchange(2 * i, vectors, 0)
+            each_rank(hidden)
+            exchange(2 * i + 1, vectors, 1)
+            plgpu.barrier_arrive(refs.vectors_consumed.at[slot])
+
+        def consume() -> None:
+            if interpret:
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    refs.x_t[...] = jnp.zeros((n, _WIDTH), dtype)
+                    refs.x_t[:, :tokens] = refs.x[...].T
+
+            else:
+                call(_tokens.fetch(tokens, n), (ref, tile, splat), refs.x, refs.x_t, warpgroup)
+            plgpu.commit_smem()
+            meet(2)
+            jax.lax.fori_loop(0, count, layer, None)
+            if interpret:
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    refs.o[...] = refs.x_t[:, :tokens].T
+
+            else:
+                rank = jax.lax.axis_index("rank")
+                call(_tokens.give(tokens, n), (tile, ref, splat, splat), refs.x_t, refs.o, rank, warpgroup)
+
+        if not interpret:
+            call(lambda _, barriers: _inline.start(barriers, 3, 1), (ref,), refs.arrived)
+        pl.when(warpgroup == _CONSUMERS)(produce)
+        pl.when(warpgroup < _CONSUMERS)(consume)
+        if not interpret:
+            call(lambda _: _inline.meet(), ())  # a CTA stays while others copy from it
+
+    taken = jnp.ones((tokens,), jnp.int32) if mask is None else (mask != 0).astype(jnp.int32).reshape(tokens)
+    operands = dict(x=x.reshape(tokens, n), mask=jnp.pad(taken, (0, _WIDTH - tokens)))
+    operands |= {f"{name}_{i}": value for i, layer in enumerate(layers) for name, value in layer.items()}
+    block = (2, FEATURES, PITCH)
+    sent = {name: plgpu.SMEM((ctas, *block), dtype) for name in ("staging", "rows")}
+    sent |= dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))
+    (out,) = launch(
+        body,
+        operands,
+        dict(o=jax.ShapeDtypeStruct((tokens, n), dtype)),
+        dict(
+            slots=tiled((_STAGES, _PARTS, _BLOCK, _WIDTH), dtype, ROW_BYTES),
+            x_t=tiled((n, _WIDTH), dtype, ROW_BYTES),
+            h_t=tiled((_COLUMNS, _WIDTH), dtype, ROW_BYTES),
+            qk_t=tiled((_BLOCK, _BLOCK), dtype, ROW_BYTES),
+            v_t=tiled((_BLOCK, _WIDTH), dtype, ROW_BYTES),
+            y=tiled((_BLOCK, FEATURES), dtype, ROW_BYTES),
+            parts=plgpu.SMEM((ctas, ctas, *block) if interpret else (ctas, *block), dtype),
+            vectors=plgpu.SMEM((2, ranks, sum(sizes.values())), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=_PARTS, num_barriers=_STAGES),
+            consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
+            vectors_full=plgpu.Barrier(num_arrivals=ranks * (len(_VECTORS) + 2), num_barriers=2),
+            vectors_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
+            met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=3),
+            v_ready=plgpu.Barrier(),
+            y_ready=plgpu.Barrier(),
+            **(
+                {}
+                if interpret
+                else dict(staging=plgpu.SMEM((ctas, *block), dtype), rows=plgpu.SMEM((ctas, *block), dtype))
+            ),
+            **({} if interpret else dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))),
+        ),
+        name="post_norm_layers",
+        num_ctas=1,
+        cluster=1 if interpret else ctas,
+        num_warpgroups=_CONSUMERS + 1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
+    )
+    return out.reshape(x.shape)
