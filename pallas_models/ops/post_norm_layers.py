@@ -152,7 +152,9 @@ def _apart(
     return post_norm_mlp(y, x, **rest, **norms, **traced, **options)
 
 
-def reference(x: jax.Array, mask: jax.Array | None, layers: tuple[dict[str, jax.Array], ...], **static: Any) -> Any:
+def reference(
+    x: jax.Array, mask: jax.Array | None, layers: tuple[dict[str, jax.Array], ...], **static: Any
+) -> Any:
     """The same in plain XLA."""
     for layer in layers:
         x = _apart(x, mask, None, None, layer, {}, names=("xla",), **static)

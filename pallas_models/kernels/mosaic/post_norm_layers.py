@@ -160,7 +160,9 @@ def _place(warpgroup: Any) -> Any:
     thread = arith.remui(_utils.thread_idx(), _i32(128))
     lane, warp = arith.remui(thread, _i32(32)), arith.divui(thread, _i32(32))
     chunk = arith.xori(warpgroup, arith.andi(arith.shrui(lane, _i32(1)), _i32(3)))
-    return arith.addi(arith.muli(lane, _i32(_ROW_BYTES)), arith.addi(arith.muli(chunk, _i32(16)), arith.muli(warp, _i32(4))))
+    return arith.addi(
+        arith.muli(lane, _i32(_ROW_BYTES)), arith.addi(arith.muli(chunk, _i32(16)), arith.muli(warp, _i32(4)))
+    )
 
 
 def _load(ref: Any, *index: Any) -> Any:
@@ -182,10 +184,14 @@ def _sum_up(ctas: int) -> Callable[..., None]:
         arith = _utils.arith
         rank, warpgroup = (x.registers.item() for x in (rank, warpgroup))
         which = arith.index_cast(ir.IndexType.get(), warpgroup)
-        address = arith.addi(arith.addi(_address(x_t), _place(warpgroup)), arith.muli(rank, _i32(_HEAD_DIM * _ROW_BYTES)))
+        address = arith.addi(
+            arith.addi(_address(x_t), _place(warpgroup)), arith.muli(rank, _i32(_HEAD_DIM * _ROW_BYTES))
+        )
         word = _asm("ld.shared.b32 $0, [$1];", "=r,r", address, result="i32")
         vector, element = _utils.vector, x_t.type.element_type
-        pair = vector.bitcast(ir.VectorType.get((2,), element), vector.broadcast(ir.VectorType.get((1,), word.type), word))
+        pair = vector.bitcast(
+            ir.VectorType.get((2,), element), vector.broadcast(ir.VectorType.get((1,), word.type), word)
+        )
         wide = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
         total = _load_rows(bias, _utils.c(0, ir.IndexType.get()))
         registers = total.registers.copy()
@@ -195,7 +201,9 @@ def _sum_up(ctas: int) -> Callable[..., None]:
         values += [total, residual]
         while len(values) > 1:
             values = [a + b for a, b in zip(values[::2], values[1::2])] + ([values[-1]] if len(values) % 2 else [])
-        values[0].astype(own.type.element_type).store_untiled(_utils.memref_slice(own, (which, slice(None), slice(0, 8))), optimized=False)
+        values[0].astype(own.type.element_type).store_untiled(
+            _utils.memref_slice(own, (which, slice(None), slice(0, 8))), optimized=False
+        )
 
     return sum_up
 
@@ -218,7 +226,11 @@ def _normalise(ctas: int, epsilon: float) -> Callable[..., None]:
         shift = mean(values).broadcast_in_dim(shape, (1,), _values())
         values = [v - shift for v in values]
         variance = mean([v * v for v in values])
-        factor = (variance + _utils.c(epsilon, ir.F32Type.get())).rsqrt(approx=True).broadcast_in_dim(shape, (1,), _values())
+        factor = (
+            (variance + _utils.c(epsilon, ir.F32Type.get()))
+            .rsqrt(approx=True)
+            .broadcast_in_dim(shape, (1,), _values())
+        )
         address = arith.addi(_address(x_t), _place(warpgroup))
         i32 = ir.IntegerType.get_signless(32)
         for j, v in enumerate(values):
@@ -226,7 +238,9 @@ def _normalise(ctas: int, epsilon: float) -> Callable[..., None]:
             v = v * factor * _load_rows(scale, first) + _load_rows(offset, first)
             (register,) = v.astype(x_t.type.element_type).registers.flat
             word = vector.extract(
-                vector.bitcast(ir.VectorType.get((1,), i32), register), dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])
+                vector.bitcast(ir.VectorType.get((1,), i32), register),
+                dynamic_position=[],
+                static_position=ir.DenseI64ArrayAttr.get([0]),
             )
             _asm(f"st.shared.b32 [$0 + {j * _HEAD_DIM * _ROW_BYTES}], $1;", "r,r", address, word)
 
@@ -239,15 +253,20 @@ def _stage(_: Any, values: Any, staging: Any, first: Any) -> None:
     base = arith.addi(_address(staging), arith.muli(first.registers.item(), _i32(4 * _ROW)))
     i32 = ir.IntegerType.get_signless(32)
     values = values.astype(staging.type.element_type)
-    for (row, column), register in zip(values.layout.thread_idxs(values.shape), values.registers.flat, strict=True):
+    for (row, column), register in zip(
+        values.layout.thread_idxs(values.shape), values.registers.flat, strict=True
+    ):
         row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
         half = arith.divui(column, _i32(8))
         block = arith.addi(arith.muli(arith.divui(row, _i32(32)), _i32(2)), half)
         offset = arith.addi(
-            arith.muli(block, _i32(_ROW)), arith.addi(arith.muli(arith.remui(row, _i32(32)), _i32(_PITCH)), arith.remui(column, _i32(8)))
+            arith.muli(block, _i32(_ROW)),
+            arith.addi(arith.muli(arith.remui(row, _i32(32)), _i32(_PITCH)), arith.remui(column, _i32(8))),
         )
         word = _utils.vector.extract(
-            _utils.vector.bitcast(ir.VectorType.get((1,), i32), register), dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])
+            _utils.vector.bitcast(ir.VectorType.get((1,), i32), register),
+            dynamic_position=[],
+            static_position=ir.DenseI64ArrayAttr.get([0]),
         )
         address = arith.addi(base, arith.muli(offset, _i32(2)))
         _asm("{ .reg .pred p; setp.lt.u32 p, $2, 16; @p st.shared.b32 [$0], $1; }", "r,r,r", address, word, column)
@@ -302,7 +321,9 @@ def _give(n: int) -> Callable[..., None]:
         token = arith.addi(arith.muli(warpgroup, _i32(8)), arith.muli(warp, _i32(2)))
         column = arith.addi(arith.muli(rank, _i32(_HEAD_DIM)), lane)
         offset = arith.muli(arith.addi(arith.muli(token, _i32(n)), column), _i32(2))
-        address = arith.addi(arith.addi(_address(x_t), _place(warpgroup)), arith.muli(rank, _i32(_HEAD_DIM * _ROW_BYTES)))
+        address = arith.addi(
+            arith.addi(_address(x_t), _place(warpgroup)), arith.muli(rank, _i32(_HEAD_DIM * _ROW_BYTES))
+        )
         _asm(
             f"""
             {{
@@ -454,6 +475,7 @@ def post_norm_layers(
                         plgpu.copy_gmem_to_smem(source, there, ring.full_of(slot))
 
             for i in range(count):
+
                 def of(name: str, i: int = i) -> Ref:
                     return getattr(refs, f"{name}_{i}")
 
@@ -464,7 +486,10 @@ def post_norm_layers(
                 def vector(name: str, source: Any, offset: int, size: int, i: int = i) -> None:
                     there = refs.vectors.at[i % 2, pl.ds(places[name] + offset, size)]
                     plgpu.copy_gmem_to_smem(
-                        getattr(refs, f"{name}_{i}").at[pl.ds(source, size)], there, refs.vectors_full.at[i % 2], oob_mode=whole
+                        getattr(refs, f"{name}_{i}").at[pl.ds(source, size)],
+                        there,
+                        refs.vectors_full.at[i % 2],
+                        oob_mode=whole,
                     )
 
                 for part in range(3):
@@ -474,19 +499,30 @@ def post_norm_layers(
                     vector(name, 0 if size == n else rank * size, 0, size)
                 first = i * layer_steps
                 stream(
-                    of("w_qkv"), first, qkv_steps, lambda k: k * _BLOCK,
+                    of("w_qkv"),
+                    first,
+                    qkv_steps,
+                    lambda k: k * _BLOCK,
                     lambda k, part: jnp.minimum(part, 2) * n + rank * _HEAD_DIM,
                 )
                 first += qkv_steps
                 stream(
-                    of("w_out"), first, out_steps, lambda k: rank * _HEAD_DIM,
-                    lambda k, part: k * _WIDE + part * _TILE, _HEAD_DIM,
+                    of("w_out"),
+                    first,
+                    out_steps,
+                    lambda k: rank * _HEAD_DIM,
+                    lambda k, part: k * _WIDE + part * _TILE,
+                    _HEAD_DIM,
                 )
                 first += out_steps
-                stream(of("w_up"), first, up_steps, lambda k: k * _BLOCK, lambda k, part: rank * _WIDE + part * _TILE)
+                stream(
+                    of("w_up"), first, up_steps, lambda k: k * _BLOCK, lambda k, part: rank * _WIDE + part * _TILE
+                )
                 first += up_steps
                 stream(
-                    of("w_down"), first, down_steps,
+                    of("w_down"),
+                    first,
+                    down_steps,
                     lambda k: rank * _WIDE + jax.lax.rem(k, 2) * _BLOCK,
                     lambda k, part: jax.lax.div(k, 2) * _WIDE + part * _TILE,
                 )
@@ -497,16 +533,26 @@ def post_norm_layers(
         def zeros() -> jax.Array:
             return plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
 
-        def multiply(sums: Sequence[jax.Array], first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> Any:
+        def multiply(
+            sums: Sequence[jax.Array], first: jax.Array, depth: int, right: Ref, height: int = _BLOCK
+        ) -> Any:
             width = len(sums)
             slots = [jax.lax.rem(first + i, stages) for i in range(width * depth)]
             acc = plgpu.Layout.WGMMA
-            types = (plgpu.RefType(swizzled), plgpu.RefType(swizzled), splat, *[splat] * len(slots), *[acc] * width)
+            types = (
+                plgpu.RefType(swizzled),
+                plgpu.RefType(swizzled),
+                splat,
+                *[splat] * len(slots),
+                *[acc] * width,
+            )
             result = plgpu.ShapeDtypeStruct((_BLOCK, _TILE), jnp.float32, layout=acc)
             inline = plgpu.inline_mgpu(arg_types=types, return_type=[result] * width if width > 1 else result)
             for slot in slots if not free else []:
                 ring.wait(slot)
-            sums = inline(_multiply(height < _BLOCK, depth, height, width))(right, refs.slots, 2 * warpgroup, *slots, *sums)
+            sums = inline(_multiply(height < _BLOCK, depth, height, width))(
+                right, refs.slots, 2 * warpgroup, *slots, *sums
+            )
             for slot in slots if not free else []:
                 ring.release(slot)
             return sums
@@ -597,7 +643,8 @@ def post_norm_layers(
             s = jnp.where(taken != 0, s, -jnp.inf)
             peak = jnp.maximum(jnp.max(s, axis=1), lowest_score(scale))
             factors, shifts = (
-                v if isinstance(v, float) else jax.lax.broadcast_in_dim(v, shape, [0]) for v in exponents(peak, scale)
+                v if isinstance(v, float) else jax.lax.broadcast_in_dim(v, shape, [0])
+                for v in exponents(peak, scale)
             )
             weights = jnp.exp2(s * factors - shifts)
             total = jnp.sum(weights, axis=1)
@@ -660,6 +707,7 @@ def post_norm_layers(
 
         def consume() -> None:
             if stream_only:
+
                 @pl.loop(0, count * layer_steps)
                 def _(k: jax.Array) -> None:
                     slot = jax.lax.rem(k, stages)
@@ -692,7 +740,10 @@ def post_norm_layers(
     out, *times = launch(
         body,
         operands,
-        dict(o=jax.ShapeDtypeStruct((_TOKENS, n), dtype), times=jax.ShapeDtypeStruct((128,), jnp.int32) if marks else None),
+        dict(
+            o=jax.ShapeDtypeStruct((_TOKENS, n), dtype),
+            times=jax.ShapeDtypeStruct((128,), jnp.int32) if marks else None,
+        ),
         dict(
             slots=tiled((stages, _WIDE // _TILE, _BLOCK, _TILE), dtype, _ROW_BYTES),
             x_t=tiled((n, _TILE), dtype, _ROW_BYTES),
