@@ -414,6 +414,37 @@ def _hopper_post_norm_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
+def layer_shapes(n: int, f: int) -> dict[str, tuple[int, ...]]:
+    """Of the arrays of a layer of `ops.post_norm_layers`."""
+    vectors = ("bias_out", "scale_out", "offset_out", "bias_down", "scale", "offset")
+    shapes = {"w_qkv": (n, 3 * n), "bias_qkv": (3 * n,), "w_out": (n, n), "w_up": (n, f), "bias_up": (f,)}
+    return shapes | {"w_down": (f, n)} | dict.fromkeys(vectors, (n,))
+
+
+def layer(rng: np.random.Generator, n: int, f: int, dtype: str, factor: float = 1.0) -> dict[str, jax.Array]:
+    """Such arrays, with weights larger by a factor than keep the size of what they multiply."""
+    return {
+        name: normal(rng, *shape, dtype=dtype, scale=factor * shape[0] ** -0.5)
+        if name[0] == "w"
+        else normal(rng, *shape, shift=float("scale" in name), scale=0.3)
+        for name, shape in layer_shapes(n, f).items()
+    }
+
+
+def _call_post_norm_layers(x, *layer_and_mask, implementation):
+    """Where it is differentiated it is kernels of both backends."""
+    *arrays, mask = layer_and_mask
+    layers = [dict(zip(layer_shapes(0, 0), arrays, strict=True))] * 3
+    options = dict(num_heads=x.shape[-1] // 32, epsilon=0.1, implementation=(implementation, "triton"))
+    return ops.post_norm_layers(x, layers, mask=mask, **options)
+
+
+def _hopper_post_norm_layers(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, n = (2, 4, 128) if size == 1 else (1, 16, 384)
+    rng = np.random.default_rng(43)
+    return normal(rng, b, s, n, dtype=dtype), *layer(rng, n, 4 * n, dtype).values(), random_mask(rng, b, s)
+
+
 def _call_hopper_masked_attention(q, k, v, mask, segment_ids, kv_segment_ids, **options):
     return ops.attention(q, k, v, mask=mask, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, **options)
 
@@ -444,6 +475,7 @@ HOPPER_CALLS = [
     Call("mlp", _call_hopper_mlp, _hopper_mlp, 5),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
     Call("post_norm_mlp", _call_post_norm_mlp, _hopper_post_norm_mlp, 12, (0, 1)),
+    Call("post_norm_layers", _call_post_norm_layers, _hopper_post_norm_layers, 13, (0, 13)),
     Call("layer_norm", _call_hopper_norm, _hopper_norm, 3, (0, 1)),
     Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
     Call("attention", _call_hopper_attention, _hopper_attention, 3),

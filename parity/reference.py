@@ -1,5 +1,6 @@
 """Every op and the encoder, written with torch.nn and torch.nn.functional only, for float64 tensors."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 def tensor(x: Any, dtype: torch.dtype = torch.float64) -> Any:
     """An array as a tensor: floats in `dtype` without further rounding, integers as int64."""
+    if isinstance(x, list | dict):
+        return jax.tree.map(functools.partial(tensor, dtype=dtype), x)
     if not isinstance(x, jax.Array | np.ndarray):
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -234,6 +237,23 @@ def attention_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int | None = Non
     num_kv_heads = num_kv_heads or num_heads
     heads = qkv.view(*qkv.shape[:2], num_heads + 2 * num_kv_heads, -1)
     return attention(*heads.split((num_heads, num_kv_heads, num_kv_heads), 2), **options).flatten(2)
+
+
+def post_norm_layers(
+    x: Tensor,
+    layers: Sequence[Mapping[str, Tensor]],
+    *,
+    num_heads: int,
+    activation: str = "gelu",
+    epsilon: float = 1e-12,
+    **masks: Tensor | None,
+) -> Tensor:
+    for layer in layers:
+        rest = dict(layer)
+        qkv = matmul(x, rest.pop("w_qkv"), rest.pop("bias_qkv"))
+        y = attention_qkv(qkv, num_heads=num_heads, **masks)
+        x = post_norm_mlp(y, x, **rest, activation=activation, epsilon=epsilon)
+    return x
 
 
 def embed_tokens(

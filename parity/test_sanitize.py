@@ -44,7 +44,8 @@ def runs() -> list[Run]:
     original, found = _dispatch._run, []
 
     def spy(*args: Any, op: Op, names: tuple[str, ...], **rest: Any) -> Any:
-        called.add((op.name, names[0]))
+        if names[0] != "xla":  # as within a reference
+            called.add((op.name, names[0]))
         return original(*args, op=op, names=names, **rest)
 
     with pytest.MonkeyPatch.context() as monkeypatch, cuda_device("NVIDIA H200", 132):
@@ -63,6 +64,8 @@ def runs() -> list[Run]:
 
 def test_every_kernel_has_a_call_at_odd_and_even_sizes(runs):
     kernels = {(op.name, kernel.backend) for op in records().values() for kernel in op.kernels}
+    if jax.__version_info__ < (0, 11):
+        kernels.remove(("post_norm_layers", "mosaic"))  # which needs a newer JAX
     assert len(kernels) >= 13
     for size in (1, 16):
         assert set().union(*(run.called for run in runs if run.size == size)) == kernels

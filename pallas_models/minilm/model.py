@@ -9,6 +9,7 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084). The config says which
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -154,35 +155,48 @@ class Layer(nnx.Module):
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
-        qkv = ops.matmul(
-            x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
-        )
-        y = ops.attention_qkv(
-            qkv,
-            num_heads=self.num_heads,
-            mask=mask,
-            bias=bias,
-            segment_ids=segment_ids,
-            implementation=implementation,
-        )
+        return _run_layers([self], x, mask, segment_ids, bias, implementation=implementation)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The parameters, as `ops.post_norm_layers` takes them."""
         attention, mlp = self.attention, self.mlp
-        return ops.post_norm_mlp(
-            y,
-            x,
-            attention.out.kernel[...],
-            mlp.up.kernel[...],
-            mlp.down.kernel[...],
+        return dict(
+            w_qkv=attention.qkv.kernel[...],
+            bias_qkv=attention.qkv.bias[...],
+            w_out=attention.out.kernel[...],
+            bias_out=attention.out.bias[...],
             scale_out=self.attention_norm.scale[...],
             offset_out=self.attention_norm.bias[...],
+            w_up=mlp.up.kernel[...],
+            bias_up=mlp.up.bias[...],
+            w_down=mlp.down.kernel[...],
+            bias_down=mlp.down.bias[...],
             scale=self.mlp_norm.scale[...],
             offset=self.mlp_norm.bias[...],
-            bias_out=attention.out.bias[...],
-            bias_up=mlp.up.bias[...],
-            bias_down=mlp.down.bias[...],
-            activation="gelu",
-            epsilon=self.epsilon,
-            implementation=implementation,
         )
+
+
+def _run_layers(
+    layers: Sequence[Layer],
+    x: jax.Array,
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    implementation: Implementation | None,
+) -> jax.Array:
+    first = layers[0]
+    return ops.post_norm_layers(
+        x.astype(first.attention.qkv.kernel.dtype),
+        [layer.arrays() for layer in layers],
+        num_heads=first.num_heads,
+        mask=mask,
+        bias=bias,
+        segment_ids=segment_ids,
+        activation="gelu",
+        epsilon=first.epsilon,
+        implementation=implementation,
+    )
 
 
 class MiniLM(nnx.Module):
@@ -216,7 +230,10 @@ class MiniLM(nnx.Module):
             if self.config.relative_buckets
             else None
         )
-        return call_layers(self.layers, x, mask, segment_ids, bias, remat=remat, implementation=implementation)
+        args = x, mask, segment_ids, bias
+        if remat == "none" and isinstance(self.layers, nnx.List):
+            return _run_layers(self.layers, *args, implementation=implementation)
+        return call_layers(self.layers, *args, remat=remat, implementation=implementation)
 
 
 def _relative_bias(table: jax.Array, length: int) -> jax.Array:

@@ -26,6 +26,7 @@ from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.mlp import mlp
 from pallas_models.ops.norm import layer_norm, rms_norm
 from pallas_models.ops.pooling import mean_pool, segment_mean_pool
+from pallas_models.ops.post_norm_layers import post_norm_layers
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 from pallas_models.ops.ring_attention import ring_attention, zigzag_order
 from pallas_models.ops.rotary import rotary, rotary_table
@@ -48,6 +49,7 @@ __all__ = [
     "matmul_layer_norm",
     "mean_pool",
     "mlp",
+    "post_norm_layers",
     "post_norm_mlp",
     "ring_attention",
     "rms_norm",

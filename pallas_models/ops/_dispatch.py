@@ -230,6 +230,9 @@ def serves(op: Op, *arrays: Any, implementation: Implementation | None, **static
     """Whether a kernel computes a call, of arrays like these: that of the first implementation that is named."""
     names, target = check_implementation(implementation), targets.current()
     reference = functools.partial(op.reference, **static)
+    # Before the reference is traced for the shapes of its results.
+    if _obstacle(arrays) is not None or all(k.refuses(*arrays, **static) for k in op.kernels):
+        return False
     with _plain_settings(arrays):
         try:
             return _choose(op, arrays, static, None, names[:1], target, reference) is not reference
@@ -245,15 +248,17 @@ def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -
         return function(*arrays)
 
     def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        moving = [i for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)]
+        leaves, tree = jax.tree.flatten(primals)
+        changes = jax.tree.leaves(tangents)
+        moving = [i for i, t in enumerate(changes) if not isinstance(t, SymbolicZero)]
 
         def at(*some: jax.Array) -> Any:
-            every = list(primals)
+            every = list(leaves)
             for i, x in zip(moving, some, strict=True):
                 every[i] = x
-            return other(*every)
+            return other(*tree.unflatten(every))
 
-        return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return jax.jvp(at, [leaves[i] for i in moving], [changes[i] for i in moving])
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call

@@ -1,0 +1,175 @@
+"""All layers of a post-norm transformer encoder, such as BERT's."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pallas_models.kernels.mosaic import post_norm_layers as mosaic
+from pallas_models.ops import _checks, activations
+from pallas_models.ops._dispatch import (
+    Implementation,
+    Kernel,
+    Op,
+    check_implementation,
+    differentiated_as,
+    run,
+    serves,
+)
+from pallas_models.ops._sharding import Sharding
+from pallas_models.ops.activations import Activation
+from pallas_models.ops.attention import attention_qkv
+from pallas_models.ops.matmul import matmul
+from pallas_models.ops.post_norm_mlp import post_norm_mlp
+
+Layer = Mapping[str, jax.Array]
+# The arrays of a layer and their axes; Q is 3 N.
+_AXES = {
+    **{"w_qkv": "NQ", "bias_qkv": "Q", "w_out": "NN", "bias_out": "N", "scale_out": "N", "offset_out": "N"},
+    **{"w_up": "NF", "bias_up": "F", "w_down": "FN", "bias_down": "N", "scale": "N", "offset": "N"},
+}
+
+
+def post_norm_layers(
+    x: jax.Array,
+    layers: Sequence[Layer],
+    *,
+    num_heads: int,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    activation: Activation = "gelu",
+    epsilon: float = 1e-12,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes for one layer after another, with what it has by name,
+
+        y = attention_qkv(x @ w_qkv + bias_qkv, num_heads, mask, bias, segment_ids)
+        x = post_norm_mlp(y, x, ...)
+
+    On Hopper one kernel does so for the few tokens of a short sentence, whose layers take less time than to launch
+    kernels for each; values are rounded to the dtype of `x` on the way all the same. Elsewhere, and where it is
+    differentiated, it is `matmul`, `attention_qkv` and `post_norm_mlp` again.
+
+    Args:
+      x: (B, S, N), float16, bfloat16 or float32.
+      layers: one or more mappings of the same names. In the dtype of `x` there are `w_qkv` (N, 3 N), for queries,
+        keys and values of all heads, `w_out` (N, N), `w_up` (N, F) and `w_down` (F, N); in any float dtype their
+        biases `bias_qkv`, `bias_out`, `bias_up` and `bias_down`, and scale and offset (N,) of both norms,
+        `scale_out` and `offset_out`, `scale` and `offset`.
+      num_heads: of attention; divides N.
+      mask, bias, segment_ids: as in `attention`.
+      activation: as in `matmul`.
+      epsilon: added to variances.
+      precision: of float32 products, as in `matmul`.
+      implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel,
+        with JAX 0.11 or newer, half precisions, B * S up to 16, heads of 32, N of 128, 256 or 384, F of 4 N,
+        float32 vectors, up to 12 layers, and at most a `mask`; other calls in those that it stands for.
+
+    Returns:
+      (B, S, N) in the dtype of `x`.
+
+    Raises:
+      TypeError: an operand is not floating point, weights differ from `x` in dtype, or `mask` or `segment_ids`
+        are not integers.
+      ValueError: there are no layers, names or shapes do not fit, `activation` is unknown, or a concrete `mask`
+        holds anything but 0 and 1.
+      NotImplementedError: the kernels that `implementation` names do not serve the call.
+    """
+    _checks.check_float("x", x)
+    _checks.check_rank("x", x, 3, "(B, S, N)")
+    if num_heads < 1 or x.shape[-1] % num_heads:
+        raise ValueError(f"x has shape {x.shape}; expected its last axis to be a multiple of {num_heads=}")
+    layers = tuple(dict(layer) for layer in layers)
+    if not layers:
+        raise ValueError("layers is empty; expected one or more")
+    for i, layer in enumerate(layers):
+        _check_layer(f"layers[{i}]", layer, x)
+    if mask is not None:
+        _checks.check_mask("mask", mask, x.shape[:2], "(B, S)")
+        mask = _checks.as_int32(mask)
+    activations.check_activation(activation)
+    names = check_implementation(implementation)
+    static: dict[str, Any] = dict(
+        num_heads=num_heads, activation=activation, precision=_checks.as_precision(precision)
+    )
+    traced = {"epsilon": epsilon} if isinstance(epsilon, jax.Array) else {}
+    if not traced:
+        static["epsilon"] = epsilon
+
+    def apart(x: Any, mask: Any, layers: Any) -> jax.Array:
+        for layer in layers:
+            x = _apart(x, mask, bias, segment_ids, layer, traced, names=names, **static)
+        return x
+
+    arrays = x, mask, layers
+    plain = bias is None and segment_ids is None and not traced
+    if not plain or not serves(_OP, *arrays, implementation=implementation, **static):
+        return apart(*arrays)
+
+    def together(*arrays: Any) -> jax.Array:
+        return run(_OP, *arrays, implementation=implementation, **static)
+
+    return differentiated_as(together, apart)(*arrays)
+
+
+def _check_layer(name: str, layer: Layer, x: jax.Array) -> None:
+    if layer.keys() != _AXES.keys():
+        raise ValueError(f"{name} has {sorted(layer)}; expected {sorted(_AXES)}")
+    n = x.shape[-1]
+    _checks.check_rank(f"{name}['w_up']", layer["w_up"], 2, "(N, F)")
+    sizes = {"N": n, "Q": 3 * n, "F": layer["w_up"].shape[1]}
+    for key, axes in _AXES.items():
+        own, array = f"{name}[{key!r}]", layer[key]
+        _checks.check_float(own, array)
+        if len(axes) == 2 and array.dtype != x.dtype:
+            raise TypeError(f"x has dtype {x.dtype} and {own} has dtype {array.dtype}; expected the same")
+        expected = f"({', '.join(axes)}{',' * (len(axes) == 1)}) for x {x.shape}".replace("Q", "3 N")
+        _checks.check_shape(own, array, tuple(sizes[axis] for axis in axes), expected)
+
+
+@functools.partial(jax.jit, static_argnames=("num_heads", "activation", "epsilon", "precision", "names"))
+def _apart(
+    x: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    segment_ids: jax.Array | None,
+    layer: dict[str, jax.Array],
+    traced: dict[str, jax.Array],
+    *,
+    names: tuple[Any, ...],
+    num_heads: int,
+    precision: jax.lax.Precision,
+    **norms: Any,
+) -> jax.Array:
+    """A layer, of operations one after the other; those that are alike are traced and lowered once."""
+    options: dict[str, Any] = dict(precision=precision, implementation=names or None)
+    rest = dict(layer)
+    qkv = matmul(x, rest.pop("w_qkv"), bias=rest.pop("bias_qkv"), **options)
+    y = attention_qkv(qkv, num_heads=num_heads, mask=mask, bias=bias, segment_ids=segment_ids, **options)
+    return post_norm_mlp(y, x, **rest, **norms, **traced, **options)
+
+
+def reference(
+    x: jax.Array, mask: jax.Array | None, layers: tuple[dict[str, jax.Array], ...], **static: Any
+) -> Any:
+    """The same in plain XLA."""
+    for layer in layers:
+        x = _apart(x, mask, None, None, layer, {}, names=("xla",), **static)
+    return x
+
+
+def _sharding(x: jax.Array, mask: Any, layers: tuple[dict[str, jax.Array], ...], **_: Any) -> Sharding:
+    """Sequences can be split."""
+    layer = ", ".join(" ".join(_AXES[name]) for name in sorted(_AXES))
+    return Sharding(equation=f"b S N, b S, {', '.join([layer] * len(layers))} -> b S N")
+
+
+_OP = Op(
+    name="post_norm_layers",
+    reference=reference,
+    kernels=(Kernel(backend="mosaic", call=mosaic.post_norm_layers, config=None, refuses=mosaic.unsupported),),
+    sharding=_sharding,
+)
