@@ -276,8 +276,16 @@ def post_norm_layers(
             call(send, sent, refs.own.at[warpgroup], there, theirs, jnp.int32(0), jnp.int32(2))
             norm = _tokens.normalise(ctas, epsilon)
             vectors_of = (scale.at[0], offset.at[0])
-            kinds = (ref, ref, ref, tile, ref, splat, splat)
-            call(norm, kinds, refs.rows, *vectors_of, refs.x_t, theirs, warpgroup, parity)
+            call(
+                norm,
+                (ref, ref, ref, tile, ref, splat, splat),
+                refs.rows,
+                *vectors_of,
+                refs.x_t,
+                theirs,
+                warpgroup,
+                parity,
+            )
             plgpu.commit_smem()
             meet(phase)
 
