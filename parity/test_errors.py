@@ -156,7 +156,7 @@ CASES = {
         (
             lambda: post_norm_layers(w_up=None),
             ValueError,
-            "layers[0] has ['bias_down', 'bias_out', 'bias_qkv', 'b",
+            "layers[0] has ['bias_down', 'bias_out', 'bias_qkv', '",
         ),
         (lambda: post_norm_layers(w=W), ValueError, "'w_up']; expected ['bias_down', 'bias_out',"),
         (lambda: post_norm_layers(w_up=N8), ValueError, "layers[0]['w_up'] has shape (8,); expected 2 axes, (N,"),

@@ -256,7 +256,7 @@ def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -
             every = list(leaves)
             for i, x in zip(moving, some, strict=True):
                 every[i] = x
-            return other(*tree.unflatten(every))
+            return other(*jax.tree.unflatten(tree, every))
 
         return jax.jvp(at, [leaves[i] for i in moving], [changes[i] for i in moving])
 

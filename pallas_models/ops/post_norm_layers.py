@@ -95,7 +95,7 @@ def post_norm_layers(
     static: dict[str, Any] = dict(
         num_heads=num_heads, activation=activation, precision=_checks.as_precision(precision)
     )
-    traced = {"epsilon": epsilon} if isinstance(epsilon, jax.Array) else {}
+    traced: dict[str, Any] = {"epsilon": epsilon} if isinstance(epsilon, jax.Array) else {}
     if not traced:
         static["epsilon"] = epsilon
 
@@ -136,8 +136,8 @@ def _apart(
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
-    layer: dict[str, jax.Array],
-    traced: dict[str, jax.Array],
+    layer: Layer,
+    traced: dict[str, Any],
     *,
     names: tuple[Any, ...],
     num_heads: int,
@@ -146,7 +146,7 @@ def _apart(
 ) -> jax.Array:
     """A layer, of operations one after the other; those that are alike are traced and lowered once."""
     options: dict[str, Any] = dict(precision=precision, implementation=names or None)
-    rest = dict(layer)
+    rest: dict[str, Any] = dict(layer)
     qkv = matmul(x, rest.pop("w_qkv"), bias=rest.pop("bias_qkv"), **options)
     y = attention_qkv(qkv, num_heads=num_heads, mask=mask, bias=bias, segment_ids=segment_ids, **options)
     return post_norm_mlp(y, x, **rest, **norms, **traced, **options)
@@ -161,7 +161,7 @@ def reference(
     return x
 
 
-def _sharding(x: jax.Array, mask: Any, layers: tuple[dict[str, jax.Array], ...], **_: Any) -> Sharding:
+def _sharding(x: jax.Array, mask: jax.Array | None, layers: tuple[Layer, ...], **_: Any) -> Sharding:
     """Sequences can be split."""
     layer = ", ".join(" ".join(_AXES[name]) for name in sorted(_AXES))
     return Sharding(equation=f"b S N, b S, {', '.join([layer] * len(layers))} -> b S N")
