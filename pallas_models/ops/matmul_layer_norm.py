@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
+from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as mosaic_cluster
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
@@ -28,7 +29,7 @@ def matmul_layer_norm(
     residual: jax.Array | None = None,
     epsilon: float = 1e-5,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | mosaic.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | mosaic_cluster.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `layer_norm(x @ w + bias + residual) * scale + offset`.
@@ -162,6 +163,13 @@ _OP = Op(
     name="matmul_layer_norm",
     reference=reference,
     kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic_cluster.matmul_layer_norm,
+            config=mosaic_cluster.Config,
+            refuses=mosaic.unsupported,
+            preferred=mosaic_cluster.prefer,
+        ),
         Kernel(
             backend="mosaic",
             call=mosaic.matmul_layer_norm,
