@@ -198,9 +198,7 @@ def test_hopper_kernel(tiles, shape, has_bias, has_residual):
     options = dict(bias=bias.astype("float32") if has_bias else None, residual=residual if has_residual else None)
     exact = (a.astype("float32") for a in (x, w, scale, offset))
     expected = compiled.matmul_layer_norm(*exact, implementation="xla", **options)
-    out = compiled.matmul_layer_norm(
-        x, w, scale, offset, config=tiles(shape[2]), implementation=MOSAIC, **options
-    )
+    out = compiled.matmul_layer_norm(x, w, scale, offset, config=tiles(shape[2]), implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"
     assert_close(out, expected, OP["bfloat16"])
 

@@ -93,11 +93,11 @@ def all_gather(part: Ref, ctas: int) -> None:
 
 
 def _all_gather(ctas: int, _: Any, part: Any) -> None:
-    stores = """
+    stores = f"""
             setp.lt.u32 p, peer, {ctas};
             @p mapa.shared::cluster.u32 there, own, peer;
             @p st.shared::cluster.v4.b32 [there], {{a, b, c, d}};
-            add.u32 peer, peer, {warps};""".format(ctas=ctas, warps=_WARPS)
+            add.u32 peer, peer, {_WARPS};"""
     _asm(
         f"""
         {{

@@ -1,11 +1,12 @@
-"""Matrix product, residual and layer norm of few rows for Hopper GPUs: the CTAs of a cluster share the columns.
+"""Matrix product, residual and layer norm for Hopper GPUs, of fewer rows than give each CTA a tile of whole ones.
 
-With a CTA for whole rows there were too few of them. Here each has a part of the columns of up to 64 rows, and
-the others tell it the moments of theirs.
+The CTAs of a cluster share the columns of 64 rows, and tell one another the moments of theirs.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,39 +14,54 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic import matmul_layer_norm as whole_rows
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._exchange import all_gather
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
-from pallas_models.tuning import Chooser
+from pallas_models.tuning import Chooser, Problem, choose
 
 _UNROLL = False
+_FEWEST_ROWS = 512  # that are faster than in two of Triton's kernels
 _DELAY = 2  # steps
-_ROWS = 64  # that the tensor cores multiply, however few of them are in a tile
+_ROWS = 64  # of a tile: those of one instruction of the tensor cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A CTA has `block_n` columns of 64 rows; `num_stages` steps of `block_k` of the contraction are in the ring."""
+    """A CTA has `block_n` columns of 64 rows; the ring has `num_stages` steps of `block_k` of the contraction."""
 
     block_n: int
     block_k: int
     num_stages: int
 
 
+def shared_memory(config: Config) -> int:
+    """Bytes of shared memory that a CTA takes: ring, result, moments of up to eight CTAs, barriers."""
+    ring = config.num_stages * (_ROWS + config.block_n) * config.block_k * 2
+    return ring + _ROWS * config.block_n * 2 + 8 * 2 * 4 * _ROWS + 512
+
+
+def candidates(n: int, k: int, target: Target) -> Iterator[Config]:
+    """The configs worth measuring, each with as many steps in the ring as fit."""
+    for block_n, block_k in itertools.product((64, 128, 192), (128, 64)):
+        if n % block_n == 0 and k % block_k == 0:
+            config = Config(block_n=block_n, block_k=block_k, num_stages=k // block_k)
+            while shared_memory(config) > target.shared_memory:
+                config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+            yield config
+
+
 def heuristic(m: int, n: int, k: int, target: Target) -> Config:
-    """The tiles for m rows: the fewest columns with which all clusters run at once."""
-    block_n = 64 if m <= 1024 else 128 if m <= 2560 else 192
-    if n % block_n:
-        block_n = 128
-    block_k = 128 if k % 128 == 0 and block_n < 192 else 64
-    num_stages = 200 * 512 // ((_ROWS + block_n) * block_k)
-    return Config(block_n=block_n, block_k=block_k, num_stages=num_stages)
+    """The tiles for m rows: the fewest columns with which all clusters run at once, and the longest steps."""
+    configs = list(candidates(n, k, target))
+    at_once = [c for c in configs if pl.cdiv(m, _ROWS) * (n // c.block_n) <= target.num_cores]
+    return at_once[0] if at_once else configs[-1]
 
 
-def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
     """Whether it is the fastest kernel for a call that it serves, as measured on an H200."""
-    return True
+    return x.shape[0] >= _FEWEST_ROWS and not whole_rows.prefer(x)
 
 
 def matmul_layer_norm(
@@ -62,11 +78,24 @@ def matmul_layer_norm(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """layer_norm(x @ w + bias + residual) for x (M, K), where `matmul_layer_norm` of whole rows serves the call."""
+    """layer_norm(x @ w + bias + residual) for x (M, K), in calls that the kernel of whole rows serves too."""
     del precision
     (m, k), n, dtype = x.shape, w.shape[1], x.dtype
-    if not isinstance(config, Config):
-        config = heuristic(m, n, k, target)
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="matmul_layer_norm_cluster",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, target),
+            candidates=functools.partial(candidates, n, k, target),
+            shared_memory=shared_memory,
+        ),
+        target,
+    )
     if interpret:  # it has no clusters
         check_interpreted_sizes(m=(m, _ROWS))
         config = dataclasses.replace(config, block_n=n)
