@@ -1,5 +1,6 @@
 """`ops.matmul_layer_norm` against torch: fused and unfused, operands absent and present, gradients."""
 
+import dataclasses
 import functools
 import re
 
@@ -250,6 +251,13 @@ def test_hopper_heuristic(n):
     assert mosaic.shared_memory(config) <= 227 * 1024
 
 
+@pytest.mark.parametrize("m, ctas", [(1024, 6), (1032, 3), (2112, 3)])
+def test_ctas_of_a_cluster(m, ctas):
+    configs = [cluster.heuristic(m, 384, k, gpu()) for k in (384, 1536)]
+    assert [384 // config.block_n for config in configs] == [ctas, ctas]
+    assert all(cluster.shared_memory(config) <= 227 * 1024 for config in configs)
+
+
 @pytest.mark.parametrize(
     "shape, change, options, message",
     [
@@ -298,3 +306,19 @@ def test_gradients_of_the_hopper_kernel():
 )
 def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
     assert mosaic.prefer(jax.ShapeDtypeStruct((rows, 384), jnp.float16)) is expected
+
+
+@pytest.mark.parametrize("rows, expected", [(504, False), (512, True), (2112, True), (2120, False)])
+def test_clusters_take_over_where_a_cta_alone_has_no_whole_tile(rows, expected):
+    assert (
+        cluster.prefer(*(jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, 384), (384, 384))))
+        is expected
+    )
+
+
+@pytest.mark.parametrize("change", [dict(block_n=256), dict(block_k=96), dict(num_stages=2)], ids=str)
+def test_clusters_of_impossible_tiles(change):
+    x, w, scale, offset, _, _ = operands((64, 256, 128), "bfloat16")
+    config = dataclasses.replace(few_rows(128), **change)
+    with pytest.raises(ValueError, match="does not fit k=256 and n=128"):
+        ops.matmul_layer_norm(x, w, scale, offset, config=config, implementation=MOSAIC)

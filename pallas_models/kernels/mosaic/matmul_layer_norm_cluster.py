@@ -14,17 +14,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic import matmul_layer_norm as whole_rows
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._exchange import all_gather
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_UNROLL = False
-_FEWEST_ROWS = 512  # that are faster than in two of Triton's kernels
-_DELAY = 2  # steps
 _ROWS = 64  # of a tile: those of one instruction of the tensor cores
+_BLOCKS_N = (64, 128)
+_FEWEST_ROWS = 512  # of which a product and a norm in Triton take longer
+_DELAY = 2  # steps under way while operands of the one before them are replaced
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,7 @@ def shared_memory(config: Config) -> int:
 
 def candidates(n: int, k: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring, each with as many steps in the ring as fit."""
-    for block_n, block_k in itertools.product((64, 128, 192), (128, 64)):
+    for block_n, block_k in itertools.product(_BLOCKS_N, (128, 64)):
         if n % block_n == 0 and k % block_k == 0:
             config = Config(block_n=block_n, block_k=block_k, num_stages=k // block_k)
             while shared_memory(config) > target.shared_memory:
@@ -53,15 +52,19 @@ def candidates(n: int, k: int, target: Target) -> Iterator[Config]:
 
 
 def heuristic(m: int, n: int, k: int, target: Target) -> Config:
-    """The tiles for m rows: the fewest columns with which all clusters run at once, and the longest steps."""
+    """The tiles for m rows: the fewest columns with which all CTAs run at once, in the longest steps."""
     configs = list(candidates(n, k, target))
-    at_once = [c for c in configs if pl.cdiv(m, _ROWS) * (n // c.block_n) <= target.num_cores]
-    return at_once[0] if at_once else configs[-1]
+    return next((config for config in configs if _at_once(m, n, config.block_n)), configs[-1])
 
 
-def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+def _at_once(m: int, n: int, block_n: int) -> bool:
+    """Whether all CTAs run at once: a cluster needs multiprocessors of one GPC, of which some are left over."""
+    return pl.cdiv(m, _ROWS) * (n // block_n) <= 100
+
+
+def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
     """Whether it is the fastest kernel for a call that it serves, as measured on an H200."""
-    return x.shape[0] >= _FEWEST_ROWS and not whole_rows.prefer(x)
+    return x.shape[0] >= _FEWEST_ROWS and _at_once(x.shape[0], w.shape[1], _BLOCKS_N[-1])
 
 
 def matmul_layer_norm(
@@ -96,19 +99,22 @@ def matmul_layer_norm(
         ),
         target,
     )
+    block_n, block_k, num_stages = dataclasses.astuple(config)
+    steps = k // block_k
+    if block_n % 64 or n % block_n or block_k % 64 or k % block_k or num_stages < min(_DELAY + 1, steps):
+        raise ValueError(
+            f"{config} does not fit {k=} and {n=}; expected divisors, multiples of 64, and a deeper ring"
+        )
+    num_stages = min(num_stages, steps)
     if interpret:  # it has no clusters
         check_interpreted_sizes(m=(m, _ROWS))
-        config = dataclasses.replace(config, block_n=n)
-    width, block_k, num_stages = dataclasses.astuple(config)
-    if width % 64 or n % width or block_k % 64 or k % block_k or num_stages < min(_DELAY + 1, k // block_k):
-        raise ValueError(f"{config} does not fit {k=} and {n=}; expected divisors in multiples of 64")
-    ctas, steps = n // width, k // block_k
-    num_stages = min(num_stages, steps)
+        block_n = n
+    ctas = n // block_n
 
     def body(refs: Refs) -> None:
         rank = 0 if ctas == 1 else jax.lax.axis_index("rank")
         rows = pl.Slice(jax.lax.axis_index("cta") * _ROWS, _ROWS)
-        columns = pl.ds(rank * width, width)
+        columns = pl.ds(rank * block_n, block_n)
 
         def copy(step: jax.Array) -> None:
             slot, ks = jax.lax.rem(step, num_stages), pl.Slice(step * block_k, block_k)
@@ -120,7 +126,7 @@ def matmul_layer_norm(
             return along(load(ref.at[columns], plgpu.Layout.WGMMA.reduce(0), interpret=interpret), 1)
 
         def along(values: jax.Array, axis: int) -> jax.Array:
-            return jax.lax.broadcast_in_dim(values.astype(jnp.float32), (_ROWS, width), [axis])
+            return jax.lax.broadcast_in_dim(values.astype(jnp.float32), (_ROWS, block_n), [axis])
 
         def product(sums: Ref) -> jax.Array:
             @pl.loop(0, steps)
@@ -143,13 +149,13 @@ def matmul_layer_norm(
         if residual is not None:
             plgpu.copy_gmem_to_smem(refs.residual.at[rows, columns], refs.slot, refs.ready)
         bias = None if refs.bias is None else vector(refs.bias)
-        y = pl.run_scoped(product, plgpu.ACC((_ROWS, width), jnp.float32))
+        y = pl.run_scoped(product, plgpu.ACC((_ROWS, block_n), jnp.float32))
         if bias is not None:
             y += bias
         if residual is not None:
             plgpu.barrier_wait(refs.ready)
             y += refs.slot[...].astype(jnp.float32)
-        mean = jnp.sum(y, axis=1) * (1.0 / width)
+        mean = jnp.sum(y, axis=1) * (1.0 / block_n)
         square = jnp.sum(jnp.square(y - along(mean, 0)), axis=1)
         scale, offset = vector(refs.scale), vector(refs.offset)  # on their way during the exchange
         if ctas > 1:
@@ -161,13 +167,11 @@ def matmul_layer_norm(
                 return load(refs.moments.at[j, i], plgpu.Layout.WGMMA.reduce(1), interpret=interpret)
 
             def total(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
-                return jax.lax.fori_loop(
-                    1, ctas, lambda j, before: before + term(j), term(jnp.int32(0)), unroll=_UNROLL
-                )
+                return jax.lax.fori_loop(1, ctas, lambda j, before: before + term(j), term(jnp.int32(0)))
 
             # As in Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
             mean = total(lambda j: moment(j, 0)) * (1.0 / ctas)
-            square = total(lambda j: moment(j, 1) + jnp.square(moment(j, 0) - mean) * width)
+            square = total(lambda j: moment(j, 1) + jnp.square(moment(j, 0) - mean) * block_n)
         rstd = jax.lax.rsqrt(square * (1.0 / n) + epsilon)
         refs.slot[...] = ((y - along(mean, 0)) * along(rstd, 0) * scale + offset).astype(dtype)
         plgpu.commit_smem()
@@ -180,8 +184,8 @@ def matmul_layer_norm(
         dict(o=jax.ShapeDtypeStruct((m, n), dtype)),
         dict(
             x_ring=tiled((num_stages, _ROWS, block_k), dtype),
-            w_ring=tiled((num_stages, block_k, width), dtype),
-            slot=tiled((_ROWS, width), dtype),
+            w_ring=tiled((num_stages, block_k, block_n), dtype),
+            slot=tiled((_ROWS, block_n), dtype),
             moments=plgpu.SMEM((ctas, 2, _ROWS), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
             ready=plgpu.Barrier(),
