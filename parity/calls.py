@@ -1,6 +1,7 @@
 """One small call of every op, for tests of what all ops have in common; none of them needs torch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as cluster
 from pallas_models.kernels.triton import matmul_layer_norm as fused
 from pallas_models.kernels.triton import softmax
 from parity.common import array, normal, random_mask
@@ -474,6 +476,12 @@ HOPPER_CALLS = [
     Call("matmul_linear", _call_hopper_linear, _hopper_linear, 3),
     Call("mlp", _call_hopper_mlp, _hopper_mlp, 5),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
+    Call(
+        "matmul_layer_norm_cluster",
+        functools.partial(_call_matmul_layer_norm, config=cluster.Config(block_n=64, block_k=64, num_stages=3)),
+        _hopper_matmul_layer_norm,
+        6,
+    ),
     Call("post_norm_mlp", _call_post_norm_mlp, _hopper_post_norm_mlp, 12, (0, 1)),
     Call("post_norm_layers", _call_post_norm_layers, _hopper_post_norm_layers, 13, (0, 13)),
     Call("layer_norm", _call_hopper_norm, _hopper_norm, 3, (0, 1)),

@@ -352,6 +352,12 @@ MUTANTS = [
             "test_matmul_layer_norm.py -k hopper_kernel",
         ),
         (
+            "matmul_layer_norm_cluster.py",
+            "jnp.square(y - along(mean, 0))",
+            "jnp.square(y)",
+            "test_matmul_layer_norm.py -k hopper_kernel",
+        ),
+        (
             "post_norm_mlp.py",
             "j * n + part * half + k * _BLOCK",
             "j * n + consumer * half + k * _BLOCK",

@@ -1,5 +1,6 @@
 """`ops.matmul_layer_norm` against torch: fused and unfused, operands absent and present, gradients."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_models import ops
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
+from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as cluster
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
 from parity.common import (
@@ -173,59 +175,68 @@ def hopper(width: int, **sizes: int) -> mosaic.Config:
     return mosaic.Config(block_m=64, block_n=width, num_stages=2, ping_pong=False, split_n=True, **sizes)
 
 
+def few_rows(width: int) -> cluster.Config:
+    """A cluster of two CTAs or more; of one in the interpreter."""
+    return cluster.Config(block_n=64, block_k=64, num_stages=3)
+
+
+both = pytest.mark.parametrize("tiles", [hopper, few_rows])
 # The interpreter runs two CTAs.
 edges = pytest.mark.skipif(MOSAIC != "mosaic" and jax.__version_info__ < (0, 11), reason="JAX 0.10 has no edges")
 
 
+@both
 @pytest.mark.parametrize(
     "shape, has_bias, has_residual",
     [
         ((192, 64, 128), True, True),  # several tiles for a CTA
-        ((64, 128, 384), False, True),
+        ((64, 320, 384), False, True),  # the ring goes round
         pytest.param((72, 192, 256), True, False, marks=edges),  # ragged
     ],
 )
-def test_hopper_kernel(shape, has_bias, has_residual):
+def test_hopper_kernel(tiles, shape, has_bias, has_residual):
     x, w, scale, offset, bias, residual = operands(shape, "bfloat16", seed=8)
     options = dict(bias=bias.astype("float32") if has_bias else None, residual=residual if has_residual else None)
     exact = (a.astype("float32") for a in (x, w, scale, offset))
     expected = compiled.matmul_layer_norm(*exact, implementation="xla", **options)
-    out = compiled.matmul_layer_norm(
-        x, w, scale, offset, config=hopper(shape[2]), implementation=MOSAIC, **options
-    )
+    out = compiled.matmul_layer_norm(x, w, scale, offset, config=tiles(shape[2]), implementation=MOSAIC, **options)
     assert out.dtype == "bfloat16"
     assert_close(out, expected, OP["bfloat16"])
 
 
-def test_hopper_kernel_sums_up_halves_of_rows_that_lie_far_apart():
+@both
+def test_hopper_kernel_sums_up_halves_of_rows_that_lie_far_apart(tiles):
     """The variance of rows of which one half is 100 and the other -100, but for a little."""
     x, w, scale, offset, _, residual = operands((64, 64, 128), "float16", seed=11)
     halves = jnp.repeat(jnp.asarray([100.0, -100.0], "float16"), 64)
-    options = dict(residual=residual + halves, implementation=MOSAIC, config=hopper(128))
+    options = dict(residual=residual + halves, implementation=MOSAIC, config=tiles(128))
     expected = compiled.matmul_layer_norm(x, w, scale, offset, residual=residual + halves, implementation="xla")
     assert_close(compiled.matmul_layer_norm(x, w, scale, offset, **options), expected, OP["float16"])
 
 
+@both
 @pytest.mark.skipif(
     MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
 )
-def test_hopper_kernel_has_no_races(monkeypatch, capfd):
+def test_hopper_kernel_has_no_races(tiles, monkeypatch, capfd):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     monkeypatch.setattr(_launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
-    x, w, scale, offset, bias, residual = operands((256, 64, 128), "bfloat16", seed=9)
+    x, w, scale, offset, bias, residual = operands((256, 256, 128), "bfloat16", seed=9)
     options = dict(bias=bias, residual=residual)
-    out = ops.matmul_layer_norm(x, w, scale, offset, config=hopper(128), implementation=MOSAIC, **options)
+    out = ops.matmul_layer_norm(x, w, scale, offset, config=tiles(128), implementation=MOSAIC, **options)
     expected = compiled.matmul_layer_norm(x, w, scale, offset, implementation="xla", **options)
     assert_close(out, expected, OP["bfloat16"])
     assert "RACE" not in capfd.readouterr().out
 
 
-def test_hopper_kernel_lowers():
+@pytest.mark.parametrize("tiles", [lambda _: None, few_rows])
+def test_hopper_kernel_lowers(tiles):
     shapes = [jax.ShapeDtypeStruct(a.shape, "float16") for a in operands((264, 128, 384))]
 
     def f(x, w, scale, offset, bias, residual):
-        return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, implementation="mosaic")
+        options = dict(bias=bias, residual=residual, config=tiles(384), implementation="mosaic")
+        return ops.matmul_layer_norm(x, w, scale, offset, **options)
 
     with cuda_device(*HOPPER):
         text = lowered_for_cuda(f, *shapes)
@@ -238,6 +249,13 @@ def test_hopper_heuristic(n):
     config = mosaic.heuristic(n, gpu())
     assert config in list(mosaic.candidates(n, gpu()))
     assert mosaic.shared_memory(config) <= 227 * 1024
+
+
+@pytest.mark.parametrize("m, ctas", [(1024, 6), (1032, 3), (2112, 3)])
+def test_ctas_of_a_cluster(m, ctas):
+    configs = [cluster.heuristic(m, 384, k, gpu()) for k in (384, 1536)]
+    assert [384 // config.block_n for config in configs] == [ctas, ctas]
+    assert all(cluster.shared_memory(config) <= 227 * 1024 for config in configs)
 
 
 @pytest.mark.parametrize(
@@ -288,3 +306,19 @@ def test_gradients_of_the_hopper_kernel():
 )
 def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
     assert mosaic.prefer(jax.ShapeDtypeStruct((rows, 384), jnp.float16)) is expected
+
+
+@pytest.mark.parametrize("rows, expected", [(504, False), (512, True), (2112, True), (2120, False)])
+def test_clusters_take_over_where_a_cta_alone_has_no_whole_tile(rows, expected):
+    assert (
+        cluster.prefer(*(jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, 384), (384, 384))))
+        is expected
+    )
+
+
+@pytest.mark.parametrize("change", [dict(block_n=256), dict(block_k=96), dict(num_stages=2)], ids=str)
+def test_clusters_of_impossible_tiles(change):
+    x, w, scale, offset, _, _ = operands((64, 256, 128), "bfloat16")
+    config = dataclasses.replace(few_rows(128), **change)
+    with pytest.raises(ValueError, match="does not fit k=256 and n=128"):
+        ops.matmul_layer_norm(x, w, scale, offset, config=config, implementation=MOSAIC)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
+from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as mosaic_cluster
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
@@ -28,13 +29,13 @@ def matmul_layer_norm(
     residual: jax.Array | None = None,
     epsilon: float = 1e-5,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | mosaic.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | mosaic_cluster.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `layer_norm(x @ w + bias + residual) * scale + offset`.
 
-    The sum is normalised in float32. Where one kernel can hold whole output rows it is never written;
-    few or wide rows take two kernels, of which the first may split the contraction for parallelism.
+    The sum is normalised in float32. Where a CTA, or on Hopper GPUs a cluster, holds whole output rows it is never
+    written; few or wide rows take two kernels, of which the first may split the contraction for parallelism.
 
     Args:
       x: (..., K), float16, bfloat16 or float32.
@@ -45,7 +46,7 @@ def matmul_layer_norm(
       residual: (..., N), any float dtype, or None.
       epsilon: added to the variance.
       precision: of float32 products, as in `matmul`.
-      config: tile sizes of the Triton or the Mosaic kernel; in Triton one kernel where `block_n` covers a row and
+      config: tile sizes of the Triton or of a Mosaic kernel; in Triton one kernel where `block_n` covers a row and
         `splits` is 1, else two. Chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
         precisions, rows in multiples of 8, K in multiples of 64, N of 128, 256, 384 or 512, and a residual of the
@@ -162,6 +163,13 @@ _OP = Op(
     name="matmul_layer_norm",
     reference=reference,
     kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic_cluster.matmul_layer_norm,
+            config=mosaic_cluster.Config,
+            refuses=mosaic.unsupported,
+            preferred=mosaic_cluster.prefer,
+        ),
         Kernel(
             backend="mosaic",
             call=mosaic.matmul_layer_norm,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from pallas_models.kernels._common import Backend
+from pallas_models.kernels._common import Backend, Ref
 from pallas_models.kernels.mosaic import _inline as inline
 from pallas_models.kernels.mosaic._common import plgpu
 from pallas_models.kernels.mosaic._launch import Refs
@@ -85,6 +85,40 @@ class Exchange:
         round_ = jax.lax.rem(jax.lax.div(step, _PLACES), 2)
         sums: list[jax.Array] = receive(refs.sums.at[place], refs.added.at[place], round_)
         return sums
+
+
+def all_gather(part: Ref, ctas: int) -> None:
+    """Stores what is in `part`, 512 bytes, in the same place of all CTAs of a cluster, each of one warpgroup.
+
+    They wait for one another.
+    """
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(functools.partial(_all_gather, ctas))(part)
+
+
+def _all_gather(ctas: int, _: Any, part: Any) -> None:
+    stores = f"""
+            setp.lt.u32 p, peer, {ctas};
+            @p mapa.shared::cluster.u32 there, own, peer;
+            @p st.shared::cluster.v4.b32 [there], {{a, b, c, d}};
+            add.u32 peer, peer, {_WARPS};"""
+    inline.asm(
+        f"""
+        {{
+            .reg .pred p;
+            .reg .b32 own, peer, there, a, b, c, d;
+            bar.sync 0;
+            and.b32 own, $1, 31;
+            mad.lo.u32 own, own, 16, $0;
+            ld.shared.v4.b32 {{a, b, c, d}}, [own];
+            shr.u32 peer, $1, 5;
+            {stores * -(-ctas // _WARPS)}
+            barrier.cluster.arrive.release.aligned;
+            barrier.cluster.wait.acquire.aligned;
+        }}""",
+        "r,r",
+        _utils.memref_ptr(part),
+        _utils.thread_idx(),
+    )
 
 
 def _send(exchange: Exchange, _: Any, *operands: Any) -> None:

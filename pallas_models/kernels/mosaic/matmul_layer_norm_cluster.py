@@ -1,0 +1,200 @@
+"""Matrix product, residual and layer norm for Hopper GPUs, of fewer rows than give each CTA a tile of whole ones.
+
+The CTAs of a cluster share the columns of 64 rows, and tell one another the moments of theirs.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
+from pallas_models.kernels.mosaic._exchange import all_gather
+from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
+
+_ROWS = 64  # of a tile: those of one instruction of the tensor cores
+_BLOCKS_N = (64, 128)
+_FEWEST_ROWS = 512  # of which a product and a norm in Triton take longer
+_DELAY = 2  # steps under way while operands of the one before them are replaced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A CTA has `block_n` columns of 64 rows; the ring has `num_stages` steps of `block_k` of the contraction."""
+
+    block_n: int
+    block_k: int
+    num_stages: int
+
+
+def shared_memory(config: Config) -> int:
+    """Bytes of shared memory that a CTA takes: ring, result, moments of up to eight CTAs, barriers."""
+    ring = config.num_stages * (_ROWS + config.block_n) * config.block_k * 2
+    return ring + _ROWS * config.block_n * 2 + 8 * 2 * 4 * _ROWS + 512
+
+
+def candidates(n: int, k: int, target: Target) -> Iterator[Config]:
+    """The configs worth measuring, each with as many steps in the ring as fit."""
+    for block_n, block_k in itertools.product(_BLOCKS_N, (128, 64)):
+        if n % block_n == 0 and k % block_k == 0:
+            config = Config(block_n=block_n, block_k=block_k, num_stages=k // block_k)
+            while shared_memory(config) > target.shared_memory:
+                config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+            yield config
+
+
+def heuristic(m: int, n: int, k: int, target: Target) -> Config:
+    """The tiles for m rows: the fewest columns with which all CTAs run at once, in the longest steps."""
+    configs = list(candidates(n, k, target))
+    return next((config for config in configs if _at_once(m, n, config.block_n)), configs[-1])
+
+
+def _at_once(m: int, n: int, block_n: int) -> bool:
+    """Whether all CTAs run at once: a cluster needs multiprocessors of one GPC, of which some are left over."""
+    return pl.cdiv(m, _ROWS) * (n // block_n) <= 100
+
+
+def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+    """Whether it is the fastest kernel for a call that it serves, as measured on an H200."""
+    return x.shape[0] >= _FEWEST_ROWS and _at_once(x.shape[0], w.shape[1], _BLOCKS_N[-1])
+
+
+def matmul_layer_norm(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    epsilon: float,
+    precision: jax.lax.Precision,
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """layer_norm(x @ w + bias + residual) for x (M, K), in calls that the kernel of whole rows serves too."""
+    del precision
+    (m, k), n, dtype = x.shape, w.shape[1], x.dtype
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op="matmul_layer_norm_cluster",
+            shape={"m": m, "n": n, "k": k},
+            bucketed=("m",),
+            dtype=dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, k, target),
+            candidates=functools.partial(candidates, n, k, target),
+            shared_memory=shared_memory,
+        ),
+        target,
+    )
+    block_n, block_k, num_stages = dataclasses.astuple(config)
+    steps = k // block_k
+    if block_n % 64 or n % block_n or block_k % 64 or k % block_k or num_stages < min(_DELAY + 1, steps):
+        raise ValueError(
+            f"{config} does not fit {k=} and {n=}; expected divisors, multiples of 64, and a deeper ring"
+        )
+    num_stages = min(num_stages, steps)
+    if interpret:  # it has no clusters
+        check_interpreted_sizes(m=(m, _ROWS))
+        block_n = n
+    ctas = n // block_n
+
+    def body(refs: Refs) -> None:
+        rank = 0 if ctas == 1 else jax.lax.axis_index("rank")
+        rows = pl.Slice(jax.lax.axis_index("cta") * _ROWS, _ROWS)
+        columns = pl.ds(rank * block_n, block_n)
+
+        def copy(step: jax.Array) -> None:
+            slot, ks = jax.lax.rem(step, num_stages), pl.Slice(step * block_k, block_k)
+            full = refs.full.at[slot]
+            plgpu.copy_gmem_to_smem(refs.x.at[rows, ks], refs.x_ring.at[slot], full)
+            plgpu.copy_gmem_to_smem(refs.w.at[ks, columns], refs.w_ring.at[slot], full)
+
+        def vector(ref: Ref) -> jax.Array:
+            return along(load(ref.at[columns], plgpu.Layout.WGMMA.reduce(0), interpret=interpret), 1)
+
+        def along(values: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.broadcast_in_dim(values.astype(jnp.float32), (_ROWS, block_n), [axis])
+
+        def product(sums: Ref) -> jax.Array:
+            @pl.loop(0, steps)
+            def _(step: jax.Array) -> None:
+                slot = jax.lax.rem(step, num_stages)
+                plgpu.barrier_wait(refs.full.at[slot])
+                plgpu.wgmma(sums, refs.x_ring.at[slot], refs.w_ring.at[slot])
+                plgpu.wgmma_wait(_DELAY)
+                following = step - _DELAY + num_stages
+
+                @pl.when((step >= _DELAY) & (following < steps))
+                def _() -> None:
+                    plgpu.commit_smem()  # then all warps have read that slot
+                    copy(following)
+
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        pl.loop(0, num_stages)(copy)
+        if residual is not None:
+            plgpu.copy_gmem_to_smem(refs.residual.at[rows, columns], refs.slot, refs.ready)
+        bias = None if refs.bias is None else vector(refs.bias)
+        y = pl.run_scoped(product, plgpu.ACC((_ROWS, block_n), jnp.float32))
+        if bias is not None:
+            y += bias
+        if residual is not None:
+            plgpu.barrier_wait(refs.ready)
+            y += refs.slot[...].astype(jnp.float32)
+        mean = jnp.sum(y, axis=1) * (1.0 / block_n)
+        square = jnp.sum(jnp.square(y - along(mean, 0)), axis=1)
+        scale, offset = vector(refs.scale), vector(refs.offset)  # on their way during the exchange
+        if ctas > 1:
+            for i, value in enumerate((mean, square)):
+                refs.moments.at[rank, i][...] = value
+            all_gather(refs.moments.at[rank], ctas)
+
+            def moment(j: jax.Array, i: int) -> jax.Array:
+                return load(refs.moments.at[j, i], plgpu.Layout.WGMMA.reduce(1), interpret=interpret)
+
+            def total(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
+                return jax.lax.fori_loop(1, ctas, lambda j, before: before + term(j), term(jnp.int32(0)))
+
+            # As in Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
+            mean = total(lambda j: moment(j, 0)) * (1.0 / ctas)
+            square = total(lambda j: moment(j, 1) + jnp.square(moment(j, 0) - mean) * block_n)
+        rstd = jax.lax.rsqrt(square * (1.0 / n) + epsilon)
+        refs.slot[...] = ((y - along(mean, 0)) * along(rstd, 0) * scale + offset).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.slot, refs.o.at[rows, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    (out,) = launch(
+        body,
+        dict(x=x, w=w, scale=scale, offset=offset, bias=bias, residual=residual),
+        dict(o=jax.ShapeDtypeStruct((m, n), dtype)),
+        dict(
+            x_ring=tiled((num_stages, _ROWS, block_k), dtype),
+            w_ring=tiled((num_stages, block_k, block_n), dtype),
+            slot=tiled((_ROWS, block_n), dtype),
+            moments=plgpu.SMEM((ctas, 2, _ROWS), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            ready=plgpu.Barrier(),
+        ),
+        name="matmul_layer_norm_cluster",
+        num_ctas=pl.cdiv(m, _ROWS),
+        cluster=ctas,
+        num_warpgroups=1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
+    return out
