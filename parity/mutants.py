@@ -355,8 +355,8 @@ MUTANTS = [
         ),
         (
             "post_norm_mlp.py",
-            "normalise(sum_up(products), 3 * phase)",
-            "normalise(sum_up(products), 0 * phase)",
+            "refs.x_tiles.at[warpgroup], 3 * phase",
+            "refs.x_tiles.at[warpgroup], 0 * phase",
             "test_post_norm_mlp.py -k hopper_kernel",
         ),
         (

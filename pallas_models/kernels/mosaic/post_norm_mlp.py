@@ -179,10 +179,14 @@ def post_norm_mlp(
             ring_of(0).drain(steps)
             plgpu.barrier_wait(refs.rows_free)
 
-        def sum_up(body: Callable[[Ref], None]) -> jax.Array:
-            """What `body` has added to sums of this warpgroup, (64, half)."""
+        def sum_up(first: jax.Array, body: Callable[[Ref], None]) -> jax.Array:
+            """What `body` has added to sums of this warpgroup, (64, half), that begin with `first`."""
 
             def take(sums: Ref) -> jax.Array:
+                if interpret:  # without sums that can be set
+                    body(sums)
+                    return sums[...] + first
+                sums[...] = first
                 body(sums)
                 return sums[...]
 
@@ -235,17 +239,17 @@ def post_norm_mlp(
             square += square_there + jnp.square(mean - mean_there) * (half / 2)
             return (mean + mean_there) * 0.5, square * (1.0 / n)
 
-        def normalise(sums: jax.Array, first: jax.Array) -> None:
-            """Replaces the rows of x by layer_norm(sums + bias + x), of which this warpgroup has its columns."""
+        def vector(i: jax.Array) -> jax.Array:
+            return row(refs.vector_tiles.at[i, own_columns], (_ROWS, half))
 
-            def vector(i: int) -> jax.Array:
-                return row(refs.vector_tiles.at[first + i, own_columns], (_ROWS, half))
-
-            x = refs.x_tiles.at[warpgroup]
-            y = sums + vector(0) + x[...].astype(jnp.float32)
+        def normalise(phase: jax.Array, products: Callable[[Ref], None]) -> None:
+            """Replaces x by layer_norm(products + bias + x), of which this warpgroup has its columns."""
+            x, first = refs.x_tiles.at[warpgroup], 3 * phase
+            # What comes before products and not after them is computed while operands are on their way.
+            y = sum_up(vector(first) + x[...].astype(jnp.float32), products)
             mean, variance = moments(y)
-            y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon)) * vector(1) + vector(2)
-            x[...] = y.astype(dtype)
+            y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon))
+            x[...] = (y * vector(first + 1) + vector(first + 2)).astype(dtype)
             plgpu.commit_smem()
             meet(refs.known.at[1])  # both have read the moments, and written their columns
 
@@ -261,10 +265,10 @@ def post_norm_mlp(
                     left = functools.partial(block_of, refs.x_tiles)
                     multiply(sums, left, up_steps, first + warpgroup * up_steps)
 
-                values = sum_up(up)
+                bias = row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], (_ROWS, half))
+                z = sum_up(bias, up)
                 # The other warpgroup still multiplies those of the last round.
                 pl.when(i * rounds + j > 0)(lambda: plgpu.barrier_wait(refs.h_free.at[warpgroup]))
-                z = values + row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], values.shape)
                 refs.h_tiles.at[warpgroup][...] = activate(activation, z, dtype).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.h_full.at[warpgroup])
@@ -298,7 +302,7 @@ def post_norm_mlp(
                         pl.when(phase == 0)(functools.partial(project_out, start, sums))
                         pl.when(phase == 1)(functools.partial(add_hidden, i, start, sums))
 
-                    normalise(sum_up(products), 3 * phase)
+                    normalise(phase, products)
 
                 plgpu.copy_smem_to_gmem(refs.x_tiles.at[warpgroup], refs.o.at[rows_of(i), own_columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
