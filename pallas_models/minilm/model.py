@@ -157,17 +157,9 @@ class Layer(nnx.Module):
         qkv = ops.matmul(
             x, self.attention.qkv.kernel[...], bias=self.attention.qkv.bias[...], implementation=implementation
         )
-        y = ops.attention_qkv(
-            qkv,
-            num_heads=self.num_heads,
-            mask=mask,
-            bias=bias,
-            segment_ids=segment_ids,
-            implementation=implementation,
-        )
         attention, mlp = self.attention, self.mlp
         return ops.post_norm_mlp(
-            y,
+            qkv,
             x,
             attention.out.kernel[...],
             mlp.up.kernel[...],
@@ -181,6 +173,7 @@ class Layer(nnx.Module):
             bias_down=mlp.down.bias[...],
             activation="gelu",
             epsilon=self.epsilon,
+            attention=dict(num_heads=self.num_heads, mask=mask, bias=bias, segment_ids=segment_ids),
             implementation=implementation,
         )
 

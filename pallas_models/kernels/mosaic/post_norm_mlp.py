@@ -2,7 +2,8 @@
 
 A CTA has 64 rows from first to last and streams all weights past them. Each of its two warpgroups has half of the
 columns of the results. Hidden values come in rounds: each warpgroup computes half of those of a round, and then
-adds what all of them give to its columns. The activation of one is taken under the products of the other.
+adds what all of them give to its columns. The activation of one is taken under the products of the other. Where
+attention is in the kernel too, each warpgroup begins with half of the heads, which come through the same ring.
 """
 
 import functools
@@ -23,6 +24,7 @@ from pallas_models.kernels.mosaic._common import (
     tiled,
     untiled,
 )
+from pallas_models.kernels.mosaic._heads import HEAD_DIM, Heads, slot_rows
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -33,12 +35,13 @@ _STAGES = 4  # of the ring
 _CONSUMERS = 2
 _WIDEST = 384  # of which a warpgroup has sums of hidden values and of results in registers
 _SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
+_KEYS = (64, 128)  # of a sequence, where attention is in the kernel
 _VECTORS = ("bias_out", "scale_out", "offset_out", "bias_down", "scale", "offset")
 
 
 def unsupported(
-    y: jax.Array,
-    x: jax.Array,
+    y: jax.Array | jax.ShapeDtypeStruct,
+    x: jax.Array | jax.ShapeDtypeStruct,
     w_out: jax.Array,
     bias_out: jax.Array | None,
     scale_out: jax.Array,
@@ -66,9 +69,41 @@ def unsupported(
     return untiled("x", x.shape, x.dtype)
 
 
+def unsupported_attention(
+    qkv: jax.Array, ids: jax.Array | None, x: jax.Array, *others: Any, num_heads: int, **options: Any
+) -> str | None:
+    """Why `attention_post_norm_mlp` does not serve a call; None if it does."""
+    batch, seq, n = x.shape
+    if jax.__version_info__ < (0, 11):
+        return "needs JAX 0.11"
+    if ids is not None and ids.dtype.itemsize > 4:
+        return f"takes ids of 32 bits, not {ids.dtype}"
+    if qkv.shape[2] != 3 * n or n != num_heads * HEAD_DIM or seq not in _KEYS or slot_rows(seq) > n:
+        return f"takes {n // HEAD_DIM} heads and {_KEYS} tokens, of which a few fit, not {num_heads} and {seq}"
+    rows = jax.ShapeDtypeStruct((batch * seq, n), x.dtype)
+    return unsupported(rows, rows, *others, **options)
+
+
+def attention_post_norm_mlp(
+    qkv: jax.Array,
+    ids: jax.Array | None,
+    x: jax.Array,
+    *others: Any,
+    num_heads: int,
+    interpret: bool,
+    **options: Any,
+) -> jax.Array:
+    """`post_norm_mlp` of what attention gives for qkv (B, S, 3 N); tokens see those of the same of ids (B, S)."""
+    batch, seq, _ = x.shape
+    ids = None if ids is None else ids.astype(jnp.int32)
+    heads = Heads(num_heads=num_heads, keys=seq, ids=ids, interpret=interpret)
+    rows = (a.reshape(batch * seq, a.shape[2]) for a in (qkv, x))
+    return post_norm_mlp(*rows, *others, heads=heads, interpret=interpret, **options).reshape(x.shape)
+
+
 def _shared_memory(n: int, f: int) -> int:
-    """Bytes of shared memory that a CTA takes: rows and hidden values, ring, vectors, moments, barriers."""
-    return 2 * (2 * _ROWS * n + _STAGES * _BLOCK * n // 2) + 4 * (len(_VECTORS) * n + f) + 4 * 4 * _ROWS + 1024
+    """Bytes of shared memory that a CTA takes: rows and hidden values, ring, vectors, moments, barriers, ids."""
+    return 2 * (2 * _ROWS * n + _STAGES * _BLOCK * n // 2) + 4 * (len(_VECTORS) * n + f) + 4 * 4 * _ROWS + 2048
 
 
 def post_norm_mlp(
@@ -91,8 +126,12 @@ def post_norm_mlp(
     config: None,
     target: Target,
     interpret: bool,
+    heads: Heads | None = None,
 ) -> jax.Array:
-    """The layer's end for y and x (M, N); see `pallas_models.ops.post_norm_mlp`."""
+    """The layer's end for y and x (M, N); see `pallas_models.ops.post_norm_mlp`.
+
+    With `heads` y is what they attend to, (M, 3 N).
+    """
     del precision, config  # see `unsupported`; there are no other tiles
     (m, n), f, dtype = x.shape, w_up.shape[1], x.dtype
     if interpret:
@@ -103,7 +142,8 @@ def post_norm_mlp(
     # of one and of the other, and for each half of these what it adds to the results of one and of the other.
     rounds, out_steps, up_steps, down_steps = f // n, 2 * blocks, 2 * blocks, blocks
     round_steps = _CONSUMERS * (up_steps + 2 * down_steps)
-    tile_steps = _CONSUMERS * out_steps + rounds * round_steps
+    head_steps = 0 if heads is None else n // HEAD_DIM  # before all of those, of each by turns
+    tile_steps = head_steps + _CONSUMERS * out_steps + rounds * round_steps
     tiles = pl.cdiv(m, _ROWS)
     num_ctas = min(2 if interpret else target.num_cores, tiles)
     vectors = dict(zip(_VECTORS, (bias_out, scale_out, offset_out, bias_down, scale, offset), strict=True))
@@ -112,12 +152,19 @@ def post_norm_mlp(
         warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
         other = 1 - warpgroup
         count = jax.lax.div(tiles - cta + num_ctas - 1, num_ctas)
+        slots, *head_slots = (refs.slots,) if heads is None else refs.slots
+
+        def tile_of(i: jax.Array) -> jax.Array:
+            return cta + i * num_ctas
 
         def rows_of(i: jax.Array) -> pl.Slice:
-            return pl.Slice((cta + i * num_ctas) * _ROWS, _ROWS)
+            return pl.Slice(tile_of(i) * _ROWS, _ROWS)
 
         def ring_of(consumer: jax.Array | int) -> Ring:
             return Ring(refs.full, refs.consumed, _STAGES, consumer * _STAGES)
+
+        def heads_ring(consumer: jax.Array) -> Ring:
+            return Ring(refs.heads_full, refs.consumed, _STAGES, consumer * _STAGES)
 
         def copy_vectors() -> None:
             @pl.loop(0, _CONSUMERS)
@@ -135,8 +182,25 @@ def post_norm_mlp(
         def copy_rows(i: jax.Array) -> None:
             for part in range(_CONSUMERS):
                 columns = pl.ds(part * half, half)
-                plgpu.copy_gmem_to_smem(refs.y.at[rows_of(i), columns], refs.h_tiles.at[part], refs.rows_full)
+                if heads is None:
+                    plgpu.copy_gmem_to_smem(refs.y.at[rows_of(i), columns], refs.h_tiles.at[part], refs.rows_full)
                 plgpu.copy_gmem_to_smem(refs.x.at[rows_of(i), columns], refs.x_tiles.at[part], refs.rows_full)
+
+        def copy_heads(heads: Heads, i: jax.Array, step: jax.Array) -> jax.Array:
+            heads.copy_ids(refs, tile_of(i))
+
+            def copy(j: jax.Array, step: jax.Array) -> jax.Array:
+                def part(values: bool, consumer: jax.Array, step: jax.Array) -> jax.Array:
+                    ring, pair = heads_ring(consumer), consumer * blocks + j
+                    slot = ring.acquire(step)
+                    heads.copy(refs, tile_of(i), pair, head_slots[0].at[slot], ring.full_of(slot), values=values)
+                    return step + 1
+
+                for values in (False, True):
+                    step = jax.lax.fori_loop(0, _CONSUMERS, functools.partial(part, values), step)
+                return step
+
+            return jax.lax.fori_loop(0, blocks, copy, step)
 
         def copy_weights(step: jax.Array) -> jax.Array:
             """Copies all weights, in the order of the ring from `step` on; returns the step after the last."""
@@ -145,7 +209,7 @@ def post_norm_mlp(
                 ring = ring_of(consumer)
                 slot = ring.acquire(step)
                 source = w.at[pl.Slice(row, _BLOCK), pl.Slice(column + consumer * half, half)]
-                plgpu.copy_gmem_to_smem(source, refs.slots.at[slot], ring.full_of(slot))
+                plgpu.copy_gmem_to_smem(source, slots.at[slot], ring.full_of(slot))
                 return step + 1
 
             def out(i: jax.Array, step: jax.Array) -> jax.Array:
@@ -170,6 +234,8 @@ def post_norm_mlp(
 
         def produce() -> None:
             def copy_tile(i: jax.Array, step: jax.Array) -> jax.Array:
+                if heads is not None:
+                    step = copy_heads(heads, i, step)
                 pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.rows_free))
                 copy_rows(i)
                 pl.when(i == 0)(copy_vectors)
@@ -203,7 +269,7 @@ def post_norm_mlp(
 
             def step(k: jax.Array, _: None) -> None:
                 ring.wait(slot_of(k))
-                plgpu.wgmma(sums, left(k), refs.slots.at[slot_of(k)])
+                plgpu.wgmma(sums, left(k), slots.at[slot_of(k)])
                 plgpu.wgmma_wait(1)  # the tensor cores always have the next step before them
                 pl.when(k > 0)(lambda: ring.release(slot_of(k - 1)))
 
@@ -253,6 +319,20 @@ def post_norm_mlp(
             plgpu.commit_smem()
             meet(refs.known.at[1])  # both have read the moments, and written their columns
 
+        def attend(heads: Heads, i: jax.Array, start: jax.Array) -> None:
+            """Computes y, each warpgroup its columns."""
+            ring = heads_ring(warpgroup)
+            heads.wait_ids(refs)
+
+            @pl.loop(0, blocks)
+            def _(j: jax.Array) -> None:
+                first = start + _CONSUMERS * 2 * j + warpgroup
+                block = refs.h_tiles.at[warpgroup, :, pl.ds(j * _BLOCK, _BLOCK)]
+                block[...] = heads.attend(refs, tile_of(i), head_slots[0], ring, (first, first + _CONSUMERS))
+
+            plgpu.commit_smem()
+            meet(refs.known.at[1])
+
         def project_out(start: jax.Array, sums: Ref) -> None:
             left = functools.partial(block_of, refs.h_tiles)
             multiply(sums, left, out_steps, start + warpgroup, stride=_CONSUMERS)
@@ -289,12 +369,14 @@ def post_norm_mlp(
             jax.lax.fori_loop(0, rounds, of_round, None)
 
         def consume() -> None:
-            plgpu.barrier_wait(refs.vectors_full)
-
             @pl.loop(0, count)
             def _(i: jax.Array) -> None:
                 start = i * tile_steps
+                if heads is not None:
+                    attend(heads, i, start)
+                    start += head_steps
                 plgpu.barrier_wait(refs.rows_full)
+                pl.when(i == 0)(lambda: plgpu.barrier_wait(refs.vectors_full))
 
                 @pl.loop(0, 2)
                 def _(phase: jax.Array) -> None:
@@ -320,15 +402,18 @@ def post_norm_mlp(
             plgpu.set_max_registers(232, action="increase")
             consume()
 
+    slots = tiled((_STAGES, _BLOCK, half), dtype)  # each as large as n rows of a head
     (out,) = launch(
         body,
-        dict(y=y, x=x, w_out=w_out, w_up=w_up, w_down=w_down, bias_up=bias_up.astype(jnp.float32))
+        ({} if heads is None else heads.operands)
+        | dict(y=y, x=x, w_out=w_out, w_up=w_up, w_down=w_down, bias_up=bias_up.astype(jnp.float32))
         | {name: v.astype(jnp.float32) for name, v in vectors.items()},
         dict(o=jax.ShapeDtypeStruct((m, n), dtype)),
         dict(
             x_tiles=tiled((_CONSUMERS, _ROWS, half), dtype),
             h_tiles=tiled((_CONSUMERS, _ROWS, half), dtype),  # hidden values; before those, y
-            slots=tiled((_STAGES, _BLOCK, half), dtype),
+            slots=slots if heads is None else plgpu.RefUnion(slots, heads.slots(_STAGES, n, dtype)),
+            **({} if heads is None else heads.scratch_types(_CONSUMERS * _STAGES)),
             vector_tiles=plgpu.SMEM((len(vectors), n), jnp.float32),
             bias_tile=plgpu.SMEM((f,), jnp.float32),
             moments=plgpu.SMEM((_CONSUMERS, 2, _ROWS), jnp.float32),
@@ -336,7 +421,7 @@ def post_norm_mlp(
             full=plgpu.Barrier(num_barriers=_CONSUMERS * _STAGES),
             consumed=plgpu.Barrier(num_barriers=_STAGES),
             vectors_full=plgpu.Barrier(num_arrivals=2 * len(vectors) + f // half),
-            rows_full=plgpu.Barrier(num_arrivals=2 * _CONSUMERS),
+            rows_full=plgpu.Barrier(num_arrivals=(2 if heads is None else 1) * _CONSUMERS),
             rows_free=plgpu.Barrier(num_arrivals=_CONSUMERS),
             h_full=plgpu.Barrier(num_barriers=_CONSUMERS),
             h_free=plgpu.Barrier(num_barriers=_CONSUMERS),
