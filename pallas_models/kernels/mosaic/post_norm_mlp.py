@@ -138,8 +138,10 @@ def post_norm_mlp(
         check_interpreted_sizes(m=(m, _ROWS))
     half = n // 2  # columns of a warpgroup, of results and of the hidden values of a round
     blocks = half // _BLOCK
-    # The order of the ring: the output projection, of both warpgroups by turns; then in each round hidden values
-    # of one and of the other, and for each half of these what it adds to the results of one and of the other.
+    # The order of the ring: the output projection, of both warpgroups by turns; hidden values of the first round,
+    # of one and of the other; then in each round, for each half of these, what it adds to the results of one and
+    # of the other. Hidden values of the next round come in between: of warpgroup 0 after the first of these four
+    # parts, while the other one's half is activated, of warpgroup 1 after all, while that of warpgroup 0 is.
     rounds, out_steps, up_steps, down_steps = f // n, 2 * blocks, 2 * blocks, blocks
     round_steps = _CONSUMERS * (up_steps + 2 * down_steps)
     head_steps = 0 if heads is None else n // HEAD_DIM  # before all of those, of each by turns
@@ -216,21 +218,23 @@ def post_norm_mlp(
                 k, consumer = jax.lax.div(i, _CONSUMERS), jax.lax.rem(i, _CONSUMERS)
                 return copy(refs.w_out, k * _BLOCK, jnp.int32(0), consumer, step)
 
-            def of_round(j: jax.Array, step: jax.Array) -> jax.Array:
-                def up(i: jax.Array, step: jax.Array) -> jax.Array:
-                    consumer, k = jax.lax.div(i, up_steps), jax.lax.rem(i, up_steps)
-                    return copy(refs.w_up, k * _BLOCK, j * n, consumer, step)
+            def up(j: jax.Array, consumer: int, step: jax.Array) -> jax.Array:
+                def steps(k: jax.Array, step: jax.Array) -> jax.Array:
+                    return copy(refs.w_up, k * _BLOCK, j * n, jnp.int32(consumer), step)
 
+                return jax.lax.fori_loop(0, jnp.where(j < rounds, up_steps, 0), steps, step)
+
+            def of_round(j: jax.Array, step: jax.Array) -> jax.Array:
                 def down(i: jax.Array, step: jax.Array) -> jax.Array:
                     part, i = jax.lax.div(i, _CONSUMERS * down_steps), jax.lax.rem(i, _CONSUMERS * down_steps)
                     consumer, k = jax.lax.div(i, down_steps), jax.lax.rem(i, down_steps)
                     return copy(refs.w_down, j * n + part * half + k * _BLOCK, jnp.int32(0), consumer, step)
 
-                step = jax.lax.fori_loop(0, _CONSUMERS * up_steps, up, step)
-                return jax.lax.fori_loop(0, _CONSUMERS**2 * down_steps, down, step)
+                step = up(j + 1, 0, jax.lax.fori_loop(0, down_steps, down, step))
+                return up(j + 1, 1, jax.lax.fori_loop(down_steps, _CONSUMERS**2 * down_steps, down, step))
 
-            step = jax.lax.fori_loop(0, _CONSUMERS * out_steps, out, step)
-            return jax.lax.fori_loop(0, rounds, of_round, step)
+            step, none = jax.lax.fori_loop(0, _CONSUMERS * out_steps, out, step), jnp.int32(0)
+            return jax.lax.fori_loop(0, rounds, of_round, up(none, 1, up(none, 0, step)))
 
         def produce() -> None:
             def copy_tile(i: jax.Array, step: jax.Array) -> jax.Array:
@@ -338,33 +342,42 @@ def post_norm_mlp(
             multiply(sums, left, out_steps, start + warpgroup, stride=_CONSUMERS)
 
         def add_hidden(i: jax.Array, start: jax.Array, sums: Ref) -> None:
+            start += _CONSUMERS * out_steps
+
+            def first_down(j: jax.Array, part: jax.Array | int) -> jax.Array:
+                """The step of the ring from which on a half of round j is added."""
+                index = part * _CONSUMERS + warpgroup
+                after_up = (index > 0) & (j < rounds - 1)
+                first = start + _CONSUMERS * up_steps + j * round_steps
+                return first + index * down_steps + jnp.where(after_up, up_steps, 0)
+
+            def add_part(j: jax.Array, part: jax.Array | int) -> None:
+                # What it has written itself it need not wait for.
+                pl.when(warpgroup != part)(lambda: plgpu.barrier_wait(refs.h_full.at[part]))
+
+                def left(k: jax.Array) -> Ref:
+                    return block_of(refs.h_tiles, part * blocks + k)
+
+                multiply(sums, left, down_steps, first_down(j, part))
+                pl.when(warpgroup != part)(lambda: plgpu.barrier_arrive(refs.h_free.at[part]))
+
             def of_round(j: jax.Array, _: None) -> None:
-                first = start + _CONSUMERS * out_steps + j * round_steps
+                first = start + j * round_steps + warpgroup * up_steps
+                first -= jnp.where((warpgroup == 0) & (j > 0), (_CONSUMERS**2 - 1) * down_steps, 0)
 
                 def up(sums: Ref) -> None:
-                    left = functools.partial(block_of, refs.x_tiles)
-                    multiply(sums, left, up_steps, first + warpgroup * up_steps)
+                    multiply(sums, functools.partial(block_of, refs.x_tiles), up_steps, first)
 
                 bias = row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], (_ROWS, half))
                 z = sum_up(bias, up)
+                pl.when((warpgroup == 0) & (j > 0))(lambda: add_part(j - 1, 1))
                 # The other warpgroup still multiplies those of the last round.
                 pl.when(i * rounds + j > 0)(lambda: plgpu.barrier_wait(refs.h_free.at[warpgroup]))
                 refs.h_tiles.at[warpgroup][...] = activate(activation, z, dtype).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.h_full.at[warpgroup])
-                first += _CONSUMERS * up_steps + warpgroup * down_steps
-
-                @pl.loop(0, _CONSUMERS)
-                def add_part(part: jax.Array) -> None:
-                    # What it has written itself it need not wait for.
-                    pl.when(warpgroup != part)(lambda: plgpu.barrier_wait(refs.h_full.at[part]))
-
-                    def left(k: jax.Array) -> Ref:
-                        return block_of(refs.h_tiles, part * blocks + k)
-
-                    multiply(sums, left, down_steps, first + part * _CONSUMERS * down_steps)
-
-                plgpu.barrier_arrive(refs.h_free.at[other])
+                last = (warpgroup == 1) | (j == rounds - 1)
+                pl.loop(0, jnp.where(last, 2, 1))(functools.partial(add_part, j))
 
             jax.lax.fori_loop(0, rounds, of_round, None)
 
