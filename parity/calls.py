@@ -447,6 +447,19 @@ def _hopper_post_norm_layers(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, n, dtype=dtype), *layer(rng, n, 4 * n, dtype).values(), random_mask(rng, b, s)
 
 
+def _call_attention_post_norm_mlp(*arrays, **options):
+    *arrays, ids = arrays
+    return _call_post_norm_mlp(*arrays, attention=dict(num_heads=8, segment_ids=ids), **options)
+
+
+def _hopper_attention_post_norm_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, n = (1 if size == 1 else 3), 64, 256
+    rng = np.random.default_rng(43)
+    shapes = ((b, s, 3 * n), (b, s, n), (n, n), (n,), (n,), (n,), (n, n), (n,), (n, n), (n,), (n,), (n,))
+    arrays = (normal(rng, *shape, dtype=dtype, scale=n**-0.5 if len(shape) == 2 else 1.0) for shape in shapes)
+    return *arrays, array(np.sort(rng.integers(0, 9, (b, s)), 1), "int32")
+
+
 def _call_hopper_masked_attention(q, k, v, mask, segment_ids, kv_segment_ids, **options):
     return ops.attention(q, k, v, mask=mask, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, **options)
 
@@ -484,6 +497,9 @@ HOPPER_CALLS = [
     ),
     Call("post_norm_mlp", _call_post_norm_mlp, _hopper_post_norm_mlp, 12, (0, 1)),
     Call("post_norm_layers", _call_post_norm_layers, _hopper_post_norm_layers, 13, (0, 13)),
+    Call(
+        "attention_post_norm_mlp", _call_attention_post_norm_mlp, _hopper_attention_post_norm_mlp, 12, (0, 1, 12)
+    ),
     Call("layer_norm", _call_hopper_norm, _hopper_norm, 3, (0, 1)),
     Call("gated_matmul", _call_gated_matmul, _hopper_gated, 3),
     Call("attention", _call_hopper_attention, _hopper_attention, 3),

@@ -364,9 +364,21 @@ MUTANTS = [
             "test_post_norm_mlp.py -k hopper_kernel",
         ),
         (
+            "_heads.py",
+            "jnp.where(own == theirs,",
+            "jnp.where(own <= theirs,",
+            "test_post_norm_mlp.py -k in_the_kernel",
+        ),
+        (
+            "_heads.py",
+            "refs.alike[sequence] != 0",
+            "refs.alike[part] != 0",
+            "test_post_norm_mlp.py -k in_the_kernel",
+        ),
+        (
             "post_norm_mlp.py",
-            "normalise(sum_up(products), 3 * phase)",
-            "normalise(sum_up(products), 0 * phase)",
+            "refs.x_tiles.at[warpgroup], 3 * phase",
+            "refs.x_tiles.at[warpgroup], 0 * phase",
             "test_post_norm_mlp.py -k hopper_kernel",
         ),
         (

@@ -1,5 +1,8 @@
 """`ops.post_norm_mlp` against torch: in one kernel, and in those that it stands for."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +26,7 @@ from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.test_matmul import edges
 from parity.tolerances import GRADIENT, LONG, OP
 
+OLD_JAX = jax.__version_info__ < (0, 11)  # which has attention in a kernel of its own
 ARRAYS = ("y", "x", "w_out", "w_up", "w_down")
 VECTORS = ("bias_out", "scale_out", "offset_out", "bias_up", "bias_down", "scale", "offset")
 
@@ -75,6 +79,7 @@ def test_without_biases_and_with_leading_axes(reference, implementation):
     [
         (256, 128, 256, "float16"),  # several tiles for a CTA
         (64, 128, 256, "bfloat16"),
+        (64, 128, 384, "float16"),  # several rounds
         pytest.param(72, 128, 128, "float16", marks=edges),  # ragged
         *by_device(cpu=[], gpu=[(8192, 384, 1536, "float16"), (24568, 384, 1536, "bfloat16")]),
     ],
@@ -84,6 +89,45 @@ def test_hopper_kernel(reference, m, n, f, dtype):
     out = call(arrays, implementation=MOSAIC)
     assert out.dtype == dtype
     assert_close(out, of_torch(reference, arrays), OP[dtype])
+
+
+def call_attending(arrays: dict[str, Any], attention: dict[str, Any], **options) -> jax.Array:
+    f = functools.partial(ops.post_norm_mlp, attention=attention, **options)
+    return jax.jit(f)(**arrays)
+
+
+def attending(batch: int, seq: int, n: int, dtype: str, tokens: str | None) -> tuple[Any, Any, np.ndarray]:
+    """Operands with queries, keys and values as y, what attention takes, and which tokens have a result."""
+    arrays = operands(batch * seq, n, n, dtype) | {
+        "y": normal(np.random.default_rng(5), batch, seq, 3 * n, dtype=dtype)
+    }
+    arrays["x"] = arrays["x"].reshape(batch, seq, n)
+    valid = np.arange(seq) < np.linspace(seq, seq // 3, batch)[:, None]
+    ids = {"mask": valid, "segment_ids": np.arange(seq) // 7 + np.arange(batch)[:, None]}
+    attention: dict[str, Any] = {"num_heads": n // 32}
+    if tokens:
+        attention[tokens] = jnp.asarray(ids[tokens])
+    return arrays, attention, valid if tokens == "mask" else np.ones_like(valid)
+
+
+@pytest.mark.skipif(OLD_JAX, reason="the kernel needs JAX 0.11")
+@pytest.mark.parametrize(
+    "batch, seq, n, tokens",
+    [(2, 128, 384, None), (2, 128, 384, "mask"), (5, 64, 256, "mask"), (2, 64, 256, "segment_ids")],
+)
+def test_attention_in_the_kernel(batch, seq, n, tokens):
+    arrays, attention, valid = attending(batch, seq, n, "float16", tokens)
+    out, expected = (call_attending(arrays, attention, implementation=name) for name in (MOSAIC, "xla"))
+    assert_close(out[valid], expected[valid], OP["float16"])
+
+
+@pytest.mark.parametrize("tokens, options", [("mask", {}), ("segment_ids", {"causal": True})])
+def test_after_attention(reference, implementation, tokens, options):
+    arrays, attention, valid = attending(3, 20, 64, "float32", tokens)
+    attention |= options
+    out = call_attending(arrays, attention, implementation=implementation)
+    y = compiled.attention_qkv(arrays["y"], implementation="xla", **attention)
+    assert_close(out[valid], of_torch(reference, arrays | {"y": y})[valid], LONG)
 
 
 @pytest.mark.skipif(
@@ -99,12 +143,26 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("rows, kernels", [(8192, 1), (1024, 3), (256, 5)])
-def test_one_kernel_where_rows_fill_the_multiprocessors(rows, kernels):
+@pytest.mark.parametrize(
+    "rows, y, kernels",
+    [
+        ((8192,), 384, 1),
+        ((1024,), 384, 3),
+        ((256,), 384, 5),
+        ((64, 128), 1152, 1 + OLD_JAX),
+        ((128, 64), 1152, 1 + OLD_JAX),
+        ((16, 512), 1152, 2),
+    ],
+)
+def test_one_kernel_where_rows_fill_the_multiprocessors(rows, y, kernels):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(8, 384, 1536, "float16"))
-    shapes |= {name: jax.ShapeDtypeStruct((rows, 384), "float16") for name in ("y", "x")}
+    shapes |= {name: jax.ShapeDtypeStruct((*rows, n), "float16") for name, n in (("y", y), ("x", 384))}
+
+    def f(arrays, mask):
+        return ops.post_norm_mlp(**arrays, attention=dict(num_heads=12, mask=mask) if y > 384 else None)
+
     with cuda_device(*HOPPER):
-        text = lowered_for_cuda(lambda arrays: ops.post_norm_mlp(**arrays), shapes)
+        text = lowered_for_cuda(f, shapes, jax.ShapeDtypeStruct(rows, bool))
     assert kernel_calls(text) == kernels
 
 

@@ -19,7 +19,6 @@ from pallas_models.ops._dispatch import (
 )
 from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
-from pallas_models.ops.attention import attention_qkv
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 
@@ -46,12 +45,12 @@ def post_norm_layers(
 ) -> jax.Array:
     """Computes for one layer after another, with what it has by name,
 
-        y = attention_qkv(x @ w_qkv + bias_qkv, num_heads, mask, bias, segment_ids)
-        x = post_norm_mlp(y, x, ...)
+        qkv = x @ w_qkv + bias_qkv
+        x = post_norm_mlp(qkv, x, ..., attention=dict(num_heads, mask, bias, segment_ids))
 
     On Hopper one kernel does so for the few tokens of a short sentence, whose layers take less time than to launch
     kernels for each; values are rounded to the dtype of `x` on the way all the same. Elsewhere, and where it is
-    differentiated, it is `matmul`, `attention_qkv` and `post_norm_mlp` again.
+    differentiated, it is `matmul` and `post_norm_mlp` again.
 
     Args:
       x: (B, S, N), float16, bfloat16 or float32.
@@ -60,7 +59,7 @@ def post_norm_layers(
         biases `bias_qkv`, `bias_out`, `bias_up` and `bias_down`, and scale and offset (N,) of both norms,
         `scale_out` and `offset_out`, `scale` and `offset`.
       num_heads: of attention; divides N.
-      mask, bias, segment_ids: as in `attention`.
+      mask, bias, segment_ids: as in `attention`; results for tokens that the mask rules out are without meaning.
       activation: as in `matmul`.
       epsilon: added to variances.
       precision: of float32 products, as in `matmul`.
@@ -148,8 +147,8 @@ def _apart(
     options: dict[str, Any] = dict(precision=precision, implementation=names or None)
     rest: dict[str, Any] = dict(layer)
     qkv = matmul(x, rest.pop("w_qkv"), bias=rest.pop("bias_qkv"), **options)
-    y = attention_qkv(qkv, num_heads=num_heads, mask=mask, bias=bias, segment_ids=segment_ids, **options)
-    return post_norm_mlp(y, x, **rest, **norms, **traced, **options)
+    attention = dict(num_heads=num_heads, mask=mask, bias=bias, segment_ids=segment_ids)
+    return post_norm_mlp(qkv, x, **rest, attention=attention, **norms, **traced, **options)
 
 
 def reference(

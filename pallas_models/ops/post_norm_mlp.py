@@ -1,6 +1,7 @@
 """What follows attention in a post-norm transformer layer: projection and MLP, each with residual and norm."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
 from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
+from pallas_models.ops.attention import attention_qkv
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
@@ -34,6 +36,7 @@ def post_norm_mlp(
     bias_down: jax.Array | None = None,
     activation: Activation = "gelu",
     epsilon: float = 1e-12,
+    attention: Mapping[str, Any] | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -44,20 +47,24 @@ def post_norm_mlp(
 
     On Hopper, where rows fill its multiprocessors, one kernel keeps `z` and the hidden values on chip; they are
     rounded to the dtype of `x` all the same. Elsewhere, and where it is differentiated, it is `matmul_layer_norm`,
-    `matmul` and `matmul_layer_norm` again.
+    `matmul` and `matmul_layer_norm` again. Attention of heads of 32 within 64 or 128 tokens is in that kernel too
+    where it has a mask or segments at most.
 
     Args:
-      y: (..., K), the result of attention; float16, bfloat16 or float32.
+      y: (..., K), the result of attention; float16, bfloat16 or float32. With `attention` (B, S, 3 K), the
+        `qkv` of `attention_qkv`.
       x: (..., N), what the layer began with, in the dtype of `y`.
       w_out: (K, N), the dtype of `y`; so are `w_up` (N, F) and `w_down` (F, N).
       scale_out, offset_out: (N,), of the first norm, any float dtype; `scale` and `offset` of the second.
       bias_out, bias_up, bias_down: (N,), (F,) and (N,), any float dtype, or None.
       activation: as in `matmul`.
       epsilon: added to variances.
+      attention: the other arguments of `attention_qkv`, whose result then takes the place of `y`; what it gives
+        for tokens that a `mask` rules out is without meaning.
       precision: of float32 products, as in `matmul`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel
         half precisions, all biases, rows in multiples of 8, K and N of 128, 256 or 384 alike, and F in multiples
-        of N; other calls in those that it stands for.
+        of N, with `attention` from N of 256 on, for 128 tokens of 384; other calls in those that it stands for.
 
     Returns:
       (..., N) in the dtype of `y`.
@@ -72,10 +79,12 @@ def post_norm_mlp(
         if w.dtype != y.dtype:
             raise TypeError(f"y has dtype {y.dtype} and {name} has dtype {w.dtype}; expected the same")
         _checks.check_rank(name, w, 2, axes)
-    if y.ndim < 1:
+    if attention is not None:
+        _checks.check_rank("y", y, 3, "(B, S, 3 * K)")
+    elif y.ndim < 1:
         raise ValueError(f"y has shape {y.shape}; expected (..., K)")
-    n, f = w_up.shape
-    _checks.check_shape("w_out", w_out, (y.shape[-1], n), f"(K, N) with the K of y {y.shape} and the N of w_up")
+    k, (n, f) = y.shape[-1] // (1 if attention is None else 3), w_up.shape
+    _checks.check_shape("w_out", w_out, (k, n), f"(K, N) with the K of y {y.shape} and the N of w_up")
     _checks.check_shape("w_down", w_down, (f, n), f"(F, N) for w_up {w_up.shape}")
     _checks.check_shape("x", x, (*y.shape[:-1], n), "that of the result")
     if x.dtype != y.dtype:
@@ -94,6 +103,46 @@ def post_norm_mlp(
             _checks.check_shape(name, vector, (size,), "(F,)" if name == "bias_up" else "(N,)")
     activations.check_activation(activation)
     named: dict[str, Any] = dict(precision=precision, implementation=implementation)
+    static: dict[str, Any] = dict(
+        activation=activation, epsilon=epsilon, precision=_checks.as_precision(precision)
+    )
+    weights: dict[str, Any] = dict(w_out=w_out, bias_out=bias_out, scale_out=scale_out, offset_out=offset_out)
+    weights |= dict(w_up=w_up, bias_up=bias_up, w_down=w_down, bias_down=bias_down, scale=scale, offset=offset)
+    rows = math.prod(y.shape[:-1])
+    # This is not in the records, so that what a device has of the rows runs in the kernel too, and not in XLA.
+    wanted = implementation is not None or prefer(jax.ShapeDtypeStruct((rows, n), x.dtype))
+
+    def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
+        """`op` in its kernel if that serves the call, else and where it is differentiated `other`."""
+        arrays = (*arrays, *weights.values())
+        if not wanted or not serves(op, *arrays, implementation=implementation, **static):
+            return other(*arrays)
+
+        def together(*arrays: Any) -> jax.Array:
+            return run(op, *arrays, implementation=implementation, **static)
+
+        return differentiated_as(together, other)(*arrays)
+
+    if attention is not None:
+        given = {name: value for name, value in attention.items() if value is not None}
+        of_tokens = [name for name in ("mask", "segment_ids") if name in given]
+
+        def attended(y: Any, ids: Any, x: Any, *values: Any) -> jax.Array:
+            y = attention_qkv(y, **named | given | ({} if ids is None else {of_tokens[0]: ids}))
+            end: dict[str, Any] = dict(activation=activation, epsilon=epsilon) | named
+            return post_norm_mlp(y, x, **dict(zip(weights, values, strict=True)), **end)
+
+        if len(of_tokens) > 1 or given.keys() != {"num_heads", *of_tokens}:
+            return attended(y, None, x, *weights.values())
+        ids = None
+        if "mask" in given:
+            _checks.check_mask("mask", given["mask"], x.shape[:2], "(B, S)")
+            ids = (given["mask"] != 0).astype(jnp.int32)
+        elif "segment_ids" in given:
+            _checks.check_integer("segment_ids", given["segment_ids"])
+            _checks.check_shape("segment_ids", given["segment_ids"], x.shape[:2], "(B, S)")
+            ids = given["segment_ids"]
+        return in_one(_ATTENDING, attended, y, ids, x, num_heads=given["num_heads"], **static)
 
     def apart(
         y: Any,
@@ -114,24 +163,8 @@ def post_norm_mlp(
         hidden = matmul(z, w_up, bias=bias_up, activation=activation, **named)
         return matmul_layer_norm(hidden, w_down, scale, offset, bias=bias_down, residual=z, **norms)
 
-    static: dict[str, Any] = dict(
-        activation=activation, epsilon=epsilon, precision=_checks.as_precision(precision)
-    )
-    rows = math.prod(y.shape[:-1])
-    arrays = (
-        *(y.reshape(rows, y.shape[-1]), x.reshape(rows, n)),
-        *(w_out, bias_out, scale_out, offset_out),
-        *(w_up, bias_up, w_down, bias_down, scale, offset),
-    )
-    served = serves(_OP, *arrays, implementation=implementation, **static)
-    # This is not in the record, so that what a device has of the rows runs in the kernel too, and not in XLA.
-    if not served or (implementation is None and not prefer(arrays[0])):
-        return apart(*arrays).reshape(x.shape)
-
-    def together(*arrays: Any) -> jax.Array:
-        return run(_OP, *arrays, implementation=implementation, **static)
-
-    return differentiated_as(together, apart)(*arrays).reshape(x.shape)
+    out = in_one(_OP, apart, y.reshape(rows, k), x.reshape(rows, n), **static)
+    return out.reshape(x.shape)
 
 
 def reference(
@@ -175,4 +208,29 @@ _OP = Op(
     reference=reference,
     kernels=(Kernel(backend="mosaic", call=mosaic.post_norm_mlp, config=None, refuses=mosaic.unsupported),),
     sharding=Sharding(equation="m K, m N, K N, N, N, N, N F, F, F N, N, N, N -> m N"),
+)
+
+
+def _attending_reference(
+    qkv: jax.Array, ids: jax.Array | None, x: jax.Array, *weights: Any, num_heads: int, **static: Any
+) -> jax.Array:
+    y = attention_qkv(
+        qkv, num_heads=num_heads, segment_ids=ids, precision=static["precision"], implementation="xla"
+    )
+    rows = (a.reshape(-1, a.shape[2]) for a in (y, x))
+    return reference(*rows, *weights, **static).reshape(x.shape)
+
+
+_ATTENDING = Op(
+    name="attention_post_norm_mlp",
+    reference=_attending_reference,
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            call=mosaic.attention_post_norm_mlp,
+            config=None,
+            refuses=mosaic.unsupported_attention,
+        ),
+    ),
+    sharding=Sharding(equation="b S Q, b S, b S N, K N, N, N, N, N F, F, F N, N, N, N -> b S N"),
 )

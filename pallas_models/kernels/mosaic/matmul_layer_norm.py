@@ -47,7 +47,7 @@ def unsupported(
     return untiled("x", x.shape, x.dtype)
 
 
-def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+def prefer(x: jax.Array | jax.ShapeDtypeStruct, *_: jax.Array | None, **__: Any) -> bool:
     """Whether it is the faster kernel for a call that it serves.
 
     A round of tiles takes its time however few there are in it: 0.72 of what Triton's kernel takes for 8192 rows,

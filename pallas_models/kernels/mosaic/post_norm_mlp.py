@@ -2,7 +2,8 @@
 
 A CTA has 64 rows from first to last and streams all weights past them. Each of its two warpgroups has half of the
 columns of the results. Hidden values come in rounds: each warpgroup computes half of those of a round, and then
-adds what all of them give to its columns. The activation of one is taken under the products of the other.
+adds what all of them give to its columns. The activation of one is taken under the products of the other. Where
+attention is in the kernel too, each warpgroup begins with half of the heads, which come through the same ring.
 """
 
 import functools
@@ -23,6 +24,7 @@ from pallas_models.kernels.mosaic._common import (
     tiled,
     untiled,
 )
+from pallas_models.kernels.mosaic._heads import HEAD_DIM, Heads, slot_rows
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -33,12 +35,13 @@ _STAGES = 4  # of the ring
 _CONSUMERS = 2
 _WIDEST = 384  # of which a warpgroup has sums of hidden values and of results in registers
 _SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
+_KEYS = (64, 128)  # of a sequence, where attention is in the kernel
 _VECTORS = ("bias_out", "scale_out", "offset_out", "bias_down", "scale", "offset")
 
 
 def unsupported(
-    y: jax.Array,
-    x: jax.Array,
+    y: jax.Array | jax.ShapeDtypeStruct,
+    x: jax.Array | jax.ShapeDtypeStruct,
     w_out: jax.Array,
     bias_out: jax.Array | None,
     scale_out: jax.Array,
@@ -66,9 +69,41 @@ def unsupported(
     return untiled("x", x.shape, x.dtype)
 
 
+def unsupported_attention(
+    qkv: jax.Array, ids: jax.Array | None, x: jax.Array, *others: Any, num_heads: int, **options: Any
+) -> str | None:
+    """Why `attention_post_norm_mlp` does not serve a call; None if it does."""
+    batch, seq, n = x.shape
+    if jax.__version_info__ < (0, 11):
+        return "needs JAX 0.11"
+    if ids is not None and ids.dtype.itemsize > 4:
+        return f"takes ids of 32 bits, not {ids.dtype}"
+    if qkv.shape[2] != 3 * n or n != num_heads * HEAD_DIM or seq not in _KEYS or slot_rows(seq) > n:
+        return f"takes {n // HEAD_DIM} heads and {_KEYS} tokens, of which a few fit, not {num_heads} and {seq}"
+    rows = jax.ShapeDtypeStruct((batch * seq, n), x.dtype)
+    return unsupported(rows, rows, *others, **options)
+
+
+def attention_post_norm_mlp(
+    qkv: jax.Array,
+    ids: jax.Array | None,
+    x: jax.Array,
+    *others: Any,
+    num_heads: int,
+    interpret: bool,
+    **options: Any,
+) -> jax.Array:
+    """`post_norm_mlp` of what attention gives for qkv (B, S, 3 N); tokens see those of the same of ids (B, S)."""
+    batch, seq, _ = x.shape
+    ids = None if ids is None else ids.astype(jnp.int32)
+    heads = Heads(num_heads=num_heads, keys=seq, ids=ids, interpret=interpret)
+    rows = (a.reshape(batch * seq, a.shape[2]) for a in (qkv, x))
+    return post_norm_mlp(*rows, *others, heads=heads, interpret=interpret, **options).reshape(x.shape)
+
+
 def _shared_memory(n: int, f: int) -> int:
-    """Bytes of shared memory that a CTA takes: rows and hidden values, ring, vectors, moments, barriers."""
-    return 2 * (2 * _ROWS * n + _STAGES * _BLOCK * n // 2) + 4 * (len(_VECTORS) * n + f) + 4 * 4 * _ROWS + 1024
+    """Bytes of shared memory that a CTA takes: rows and hidden values, ring, vectors, moments, barriers, ids."""
+    return 2 * (2 * _ROWS * n + _STAGES * _BLOCK * n // 2) + 4 * (len(_VECTORS) * n + f) + 4 * 4 * _ROWS + 2048
 
 
 def post_norm_mlp(
@@ -91,19 +126,26 @@ def post_norm_mlp(
     config: None,
     target: Target,
     interpret: bool,
+    heads: Heads | None = None,
 ) -> jax.Array:
-    """The layer's end for y and x (M, N); see `pallas_models.ops.post_norm_mlp`."""
+    """The layer's end for y and x (M, N); see `pallas_models.ops.post_norm_mlp`.
+
+    With `heads` y is what they attend to, (M, 3 N).
+    """
     del precision, config  # see `unsupported`; there are no other tiles
     (m, n), f, dtype = x.shape, w_up.shape[1], x.dtype
     if interpret:
         check_interpreted_sizes(m=(m, _ROWS))
     half = n // 2  # columns of a warpgroup, of results and of the hidden values of a round
     blocks = half // _BLOCK
-    # The order of the ring: the output projection, of both warpgroups by turns; then in each round hidden values
-    # of one and of the other, and for each half of these what it adds to the results of one and of the other.
+    # The order of the ring: the output projection, of both warpgroups by turns; hidden values of the first round,
+    # of one and of the other; then in each round, for each half of these, what it adds to the results of one and
+    # of the other. Hidden values of the next round come in between: of warpgroup 0 after the first of these four
+    # parts, while the other one's half is activated, of warpgroup 1 after all, while that of warpgroup 0 is.
     rounds, out_steps, up_steps, down_steps = f // n, 2 * blocks, 2 * blocks, blocks
     round_steps = _CONSUMERS * (up_steps + 2 * down_steps)
-    tile_steps = _CONSUMERS * out_steps + rounds * round_steps
+    head_steps = 0 if heads is None else n // HEAD_DIM  # before all of those, of each by turns
+    tile_steps = head_steps + _CONSUMERS * out_steps + rounds * round_steps
     tiles = pl.cdiv(m, _ROWS)
     num_ctas = min(2 if interpret else target.num_cores, tiles)
     vectors = dict(zip(_VECTORS, (bias_out, scale_out, offset_out, bias_down, scale, offset), strict=True))
@@ -112,12 +154,19 @@ def post_norm_mlp(
         warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
         other = 1 - warpgroup
         count = jax.lax.div(tiles - cta + num_ctas - 1, num_ctas)
+        slots, *head_slots = (refs.slots,) if heads is None else refs.slots
+
+        def tile_of(i: jax.Array) -> jax.Array:
+            return cta + i * num_ctas
 
         def rows_of(i: jax.Array) -> pl.Slice:
-            return pl.Slice((cta + i * num_ctas) * _ROWS, _ROWS)
+            return pl.Slice(tile_of(i) * _ROWS, _ROWS)
 
         def ring_of(consumer: jax.Array | int) -> Ring:
             return Ring(refs.full, refs.consumed, _STAGES, consumer * _STAGES)
+
+        def heads_ring(consumer: jax.Array) -> Ring:
+            return Ring(refs.heads_full, refs.consumed, _STAGES, consumer * _STAGES)
 
         def copy_vectors() -> None:
             @pl.loop(0, _CONSUMERS)
@@ -135,8 +184,25 @@ def post_norm_mlp(
         def copy_rows(i: jax.Array) -> None:
             for part in range(_CONSUMERS):
                 columns = pl.ds(part * half, half)
-                plgpu.copy_gmem_to_smem(refs.y.at[rows_of(i), columns], refs.h_tiles.at[part], refs.rows_full)
+                if heads is None:
+                    plgpu.copy_gmem_to_smem(refs.y.at[rows_of(i), columns], refs.h_tiles.at[part], refs.rows_full)
                 plgpu.copy_gmem_to_smem(refs.x.at[rows_of(i), columns], refs.x_tiles.at[part], refs.rows_full)
+
+        def copy_heads(heads: Heads, i: jax.Array, step: jax.Array) -> jax.Array:
+            heads.copy_ids(refs, tile_of(i))
+
+            def copy(j: jax.Array, step: jax.Array) -> jax.Array:
+                def part(values: bool, consumer: jax.Array, step: jax.Array) -> jax.Array:
+                    ring, pair = heads_ring(consumer), consumer * blocks + j
+                    slot = ring.acquire(step)
+                    heads.copy(refs, tile_of(i), pair, head_slots[0].at[slot], ring.full_of(slot), values=values)
+                    return step + 1
+
+                for values in (False, True):
+                    step = jax.lax.fori_loop(0, _CONSUMERS, functools.partial(part, values), step)
+                return step
+
+            return jax.lax.fori_loop(0, blocks, copy, step)
 
         def copy_weights(step: jax.Array) -> jax.Array:
             """Copies all weights, in the order of the ring from `step` on; returns the step after the last."""
@@ -145,31 +211,35 @@ def post_norm_mlp(
                 ring = ring_of(consumer)
                 slot = ring.acquire(step)
                 source = w.at[pl.Slice(row, _BLOCK), pl.Slice(column + consumer * half, half)]
-                plgpu.copy_gmem_to_smem(source, refs.slots.at[slot], ring.full_of(slot))
+                plgpu.copy_gmem_to_smem(source, slots.at[slot], ring.full_of(slot))
                 return step + 1
 
             def out(i: jax.Array, step: jax.Array) -> jax.Array:
                 k, consumer = jax.lax.div(i, _CONSUMERS), jax.lax.rem(i, _CONSUMERS)
                 return copy(refs.w_out, k * _BLOCK, jnp.int32(0), consumer, step)
 
-            def of_round(j: jax.Array, step: jax.Array) -> jax.Array:
-                def up(i: jax.Array, step: jax.Array) -> jax.Array:
-                    consumer, k = jax.lax.div(i, up_steps), jax.lax.rem(i, up_steps)
-                    return copy(refs.w_up, k * _BLOCK, j * n, consumer, step)
+            def up(j: jax.Array, consumer: int, step: jax.Array) -> jax.Array:
+                def steps(k: jax.Array, step: jax.Array) -> jax.Array:
+                    return copy(refs.w_up, k * _BLOCK, j * n, jnp.int32(consumer), step)
 
+                return jax.lax.fori_loop(0, jnp.where(j < rounds, up_steps, 0), steps, step)
+
+            def of_round(j: jax.Array, step: jax.Array) -> jax.Array:
                 def down(i: jax.Array, step: jax.Array) -> jax.Array:
                     part, i = jax.lax.div(i, _CONSUMERS * down_steps), jax.lax.rem(i, _CONSUMERS * down_steps)
                     consumer, k = jax.lax.div(i, down_steps), jax.lax.rem(i, down_steps)
                     return copy(refs.w_down, j * n + part * half + k * _BLOCK, jnp.int32(0), consumer, step)
 
-                step = jax.lax.fori_loop(0, _CONSUMERS * up_steps, up, step)
-                return jax.lax.fori_loop(0, _CONSUMERS**2 * down_steps, down, step)
+                step = up(j + 1, 0, jax.lax.fori_loop(0, down_steps, down, step))
+                return up(j + 1, 1, jax.lax.fori_loop(down_steps, _CONSUMERS**2 * down_steps, down, step))
 
-            step = jax.lax.fori_loop(0, _CONSUMERS * out_steps, out, step)
-            return jax.lax.fori_loop(0, rounds, of_round, step)
+            step, none = jax.lax.fori_loop(0, _CONSUMERS * out_steps, out, step), jnp.int32(0)
+            return jax.lax.fori_loop(0, rounds, of_round, up(none, 1, up(none, 0, step)))
 
         def produce() -> None:
             def copy_tile(i: jax.Array, step: jax.Array) -> jax.Array:
+                if heads is not None:
+                    step = copy_heads(heads, i, step)
                 pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.rows_free))
                 copy_rows(i)
                 pl.when(i == 0)(copy_vectors)
@@ -179,10 +249,14 @@ def post_norm_mlp(
             ring_of(0).drain(steps)
             plgpu.barrier_wait(refs.rows_free)
 
-        def sum_up(body: Callable[[Ref], None]) -> jax.Array:
-            """What `body` has added to sums of this warpgroup, (64, half)."""
+        def sum_up(first: jax.Array, body: Callable[[Ref], None]) -> jax.Array:
+            """What `body` has added to sums of this warpgroup, (64, half), that begin with `first`."""
 
             def take(sums: Ref) -> jax.Array:
+                if interpret:  # without sums that can be set
+                    body(sums)
+                    return sums[...] + first
+                sums[...] = first
                 body(sums)
                 return sums[...]
 
@@ -199,7 +273,7 @@ def post_norm_mlp(
 
             def step(k: jax.Array, _: None) -> None:
                 ring.wait(slot_of(k))
-                plgpu.wgmma(sums, left(k), refs.slots.at[slot_of(k)])
+                plgpu.wgmma(sums, left(k), slots.at[slot_of(k)])
                 plgpu.wgmma_wait(1)  # the tensor cores always have the next step before them
                 pl.when(k > 0)(lambda: ring.release(slot_of(k - 1)))
 
@@ -235,62 +309,87 @@ def post_norm_mlp(
             square += square_there + jnp.square(mean - mean_there) * (half / 2)
             return (mean + mean_there) * 0.5, square * (1.0 / n)
 
-        def normalise(sums: jax.Array, first: jax.Array) -> None:
-            """Replaces the rows of x by layer_norm(sums + bias + x), of which this warpgroup has its columns."""
+        def vector(i: jax.Array) -> jax.Array:
+            return row(refs.vector_tiles.at[i, own_columns], (_ROWS, half))
 
-            def vector(i: int) -> jax.Array:
-                return row(refs.vector_tiles.at[first + i, own_columns], (_ROWS, half))
-
-            x = refs.x_tiles.at[warpgroup]
-            y = sums + vector(0) + x[...].astype(jnp.float32)
+        def normalise(phase: jax.Array, products: Callable[[Ref], None]) -> None:
+            """Replaces x by layer_norm(products + bias + x), of which this warpgroup has its columns."""
+            x, first = refs.x_tiles.at[warpgroup], 3 * phase
+            # What comes before products and not after them is computed while operands are on their way.
+            y = sum_up(vector(first) + x[...].astype(jnp.float32), products)
             mean, variance = moments(y)
-            y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon)) * vector(1) + vector(2)
-            x[...] = y.astype(dtype)
+            y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon))
+            x[...] = (y * vector(first + 1) + vector(first + 2)).astype(dtype)
             plgpu.commit_smem()
             meet(refs.known.at[1])  # both have read the moments, and written their columns
+
+        def attend(heads: Heads, i: jax.Array, start: jax.Array) -> None:
+            """Computes y, each warpgroup its columns."""
+            ring = heads_ring(warpgroup)
+            heads.wait_ids(refs)
+
+            @pl.loop(0, blocks)
+            def _(j: jax.Array) -> None:
+                first = start + _CONSUMERS * 2 * j + warpgroup
+                block = refs.h_tiles.at[warpgroup, :, pl.ds(j * _BLOCK, _BLOCK)]
+                block[...] = heads.attend(refs, tile_of(i), head_slots[0], ring, (first, first + _CONSUMERS))
+
+            plgpu.commit_smem()
+            meet(refs.known.at[1])
 
         def project_out(start: jax.Array, sums: Ref) -> None:
             left = functools.partial(block_of, refs.h_tiles)
             multiply(sums, left, out_steps, start + warpgroup, stride=_CONSUMERS)
 
         def add_hidden(i: jax.Array, start: jax.Array, sums: Ref) -> None:
+            start += _CONSUMERS * out_steps
+
+            def first_down(j: jax.Array, part: jax.Array | int) -> jax.Array:
+                """The step of the ring from which on a half of round j is added."""
+                index = part * _CONSUMERS + warpgroup
+                after_up = (index > 0) & (j < rounds - 1)
+                first = start + _CONSUMERS * up_steps + j * round_steps
+                return first + index * down_steps + jnp.where(after_up, up_steps, 0)
+
+            def add_part(j: jax.Array, part: jax.Array | int) -> None:
+                # What it has written itself it need not wait for.
+                pl.when(warpgroup != part)(lambda: plgpu.barrier_wait(refs.h_full.at[part]))
+
+                def left(k: jax.Array) -> Ref:
+                    return block_of(refs.h_tiles, part * blocks + k)
+
+                multiply(sums, left, down_steps, first_down(j, part))
+                pl.when(warpgroup != part)(lambda: plgpu.barrier_arrive(refs.h_free.at[part]))
+
             def of_round(j: jax.Array, _: None) -> None:
-                first = start + _CONSUMERS * out_steps + j * round_steps
+                first = start + j * round_steps + warpgroup * up_steps
+                first -= jnp.where((warpgroup == 0) & (j > 0), (_CONSUMERS**2 - 1) * down_steps, 0)
 
                 def up(sums: Ref) -> None:
-                    left = functools.partial(block_of, refs.x_tiles)
-                    multiply(sums, left, up_steps, first + warpgroup * up_steps)
+                    multiply(sums, functools.partial(block_of, refs.x_tiles), up_steps, first)
 
-                values = sum_up(up)
+                bias = row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], (_ROWS, half))
+                z = sum_up(bias, up)
+                pl.when((warpgroup == 0) & (j > 0))(lambda: add_part(j - 1, 1))
                 # The other warpgroup still multiplies those of the last round.
                 pl.when(i * rounds + j > 0)(lambda: plgpu.barrier_wait(refs.h_free.at[warpgroup]))
-                z = values + row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], values.shape)
                 refs.h_tiles.at[warpgroup][...] = activate(activation, z, dtype).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.h_full.at[warpgroup])
-                first += _CONSUMERS * up_steps + warpgroup * down_steps
-
-                @pl.loop(0, _CONSUMERS)
-                def add_part(part: jax.Array) -> None:
-                    # What it has written itself it need not wait for.
-                    pl.when(warpgroup != part)(lambda: plgpu.barrier_wait(refs.h_full.at[part]))
-
-                    def left(k: jax.Array) -> Ref:
-                        return block_of(refs.h_tiles, part * blocks + k)
-
-                    multiply(sums, left, down_steps, first + part * _CONSUMERS * down_steps)
-
-                plgpu.barrier_arrive(refs.h_free.at[other])
+                last = (warpgroup == 1) | (j == rounds - 1)
+                pl.loop(0, jnp.where(last, 2, 1))(functools.partial(add_part, j))
 
             jax.lax.fori_loop(0, rounds, of_round, None)
 
         def consume() -> None:
-            plgpu.barrier_wait(refs.vectors_full)
-
             @pl.loop(0, count)
             def _(i: jax.Array) -> None:
                 start = i * tile_steps
+                if heads is not None:
+                    attend(heads, i, start)
+                    start += head_steps
                 plgpu.barrier_wait(refs.rows_full)
+                pl.when(i == 0)(lambda: plgpu.barrier_wait(refs.vectors_full))
 
                 @pl.loop(0, 2)
                 def _(phase: jax.Array) -> None:
@@ -298,7 +397,7 @@ def post_norm_mlp(
                         pl.when(phase == 0)(functools.partial(project_out, start, sums))
                         pl.when(phase == 1)(functools.partial(add_hidden, i, start, sums))
 
-                    normalise(sum_up(products), 3 * phase)
+                    normalise(phase, products)
 
                 plgpu.copy_smem_to_gmem(refs.x_tiles.at[warpgroup], refs.o.at[rows_of(i), own_columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -316,15 +415,18 @@ def post_norm_mlp(
             plgpu.set_max_registers(232, action="increase")
             consume()
 
+    slots = tiled((_STAGES, _BLOCK, half), dtype)  # each as large as n rows of a head
     (out,) = launch(
         body,
-        dict(y=y, x=x, w_out=w_out, w_up=w_up, w_down=w_down, bias_up=bias_up.astype(jnp.float32))
+        ({} if heads is None else heads.operands)
+        | dict(y=y, x=x, w_out=w_out, w_up=w_up, w_down=w_down, bias_up=bias_up.astype(jnp.float32))
         | {name: v.astype(jnp.float32) for name, v in vectors.items()},
         dict(o=jax.ShapeDtypeStruct((m, n), dtype)),
         dict(
             x_tiles=tiled((_CONSUMERS, _ROWS, half), dtype),
             h_tiles=tiled((_CONSUMERS, _ROWS, half), dtype),  # hidden values; before those, y
-            slots=tiled((_STAGES, _BLOCK, half), dtype),
+            slots=slots if heads is None else plgpu.RefUnion(slots, heads.slots(_STAGES, n, dtype)),
+            **({} if heads is None else heads.scratch_types(_CONSUMERS * _STAGES)),
             vector_tiles=plgpu.SMEM((len(vectors), n), jnp.float32),
             bias_tile=plgpu.SMEM((f,), jnp.float32),
             moments=plgpu.SMEM((_CONSUMERS, 2, _ROWS), jnp.float32),
@@ -332,7 +434,7 @@ def post_norm_mlp(
             full=plgpu.Barrier(num_barriers=_CONSUMERS * _STAGES),
             consumed=plgpu.Barrier(num_barriers=_STAGES),
             vectors_full=plgpu.Barrier(num_arrivals=2 * len(vectors) + f // half),
-            rows_full=plgpu.Barrier(num_arrivals=2 * _CONSUMERS),
+            rows_full=plgpu.Barrier(num_arrivals=(2 if heads is None else 1) * _CONSUMERS),
             rows_free=plgpu.Barrier(num_arrivals=_CONSUMERS),
             h_full=plgpu.Barrier(num_barriers=_CONSUMERS),
             h_free=plgpu.Barrier(num_barriers=_CONSUMERS),

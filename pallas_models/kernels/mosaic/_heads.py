@@ -1,0 +1,151 @@
+"""Attention of heads of 32 as the first part of a kernel whose CTAs have 64 rows: the queries of a tile."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels._common import Ref, exponents
+from pallas_models.kernels.mosaic._common import load, plgpu, tiled
+from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.mosaic._ring import Ring
+
+HEAD_DIM = 32
+_ROWS = 64  # queries of a tile
+_PAIR = 2  # heads that are attended to together
+_COPIES = 2 * _PAIR  # to a slot
+_SCALE = HEAD_DIM**-0.5 * math.log2(math.e)  # base-2 exponentials are the GPU's own
+
+
+def slot_rows(keys: int) -> int:
+    """Rows of `HEAD_DIM` elements that a slot needs for queries and so many keys of two heads."""
+    return _PAIR * (_ROWS + keys)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Heads:
+    """Attention of `num_heads` heads within sequences of `keys` tokens, one tile or a few.
+
+    Two heads come in two steps of a ring, queries and keys, then values: those of the next two are on their way
+    while weights are computed.
+
+    Attributes:
+      ids: (B, keys) int32, tokens see those of their own; None where they see all.
+    """
+
+    num_heads: int
+    keys: int
+    ids: jax.Array | None
+    interpret: bool
+
+    @property
+    def operands(self) -> dict[str, jax.Array]:
+        """What the kernel reads besides queries, keys and values, which are `refs.y`, (B * keys, 3 * columns)."""
+        if self.ids is None:
+            return {}
+        return dict(ids=self.ids, alike=jnp.all(self.ids == self.ids[:, :1], axis=1).astype(jnp.int32))
+
+    def scratch_types(self, num_barriers: int) -> dict[str, Any]:
+        """What `refs` must have, with so many barriers for the ring."""
+        types: dict[str, Any] = dict(heads_full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=num_barriers))
+        if self.ids is None:
+            return types
+        return types | dict(ids_tile=plgpu.SMEM((self.keys,), jnp.int32), ids_full=plgpu.Barrier())
+
+    def slots(self, count: int, rows: int, dtype: Any) -> Any:
+        """Shared memory of slots of `rows` rows, at least `slot_rows`."""
+        return tiled((count, rows, HEAD_DIM), dtype, 2 * HEAD_DIM)
+
+    def copy_ids(self, refs: Refs, tile: jax.Array) -> None:
+        if self.ids is not None:
+            plgpu.copy_gmem_to_smem(refs.ids.at[self._place(tile)[0]], refs.ids_tile, refs.ids_full)
+
+    def copy(self, refs: Refs, tile: jax.Array, pair: jax.Array, slot: Ref, full: Ref, *, values: bool) -> None:
+        """Copies the queries and keys, or the values, of two heads to a slot."""
+        first, half = self._place(tile)[0] * self.keys, self.keys // 2
+        for head in range(_PAIR):
+            start = head * (self.keys if values else _ROWS + self.keys)
+            parts: Any = ((0, tile * _ROWS, _ROWS), (1, first, self.keys))
+            if values:  # in as many copies
+                parts = ((2, first, half), (2, first + half, half))
+            for operand, row, count in parts:
+                column = (operand * self.num_heads + pair * _PAIR + head) * HEAD_DIM
+                source = refs.y.at[pl.Slice(row, count), pl.Slice(column, HEAD_DIM)]
+                plgpu.copy_gmem_to_smem(source, slot.at[pl.ds(start, count)], full)
+                start += count
+
+    def wait_ids(self, refs: Refs) -> None:
+        if self.ids is not None:
+            plgpu.barrier_wait(refs.ids_full)
+
+    def attend(
+        self, refs: Refs, tile: jax.Array, slots: Ref, ring: Ring, steps: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
+        """What the queries of a tile get from two heads, side by side: those of two steps of the ring."""
+        first, second = (jax.lax.rem(step, ring.num_stages) for step in steps)
+        ring.wait(first)
+        pairs = []
+        for head in range(_PAIR):
+            start = head * (_ROWS + self.keys)
+            queries, keys = (slots.at[first, pl.ds(*x)] for x in ((start, _ROWS), (start + _ROWS, self.keys)))
+            pairs.append((queries, keys, True))
+        scores = self._products(*pairs)
+        ring.release(first)
+        if self.ids is not None:
+            sequence, part = self._place(tile)
+            masked = functools.partial(self._masked, refs, part)
+            scores = jax.lax.cond(refs.alike[sequence] != 0, lambda x: x, masked, scores)
+        weights = [self._weights(x) for x in scores]
+        totals = [jnp.sum(x, axis=1) for x in weights]
+        ring.wait(second)
+        # By their dtype weights are operands, which must not change while a product is under way.
+        values = self._products(
+            *(
+                (x.astype(slots.dtype), slots.at[second, pl.ds(head * self.keys, self.keys)], False)
+                for head, x in enumerate(weights)
+            )
+        )
+        ring.release(second)
+        out = [v * jax.lax.broadcast_in_dim(1.0 / t, v.shape, [0]) for v, t in zip(values, totals, strict=True)]
+        return jnp.concatenate([v.astype(slots.dtype) for v in out], axis=1)
+
+    def _place(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which sequence a tile belongs to, and which of its tiles it is."""
+        return jax.lax.div(tile, self.keys // _ROWS), jax.lax.rem(tile, self.keys // _ROWS)
+
+    def _products(self, *operands: tuple[Any, Ref, bool]) -> list[jax.Array]:
+        """The products of pairs, all under way together; of a right one that is transposed if so said."""
+        if self.interpret:  # without products of what is in registers
+            return [
+                jnp.dot(left[...], right[...].T if flip else right[...], preferred_element_type=jnp.float32)
+                for left, right, flip in operands
+            ]
+
+        def take(*sums: Ref) -> list[jax.Array]:
+            for total, (left, right, flip) in zip(sums, operands, strict=True):
+                plgpu.wgmma(total, left, right.transpose((1, 0)) if flip else right)
+            return [total[...] for total in sums]
+
+        columns = [right.shape[0 if flip else 1] for _, right, flip in operands]
+        return pl.run_scoped(take, *(plgpu.ACC((_ROWS, n), jnp.float32) for n in columns))
+
+    def _weights(self, scores: jax.Array) -> jax.Array:
+        factors, shifts = (
+            x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
+            for x in exponents(jnp.max(scores, axis=1), _SCALE)
+        )
+        return jnp.exp2(scores * factors - shifts)
+
+    def _masked(self, refs: Refs, part: jax.Array, scores: list[jax.Array]) -> list[jax.Array]:
+        wgmma, shape = plgpu.Layout.WGMMA, scores[0].shape
+        own, theirs = (
+            jax.lax.broadcast_in_dim(load(ref, wgmma.reduce(1 - axis), interpret=self.interpret), shape, [axis])
+            for axis, ref in enumerate((refs.ids_tile.at[pl.ds(part * _ROWS, _ROWS)], refs.ids_tile))
+        )
+        if not self.interpret:  # where that is not said, to infer the layouts of integers takes long
+            own, theirs = (plgpu.layout_cast(x, wgmma) for x in (own, theirs))
+        return [jnp.where(own == theirs, x, -jnp.inf) for x in scores]
