@@ -11,10 +11,9 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import block_size, in_bounds, load, plgpu, span, store, tile_mask
 
 LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
-_PROGRAMS = 8  # for each side
-_MASK_PROGRAMS = 128  # at most; all of their numbers are read wherever the largest are wanted
-_BLOCK_C, _BLOCK_MASK = 128, 8192
-_NUM_WARPS = 16
+_PROGRAMS = 8  # for each side; where so few are read, their largest takes no kernel of XLA's of its own
+_MASK_PROGRAMS = 128  # at most
+_BLOCK_C, _BLOCK_MASK = 128, 16384
 
 
 def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
@@ -50,7 +49,7 @@ def _bounds_kernel(
     o_ref: Ref,  # (parts, 5)
 ) -> None:
     """Programs of left, of right and of the mask: each waits for memory once."""
-    c, _, h = w_ref.shape
+    c, h = w_ref.shape[0], w_ref.shape[2]
     pid = pl.program_id(0)
 
     @pl.when(pid < 2 * _PROGRAMS)
@@ -122,7 +121,7 @@ def bounds(
         _bounds_kernel,
         out_shape=jax.ShapeDtypeStruct((parts, 5), jnp.float32),
         grid=(2 * _PROGRAMS + parts,),
-        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
         interpret=interpret,
         name="trimul_bounds",
     )(mask, norm_scale, norm_bias, w, bias)
