@@ -257,10 +257,10 @@ class TestResults:
             (lambda d: d.update(benchmark="<script>"), "benchmark: expected a name such as gated-mlp"),
             (lambda d: d.update(date="<script>"), "date: expected ISO 8601, got '<script>'"),
             (
-                lambda d: d["cases"][0]["entries"][0].update(kernels=[[1, 2.0]]),
-                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place in kernels, us and calls, got \[1, 2.0\]",
+                lambda d: d["cases"][0]["entries"][0].update(kernels=[[9, 2.0]]),
+                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place among 3 names, got 9",
             ),
-            (lambda d: d.update(kernels="k"), "kernels: expected list, got 'k'"),
+            (lambda d: d.update(names="k"), "names: expected list, got 'k'"),
             (lambda d: d.update(cases=[[[[[[[[[[]]]]]]]]]]), r"cases\[0\]: expected an object, got \[\["),
         ],
     )
@@ -282,17 +282,23 @@ class TestResults:
         with pytest.raises(ResultError, match=r"minilm\.json: is not a"):
             results.load(path)
 
-    def test_version_1(self, tmp_path):
-        """Files of before there were peers, defaults were left out and kernels named once."""
+    @pytest.mark.parametrize("version", [1, 5])
+    def test_older_versions(self, tmp_path, version):
+        """Files of before there were peers, and defaults were left out; of before only kernels were named once."""
         path = results.save(make_result(), tmp_path)
-        data = with_names(json.loads(path.read_text())) | {"version": 1}
-        assert data.pop("kernels") == ["k"]
+        data = with_names(json.loads(path.read_text())) | {"version": version}
+        names = data.pop("names")
         for found in (found for case in data["cases"] for found in case["entries"]):
-            found["kernels"] = [{"name": "k", "us": us} for _, us, _ in found["kernels"]]
-            for name, kind in (("accuracy", Accuracy), ("device", Timing), ("wall", Timing)):
-                fields = [field.name for field in dataclasses.fields(kind)]
-                found[name] = found[name] and dict(zip(fields, found[name], strict=True))
-        path.write_text(json.dumps(data))
+            for name, kind, place in (("accuracy", Accuracy, 0), ("device", Timing, 4), ("wall", Timing, 4)):
+                if row := found[name]:
+                    row[place] = names[row[place]]
+                    fields = [field.name for field in dataclasses.fields(kind)]
+                    found[name] = dict(zip(fields, row, strict=True)) if version == 1 else row
+            if version == 1:
+                found["kernels"] = [{"name": names[i], "us": us} for i, us, _ in found["kernels"]]
+            else:
+                found["kernels"] = [[0, us, calls] for _, us, calls in found["kernels"]]
+        path.write_text(json.dumps(data if version == 1 else data | {"kernels": ["k"]}))
         assert results.load(path) == make_result()
 
     @pytest.mark.parametrize("path", sorted(results.DEFAULT_FOLDER.glob("*/*.json")), ids=lambda path: path.stem)
