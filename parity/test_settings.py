@@ -181,16 +181,18 @@ def test_forward_mode(call: Call):
     floats, rest = arrays[: call.floats], arrays[call.floats :]
     rng = np.random.default_rng(62)
     tangents = tuple(normal(rng, *x.shape) for x in floats)
+    weights = normal(rng, *plain(call).shape)
+
+    def derivatives(function):
+        _, tangent = jax.jvp(function, floats, tangents)
+        return tangent, jax.vjp(function, *floats)[1](weights)
+
+    _, expected = jax.jvp(jax.jit(lambda *floats: call("xla")(*floats, *rest)), floats, tangents)
     for implementation in (None, KERNEL):
-
-        def function(*floats, implementation=implementation):
-            return call(implementation)(*floats, *rest)
-
-        out, tangent = jax.jvp(function, floats, tangents)
-        _, expected = jax.jvp(lambda *floats: call("xla")(*floats, *rest), floats, tangents)
+        tangent, gradients = jax.jit(derivatives, static_argnums=0)(
+            lambda *floats, i=implementation: call(i)(*floats, *rest)
+        )
         assert_close(tangent, expected, 1e-5)
-        weights = normal(rng, *out.shape)
-        gradients = jax.vjp(function, *floats)[1](weights)
         along = sum(np.vdot(float64(g), float64(t)) for g, t in zip(gradients, tangents, strict=True))
         size = sum(
             np.linalg.norm(float64(g)) * np.linalg.norm(float64(t))
