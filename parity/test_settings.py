@@ -142,21 +142,25 @@ def test_models_compute_the_same(models, model, setting):
     assert_close(out, expected, 2e-6)
 
 
+def gradient_of(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
+    rest = call.arrays()[call.floats :]
+    return jax.grad(lambda *floats: jnp.sum(call(None)(*floats, *rest)), tuple(range(call.floats)))
+
+
+@functools.cache
+def plain_gradient(call: Call) -> tuple[jax.Array, ...]:
+    return jax.jit(gradient_of(call))(*call.arrays()[: call.floats])
+
+
 @every_op
 @pytest.mark.parametrize("setting", ["enable_x64", "strict"])
 def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
     arrays = call.arrays()
-    floats, rest = arrays[: call.floats], arrays[call.floats :]
-
-    def loss(*floats):
-        return jnp.sum(call(None)(*floats, *rest))
-
-    gradient = jax.grad(loss, tuple(range(call.floats)))
-    expected = jax.jit(gradient)(*floats)
+    expected = plain_gradient(call)
     with SETTINGS[setting]():
         with cuda_device("NVIDIA H200", 132):
             text = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-        gradients = jax.jit(gradient)(*floats)
+        gradients = jax.jit(gradient_of(call))(*arrays[: call.floats])
     assert "custom_call" in text
     for out, wanted in zip(gradients, expected, strict=True):
         assert out.dtype == wanted.dtype
