@@ -1,7 +1,7 @@
 """Small breaks of kernels, dispatch, models and loaders, and the tests that are to see each: see `mutate.py`.
 
-They stand in `mutants.txt`: a file of the project, and below it for each break the lines that are in it, which begin
-with "-", those that take their place, with "+", and the tests, after a space.
+They stand in `mutants.txt`: a file of the project, below it for each break the lines that are in it after "-",
+those that take their place after "+", and the tests after a space.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from pallas_models import files
 
 FORMAT = "pallas_models.bench"
 # 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names;
-# 6 names measures and methods once, too
+# 6 names measures and methods once, too, and leaves out the last fields of an entry where they are defaults
 VERSION = 6
 READABLE = (1, 2, 3, 4, 5, 6)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
@@ -81,31 +81,31 @@ class Entry:
       name: of the candidate, unique in the case.
       family: whose figure it counts for; the best entry of a family is the family's figure. ladder: variants of
         ours that are shown but count for nothing; peer: other libraries.
-      status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
-        skipped: it was not run.
-      message: why, unless ok.
       accuracy: of its output, where there is one.
       device, wall: device and wall time; None unless ok, and `device` also without a GPU.
       kernels: of one call, where they were recorded; of ours.
-      launches: of kernels in a call, where they were recorded, else 0.
       compile_s: seconds that compilation took.
-      metrics: further figures by name, with the unit in the name.
       peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
         itself, such as weights; None where it is not known.
+      launches: of kernels in a call, where they were recorded, else 0.
+      metrics: further figures by name, with the unit in the name.
+      status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
+        skipped: it was not run.
+      message: why, unless ok.
     """
 
     name: str
     family: Family
-    status: Status
-    message: str = ""
     accuracy: Accuracy | None = None
     device: Timing | None = None
     wall: Timing | None = None
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     compile_s: float | None = None
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_bytes: float | None = None
     launches: int = 0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    status: Status = "ok"
+    message: str = ""
 
     def timed(self, outcome: Measurement) -> "Entry":
         """This entry with its times, launches and, if it is ours, kernels."""
@@ -163,6 +163,8 @@ class Result:
 
 _PARTS = (Accuracy, Timing, Kernel)  # of an entry; their text stands once in a file, in "names"
 _ROWS = (Entry, *_PARTS)  # in a file lists of their fields, in order
+_ENTRY_5 = ["name", "family", "status", "message", "accuracy", "device", "wall", "kernels", "compile_s", "metrics"]
+_ENTRY_5 += ["peak_bytes", "launches"]
 
 
 def slug(name: str) -> str:
@@ -218,7 +220,10 @@ def _short(value: Any, names: dict[str, int]) -> Any:
     if isinstance(value, list):
         return [_short(item, names) for item in value]
     if isinstance(value, _ROWS):
-        row = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        fields = dataclasses.fields(value)
+        row = [getattr(value, field.name) for field in fields]
+        while row[-1] == _default(fields[len(row) - 1]):
+            row.pop()
         if isinstance(value, _PARTS):
             row = [names.setdefault(item, len(names)) if isinstance(item, str) else item for item in row]
         return _short(row, names)
@@ -313,6 +318,8 @@ def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> A
     here = where or "the file"
     if expected in _ROWS and isinstance(data, list):
         fields = [field.name for field in dataclasses.fields(expected)]
+        if expected is Entry and len(data) > 2 and isinstance(data[2], str):
+            fields = _ENTRY_5
         data = dict(zip(fields, data, strict=False)) if len(data) <= len(fields) else data
     if isinstance(expected, type) and dataclasses.is_dataclass(expected):
         if not isinstance(data, dict):
