@@ -1,6 +1,6 @@
 """`python -m parity mutate`: do the tests see it when something is broken?
 
-Applies the breaks of `parity/mutants.py` one after another to a copy of the project and runs the tests that each
+Applies the breaks of `parity/mutants.txt` one after another to a copy of the project and runs the tests that each
 names. A mutant that its tests let pass lives. The exit code is 0 where none does.
 """
 

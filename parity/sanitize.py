@@ -166,7 +166,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     ended = [outcome.findings for outcome in outcomes if outcome.findings is not None]
     return {
         "findings": sum(ended) if len(ended) == len(outcomes) > 0 else None,
-        "calls": [outcome.call for outcome in outcomes if outcome.findings is not None],
+        "ended": len(ended),
         "begun_anew": [outcome.call for outcome in outcomes if outcome.tries > 1],
     }
 
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tools_say = {tool: summary([outcome for outcome in outcomes if outcome.tool == tool]) for tool in tools}
     for tool, said in tools_say.items():
         found = "did not get to the end" if said["findings"] is None else f"{said['findings']} findings"
-        print(f"{tool}: {len(said['calls'])} of {len(calls)} calls, {found}")
+        print(f"{tool}: {said['ended']} of {len(calls)} calls, {found}")
     logs = {f"{o.tool} {o.call}": o.log.splitlines()[-60:] for o in (*compiled, *outcomes) if o.findings != 0}
     for name, log in logs.items():
         print(f"\n{name}:", *log, sep="\n")
@@ -215,8 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "gpu": gpu,
             "sanitizer": version.stdout.strip().splitlines()[-1:],
             "seconds": round(time.monotonic() - started),
+            "calls": calls,
             "tools": tools_say,
-            "logs": logs,
+            "logs": logs,  # also of calls that did not end
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         files.write(args.output, json.dumps(result, indent=1) + "\n")

@@ -185,7 +185,7 @@ def with_names(data: dict) -> dict:
     """What a result file holds, its entries with the names of their fields, as version 4 had them."""
     fields = [field.name for field in dataclasses.fields(results.Entry)]
     for case in data["cases"]:
-        case["entries"] = [dict(zip(fields, found, strict=True)) for found in case["entries"]]
+        case["entries"] = [dict(zip(fields, found, strict=False)) for found in case["entries"]]
     return data
 
 
@@ -228,9 +228,9 @@ class TestResults:
             (lambda d: d.update(more=1), "unknown field more"),
             (lambda d: d.update(partial="no"), "partial: expected bool, got 'no'"),
             (lambda d: d["ceilings"].update(copy="fast"), "ceilings.copy: expected float, got 'fast'"),
-            (lambda d: d["cases"][1]["entries"][0].pop("status"), r"cases\[1\].entries\[0\]: lacks status"),
+            (lambda d: d["cases"][1]["entries"][0].pop("family"), r"cases\[1\].entries\[0\]: lacks family"),
             (lambda d: d["cases"][0]["entries"][0].update(status="fine"), "expected one of ok, wrong"),
-            (lambda d: d["cases"][0]["entries"].insert(0, ["a", "ours"]), r"entries\[0\]: lacks status"),
+            (lambda d: d["cases"][0]["entries"].insert(0, ["a"]), r"entries\[0\]: lacks family"),
             (lambda d: d["cases"][0]["entries"].insert(0, [1] * 13), r"entries\[0\]: expected an object, got \["),
             (lambda d: d["cases"][0].update(entries={}), r"cases\[0\].entries: expected list, got {}"),
             (lambda d: d["cases"][0]["entries"][0].update(wall=3), "wall: expected an object, got 3"),
@@ -257,10 +257,10 @@ class TestResults:
             (lambda d: d.update(benchmark="<script>"), "benchmark: expected a name such as gated-mlp"),
             (lambda d: d.update(date="<script>"), "date: expected ISO 8601, got '<script>'"),
             (
-                lambda d: d["cases"][0]["entries"][0].update(kernels=[[1, 2.0]]),
-                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place in kernels, us and calls, got \[1, 2.0\]",
+                lambda d: d["cases"][0]["entries"][0].update(kernels=[[9, 2.0]]),
+                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place among 3 names, got 9",
             ),
-            (lambda d: d.update(kernels="k"), "kernels: expected list, got 'k'"),
+            (lambda d: d.update(names="k"), "names: expected list, got 'k'"),
             (lambda d: d.update(cases=[[[[[[[[[[]]]]]]]]]]), r"cases\[0\]: expected an object, got \[\["),
         ],
     )
@@ -282,17 +282,28 @@ class TestResults:
         with pytest.raises(ResultError, match=r"minilm\.json: is not a"):
             results.load(path)
 
-    def test_version_1(self, tmp_path):
-        """Files of before there were peers, defaults were left out and kernels named once."""
+    @pytest.mark.parametrize("version", [1, 5])
+    def test_older_versions(self, tmp_path, version):
+        """Files of before there were peers, and defaults were left out; of before only kernels were named once."""
         path = results.save(make_result(), tmp_path)
-        data = with_names(json.loads(path.read_text())) | {"version": 1}
-        assert data.pop("kernels") == ["k"]
-        for found in (found for case in data["cases"] for found in case["entries"]):
-            found["kernels"] = [{"name": "k", "us": us} for _, us, _ in found["kernels"]]
-            for name, kind in (("accuracy", Accuracy), ("device", Timing), ("wall", Timing)):
-                fields = [field.name for field in dataclasses.fields(kind)]
-                found[name] = found[name] and dict(zip(fields, found[name], strict=True))
-        path.write_text(json.dumps(data))
+        data = with_names(json.loads(path.read_text())) | {"version": version}
+        names = data.pop("names")
+        default = dict(status="ok", message="", compile_s=None, metrics={}, peak_bytes=None, launches=0)
+        for case in data["cases"]:
+            for i, entry in enumerate(case["entries"]):
+                for name, kind, place in (("accuracy", Accuracy, 0), ("device", Timing, 4), ("wall", Timing, 4)):
+                    if row := entry.setdefault(name, None):
+                        row[place] = names[row[place]]
+                        fields = [field.name for field in dataclasses.fields(kind)]
+                        entry[name] = dict(zip(fields, row, strict=True)) if version == 1 else row
+                kernels = [(names[i], us) for i, us in entry.get("kernels", [])]
+                if version == 1:
+                    entry["kernels"] = [{"name": name, "us": us} for name, us in kernels]
+                    entry.setdefault("status", "ok")
+                else:
+                    entry["kernels"] = [[0, us, 1] for _, us in kernels]
+                    case["entries"][i] = [(default | entry)[name] for name in results._ENTRY_5]
+        path.write_text(json.dumps(data if version == 1 else data | {"kernels": ["k"]}))
         assert results.load(path) == make_result()
 
     @pytest.mark.parametrize("path", sorted(results.DEFAULT_FOLDER.glob("*/*.json")), ids=lambda path: path.stem)

@@ -334,5 +334,5 @@ def test_kernels_lower_for_cuda(name, mode):
             function = contender.load()
             given = jax.eval_shape(contender.prepared, inputs)
             traced = jax.jit(function).trace(*contender.params, *given)
-            kernels = kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
-            assert kernels > 0 or mode == "backward", contender.name  # which may be products of XLA
+            if mode != "backward":  # which may be products of XLA, and is part of "both"
+                assert kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text()) > 0, contender.name

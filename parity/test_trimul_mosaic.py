@@ -194,6 +194,7 @@ def test_product_refuses():
 both_projects = pytest.mark.parametrize("module", [trimul_project, trimul_project_wide], ids=["narrow", "wide"])
 
 
+@jax.jit
 def projections(x, mask, scale, shift, w, bias, w_gate, b_gate):
     """As the kernel's, in float32 but for what it rounds: the normalised x."""
     x = x.astype(jnp.float32)

@@ -21,9 +21,10 @@ from bench.measuring.timing import Measurement, Timing
 from pallas_models import files
 
 FORMAT = "pallas_models.bench"
-# 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names
-VERSION = 5
-READABLE = (1, 2, 3, 4, 5)
+# 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names;
+# 6 names measures and methods once, too, and leaves out the last fields of an entry where they are defaults
+VERSION = 6
+READABLE = (1, 2, 3, 4, 5, 6)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
 Family = Literal["ours", "ladder", "xla", "torch", "peer"]
@@ -80,31 +81,31 @@ class Entry:
       name: of the candidate, unique in the case.
       family: whose figure it counts for; the best entry of a family is the family's figure. ladder: variants of
         ours that are shown but count for nothing; peer: other libraries.
-      status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
-        skipped: it was not run.
-      message: why, unless ok.
       accuracy: of its output, where there is one.
       device, wall: device and wall time; None unless ok, and `device` also without a GPU.
       kernels: of one call, where they were recorded; of ours.
-      launches: of kernels in a call, where they were recorded, else 0.
       compile_s: seconds that compilation took.
-      metrics: further figures by name, with the unit in the name.
       peak_bytes: device memory of inputs, results and temporaries of one call, without what a candidate holds for
         itself, such as weights; None where it is not known.
+      launches: of kernels in a call, where they were recorded, else 0.
+      metrics: further figures by name, with the unit in the name.
+      status: ok; wrong: its output was too far from the reference, so it was not timed; failed: it raised;
+        skipped: it was not run.
+      message: why, unless ok.
     """
 
     name: str
     family: Family
-    status: Status
-    message: str = ""
     accuracy: Accuracy | None = None
     device: Timing | None = None
     wall: Timing | None = None
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     compile_s: float | None = None
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_bytes: float | None = None
     launches: int = 0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    status: Status = "ok"
+    message: str = ""
 
     def timed(self, outcome: Measurement) -> "Entry":
         """This entry with its times, launches and, if it is ours, kernels."""
@@ -160,7 +161,10 @@ class Result:
     cases: list[Case]
 
 
-_ROWS = (Entry, Accuracy, Timing)  # in a file lists of their fields, in order
+_PARTS = (Accuracy, Timing, Kernel)  # of an entry; their text stands once in a file, in "names"
+_ROWS = (Entry, *_PARTS)  # in a file lists of their fields, in order
+_ENTRY_5 = ["name", "family", "status", "message", "accuracy", "device", "wall", "kernels", "compile_s", "metrics"]
+_ENTRY_5 += ["peak_bytes", "launches"]
 
 
 def slug(name: str) -> str:
@@ -179,7 +183,7 @@ def save(result: Result, folder: Path) -> Path:
     path = path_of(result, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
-    data = {"format": FORMAT, "version": VERSION, **_short(result, names), "kernels": [*names]}
+    data = {"format": FORMAT, "version": VERSION, **_short(result, names), "names": [*names]}
     # A line for each case and entry: no string of JSON has an unescaped quote in it.
     first = rf'{{"label":|\["(?:[^"\\]|\\.)*","(?:{"|".join(typing.get_args(Family))})"'
     text = re.sub(f"(?={first})", "\n", json.dumps(data, separators=(",", ":")))
@@ -209,16 +213,20 @@ def complete(result: Result, folder: Path) -> Result:
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:
-    """What a file says of `value`: fractions to four digits, no defaults, kernels as [place, us, calls]."""
+    """What a file says of `value`: fractions to four digits, no defaults, text of parts as places in `names`."""
     if isinstance(value, float) and math.isfinite(value):
         digits = max(4, len(f"{abs(value):.0f}"))  # no whole number is rounded, so order stays
         return int(value) if value.is_integer() else float(f"{value:.{digits}g}")
     if isinstance(value, list):
         return [_short(item, names) for item in value]
-    if isinstance(value, Kernel):
-        return [names.setdefault(value.name, len(names)), _short(value.us, names), value.calls]
     if isinstance(value, _ROWS):
-        return _short([getattr(value, field.name) for field in dataclasses.fields(value)], names)
+        fields = dataclasses.fields(value)
+        row = [getattr(value, field.name) for field in fields]
+        while row[-1] == _default(fields[len(row) - 1]):
+            row.pop()
+        if isinstance(value, _PARTS):
+            row = [names.setdefault(item, len(names)) if isinstance(item, str) else item for item in row]
+        return _short(row, names)
     if dataclasses.is_dataclass(value):
         stated = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         defaults = {field.name: _default(field) for field in dataclasses.fields(value)}
@@ -251,7 +259,8 @@ def load(path: Path) -> Result:
         known = " and ".join(map(str, READABLE))
         raise ResultError(f"{path}: has version {version!r} of the schema; this program reads {known}")
     try:
-        names = _build(list[str], data.pop("kernels", []), "kernels")
+        key = "names" if version > 5 else "kernels"
+        names = _build(list[str], data.pop(key, []), key)
         result: Result = _build(Result, data, "", names)
         _check(result)
         return result
@@ -295,15 +304,22 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
+def _named(value: Any, names: Sequence[str], here: str) -> Any:
+    """The text at a place in `names`; older files have some of it in its own place."""
+    if type(value) is not int:
+        return value
+    if not 0 <= value < len(names):
+        raise _MismatchError(f"{here}: expected a place among {len(names)} names, got {value}")
+    return names[value]
+
+
 def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> Any:
     """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
     here = where or "the file"
-    if expected is Kernel and isinstance(data, list):
-        if not 2 <= len(data) <= 3 or type(data[0]) is not int or not 0 <= data[0] < len(names):
-            raise _MismatchError(f"{here}: expected a place in kernels, us and calls, got {reprlib.repr(data)}")
-        data = dict(zip(("name", "us", "calls"), (names[data[0]], *data[1:]), strict=False))
     if expected in _ROWS and isinstance(data, list):
         fields = [field.name for field in dataclasses.fields(expected)]
+        if expected is Entry and len(data) > 2 and isinstance(data[2], str):
+            fields = _ENTRY_5
         data = dict(zip(fields, data, strict=False)) if len(data) <= len(fields) else data
     if isinstance(expected, type) and dataclasses.is_dataclass(expected):
         if not isinstance(data, dict):
@@ -316,6 +332,8 @@ def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> A
             n for n, field in known.items() if n not in data and _default(field) is dataclasses.MISSING
         ]:
             raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
+        if expected in _PARTS:
+            data = {n: _named(value, names, here) if hints[n] is str else value for n, value in data.items()}
         built = {n: _build(hints[n], value, f"{where}.{n}".strip("."), names) for n, value in data.items()}
         return expected(**built)
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)

@@ -104,8 +104,14 @@ WRITERS: dict[str, Callable[[Path], Callable[[int], int]]] = {
 AT_ONCE = ("weights",)  # whose files are replaced together
 
 
+def _turns(parent: int) -> Iterator[int]:
+    """By turns 0 and 1, while the process has that parent: a campaign whose time is up kills no more than that."""
+    return itertools.takewhile(lambda _: os.getppid() == parent, itertools.cycle((0, 1)))
+
+
 def main(writer: str, folder: Path) -> None:
-    """Writes without end, after a line and a wait once there is a file of each input."""
+    """Writes until it or who started it is killed; after a line and a wait once there is a file of each input."""
+    parent = os.getppid()
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     (folder / "out").mkdir(exist_ok=True)
@@ -115,8 +121,9 @@ def main(writer: str, folder: Path) -> None:
             if write(turn):
                 raise SystemExit(f"{writer} fails")
             print(turn, file=say, flush=True)
-            sys.stdin.readline()
-        for turn in itertools.cycle((0, 1)):
+            if not sys.stdin.readline():
+                return
+        for turn in _turns(parent):
             write(turn)
 
 
