@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import re
 import types
@@ -306,9 +307,22 @@ class TestResults:
         path.write_text(json.dumps(data if version == 1 else data | {"kernels": ["k"]}))
         assert results.load(path) == make_result()
 
-    @pytest.mark.parametrize("path", sorted(results.DEFAULT_FOLDER.glob("*/*.json")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", results.stored(results.DEFAULT_FOLDER), ids=lambda path: path.stem)
     def test_committed(self, path):
         assert results.load(path).cases
+
+    def test_compressed(self, tmp_path):
+        path = results.save(make_result(), tmp_path)
+        packed = path.with_name("minilm.json.gz")
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+        assert results.stored(tmp_path) == [packed] and results.load(packed) == make_result()
+        packed.write_bytes(packed.read_bytes()[:-9])
+        with pytest.raises(ResultError, match=r"minilm\.json\.gz: cannot be read"):
+            results.load(packed)
+        assert results.stored(tmp_path) == [packed]
+        results.save(make_result(), tmp_path)
+        assert results.stored(tmp_path) == [path]
 
     def test_absent(self, tmp_path):
         with pytest.raises(ResultError, match="cannot be read"):
@@ -436,7 +450,7 @@ class TestReport:
         missing = [name for name in cli.BENCHMARKS if not hasattr(cli.module_of(name), "SHOWN")]
         assert not missing
 
-    @pytest.mark.parametrize("path", sorted(results.DEFAULT_FOLDER.glob("*/*.json")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", results.stored(results.DEFAULT_FOLDER), ids=lambda path: path.stem)
     def test_committed_results_have_the_case(self, path):
         result = results.load(path)
         assert readme.headline(result).case == cli.module_of(result.benchmark).SHOWN

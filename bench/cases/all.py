@@ -217,7 +217,7 @@ def summary(outcomes: list[Outcome], written: list[Path]) -> str:
 
 def files(folder: Path) -> dict[Path, int]:
     """The result files of all GPUs, with when they were written."""
-    return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*/*.json"))}
+    return {path: path.stat().st_mtime_ns for path in results.stored(folder)}
 
 
 def _interrupt(*_: object) -> None:

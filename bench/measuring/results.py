@@ -6,6 +6,7 @@ they are shown (`bench.reporting.tables`), so that a file cannot contradict itse
 
 import dataclasses
 import datetime
+import gzip
 import json
 import math
 import re
@@ -188,7 +189,14 @@ def save(result: Result, folder: Path) -> Path:
     first = rf'{{"label":|\["(?:[^"\\]|\\.)*","(?:{"|".join(typing.get_args(Family))})"'
     text = re.sub(f"(?={first})", "\n", json.dumps(data, separators=(",", ":")))
     files.write(path, text + "\n")
+    if not result.partial:
+        path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
     return path
+
+
+def stored(folder: Path, gpu: str = "*") -> list[Path]:
+    """The result files of a GPU, or of all; those that are committed are compressed."""
+    return sorted(path for suffix in (".json", ".json.gz") for path in folder.glob(f"{gpu}/*{suffix}"))
 
 
 def begun(benchmark: str, settings: dict[str, str]) -> Result:
@@ -247,9 +255,10 @@ def load(path: Path) -> Result:
         schema, or does not fit the schema.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ResultError(f"{path}: cannot be read ({error.strerror})") from error
+        content = Path(path).read_bytes()
+        data = json.loads(gzip.decompress(content) if Path(path).suffix == ".gz" else content)
+    except (OSError, EOFError) as error:
+        raise ResultError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
         raise ResultError(f"{path}: is not a JSON file, or was cut short ({error})") from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:

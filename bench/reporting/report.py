@@ -37,7 +37,7 @@ def load_all(folder: Path) -> tuple[list[Result], bool]:
     """
     found: dict[str, Result] = {}
     failed = False
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.name.endswith(".partial.json")):
+    for path in sorted(results.stored(folder.parent, folder.name), key=lambda path: ".partial." in path.name):
         try:
             result = results.load(path)
         except results.ResultError as error:
@@ -106,9 +106,7 @@ def write_html(found: list[Result], complete: list[Result], folder: Path) -> boo
 def run(args: argparse.Namespace) -> int:
     """Writes tables and pages; returns 1 if a file could not be used or written or there is no result at all."""
     readme_gpu = args.gpu or README_GPU
-    gpus = (
-        [args.gpu] if args.gpu else sorted({readme_gpu, *(p.parent.name for p in args.results.glob("*/*.json"))})
-    )
+    gpus = [args.gpu] if args.gpu else sorted({readme_gpu, *(p.parent.name for p in results.stored(args.results))})
     good, any_result = True, False
     for gpu in gpus:
         folder = args.results / gpu

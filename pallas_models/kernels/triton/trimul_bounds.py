@@ -53,7 +53,7 @@ def _bounds_kernel(
     pid = pl.program_id(0)
 
     @pl.when(pid < 2 * _PROGRAMS)
-    def _() -> None:
+    def of_side() -> None:
         side, part = jax.lax.div(pid, jnp.int32(_PROGRAMS)), jax.lax.rem(pid, jnp.int32(_PROGRAMS))
         block_h = block_size(pl.cdiv(h, _PROGRAMS), 16, 1024)
         first = part * block_h
@@ -74,7 +74,7 @@ def _bounds_kernel(
         store(o_ref.at[part, 2 + side], jnp.max(largest))
 
     @pl.when(pid >= 2 * _PROGRAMS)
-    def _() -> None:
+    def of_mask() -> None:
         part = pid - 2 * _PROGRAMS
         factor = jnp.float32(1.0)
         if mask_ref is not None:
