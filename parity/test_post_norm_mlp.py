@@ -99,7 +99,7 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("rows, kernels", [(8192, 1), (1024, 3), (256, 5)])
+@pytest.mark.parametrize("rows, kernels", [(8192, 1), (1024, 3), (128, 5), (5632, 3)])
 def test_one_kernel_where_rows_fill_the_multiprocessors(rows, kernels):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(8, 384, 1536, "float16"))
     shapes |= {name: jax.ShapeDtypeStruct((rows, 384), "float16") for name in ("y", "x")}

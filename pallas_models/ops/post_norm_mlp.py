@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
-from pallas_models.kernels.mosaic.matmul_layer_norm import prefer
+from pallas_models.kernels.mosaic.matmul_layer_norm import fills
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
 from pallas_models.ops._sharding import Sharding
@@ -125,7 +125,7 @@ def post_norm_mlp(
     )
     served = serves(_OP, *arrays, implementation=implementation, **static)
     # This is not in the record, so that what a device has of the rows runs in the kernel too, and not in XLA.
-    if not served or (implementation is None and not prefer(arrays[0])):
+    if not served or (implementation is None and not fills(arrays[0])):
         return apart(*arrays).reshape(x.shape)
 
     def together(*arrays: Any) -> jax.Array:
