@@ -491,7 +491,7 @@ HOPPER_CALLS = [
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
     Call(
         "matmul_layer_norm_cluster",
-        functools.partial(_call_matmul_layer_norm, config=cluster.Config(block_n=64, block_k=64, num_stages=3)),
+        functools.partial(_call_matmul_layer_norm, config=cluster.Config(block_n=64, block_k=64, num_stages=2)),
         _hopper_matmul_layer_norm,
         6,
     ),

@@ -177,7 +177,7 @@ def hopper(width: int, **sizes: int) -> mosaic.Config:
 
 def few_rows(width: int) -> cluster.Config:
     """A cluster of two CTAs or more; of one in the interpreter."""
-    return cluster.Config(block_n=64, block_k=64, num_stages=3)
+    return cluster.Config(block_n=64, block_k=64, num_stages=2)
 
 
 both = pytest.mark.parametrize("tiles", [hopper, few_rows])
@@ -251,7 +251,7 @@ def test_hopper_heuristic(n):
     assert mosaic.shared_memory(config) <= 227 * 1024
 
 
-@pytest.mark.parametrize("m, ctas", [(1024, 6), (1032, 3), (2112, 3)])
+@pytest.mark.parametrize("m, ctas", [(1024, 6), (1032, 3), (2112, 3), (2120, 2)])
 def test_ctas_of_a_cluster(m, ctas):
     configs = [cluster.heuristic(m, 384, k, gpu()) for k in (384, 1536)]
     assert [384 // config.block_n for config in configs] == [ctas, ctas]
@@ -302,21 +302,31 @@ def test_gradients_of_the_hopper_kernel():
 
 
 @pytest.mark.parametrize(
-    "rows, expected", [(4096, False), (8192, True), (8448, True), (8449, False), (12416, True), (65536, True)]
+    "rows, expected",
+    [(4096, False), (4232, True), (8192, True), (8448, True), (8449, False), (12416, True), (65536, True)],
 )
 def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
     assert mosaic.prefer(jax.ShapeDtypeStruct((rows, 384), jnp.float16)) is expected
 
 
-@pytest.mark.parametrize("rows, expected", [(504, False), (512, True), (2112, True), (2120, False)])
-def test_clusters_take_over_where_a_cta_alone_has_no_whole_tile(rows, expected):
-    assert (
-        cluster.prefer(*(jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, 384), (384, 384))))
-        is expected
-    )
+@pytest.mark.parametrize(
+    "rows, k, expected",
+    [
+        (248, 384, False),
+        (256, 384, True),
+        (504, 1536, False),
+        (512, 1536, True),
+        (4224, 384, True),
+        (4232, 384, False),
+    ],
+)
+def test_clusters_take_over_from_triton_and_leave_to_whole_rows(rows, k, expected):
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, k), (k, 384)))
+    assert cluster.prefer(x, w) is expected
+    assert rows < 4224 or mosaic.prefer(x)
 
 
-@pytest.mark.parametrize("change", [dict(block_n=256), dict(block_k=96), dict(num_stages=2)], ids=str)
+@pytest.mark.parametrize("change", [dict(block_n=256), dict(block_k=96), dict(num_stages=1)], ids=str)
 def test_clusters_of_impossible_tiles(change):
     x, w, scale, offset, _, _ = operands((64, 256, 128), "bfloat16")
     config = dataclasses.replace(few_rows(128), **change)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
-from pallas_models.kernels.mosaic.matmul_layer_norm import prefer
+from pallas_models.kernels.mosaic.matmul_layer_norm import fills
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
 from pallas_models.ops._sharding import Sharding
@@ -110,7 +110,7 @@ def post_norm_mlp(
     weights |= dict(w_up=w_up, bias_up=bias_up, w_down=w_down, bias_down=bias_down, scale=scale, offset=offset)
     rows = math.prod(y.shape[:-1])
     # This is not in the records, so that what a device has of the rows runs in the kernel too, and not in XLA.
-    wanted = implementation is not None or prefer(jax.ShapeDtypeStruct((rows, n), x.dtype))
+    wanted = implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype))
 
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
         """`op` in its kernel if that serves the call, else and where it is differentiated `other`."""

@@ -47,14 +47,22 @@ def unsupported(
     return untiled("x", x.shape, x.dtype)
 
 
-def prefer(x: jax.Array | jax.ShapeDtypeStruct, *_: jax.Array | None, **__: Any) -> bool:
-    """Whether it is the faster kernel for a call that it serves.
+def fills(x: jax.Array | jax.ShapeDtypeStruct, share: float = 0.72) -> bool:
+    """Whether tiles of the rows of x are at least a share of what multiprocessors have in as many rounds.
 
     A round of tiles takes its time however few there are in it: 0.72 of what Triton's kernel takes for 8192 rows,
     which are one for nearly every multiprocessor of an H200.
     """
     tiles = pl.cdiv(x.shape[0], _ROWS)
-    return tiles >= 0.72 * _CORES * pl.cdiv(tiles, _CORES)
+    return tiles >= share * _CORES * pl.cdiv(tiles, _CORES)
+
+
+def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+    """Whether it is the faster kernel for a call that it serves.
+
+    So it is in its first round with half of the tiles too: Triton has two kernels there.
+    """
+    return fills(x, 0.72 if x.shape[0] > _CORES * _ROWS else 0.5)
 
 
 def shared_memory(config: Config) -> int:

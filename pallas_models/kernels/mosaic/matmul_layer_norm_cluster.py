@@ -5,7 +5,6 @@ The CTAs of a cluster share the columns of 64 rows, and tell one another the mom
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +20,7 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _ROWS = 64  # of a tile: those of one instruction of the tensor cores
-_BLOCKS_N = (64, 128)
-_FEWEST_ROWS = 512  # of which a product and a norm in Triton take longer
-_DELAY = 2  # steps under way while operands of the one before them are replaced
+_STEPS = {64: 128, 128: 128, 192: 64}  # by the columns of a CTA, the longest of the contraction that pay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +38,20 @@ def shared_memory(config: Config) -> int:
     return ring + _ROWS * config.block_n * 2 + 8 * 2 * 4 * _ROWS + 512
 
 
+def _parts(n: int) -> list[int]:
+    """The columns that a CTA may have."""
+    return [block_n for block_n in _STEPS if block_n < n and n % block_n == 0]
+
+
 def candidates(n: int, k: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring, each with as many steps in the ring as fit."""
-    for block_n, block_k in itertools.product(_BLOCKS_N, (128, 64)):
-        if n % block_n == 0 and k % block_k == 0:
-            config = Config(block_n=block_n, block_k=block_k, num_stages=k // block_k)
-            while shared_memory(config) > target.shared_memory:
-                config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-            yield config
+    for block_n in _parts(n):
+        for block_k in (128, 64):
+            if k % block_k == 0 and block_k <= _STEPS[block_n]:
+                config = Config(block_n=block_n, block_k=block_k, num_stages=k // block_k)
+                while shared_memory(config) > target.shared_memory:
+                    config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+                yield config
 
 
 def heuristic(m: int, n: int, k: int, target: Target) -> Config:
@@ -58,13 +61,18 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
 
 
 def _at_once(m: int, n: int, block_n: int) -> bool:
-    """Whether all CTAs run at once: a cluster needs multiprocessors of one GPC, of which some are left over."""
-    return pl.cdiv(m, _ROWS) * (n // block_n) <= 100
+    """Whether all CTAs run at once on an H200: those of a cluster on one GPC, of which some are left over."""
+    ctas = n // block_n
+    return pl.cdiv(m, _ROWS) * ctas <= (132 if ctas <= 2 else 100)
 
 
 def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
-    """Whether it is the fastest kernel for a call that it serves, as measured on an H200."""
-    return x.shape[0] >= _FEWEST_ROWS and _at_once(x.shape[0], w.shape[1], _BLOCKS_N[-1])
+    """Whether it is the fastest kernel for a call that it serves, as measured on an H200.
+
+    With fewer rows Triton is faster, which adds up parts of the contraction; with more the kernel of whole rows.
+    """
+    (m, k), n = x.shape, w.shape[1]
+    return m >= max(256, k // 3) and any(_at_once(m, n, block_n) for block_n in _parts(n))
 
 
 def matmul_layer_norm(
@@ -101,7 +109,7 @@ def matmul_layer_norm(
     )
     block_n, block_k, num_stages = dataclasses.astuple(config)
     steps = k // block_k
-    if block_n % 64 or n % block_n or block_k % 64 or k % block_k or num_stages < min(_DELAY + 1, steps):
+    if block_n % 64 or n % block_n or block_k % 64 or k % block_k or num_stages < min(2, steps):
         raise ValueError(
             f"{config} does not fit {k=} and {n=}; expected divisors, multiples of 64, and a deeper ring"
         )
@@ -134,12 +142,12 @@ def matmul_layer_norm(
                 slot = jax.lax.rem(step, num_stages)
                 plgpu.barrier_wait(refs.full.at[slot])
                 plgpu.wgmma(sums, refs.x_ring.at[slot], refs.w_ring.at[slot])
-                plgpu.wgmma_wait(_DELAY)
-                following = step - _DELAY + num_stages
+                plgpu.wgmma_wait(1)
+                following = step - 1 + num_stages
 
-                @pl.when((step >= _DELAY) & (following < steps))
+                @pl.when((step > 0) & (following < steps))
                 def _() -> None:
-                    plgpu.commit_smem()  # then all warps have read that slot
+                    plgpu.commit_smem()  # then all warps have read the slot of the step before
                     copy(following)
 
             plgpu.wgmma_wait(0)
