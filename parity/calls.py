@@ -416,27 +416,26 @@ def _hopper_post_norm_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
-def layer_shapes(n: int, f: int) -> dict[str, tuple[int, ...]]:
-    """Of the arrays of a layer of `ops.post_norm_layers`."""
-    vectors = ("bias_out", "scale_out", "offset_out", "bias_down", "scale", "offset")
-    shapes = {"w_qkv": (n, 3 * n), "bias_qkv": (3 * n,), "w_out": (n, n), "w_up": (n, f), "bias_up": (f,)}
-    return shapes | {"w_down": (f, n)} | dict.fromkeys(vectors, (n,))
+LAYER = ("w_qkv", "bias_qkv", *POST_NORM_MLP[2:])
 
 
 def layer(rng: np.random.Generator, n: int, f: int, dtype: str, factor: float = 1.0) -> dict[str, jax.Array]:
-    """Such arrays, with weights larger by a factor than keep the size of what they multiply."""
-    return {
-        name: normal(rng, *shape, dtype=dtype, scale=factor * shape[0] ** -0.5)
-        if name[0] == "w"
-        else normal(rng, *shape, shift=float("scale" in name), scale=0.3)
-        for name, shape in layer_shapes(n, f).items()
-    }
+    """One of `ops.post_norm_layers`, with weights larger by a factor."""
+    shapes = {"w_qkv": (n, 3 * n), "bias_qkv": (3 * n,), "w_out": (n, n), "w_up": (n, f), "bias_up": (f,)}
+    shapes = dict.fromkeys(LAYER, (n,)) | shapes | {"w_down": (f, n)}
+
+    def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if name[0] == "w":
+            return normal(rng, *shape, dtype=dtype, scale=factor * shape[0] ** -0.5)
+        return normal(rng, *shape, shift=float("scale" in name), scale=0.3)
+
+    return {name: draw(name, shapes[name]) for name in LAYER}
 
 
 def _call_post_norm_layers(x, *layer_and_mask, implementation):
     """Where it is differentiated it is kernels of both backends."""
     *arrays, mask = layer_and_mask
-    layers = [dict(zip(layer_shapes(0, 0), arrays, strict=True))] * 3
+    layers = [dict(zip(LAYER, arrays, strict=True))] * 3
     options = dict(num_heads=x.shape[-1] // 32, epsilon=0.1, implementation=(implementation, "triton"))
     return ops.post_norm_layers(x, layers, mask=mask, **options)
 

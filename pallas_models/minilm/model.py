@@ -10,6 +10,7 @@ mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084). The config says which
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,8 @@ class Layer(nnx.Module):
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
-        return _run_layers([self], x, mask, segment_ids, bias, implementation=implementation)
+        masks = dict(mask=mask, segment_ids=segment_ids, bias=bias)
+        return _run_layers([self], x, **masks, implementation=implementation)
 
     def arrays(self) -> dict[str, jax.Array]:
         """The parameters, as `ops.post_norm_layers` takes them."""
@@ -176,27 +178,10 @@ class Layer(nnx.Module):
         )
 
 
-def _run_layers(
-    layers: Sequence[Layer],
-    x: jax.Array,
-    mask: jax.Array | None,
-    segment_ids: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    implementation: Implementation | None,
-) -> jax.Array:
-    first = layers[0]
-    return ops.post_norm_layers(
-        x.astype(first.attention.qkv.kernel.dtype),
-        [layer.arrays() for layer in layers],
-        num_heads=first.num_heads,
-        mask=mask,
-        bias=bias,
-        segment_ids=segment_ids,
-        activation="gelu",
-        epsilon=first.epsilon,
-        implementation=implementation,
-    )
+def _run_layers(layers: Sequence[Layer], x: jax.Array, **options: Any) -> jax.Array:
+    first, arrays = layers[0], [layer.arrays() for layer in layers]
+    x = x.astype(arrays[0]["w_qkv"].dtype)
+    return ops.post_norm_layers(x, arrays, num_heads=first.num_heads, epsilon=first.epsilon, **options)
 
 
 class MiniLM(nnx.Module):
@@ -230,10 +215,10 @@ class MiniLM(nnx.Module):
             if self.config.relative_buckets
             else None
         )
-        args = x, mask, segment_ids, bias
         if remat == "none" and isinstance(self.layers, nnx.List):
-            return _run_layers(self.layers, *args, implementation=implementation)
-        return call_layers(self.layers, *args, remat=remat, implementation=implementation)
+            masks = dict(mask=mask, segment_ids=segment_ids, bias=bias)
+            return _run_layers(self.layers, x, **masks, implementation=implementation)
+        return call_layers(self.layers, x, mask, segment_ids, bias, remat=remat, implementation=implementation)
 
 
 def _relative_bias(table: jax.Array, length: int) -> jax.Array:

@@ -23,10 +23,10 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 
 Layer = Mapping[str, jax.Array]
-# The arrays of a layer and their axes; Q is 3 N.
+# The arrays of a layer and their axes.
 _AXES = {
-    **{"w_qkv": "NQ", "bias_qkv": "Q", "w_out": "NN", "bias_out": "N", "scale_out": "N", "offset_out": "N"},
-    **{"w_up": "NF", "bias_up": "F", "w_down": "FN", "bias_down": "N", "scale": "N", "offset": "N"},
+    **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
+    **{"w_qkv": "N 3N", "bias_qkv": "3N", "w_out": "N N", "bias_out": "N", "scale_out": "N", "offset_out": "N"},
 }
 
 
@@ -43,26 +43,22 @@ def post_norm_layers(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes for one layer after another, with what it has by name,
+    """Computes for one layer after another, with its own weights,
 
         qkv = x @ w_qkv + bias_qkv
-        x = post_norm_mlp(qkv, x, ..., attention=dict(num_heads, mask, bias, segment_ids))
+        x = post_norm_mlp(qkv, x, attention=...)
 
-    On Hopper one kernel does so for the few tokens of a short sentence, whose layers take less time than to launch
-    kernels for each; values are rounded to the dtype of `x` on the way all the same. Elsewhere, and where it is
+    On Hopper one kernel computes all of it for the few tokens of a short sentence. Elsewhere, and where it is
     differentiated, it is `matmul` and `post_norm_mlp` again.
 
     Args:
       x: (B, S, N), float16, bfloat16 or float32.
-      layers: one or more mappings of the same names. In the dtype of `x` there are `w_qkv` (N, 3 N), for queries,
-        keys and values of all heads, `w_out` (N, N), `w_up` (N, F) and `w_down` (F, N); in any float dtype their
-        biases `bias_qkv`, `bias_out`, `bias_up` and `bias_down`, and scale and offset (N,) of both norms,
-        `scale_out` and `offset_out`, `scale` and `offset`.
+      layers: one or more, each with all arrays by name. In the dtype of `x` are `w_qkv` (N, 3N), `w_out` (N, N),
+        `w_up` (N, F) and `w_down` (F, N), in any float dtype their biases `bias_qkv`, `bias_out`, `bias_up` and
+        `bias_down`, and of the norms `scale_out` and `offset_out`, `scale` and `offset`, (N,).
       num_heads: of attention; divides N.
-      mask, bias, segment_ids: as in `attention`; results for tokens that the mask rules out are without meaning.
-      activation: as in `matmul`.
-      epsilon: added to variances.
-      precision: of float32 products, as in `matmul`.
+      mask, bias, segment_ids: as in `attention`; what comes for tokens that the mask rules out has no meaning.
+      activation, epsilon, precision: as in `post_norm_mlp`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel,
         with JAX 0.11 or newer, half precisions, B * S up to 16, heads of 32, N of 128, 256 or 384, F of 4 N,
         float32 vectors, up to 12 layers, and at most a `mask`; other calls in those that it stands for.
@@ -71,10 +67,8 @@ def post_norm_layers(
       (B, S, N) in the dtype of `x`.
 
     Raises:
-      TypeError: an operand is not floating point, weights differ from `x` in dtype, or `mask` or `segment_ids`
-        are not integers.
-      ValueError: there are no layers, names or shapes do not fit, `activation` is unknown, or a concrete `mask`
-        holds anything but 0 and 1.
+      TypeError: an operand is not floating point, or weights differ from `x` in dtype.
+      ValueError: there are no layers, names or shapes do not fit, `activation` is unknown, or as in `attention`.
       NotImplementedError: the kernels that `implementation` names do not serve the call.
     """
     _checks.check_float("x", x)
@@ -91,20 +85,17 @@ def post_norm_layers(
         mask = _checks.as_int32(mask)
     activations.check_activation(activation)
     names = check_implementation(implementation)
-    static: dict[str, Any] = dict(
-        num_heads=num_heads, activation=activation, precision=_checks.as_precision(precision)
-    )
-    traced: dict[str, Any] = {"epsilon": epsilon} if isinstance(epsilon, jax.Array) else {}
-    if not traced:
-        static["epsilon"] = epsilon
+    static: dict[str, Any] = dict(num_heads=num_heads, activation=activation, epsilon=epsilon)
+    static["precision"] = _checks.as_precision(precision)
+    traced: dict[str, Any] = {"epsilon": static.pop("epsilon")} if isinstance(epsilon, jax.Array) else {}
 
     def apart(x: Any, mask: Any, layers: Any) -> jax.Array:
+        masks = dict(mask=mask, bias=bias, segment_ids=segment_ids)
         for layer in layers:
-            x = _apart(x, mask, bias, segment_ids, layer, traced, names=names, **static)
+            x = _apart(x, masks, layer, traced, names=names, **static)
         return x
 
-    arrays = x, mask, layers
-    plain = bias is None and segment_ids is None and not traced
+    arrays, plain = (x, mask, layers), bias is None and segment_ids is None and not traced
     if not plain or not serves(_OP, *arrays, implementation=implementation, **static):
         return apart(*arrays)
 
@@ -117,28 +108,26 @@ def post_norm_layers(
 def _check_layer(name: str, layer: Layer, x: jax.Array) -> None:
     if layer.keys() != _AXES.keys():
         raise ValueError(f"{name} has {sorted(layer)}; expected {sorted(_AXES)}")
-    n = x.shape[-1]
-    _checks.check_rank(f"{name}['w_up']", layer["w_up"], 2, "(N, F)")
-    sizes = {"N": n, "Q": 3 * n, "F": layer["w_up"].shape[1]}
+    sizes = {"N": x.shape[-1], "3N": 3 * x.shape[-1]}
     for key, axes in _AXES.items():
         own, array = f"{name}[{key!r}]", layer[key]
         _checks.check_float(own, array)
-        if len(axes) == 2 and array.dtype != x.dtype:
+        if key == "w_up":
+            _checks.check_rank(own, array, 2, "(N, F)")
+            sizes["F"] = array.shape[1]
+        if key[0] == "w" and array.dtype != x.dtype:
             raise TypeError(f"x has dtype {x.dtype} and {own} has dtype {array.dtype}; expected the same")
-        expected = f"({', '.join(axes)}{',' * (len(axes) == 1)}) for x {x.shape}".replace("Q", "3 N")
-        _checks.check_shape(own, array, tuple(sizes[axis] for axis in axes), expected)
+        _checks.check_shape(own, array, tuple(sizes[axis] for axis in axes.split()), f"{axes} for x {x.shape}")
 
 
 @functools.partial(jax.jit, static_argnames=("num_heads", "activation", "epsilon", "precision", "names"))
 def _apart(
     x: jax.Array,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
+    masks: dict[str, Any],
     layer: Layer,
     traced: dict[str, Any],
     *,
-    names: tuple[Any, ...],
+    names: Sequence[Any],
     num_heads: int,
     precision: jax.lax.Precision,
     **norms: Any,
@@ -147,23 +136,21 @@ def _apart(
     options: dict[str, Any] = dict(precision=precision, implementation=names or None)
     rest: dict[str, Any] = dict(layer)
     qkv = matmul(x, rest.pop("w_qkv"), bias=rest.pop("bias_qkv"), **options)
-    attention = dict(num_heads=num_heads, mask=mask, bias=bias, segment_ids=segment_ids)
+    attention = dict(num_heads=num_heads, **masks)
     return post_norm_mlp(qkv, x, **rest, attention=attention, **norms, **traced, **options)
 
 
-def reference(
-    x: jax.Array, mask: jax.Array | None, layers: tuple[dict[str, jax.Array], ...], **static: Any
-) -> Any:
+def reference(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], **static: Any) -> jax.Array:
     """The same in plain XLA."""
     for layer in layers:
-        x = _apart(x, mask, None, None, layer, {}, names=("xla",), **static)
+        x = _apart(x, dict(mask=mask), layer, {}, names=("xla",), **static)
     return x
 
 
-def _sharding(x: jax.Array, mask: jax.Array | None, layers: tuple[Layer, ...], **_: Any) -> Sharding:
+def _sharding(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], **_: Any) -> Sharding:
     """Sequences can be split."""
-    layer = ", ".join(" ".join(_AXES[name]) for name in sorted(_AXES))
-    return Sharding(equation=f"b S N, b S, {', '.join([layer] * len(layers))} -> b S N")
+    leaves = [_AXES[name] for name in sorted(_AXES)] * len(layers)
+    return Sharding(equation=f"b S N, b S, {', '.join(leaves)} -> b S N")
 
 
 _OP = Op(

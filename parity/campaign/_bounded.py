@@ -59,16 +59,12 @@ class Bounded:
 
 
 def exact(x: Any) -> Bounded:
-    """Values that are given, or have a bound already."""
-    if isinstance(x, Bounded):
-        return x
+    """Values that are given."""
     value = np.asarray(x, np.float64)
     return Bounded(value, np.zeros_like(value))
 
 
-def dot(
-    a: Bounded, b: Bounded, *terms: Array | Bounded | None, operand: float = 0.0, dtype: str = "float32"
-) -> Bounded:
+def dot(a: Bounded, b: Bounded, *terms: Array | None, operand: float = 0.0, dtype: str = "float32") -> Bounded:
     """The matrix product plus `terms`, any of which a compiler may begin the sum with.
 
     `operand` is the relative error of operands that are rounded before, as to TF32. `dtype` is what they are in:
@@ -83,7 +79,7 @@ def dot(
     y = Bounded(a.value @ b.value, absolute_a @ error_b + error_a @ (absolute_b + error_b) + sums)
     for term in terms:
         if term is not None:
-            y = (y + exact(term)).off(size * UNIT * np.abs(exact(term).value))
+            y = (y + exact(term)).off(size * UNIT * np.abs(term))
     return y
 
 

@@ -6,7 +6,7 @@ A reference takes the arrays of a call in float64 and its options, under the nam
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -261,9 +261,9 @@ def visible(
 def attention(
     *,
     dtype: str,
-    q: Array | Bounded,
-    k: Array | Bounded,
-    v: Array | Bounded,
+    q: Array,
+    k: Array,
+    v: Array,
     bias: Array | None = None,
     sm_scale: Array | float | None = None,
     return_lse: bool = False,
@@ -271,14 +271,14 @@ def attention(
     config: Any = None,
     **masks: Any,
 ) -> Bounded | tuple[Bounded, ...]:
-    by_head, k, v = (exact(x).map(lambda a: a.transpose(0, 2, 1, 3)) for x in (q, k, v))
-    (_, heads, seq, head_dim), (_, kv_heads, kv_seq, _) = by_head.value.shape, k.value.shape
+    (_, seq, _, head_dim), kv_seq, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
     del config
     operand = _operand(dtype, precision)
+    by_head = exact(q.transpose(0, 2, 1, 3))
     if isinstance(sm_scale, np.ndarray):  # it goes into the queries, which are rounded again
         by_head, sm_scale = b.rounded(by_head * exact(sm_scale), dtype), 1.0
-    k, v = (x.map(lambda a: np.repeat(a, heads // kv_heads, 1)) for x in (k, v))
-    scores = b.dot(by_head, k.map(lambda a: np.swapaxes(a, -1, -2)), operand=operand, dtype=dtype)
+    k, v = (np.repeat(x.transpose(0, 2, 1, 3), group, 1) for x in (k, v))
+    scores = b.dot(by_head, exact(np.swapaxes(k, -1, -2)), operand=operand, dtype=dtype)
     scores = scores * exact(head_dim**-0.5 if sm_scale is None else sm_scale)
     seen = visible(seq, kv_seq, **masks)
     if bias is not None:
@@ -297,7 +297,7 @@ def attention(
     used = b.where(seen, b.rounded(weights, dtype), 0.0)  # as operands of the second product
     sums = b.total(used)
     sums = Bounded(np.where(left, sums.value, 1.0), sums.error)
-    out = b.dot(used, v, operand=operand, dtype=dtype) / sums
+    out = b.dot(used, exact(v), operand=operand, dtype=dtype) / sums
     out = b.where(left, b.rounded(out, dtype), 0.0).map(lambda a: a.transpose(0, 2, 1, 3))
     if not return_lse:
         return out
@@ -309,34 +309,15 @@ def attention(
 
 
 def attention_qkv(
-    *, dtype: str, qkv: Array | Bounded, num_heads: int, num_kv_heads: int | None = None, **options: Any
+    *, dtype: str, qkv: Array, num_heads: int, num_kv_heads: int | None = None, **options: Any
 ) -> Bounded | tuple[Bounded, ...]:
-    total = num_heads + 2 * (kv_heads := num_kv_heads or num_heads)
-    heads = exact(qkv).map(lambda a: a.reshape(*a.shape[:2], total, -1))
-    parts = (slice(num_heads), slice(num_heads, total - kv_heads), slice(total - kv_heads, total))
-    q, k, v = (heads.map(lambda a, part=part: a[:, :, part]) for part in parts)
+    kv_heads = num_kv_heads or num_heads
+    heads = qkv.reshape(*qkv.shape[:2], num_heads + 2 * kv_heads, -1)
+    q, k, v = np.split(heads, (num_heads, num_heads + kv_heads), 2)
     result = attention(dtype=dtype, q=q, k=k, v=v, **options)
     out, *rest = result if isinstance(result, tuple) else (result,)
     out = out.map(lambda a: a.reshape(*a.shape[:2], -1))
     return (out, *rest) if rest else out
-
-
-def post_norm_layers(
-    *,
-    dtype: str,
-    x: Array | Bounded,
-    layers: Sequence[dict[str, Array]],
-    num_heads: int,
-    mask: Array | None = None,
-    precision: str | None = None,
-    **options: Any,
-) -> Bounded:
-    form: dict[str, Any] = dict(dtype=dtype, precision=precision)
-    for rest in map(dict, layers):
-        qkv = b.held(matmul(x=x, w=rest.pop("w_qkv"), bias=rest.pop("bias_qkv"), **form), dtype)
-        y = attention_qkv(qkv=qkv, num_heads=num_heads, mask=mask, **form)
-        x = b.held(post_norm_mlp(y=y, x=x, **rest, **options, **form), dtype)
-    return x
 
 
 def embed_tokens(
@@ -555,7 +536,6 @@ REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
         softmax,
         attention,
         attention_qkv,
-        post_norm_layers,
         embed_tokens,
         rotary,
         mean_pool,

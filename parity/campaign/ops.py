@@ -20,7 +20,6 @@ from pallas_models.kernels.triton import attention as triton_attention
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
 from pallas_models.kernels.triton import softmax as triton_softmax
-from parity.calls import layer_shapes
 from parity.campaign._bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.campaign._case import Case
 from parity.campaign._references import REFERENCES
@@ -36,7 +35,6 @@ MOSAIC = (
     "attention",
     "attention_qkv",
     "triangle_update",
-    "post_norm_layers",
 )  # ops that have such a kernel
 # How often each runs, where none is named.
 if ON_HOPPER:
@@ -96,23 +94,13 @@ class Program:
 
     def call(self, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
         """The results of the op, one or more."""
-        out = getattr(ops, self.op)(**_layered(arrays), **self.options, implementation=self.implementation)
+        out = getattr(ops, self.op)(**arrays, **self.options, implementation=self.implementation)
         return out if isinstance(out, tuple) else (out,)
 
     def expected(self, arrays: dict[str, Array]) -> tuple[Bounded, ...]:
         """The same by the reference, for arrays in float64."""
-        out = REFERENCES[self.op](dtype=self.dtype, **_layered(arrays), **self.options)
+        out = REFERENCES[self.op](dtype=self.dtype, **arrays, **self.options)
         return out if isinstance(out, tuple) else (out,)
-
-
-def _layered(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays, those of layers, such as `"0.w_up"`, as one dict for each."""
-    layers: dict[str, dict[str, Any]] = {}
-    for name, x in arrays.items():
-        number, _, own = name.rpartition(".")
-        layers.setdefault(number, {})[own] = x
-    rest = layers.pop("")
-    return rest | ({"layers": list(layers.values())} if layers else {})
 
 
 class _Pick:
@@ -284,24 +272,6 @@ def _post_norm_mlp(pick: _Pick, dtype: str, _: bool) -> _Drawn:
         inputs[f"offset{end}"] = Input((n,), pick.other(dtype), limit=1e3)
     options = pick.precision(dtype) | {"epsilon": _epsilon(pick), "activation": pick.of(tuple(ops.ACTIVATIONS))}
     return inputs, options
-
-
-def _post_norm_layers(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
-    batch, seq = pick.of(((1, 16), (2, 8), (1, 11), (3, 5))) if mosaic else (pick.of((1, 2, 3)), pick.size())
-    num_heads = pick.of((4, 8, 12) if mosaic else (1, 2, 3))
-    n = num_heads * (32 if mosaic else pick.of((16, 32)))
-    inputs = {"x": Input((batch, seq, n), dtype, limit=1e3)}
-    for i in range(pick.of((1, 2))):
-        for name, shape in layer_shapes(n, 4 * n if mosaic else pick.size()).items():
-            if name[0] == "w":
-                inputs[f"{i}.{name}"] = Input(shape, dtype, scale=shape[0] ** -0.5, limit=1e3)
-            else:
-                own, shift = "float32" if mosaic else pick.other(dtype), float("scale" in name)
-                inputs[f"{i}.{name}"] = Input(shape, own, scale=0.3, shift=shift, limit=1e3)
-    if pick.chance(0.5):
-        inputs["mask"] = Input((batch, seq), pick.of(("bool", "int32")), "mask")
-    options = {"num_heads": num_heads, "epsilon": _epsilon(pick), "activation": pick.of(tuple(ops.ACTIVATIONS))}
-    return inputs, pick.precision(dtype) | options
 
 
 def _norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
@@ -515,7 +485,6 @@ _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
     "gated_mlp": _gated_mlp,
     "matmul_layer_norm": _matmul_layer_norm,
     "post_norm_mlp": _post_norm_mlp,
-    "post_norm_layers": _post_norm_layers,
     "layer_norm": _layer_norm,
     "rms_norm": _norm,
     "softmax": _softmax,
