@@ -63,6 +63,8 @@ def runs() -> list[Run]:
 
 def test_every_kernel_has_a_call_at_odd_and_even_sizes(runs):
     kernels = {(op.name, kernel.backend) for op in records().values() for kernel in op.kernels}
+    if jax.__version_info__ < (0, 11):  # which has no such kernel
+        kernels.remove(("attention_post_norm_mlp", "mosaic"))
     assert len(kernels) >= 13
     for size in (1, 16):
         assert set().union(*(run.called for run in runs if run.size == size)) == kernels
