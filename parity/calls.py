@@ -446,9 +446,11 @@ def _hopper_post_norm_layers(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, n, dtype=dtype), *layer(rng, n, 4 * n, dtype).values(), random_mask(rng, b, s)
 
 
-def _call_attention_post_norm_mlp(*arrays, **options):
+def _call_attention_post_norm_mlp(*arrays, implementation, **options):
+    """For the gradient attention is Triton's."""
     *arrays, ids = arrays
-    return _call_post_norm_mlp(*arrays, attention=dict(num_heads=8, segment_ids=ids), **options)
+    options["attention"] = dict(num_heads=8, segment_ids=ids)
+    return _call_post_norm_mlp(*arrays, implementation=(implementation, "triton"), **options)
 
 
 def _hopper_attention_post_norm_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from pallas_models import target as targets
 from pallas_models.kernels.mosaic import post_norm_layers as mosaic
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import (
@@ -23,6 +24,7 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 
 Layer = Mapping[str, jax.Array]
+_LEAST_CORES = 100  # a cluster has multiprocessors of one GPC, which are fewer on smaller GPUs
 # The arrays of a layer and their axes.
 _AXES = {
     **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
@@ -96,6 +98,7 @@ def post_norm_layers(
         return x
 
     arrays, plain = (x, mask, layers), bias is None and segment_ids is None and not traced
+    plain = plain and targets.current().num_cores >= _LEAST_CORES
     if not plain or not serves(_OP, *arrays, implementation=implementation, **static):
         return apart(*arrays)
 

@@ -14,6 +14,7 @@ from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiat
 from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.attention import attention_qkv
+from pallas_models.ops.attention import reference as attention_reference
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
@@ -214,9 +215,10 @@ _OP = Op(
 def _attending_reference(
     qkv: jax.Array, ids: jax.Array | None, x: jax.Array, *weights: Any, num_heads: int, **static: Any
 ) -> jax.Array:
-    y = attention_qkv(
-        qkv, num_heads=num_heads, segment_ids=ids, precision=static["precision"], implementation="xla"
-    )
+    head_dim = x.shape[2] // num_heads
+    heads: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim)
+    plain: dict[str, Any] = dict(causal=False, window=None, sm_scale=head_dim**-0.5, return_lse=False)
+    y: Any = attention_reference((qkv,), None, None, ids, ids, **heads, **plain, precision=static["precision"])
     rows = (a.reshape(-1, a.shape[2]) for a in (y, x))
     return reference(*rows, *weights, **static).reshape(x.shape)
 

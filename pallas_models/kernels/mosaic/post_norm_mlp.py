@@ -75,7 +75,7 @@ def unsupported_attention(
     """Why `attention_post_norm_mlp` does not serve a call; None if it does."""
     batch, seq, n = x.shape
     if jax.__version_info__ < (0, 11):
-        return "needs JAX 0.11"
+        return "needs JAX 0.11, which has arrays side by side in registers"
     if ids is not None and ids.dtype.itemsize > 4:
         return f"takes ids of 32 bits, not {ids.dtype}"
     if qkv.shape[2] != 3 * n or n != num_heads * HEAD_DIM or seq not in _KEYS or slot_rows(seq) > n:
