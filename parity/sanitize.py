@@ -64,16 +64,28 @@ def functions(backend: str, call: Any, rest: Sequence[Any]) -> tuple[Callable[..
     return forward, both
 
 
+def kernels(jaxpr: Any) -> int:
+    """How many kernels a traced program has, as it would have once it is lowered, which takes longer."""
+    from jax._src import core
+    from jax.interpreters import partial_eval
+
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+
+    def count(jaxpr: Any) -> int:
+        below = (inner for eqn in jaxpr.eqns for inner in core.jaxprs_in_params(eqn.params))
+        own = sum(eqn.primitive.name in ("pallas_call", "mpmd_map") for eqn in jaxpr.eqns)
+        return own + sum(map(count, below))
+
+    return count(used)
+
+
 def traced(backend: str, call: Any, arrays: Sequence[Any]) -> Any:
     """A call, with its gradient if that has kernels: what XLA computes is none of ours."""
     import jax
 
-    from parity.common import kernel_calls
-
     floats, rest = arrays[: call.floats], arrays[call.floats :]
     alone, whole = (jax.jit(function).trace(*floats) for function in functions(backend, call, rest))
-    kernels = [kernel_calls(t.lower(lowering_platforms=("cuda",)).as_text()) for t in (alone, whole)]
-    return whole if kernels[1] > kernels[0] else alone
+    return whole if kernels(whole.jaxpr.jaxpr) > kernels(alone.jaxpr.jaxpr) else alone
 
 
 def served() -> dict[str, tuple[str, Any, str, int]]:

@@ -199,16 +199,19 @@ class TestResults:
         assert [p.name for p in path.parent.iterdir()] == ["minilm.json"]
 
     def test_a_file_is_short(self, tmp_path):
-        """Four digits, a line for each case and entry, a kernel once a call, its name once: files are kept."""
+        """Four digits, a line for each case and entry, a kernel once a call, text once: files are kept."""
         case = make_result().cases[0]
         launches = results.kernels_of([("long", 1 / 3), ("b", 12345.6), ("long", 1 / 3)])
-        entries = [dataclasses.replace(case.entries[0], kernels=launches, name='{"name":'), *case.entries[1:]]
+        entries = [
+            dataclasses.replace(case.entries[0], kernels=launches, name='{"label":[1,2,['),
+            *case.entries[1:],
+        ]
         path = results.save(make_result(cases=[dataclasses.replace(case, entries=entries)] * 2), tmp_path)
         text = path.read_text()
         assert len(text.splitlines()) == 1 + 2 * (1 + len(entries)) and text.count('"long"') == 1
         first = results.load(path).cases[1].entries[0]
         assert first.kernels == [Kernel(name="long", us=0.6667, calls=2), Kernel(name="b", us=12346.0)]
-        assert first.name == '{"name":'
+        assert first.name == '{"label":[1,2,['
 
     def test_kernels_of_ours_and_launches_of_all(self):
         time = entry("ours", 10.0).wall
@@ -258,8 +261,8 @@ class TestResults:
             (lambda d: d.update(benchmark="<script>"), "benchmark: expected a name such as gated-mlp"),
             (lambda d: d.update(date="<script>"), "date: expected ISO 8601, got '<script>'"),
             (
-                lambda d: d["cases"][0]["entries"][0].update(kernels=[[9, 2.0]]),
-                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place among 3 names, got 9",
+                lambda d: d["cases"][0]["entries"][0].update(kernels=[[99, 2.0]]),
+                r"cases\[0\].entries\[0\].kernels\[0\]: expected a place among \d+ names, got 99",
             ),
             (lambda d: d.update(names="k"), "names: expected list, got 'k'"),
             (lambda d: d.update(cases=[[[[[[[[[[]]]]]]]]]]), r"cases\[0\]: expected an object, got \[\["),
@@ -292,6 +295,8 @@ class TestResults:
         default = dict(status="ok", message="", compile_s=None, metrics={}, peak_bytes=None, launches=0)
         for case in data["cases"]:
             for i, entry in enumerate(case["entries"]):
+                texts = entry.keys() & {"name", "family", "status", "message"}
+                entry |= {name: names[entry[name]] for name in texts}
                 for name, kind, place in (("accuracy", Accuracy, 0), ("device", Timing, 4), ("wall", Timing, 4)):
                     if row := entry.setdefault(name, None):
                         row[place] = names[row[place]]

@@ -53,7 +53,7 @@ def runs() -> list[Run]:
         for backend, call, dtype, size in sanitize.runs():
             called.clear()
             arrays = call.arrays(dtype, size)
-            if size == 1:  # the same as at size 16, so that nothing need be lowered
+            if size == 1:  # the same as at size 16
                 _, both = sanitize.functions(backend, call, arrays[call.floats :])
                 results = jax.eval_shape(both, *arrays[: call.floats])
             else:

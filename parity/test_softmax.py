@@ -97,12 +97,12 @@ def test_xla_against_torch(reference, dtype, tolerance, shape):
 def test_a_million_columns(reference, shape, algorithm):
     x = draw(*shape, dtype="float16")
     out = jitted(algorithm=algorithm, implementation=KERNEL)(x)
-    # Numbers as small as these are subnormal in float16.
-    expected = reference.compute(reference.softmax, x).astype(np.float16)
+    wide = reference.compute(reference.softmax, x)
+    expected = wide.astype(np.float16)  # numbers as small as these are subnormal in float16
     np.testing.assert_allclose(float64(out), expected, rtol=2e-3, atol=1.3e-7)
     np.testing.assert_allclose(float64(out).sum(-1), expected.astype(np.float64).sum(-1), rtol=1e-3)
     exact = jitted(algorithm=algorithm, implementation=KERNEL)(x.astype("float32"))
-    assert_close(exact, reference.compute(reference.softmax, x), OP["float32"])
+    assert_close(exact, wide, OP["float32"])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
@@ -281,7 +281,7 @@ def test_heuristic(m, n):
         assert config.block_m * config.block_n <= 1024 * max(config.num_warps, 4)
 
 
-@pytest.mark.parametrize("dtype", list(OP))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm, splits", [("naive", 1), ("online", 1), ("online", 3), ("fused", 1)])
 @pytest.mark.parametrize("shape", [(7, 1000), (64, 1024)], ids=["odd", "even"])
 def test_every_algorithm_lowers_to_triton(shape, algorithm, splits, dtype):

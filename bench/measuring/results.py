@@ -23,7 +23,7 @@ from pallas_models import files
 
 FORMAT = "pallas_models.bench"
 # 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names;
-# 6 names measures and methods once, too, and leaves out the last fields of an entry where they are defaults
+# 6 has all text of entries once, and leaves out the last fields of an entry where they are defaults
 VERSION = 6
 READABLE = (1, 2, 3, 4, 5, 6)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
@@ -162,8 +162,7 @@ class Result:
     cases: list[Case]
 
 
-_PARTS = (Accuracy, Timing, Kernel)  # of an entry; their text stands once in a file, in "names"
-_ROWS = (Entry, *_PARTS)  # in a file lists of their fields, in order
+_ROWS = (Entry, Accuracy, Timing, Kernel)  # in a file lists of their fields in order, text as its place in "names"
 _ENTRY_5 = ["name", "family", "status", "message", "accuracy", "device", "wall", "kernels", "compile_s", "metrics"]
 _ENTRY_5 += ["peak_bytes", "launches"]
 
@@ -185,9 +184,9 @@ def save(result: Result, folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     data = {"format": FORMAT, "version": VERSION, **_short(result, names), "names": [*names]}
-    # A line for each case and entry: no string of JSON has an unescaped quote in it.
-    first = rf'{{"label":|\["(?:[^"\\]|\\.)*","(?:{"|".join(typing.get_args(Family))})"'
-    text = re.sub(f"(?={first})", "\n", json.dumps(data, separators=(",", ":")))
+    # A line for each case and entry, which begins with two places and what is no number; strings stay as they are.
+    parts = r'("(?:[^"\\]|\\.)*")|(?={"label":|\[\d+,\d+,(?:null|\[))'
+    text = re.sub(parts, lambda found: found[1] or "\n", json.dumps(data, separators=(",", ":")))
     files.write(path, text + "\n")
     if not result.partial:
         path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
@@ -221,7 +220,7 @@ def complete(result: Result, folder: Path) -> Result:
 
 
 def _short(value: Any, names: dict[str, int]) -> Any:
-    """What a file says of `value`: fractions to four digits, no defaults, text of parts as places in `names`."""
+    """What a file says of `value`: fractions to four digits, no defaults, text of entries as places in `names`."""
     if isinstance(value, float) and math.isfinite(value):
         digits = max(4, len(f"{abs(value):.0f}"))  # no whole number is rounded, so order stays
         return int(value) if value.is_integer() else float(f"{value:.{digits}g}")
@@ -232,9 +231,7 @@ def _short(value: Any, names: dict[str, int]) -> Any:
         row = [getattr(value, field.name) for field in fields]
         while row[-1] == _default(fields[len(row) - 1]):
             row.pop()
-        if isinstance(value, _PARTS):
-            row = [names.setdefault(item, len(names)) if isinstance(item, str) else item for item in row]
-        return _short(row, names)
+        return _short([names.setdefault(x, len(names)) if isinstance(x, str) else x for x in row], names)
     if dataclasses.is_dataclass(value):
         stated = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         defaults = {field.name: _default(field) for field in dataclasses.fields(value)}
@@ -341,8 +338,9 @@ def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> A
             n for n, field in known.items() if n not in data and _default(field) is dataclasses.MISSING
         ]:
             raise _MismatchError(f"{here}: lacks {', '.join(missing)}")
-        if expected in _PARTS:
-            data = {n: _named(value, names, here) if hints[n] is str else value for n, value in data.items()}
+        if expected in _ROWS:
+            text = (str, Family, Status)
+            data = {n: _named(value, names, here) if hints[n] in text else value for n, value in data.items()}
         built = {n: _build(hints[n], value, f"{where}.{n}".strip("."), names) for n, value in data.items()}
         return expected(**built)
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
