@@ -16,6 +16,7 @@ from parity.tolerances import OP
 # what is lowered is for the GPU that has kernels of its own, and for one of little shared memory, 99 KiB a CTA.
 HOPPER, ADA = ("NVIDIA H200", 132), ("NVIDIA GeForce RTX 4090", 128)
 DEVICES = [HOPPER, ADA]
+LEAST = 4 if jax.__version_info__ >= (0, 11) else 5  # kernels of a forward pass of one layer
 every_device = pytest.mark.parametrize("device", DEVICES, ids=["hopper", "ada"])
 
 
@@ -101,10 +102,10 @@ def test_minilm_is_nothing_but_kernels_of_ours(device, dtype, batch, seq):
         )
     # embedding, QKV, attention, projection and norm (one or two), MLP (two or three), pooling; QKV and the first
     # product of the MLP are two kernels for few rows, parts of their sums and what adds them up; for many rows on
-    # Hopper all that follows attention is one
+    # Hopper all that follows attention is one, and attention too
     most = 9 if batch * seq > 16 else 11
-    one = device == HOPPER and batch * seq == 8192
-    assert (5 if one else 7) <= kernel_calls(text) <= (5 if one else most)
+    least = LEAST if device == HOPPER and batch * seq == 8192 else 7
+    assert least <= kernel_calls(text) <= (least if least < 7 else most)
     for operation in ("dot_general", "convolution", "reduce", "exponential", "gather"):
         assert f"stablehlo.{operation}" not in text
 
@@ -120,7 +121,7 @@ def test_packed_minilm_is_kernels_of_ours_and_two_scatters(device):
 
     with cuda_device(*device):
         text = lowered_for_cuda(embed, params, tokens, tokens)
-    assert (5 if device == HOPPER else 7) <= kernel_calls(text) <= 9
+    assert (LEAST if device == HOPPER else 7) <= kernel_calls(text) <= 9
     assert text.count('"stablehlo.scatter"') == 2  # where segments begin and end
     for operation in ("dot_general", "convolution", "exponential", "gather"):
         assert f"stablehlo.{operation}" not in text
