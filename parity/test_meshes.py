@@ -121,7 +121,8 @@ def test_no_gpu_has_all_pairs():
 
     specs = P(None, "d", None, None), *(P(*[None] * len(shape)) for shape in shapes[1:])
     text = lowered_for_gpus(AxisType.Explicit, program, *specs, shapes=shapes)
-    assert kernel_calls(text) == 5  # two groups of channels, projected and multiplied, and their output
+    # Bounds, two groups of channels, projected and multiplied, and their output.
+    assert kernel_calls(text) == 6
     assert text.count("stablehlo.all_to_all") == 4 + 6
     bodies = re.findall(r"sdy.manual_computation.*?sdy.return", text, re.DOTALL)
     made = [

@@ -110,13 +110,13 @@ def post_norm_mlp(
     weights: dict[str, Any] = dict(w_out=w_out, bias_out=bias_out, scale_out=scale_out, offset_out=offset_out)
     weights |= dict(w_up=w_up, bias_up=bias_up, w_down=w_down, bias_down=bias_down, scale=scale, offset=offset)
     rows = math.prod(y.shape[:-1])
-    # This is not in the records, so that what a device has of the rows runs in the kernel too, and not in XLA.
-    wanted = implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype))
 
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
         """`op` in its kernel if that serves the call, else and where it is differentiated `other`."""
         arrays = (*arrays, *weights.values())
-        if not wanted or not serves(op, *arrays, implementation=implementation, **static):
+        served = serves(op, *arrays, implementation=implementation, **static)
+        # This is not in the records, so that what a device has of the rows runs in the kernel too, not in XLA.
+        if not served or (implementation is None and not fills(jax.ShapeDtypeStruct((rows, n), x.dtype))):
             return other(*arrays)
 
         def together(*arrays: Any) -> jax.Array:
