@@ -154,3 +154,15 @@ def test_what_the_hopper_kernel_does_not_serve(change, message):
     scale = {name: change.pop(name) for name in ("scale",) if name in change}
     x, layers, mask = operands(**{"f": 4 * change["n"]} | change).values()
     assert message in unsupported(x, mask, [one | scale for one in layers], num_heads=num_heads)
+
+
+@needs_inline
+def test_smaller_gpus_have_no_room_for_a_cluster():
+    arrays = operands(1, 16, 384, 1536, 1, "float16")
+
+    def f(x):
+        return ops.post_norm_layers(x, arrays["layers"], num_heads=12)
+
+    for num_cores in (132, 114):
+        with cuda_device("NVIDIA H100", num_cores):
+            assert traces("post_norm_layers", f, arrays["x"]) == (num_cores == 132)

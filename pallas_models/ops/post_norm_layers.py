@@ -24,7 +24,7 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 
 Layer = Mapping[str, jax.Array]
-_LEAST_CORES = 100  # a cluster has multiprocessors of one GPC, which are fewer on smaller GPUs
+_LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which smaller GPUs may not have
 # The arrays of a layer and their axes.
 _AXES = {
     **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
@@ -98,7 +98,8 @@ def post_norm_layers(
         return x
 
     arrays, plain = (x, mask, layers), bias is None and segment_ids is None and not traced
-    plain = plain and targets.current().num_cores >= _LEAST_CORES
+    target = targets.current()
+    plain = plain and not (target.name and target.num_cores < _LEAST_CORES)
     if not plain or not serves(_OP, *arrays, implementation=implementation, **static):
         return apart(*arrays)
 
