@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gzip
 import io
 import itertools
 import json
@@ -49,11 +50,16 @@ def change(rng: Rng, kind: str, folder: Path) -> str:
     else:
         name = pick(rng, ("gemm", "sts", "startup", "softmax"))
         path = folder / "results" / "nvidia-h200" / f"{name}.json"
-        original = (RESULTS / path.name).read_bytes()
+        original = _committed(name)
         content, what = _with_markup(rng, original) if kind == "markup" else changed_text(rng, original)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return f"{path.name}: {what}"
+
+
+def _committed(name: str) -> bytes:
+    """The result file of a benchmark."""
+    return gzip.decompress((RESULTS / f"{name}.json.gz").read_bytes())
 
 
 def _few_entries(rng: Rng) -> bytes:
@@ -149,7 +155,7 @@ def _report(folder: Path, *, marked: bool) -> str | None:
     readme, results = folder / "README.md", folder / "results"
     readme.write_text("before\n<!-- bench:summary -->\n<!-- /bench:summary -->\nafter\n")
     (result,) = results.rglob("*.json")
-    shutil.copyfile(RESULTS / "sts.json", folder / "other.json")
+    (folder / "other.json").write_bytes(_committed("sts"))
     said, shown = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
         code = benchmarks.main(["report", "--results", str(results), "--readme", str(readme), "--no-html"])
@@ -182,7 +188,7 @@ def warm_up() -> None:
                 shutil.copy(TABLE, folder / "pallas_models" / "tuning")
             else:
                 (folder / "results" / "nvidia-h200").mkdir(parents=True)
-                shutil.copy(RESULTS / "sts.json", folder / "results" / "nvidia-h200")
+                (folder / "results" / "nvidia-h200" / "sts.json").write_bytes(_committed("sts"))
             if wrong := attempt({"path": str(folder), "kind": kind, "model": str(model)}):
                 raise AssertionError(f"{kind}: {wrong}, as it is")
 

@@ -62,7 +62,7 @@ def _bench(folder: Path) -> Callable[[int], int]:
 def _results(folder: Path) -> Callable[[int], int]:
     from bench.measuring import results
 
-    loaded = [results.load(RESULTS / f"{name}.json") for name in ("trimul", "attention")]
+    loaded = [results.load(RESULTS / f"{name}.json.gz") for name in ("trimul", "attention")]
     both = [result.__class__(**{**vars(result), "benchmark": "gemm"}) for result in loaded]
     return lambda turn: int(not results.save(both[turn], folder / "out"))
 
@@ -77,7 +77,7 @@ def _report(folder: Path) -> Callable[[int], int]:
         for name in names:
             gpu = folder / f"results-{turn}" / "nvidia-h200"
             gpu.mkdir(parents=True, exist_ok=True)
-            shutil.copy(RESULTS / f"{name}.json", gpu)
+            shutil.copy(RESULTS / f"{name}.json.gz", gpu)
     return lambda turn: main(
         ["report", "--results", str(folder / f"results-{turn}"), "--readme", str(readme), "--no-html"]
     )
