@@ -32,7 +32,8 @@ from parity.__main__ import describe_gpu
 TOOLS = ("memcheck", "racecheck", "synccheck")
 TRIES = 3
 PATIENCE = 100.0  # seconds; what runs at all takes a tenth of that
-_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)\b(?! \w+ were not printed)")
+_HOST = re.compile(r"=========\s+(?:Host Frame:|in /|Saved host backtrace|$)")
 # Of XLA's: none to choose from, and none of cuBLAS, which brings many that are not run.
 _FEW_KERNELS = "--xla_gpu_autotune_level=0 --xla_gpu_cublas_fallback=false"
 
@@ -127,6 +128,12 @@ def findings(tool: str | None, log: str, code: int) -> int | None:
     return sum(counts) if counts and code in (0, 1) else None
 
 
+def excerpt(log: str) -> list[str]:
+    """The lines of an output without where the host was: the first findings, and how it ended."""
+    lines = [line for line in log.splitlines() if not _HOST.match(line)]
+    return lines if len(lines) <= 100 else [*lines[:60], "...", *lines[-40:]]
+
+
 def environment(cache: str) -> dict[str, str]:
     """That of the processes: what they compile is kept in a folder."""
     return os.environ | {
@@ -218,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tool, said in tools_say.items():
         found = "did not get to the end" if said["findings"] is None else f"{said['findings']} findings"
         print(f"{tool}: {said['ended']} of {len(calls)} calls, {found}")
-    logs = {f"{o.tool} {o.call}": o.log.splitlines()[-60:] for o in (*compiled, *outcomes) if o.findings != 0}
+    logs = {f"{o.tool} {o.call}": excerpt(o.log) for o in (*compiled, *outcomes) if o.findings != 0}
     for name, log in logs.items():
         print(f"\n{name}:", *log, sep="\n")
     if args.output is not None:

@@ -76,6 +76,12 @@ def test_every_kernel_has_a_call_at_odd_and_even_sizes(runs):
     [
         ("========= ERROR SUMMARY: 0 errors\n", 0, 0),
         ("========= ERROR SUMMARY: 3 errors\n", 1, 3),
+        (
+            "========= ERROR SUMMARY: 30 errors\n"
+            "========= ERROR SUMMARY: 10 errors were not printed. Use --print-limit option to adjust\n",
+            1,
+            30,
+        ),
         ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", 1, 2),
         ("Traceback (most recent call last):\n", 1, None),
         ("========= ERROR SUMMARY: 0 errors\n", 139, None),
@@ -83,6 +89,24 @@ def test_every_kernel_has_a_call_at_odd_and_even_sizes(runs):
 )
 def test_findings_are_counted(log, code, findings):
     assert sanitize.findings("memcheck", log, code) == findings
+
+
+def test_an_excerpt_has_the_first_finding_and_the_end():
+    finding = [
+        "========= Invalid __global__ read of size 4 bytes",
+        "=========     at kernel+0x40",
+        "=========     by thread (0,0,0) in block (0,0,0)",
+    ]
+    host = [
+        "=========     Saved host backtrace up to driver entry point at kernel launch time",
+        "=========         Host Frame: call in stages.py:931",
+        "=========                in /usr/lib/libcuda.so.1",
+        "========= ",
+    ]
+    short = sanitize.excerpt("\n".join([*finding, *host, "the end"]))
+    assert short == [*finding, "the end"]
+    long = sanitize.excerpt("\n".join([*finding, *host, *map(str, range(500)), "the end"]))
+    assert long[:3] == finding and long[-1] == "the end" and len(long) < 110
 
 
 def test_a_tool_has_got_to_the_end_where_every_call_has():
