@@ -62,6 +62,16 @@ def test_a_traced_epsilon():
     assert_close(out, call(arrays, num_heads=2, epsilon=0.1), SAME)
 
 
+def test_a_traced_epsilon_is_not_for_the_kernel():
+    arrays = operands(2, 7, 128, 512, 1, "float16")
+    with cuda_device(*HOPPER):
+        assert not traces(
+            "post_norm_layers",
+            lambda epsilon: ops.post_norm_layers(**arrays, num_heads=4, epsilon=epsilon),
+            jnp.float32(0.1),
+        )
+
+
 @needs_inline
 @pytest.mark.parametrize("dtype", by_device(cpu=["float16"], gpu=["float16", "bfloat16"]))
 @pytest.mark.parametrize(
