@@ -97,7 +97,7 @@ class Plot:
         drawn = io.BytesIO()
         with style():
             self.figure.savefig(drawn, format="png", dpi=130, facecolor="white")
-        image = Image.open(drawn).convert("RGB").quantize(32, dither=Image.Dither.NONE)
+        image = Image.open(drawn).convert("RGB").quantize(16, Image.Quantize.FASTOCTREE)
         with files.replacing(folder / f"{self.name}.png") as file:
             image.save(file, format="png", optimize=True)
 
