@@ -152,7 +152,8 @@ def test_kernels_store_pairs_where_they_are_needed():
     part = jax.shard_map(update, in_specs=specs, out_specs=specs[0], check_vma=False)
     padded = [P(*spec, *[None] * (len(shape) - len(spec))) for spec, shape in zip(specs, shapes, strict=True)]
     text = lowered_for_gpus(AxisType.Auto, part, *padded, shapes=shapes)
-    assert kernel_calls(text) == 3 and "all_to_all" not in text
+    # Bounds, projections and products, and their output.
+    assert kernel_calls(text) == 4 and "all_to_all" not in text
 
 
 @needs_addresses
