@@ -17,6 +17,7 @@ from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as cluster
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
+from pallas_models.target import ANY
 from parity.common import (
     KERNEL,
     MOSAIC,
@@ -28,6 +29,7 @@ from parity.common import (
     cuda_device,
     gpu,
     normal,
+    traces,
 )
 from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.tolerances import GRADIENT, LONG, OP, TF32
@@ -322,8 +324,34 @@ def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
 )
 def test_clusters_take_over_from_triton_and_leave_to_whole_rows(rows, k, expected):
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, k), (k, 384)))
-    assert cluster.prefer(x, w) is expected
+    with cuda_device(*HOPPER):
+        assert cluster.prefer(x, w) is expected
     assert rows < 4224 or mosaic.prefer(x)
+
+
+def test_clusters_are_for_gpus_that_run_all_of_them_at_once():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((2112, 384), (384, 384)))
+    with cuda_device("NVIDIA H20", 78):
+        assert cluster.prefer(x, w) and not cluster.prefer(jax.ShapeDtypeStruct((4224, 384), jnp.float16), w)
+    assert cluster.heuristic(2112, 384, 384, gpu(132)).block_n == 128
+    assert cluster.heuristic(2112, 384, 384, gpu(78)).block_n == 192
+
+
+def test_a_named_backend_computes_in_its_fastest_kernel():
+    x, w, vector = jnp.ones((512, 384), "float16"), jnp.ones((384, 384), "float16"), jnp.ones(384)
+    with cuda_device(*HOPPER):
+        for rows, kernel in ((512, "matmul_layer_norm_cluster"), (64, "matmul_layer_norm")):
+            call = functools.partial(ops.matmul_layer_norm, implementation="mosaic")
+            assert traces(kernel, call, x[:rows], w, vector, vector)
+
+
+@pytest.mark.parametrize("n", [128, 512])
+def test_the_interpreter_needs_no_gpu_whose_shared_memory_suffices(n):
+    x, w, vector = jnp.ones((64, 128), "float16"), jnp.ones((128, n), "float16"), jnp.ones(n)
+    call = functools.partial(ops.matmul_layer_norm, implementation="mosaic_interpret")
+    assert jax.eval_shape(call, x, w, vector, vector).shape == (64, n)
+    for k in (384, 1536):
+        assert all(c.num_stages > 1 for c in cluster.candidates(n, k, ANY))
 
 
 @pytest.mark.parametrize("change", [dict(block_n=256), dict(block_k=96), dict(num_stages=1)], ids=str)

@@ -1,5 +1,6 @@
 """`ops.post_norm_layers` against torch: in one kernel, and in those that it stands for; MiniLM, which calls it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -100,6 +101,26 @@ def test_hopper_kernel_under_vmap():
     options = dict(layers=arrays["layers"], num_heads=12, implementation=MOSAIC)
     one = jax.vmap(lambda x, mask: ops.post_norm_layers(x[None], mask=mask[None], **options)[0])
     assert_close(jax.jit(one)(arrays["x"], arrays["mask"]), in_float32(arrays, num_heads=12), MODEL["float16"])
+
+
+def test_sentences_under_vmap_are_not_for_the_kernel_unless_it_is_named():
+    x, layers, mask = operands(3, 7, 128, 512, 2, "float16").values()
+
+    def one(x, mask, layers, implementation=None):
+        out = ops.post_norm_layers(x[None], layers, mask=mask[None], num_heads=4, implementation=implementation)
+        return out[0]
+
+    def each(*arrays, implementation=None):
+        return jax.vmap(lambda x, mask: one(x, mask, arrays[2], implementation))(*arrays[:2])
+
+    expected = in_float32({"x": x, "layers": layers, "mask": mask}, num_heads=4)
+    assert_close(jax.jit(each)(x, mask, layers), expected, MODEL["float16"])
+    with cuda_device(*HOPPER):
+        named = functools.partial(each, implementation="mosaic")
+        assert kernel_calls(lowered_for_cuda(each, x, mask, layers)) > 2
+        newer = jax.__version_info__ >= (0, 11)
+        assert traces("post_norm_layers", one, x[0], mask[0], layers) == newer
+        assert not newer or kernel_calls(lowered_for_cuda(named, x, mask, layers)) == 1
 
 
 def test_gradients_are_those_of_the_operations_that_it_stands_for():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 
 from pallas_models import ops
 from pallas_models.kernels.mosaic import _launch
@@ -21,6 +22,7 @@ from parity.common import (
     cuda_device,
     kernel_calls,
     normal,
+    traces,
 )
 from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.test_matmul import edges
@@ -91,6 +93,19 @@ def test_hopper_kernel(reference, m, n, f, dtype):
     assert_close(out, of_torch(reference, arrays), OP[dtype])
 
 
+def test_a_traced_epsilon_has_gradients_and_no_kernel():
+    arrays = operands(64 * 132, 128, 128, "float16")
+
+    def loss(epsilon):
+        return jnp.sum(ops.post_norm_mlp(**arrays, epsilon=epsilon).astype("float32") ** 2)
+
+    with cuda_device(*HOPPER):
+        assert traces("post_norm_mlp", lambda: loss(0.1))
+        assert not traces("post_norm_mlp", loss, jnp.float32(0.1))
+        (gradient,) = jax.make_jaxpr(jax.grad(loss))(0.1).jaxpr.outvars
+    assert isinstance(gradient, Var)
+
+
 def call_attending(arrays: dict[str, Any], attention: dict[str, Any], **options) -> jax.Array:
     f = functools.partial(ops.post_norm_mlp, attention=attention, **options)
     return jax.jit(f)(**arrays)
@@ -130,6 +145,21 @@ def test_after_attention(reference, implementation, tokens, options):
     assert_close(out[valid], of_torch(reference, arrays | {"y": y})[valid], LONG)
 
 
+def test_a_bool_mask_where_dtypes_are_not_promoted():
+    arrays, attention, _ = attending(2, 20, 64, "float32", "mask")
+    assert attention["mask"].dtype == bool
+    with jax.numpy_dtype_promotion("strict"):
+        call_attending(arrays, attention, implementation="xla")
+
+
+def test_attention_has_one_result():
+    arrays, attention, _ = attending(2, 20, 64, "float32", None)
+    with pytest.raises(
+        ValueError, match="attention has return_lse=True; expected arguments that leave one result"
+    ):
+        call_attending(arrays, attention | {"return_lse": True})
+
+
 @pytest.mark.skipif(
     MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
 )
@@ -160,7 +190,8 @@ def test_one_kernel_where_rows_fill_the_multiprocessors(rows, y, kernels):
     shapes |= {name: jax.ShapeDtypeStruct((*rows, n), "float16") for name, n in (("y", y), ("x", 384))}
 
     def f(arrays, mask):
-        return ops.post_norm_mlp(**arrays, attention=dict(num_heads=12, mask=mask) if y > 384 else None)
+        attention = dict(num_heads=12, mask=mask, causal=False, window=None)
+        return ops.post_norm_mlp(**arrays, attention=attention if y > 384 else None)
 
     with cuda_device(*HOPPER):
         text = lowered_for_cuda(f, shapes, jax.ShapeDtypeStruct(rows, bool))

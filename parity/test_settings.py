@@ -84,7 +84,7 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
         "trimul": trimul.init(key, pair),
     }
     return {
-        "minilm": lambda i: minilm.embed(params["minilm"], ids, mask, config=bert, implementation=i),
+        "minilm": lambda i: minilm.embed(params["minilm"], ids, mask == 1, config=bert, implementation=i),
         "mpnet": lambda i: minilm.embed(params["mpnet"], ids, mask, config=mpnet, implementation=i),
         "modernbert": lambda i: modernbert.encode(
             params["modernbert"], ids, mask, config=modern, implementation=i

@@ -392,23 +392,25 @@ def _choose(
             if by_hand or kernel.preferred(*arrays, **static):
                 return call(kernel, False)
         return reference
+
+    def refusal(kernel: Kernel, interpret: bool) -> str | None:
+        if kernel not in takers:
+            takes = "no config" if kernel.config is None else f"a Config of {kernel.config.__module__}"
+            return f"takes {takes}, not {type(config).__module__}.{type(config).__name__}"
+        if kernel.backend == "mosaic" and not interpret and target.name and not target.is_hopper:
+            return f"needs a Hopper GPU, not {target.name}"
+        return obstacle or kernel.refuses(*arrays, **static)
+
     reasons = []
     for name in names:
         if name == "xla":
             return reference
         backend, interpret = _BACKENDS[name]
-        found = [k for k in op.kernels if k.backend == backend]
-        reason: str | None = f"has no kernel for {op.name}"
-        for kernel in reversed(found):  # so that of several reasons the first kernel's is told
-            if kernel not in takers:
-                takes = "no config" if kernel.config is None else f"a Config of {kernel.config.__module__}"
-                reason = f"takes {takes}, not {type(config).__module__}.{type(config).__name__}"
-            elif backend == "mosaic" and not interpret and target.name and not target.is_hopper:
-                reason = f"needs a Hopper GPU, not {target.name}"
-            else:
-                reason = obstacle or kernel.refuses(*arrays, **static)
-            if reason is None:
-                return call(kernel, interpret)
+        refusals = {kernel: refusal(kernel, interpret) for kernel in op.kernels if kernel.backend == backend}
+        if serving := [kernel for kernel, reason in refusals.items() if reason is None]:
+            fastest = (kernel for kernel in serving if by_hand or kernel.preferred(*arrays, **static))
+            return call(next(fastest, serving[-1]), interpret)
+        reason = next(iter(refusals.values()), f"has no kernel for {op.name}")
         reasons.append(f"implementation={name!r} {reason}")
     raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, such as 'xla', or None")
 

@@ -63,13 +63,14 @@ def post_norm_layers(
       activation, epsilon, precision: as in `post_norm_mlp`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel,
         with JAX 0.11 or newer, half precisions, B * S up to 16, heads of 32, N of 128, 256 or 384, F of 4 N,
-        float32 vectors, up to 12 layers, and at most a `mask`; other calls in those that it stands for.
+        float32 vectors, up to 12 layers, and at most a `mask`, and rounds what it normalises to the dtype of `x`
+        before; other calls in those that it stands for, by default those under `vmap` too.
 
     Returns:
       (B, S, N) in the dtype of `x`.
 
     Raises:
-      TypeError: an operand is not floating point, or weights differ from `x` in dtype.
+      TypeError: an operand is not floating point, weights differ from `x` in dtype, or `layers` is no sequence.
       ValueError: there are no layers, names or shapes do not fit, `activation` is unknown, or as in `attention`.
       NotImplementedError: the kernels that `implementation` names do not serve the call.
     """
@@ -77,6 +78,8 @@ def post_norm_layers(
     _checks.check_rank("x", x, 3, "(B, S, N)")
     if num_heads < 1 or x.shape[-1] % num_heads:
         raise ValueError(f"x has shape {x.shape}; expected its last axis to be a multiple of {num_heads=}")
+    if isinstance(layers, Mapping):
+        raise TypeError("layers is one layer; expected a sequence of them")
     layers = tuple(dict(layer) for layer in layers)
     if not layers:
         raise ValueError("layers is empty; expected one or more")
@@ -103,8 +106,16 @@ def post_norm_layers(
     if not plain or not serves(_OP, *arrays, implementation=implementation, **static):
         return apart(*arrays)
 
-    def together(*arrays: Any) -> jax.Array:
+    def one(*arrays: Any) -> jax.Array:
         return run(_OP, *arrays, implementation=implementation, **static)
+
+    together = jax.custom_batching.custom_vmap(one)
+
+    @together.def_vmap
+    def _(_: int, mapped: Any, *arrays: Any) -> tuple[jax.Array, bool]:
+        """A cluster has a sentence, and few clusters run at once: of many sentences layers are faster apart."""
+        of_all = jax.vmap(one if names else apart, jax.tree.map(lambda m: 0 if m else None, mapped))
+        return of_all(*arrays), True
 
     return differentiated_as(together, apart)(*arrays)
 

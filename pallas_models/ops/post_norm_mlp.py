@@ -65,14 +65,14 @@ def post_norm_mlp(
       precision: of float32 products, as in `matmul`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel
         half precisions, all biases, rows in multiples of 8, K and N of 128, 256 or 384 alike, and F in multiples
-        of N, with `attention` from N of 256 on, for 128 tokens of 384; other calls in those that it stands for.
+        of N; with `attention`, JAX 0.11 or newer, and N from 256 on for 64 tokens, of 384 for 128; other calls in those that it stands for.
 
     Returns:
       (..., N) in the dtype of `y`.
 
     Raises:
       TypeError: an operand is not floating point, or `y`, `x` and the weights differ in dtype.
-      ValueError: shapes do not fit, or `activation` is unknown.
+      ValueError: shapes do not fit, `activation` is unknown, or `attention` asks for a second result.
       NotImplementedError: the kernels that `implementation` names do not serve the call.
     """
     _checks.check_float("y", y)
@@ -114,7 +114,9 @@ def post_norm_mlp(
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
         """`op` in its kernel if that serves the call, else and where it is differentiated `other`."""
         arrays = (*arrays, *weights.values())
-        served = serves(op, *arrays, implementation=implementation, **static)
+        # One that is traced, which may be differentiated, is for the operations apart.
+        served = not isinstance(epsilon, jax.Array)
+        served = served and serves(op, *arrays, implementation=implementation, **static)
         # This is not in the records, so that what a device has of the rows runs in the kernel too, not in XLA.
         if not served or (implementation is None and not fills(jax.ShapeDtypeStruct((rows, n), x.dtype))):
             return other(*arrays)
@@ -125,7 +127,9 @@ def post_norm_mlp(
         return differentiated_as(together, other)(*arrays)
 
     if attention is not None:
-        given = {name: value for name, value in attention.items() if value is not None}
+        given = {name: value for name, value in attention.items() if value is not None and value is not False}
+        if "return_lse" in given:
+            raise ValueError("attention has return_lse=True; expected arguments that leave one result")
         of_tokens = [name for name in ("mask", "segment_ids") if name in given]
 
         def attended(y: Any, ids: Any, x: Any, *values: Any) -> jax.Array:
@@ -138,7 +142,7 @@ def post_norm_mlp(
         ids = None
         if "mask" in given:
             _checks.check_mask("mask", given["mask"], x.shape[:2], "(B, S)")
-            ids = (given["mask"] != 0).astype(jnp.int32)
+            ids = jnp.asarray(given["mask"], bool).astype(jnp.int32)
         elif "segment_ids" in given:
             _checks.check_integer("segment_ids", given["segment_ids"])
             _checks.check_shape("segment_ids", given["segment_ids"], x.shape[:2], "(B, S)")

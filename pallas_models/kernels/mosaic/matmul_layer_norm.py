@@ -73,14 +73,18 @@ def shared_memory(config: Config) -> int:
 
 
 def heuristic(n: int, target: Target) -> Config:
-    """Chooses the steps in the ring for n columns: as many as fit."""
-    return max(candidates(n, target), key=lambda config: config.num_stages)
+    """Chooses the steps in the ring for n columns: as many as fit, or two, which the interpreter has room for."""
+    return max(candidates(n, target), key=lambda config: config.num_stages, default=_config(n, 2))
+
+
+def _config(n: int, num_stages: int) -> Config:
+    return Config(block_m=_ROWS, block_n=n, num_stages=num_stages, ping_pong=False, split_n=True)
 
 
 def candidates(n: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring."""
     for num_stages in range(2, 9):
-        config = Config(block_m=_ROWS, block_n=n, num_stages=num_stages, ping_pong=False, split_n=True)
+        config = _config(n, num_stages)
         if shared_memory(config) <= target.shared_memory:
             yield config
 

@@ -16,7 +16,7 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
 from pallas_models.kernels.mosaic._exchange import all_gather
 from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.target import Target
+from pallas_models.target import Target, current
 from pallas_models.tuning import Chooser, Problem, choose
 
 _ROWS = 64  # of a tile: those of one instruction of the tensor cores
@@ -51,19 +51,23 @@ def candidates(n: int, k: int, target: Target) -> Iterator[Config]:
                 config = Config(block_n=block_n, block_k=block_k, num_stages=k // block_k)
                 while shared_memory(config) > target.shared_memory:
                     config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-                yield config
+                if config.num_stages >= min(2, k // block_k):
+                    yield config
 
 
 def heuristic(m: int, n: int, k: int, target: Target) -> Config:
     """The tiles for m rows: the fewest columns with which all CTAs run at once, in the longest steps."""
     configs = list(candidates(n, k, target))
-    return next((config for config in configs if _at_once(m, n, config.block_n)), configs[-1])
+    return next((config for config in configs if _at_once(m, n, config.block_n, target)), configs[-1])
 
 
-def _at_once(m: int, n: int, block_n: int) -> bool:
-    """Whether all CTAs run at once on an H200: those of a cluster on one GPC, of which some are left over."""
+def _at_once(m: int, n: int, block_n: int, target: Target) -> bool:
+    """Whether all CTAs run at once: those of a cluster on one GPC, of which some are left over.
+
+    Of the 132 multiprocessors of an H200 clusters of more than two CTAs have 100.
+    """
     ctas = n // block_n
-    return pl.cdiv(m, _ROWS) * ctas <= (132 if ctas <= 2 else 100)
+    return pl.cdiv(m, _ROWS) * ctas <= target.num_cores * (132 if ctas <= 2 else 100) // 132
 
 
 def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
@@ -72,7 +76,8 @@ def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
     With fewer rows Triton is faster, which adds up parts of the contraction; with more the kernel of whole rows.
     """
     (m, k), n = x.shape, w.shape[1]
-    return m >= max(256, k // 3) and any(_at_once(m, n, block_n) for block_n in _parts(n))
+    target = current()
+    return m >= max(256, k // 3) and any(_at_once(m, n, block_n, target) for block_n in _parts(n))
 
 
 def matmul_layer_norm(

@@ -443,12 +443,7 @@ def post_norm_layers(
             met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=3),
             v_ready=plgpu.Barrier(),
             y_ready=plgpu.Barrier(),
-            **(
-                {}
-                if interpret
-                else dict(staging=plgpu.SMEM((ctas, *block), dtype), rows=plgpu.SMEM((ctas, *block), dtype))
-            ),
-            **({} if interpret else dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))),
+            **({} if interpret else sent),
         ),
         name="post_norm_layers",
         num_ctas=1,

@@ -79,7 +79,10 @@ def unsupported_attention(
     if ids is not None and ids.dtype.itemsize > 4:
         return f"takes ids of 32 bits, not {ids.dtype}"
     if qkv.shape[2] != 3 * n or n != num_heads * HEAD_DIM or seq not in _KEYS or slot_rows(seq) > n:
-        return f"takes {n // HEAD_DIM} heads and {_KEYS} tokens, of which a few fit, not {num_heads} and {seq}"
+        return (
+            f"takes heads of {HEAD_DIM} within 64 tokens from 256 columns on, within 128 from 384 on, "
+            f"not {num_heads} heads of {qkv.shape[2] // 3} columns within {seq} tokens"
+        )
     rows = jax.ShapeDtypeStruct((batch * seq, n), x.dtype)
     return unsupported(rows, rows, *others, **options)
 
