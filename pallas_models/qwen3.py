@@ -236,7 +236,7 @@ def shardings(
     """How the parameters are spread over a mesh, for `jax.device_put(params, shardings(config, mesh))`.
 
     Tensor parallelism: devices share heads, columns of the MLP and words of the vocabulary, so that a layer sums
-    twice over them, after attention and after the MLP. What does not divide, such as a vocabulary of 50257, each
+    twice over them, after attention and after the MLP. What does not divide each
     device has whole. They share attention where `group_heads` made as many groups of heads; else each gathers all.
 
     Args:

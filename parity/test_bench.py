@@ -322,9 +322,11 @@ class TestResults:
         packed.write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
         assert results.stored(tmp_path) == [packed] and results.load(packed) == make_result()
-        packed.write_bytes(packed.read_bytes()[:-9])
-        with pytest.raises(ResultError, match=r"minilm\.json\.gz: cannot be read"):
-            results.load(packed)
+        content = packed.read_bytes()
+        for damaged in (content[:-9], content[:12] + b"\xff" + content[13:]):
+            packed.write_bytes(damaged)
+            with pytest.raises(ResultError, match=r"minilm\.json\.gz: cannot be read"):
+                results.load(packed)
         assert results.stored(tmp_path) == [packed]
         results.save(make_result(), tmp_path)
         assert results.stored(tmp_path) == [path]

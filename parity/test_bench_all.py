@@ -75,7 +75,7 @@ def test_success_lists_only_what_was_written(tmp_path, programs, save, capfd):
     old = results.save(make_result(), tmp_path / "out")
     assert cli.main(["all", "--output", str(tmp_path / "out")]) == 0
     out = capfd.readouterr().out
-    assert "minilm       left out" in out and "needs --data" in out and "failed" not in out
+    assert "minilm               left out" in out and "needs --data" in out and "failed" not in out
     assert str(old) not in out and "sts.json" in out
 
 
@@ -109,7 +109,7 @@ def test_budget(tmp_path, programs, save, capfd, monkeypatch, first):
     monkeypatch.setattr(everything.subprocess, "Popen", UpOnceSaved)
     assert cli.main(["all", "--output", str(tmp_path / "out"), "--budget", "7"]) == 1
     out = capfd.readouterr().out
-    assert "took longer than the 6 s left for it" in out and "ran\n" in out and "sts          ok" in out
+    assert "took longer than the 6 s left for it" in out and "ran\n" in out and "sts                  ok" in out
     assert results.load(tmp_path / "out" / "nvidia-h200" / "minilm.json") == make_result()
 
 
@@ -127,8 +127,8 @@ def test_interrupted(tmp_path, programs, capfd, monkeypatch):
     monkeypatch.setattr(everything.subprocess, "Popen", Interrupted)
     assert cli.main(["all", "--output", str(tmp_path)]) == 130
     out = capfd.readouterr().out
-    assert "minilm       FAILED" in out and "interrupted\n" in out
-    assert "sts          left out" in out and "interrupted before it" in out
+    assert "minilm               FAILED" in out and "interrupted\n" in out
+    assert "sts                  left out" in out and "interrupted before it" in out
     # Once more where this process ignores SIGINT: then the benchmark does too, and is ended by force.
     assert len(waits) > 1, "the benchmark was not waited for"
 

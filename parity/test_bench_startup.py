@@ -85,7 +85,7 @@ def test_everything_is_measured_and_shown(measured, data, tmp_path, capsys):
     torch = next(e for case in result.cases for e in case.entries if e.name == "torch-graph")
     assert (torch.status, torch.message) == ("skipped", "transformers is not installed")
     found = readme.headline(result)
-    assert (found.case, found.ours, found.baseline) == (startup.SHOWN, "11.0 s to compile", "XLA, 2.8 s")
+    assert (found.case, found.ours, found.baseline) == (startup.SHOWN, "11.0 s before it runs", "XLA, 2.8 s")
     assert found.ratio == found.mean == 0.25
     platforms = [options["platform"] for name, options in measured if name == "eager"]
     assert platforms == ["cpu", "cuda"] and [name for name, _ in measured].count("encode") == 2

@@ -154,9 +154,7 @@ def test_a_bool_mask_where_dtypes_are_not_promoted():
 
 def test_attention_has_one_result():
     arrays, attention, _ = attending(2, 20, 64, "float32", None)
-    with pytest.raises(
-        ValueError, match="attention has return_lse=True; expected arguments that leave one result"
-    ):
+    with pytest.raises(ValueError, match="attention has return_lse=True; expected"):
         call_attending(arrays, attention | {"return_lse": True})
 
 

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
-    parser.add_argument("--data", type=Path, help="folder of the sentences that sts and corpus need")
+    parser.add_argument("--data", type=Path, help="folder of the sentences that sts, corpus and startup read")
     parser.add_argument(
         "--budget",
         type=parse_seconds,
@@ -208,7 +208,7 @@ def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
 
 def summary(outcomes: list[Outcome], written: list[Path]) -> str:
     """How each benchmark ended, and the files that were written."""
-    lines = [f"{o.name:<12} {o.status:<9} {o.seconds:5.0f} s  {o.message}".rstrip() for o in outcomes]
+    lines = [f"{o.name:<20} {o.status:<9} {o.seconds:5.0f} s  {o.message}".rstrip() for o in outcomes]
     lines += [f"results: {path}" for path in written] or ["no results were written"]
     if failed := [o.name for o in outcomes if o.status == "FAILED"]:
         lines.append(f"failed: {', '.join(failed)}")

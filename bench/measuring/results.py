@@ -13,6 +13,7 @@ import re
 import reprlib
 import types
 import typing
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -254,7 +255,7 @@ def load(path: Path) -> Result:
     try:
         content = Path(path).read_bytes()
         data = json.loads(gzip.decompress(content) if Path(path).suffix == ".gz" else content)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ResultError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
         raise ResultError(f"{path}: is not a JSON file, or was cut short ({error})") from error

@@ -41,8 +41,8 @@ def percentage(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench compare`."""
-    parser.add_argument("before", type=Path, metavar="A.json", help="the result to compare with")
-    parser.add_argument("after", type=Path, metavar="B.json", help="the result that may be faster or slower")
+    parser.add_argument("before", type=Path, metavar="A.json[.gz]", help="the result to compare with")
+    parser.add_argument("after", type=Path, metavar="B.json[.gz]", help="the result that may be faster or slower")
     parser.add_argument(
         "--threshold", type=percentage, default=0.03, metavar="PERCENT", help="least change that counts; 3"
     )

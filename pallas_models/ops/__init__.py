@@ -4,9 +4,9 @@ Every op, and every model made of them, takes `implementation`:
 
 - None: the best kernel for the GPU that is compiled for, decided where a program is lowered; plain XLA on other
   platforms, and where no kernel serves the call;
-- `"triton"`: the Pallas Triton kernel, for NVIDIA GPUs from Ampere on; every op has one;
-- `"mosaic"`: the Pallas Mosaic GPU kernel, for Hopper GPUs; products, gated products, attention and the triangle
-  update have one, which serves the calls that their docstrings say;
+- `"triton"`: Pallas Triton kernels, for NVIDIA GPUs from Ampere on; every op runs, some in those of others;
+- `"mosaic"`: Pallas Mosaic GPU kernels, for Hopper GPUs; products with and without a norm, MLPs, encoder layers,
+  attention and the triangle update have them, for the calls that their docstrings say;
 - `"xla"`: the same computation in plain JAX, which also defines the gradient of the kernels;
 - `"interpret"` and `"mosaic_interpret"`: the bodies of the Triton and Mosaic kernels in Pallas's interpreters, to
   try and to test them on any machine;

@@ -113,7 +113,7 @@ def attention(
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
         precisions and a positive scale, D of 64 or 128, and D of 32 with at most a `mask` and few keys; gradients
-        with a bias or D of 32 run in Triton's kernels.
+        with a bias or D of 32 run in Triton's kernels by default, in XLA where `"mosaic"` alone is named.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.

@@ -65,7 +65,8 @@ def post_norm_mlp(
       precision: of float32 products, as in `matmul`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel
         half precisions, all biases, rows in multiples of 8, K and N of 128, 256 or 384 alike, and F in multiples
-        of N; with `attention`, JAX 0.11 or newer, and N from 256 on for 64 tokens, of 384 for 128; other calls in those that it stands for.
+        of N; with `attention`, JAX 0.11 or newer, and N from 256 on for 64 tokens, of 384 for 128. Other calls are
+        served in those that it stands for.
 
     Returns:
       (..., N) in the dtype of `y`.

@@ -222,7 +222,7 @@ def reference(
 
 
 def _triton(*arrays: Any, precision: jax.lax.Precision, config: Any, **options: Any) -> jax.Array:
-    """The update in three Triton kernels."""
+    """The update in Triton kernels."""
     configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
     return _update(
         *arrays,
@@ -415,7 +415,7 @@ def _update(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """The update of x (B, N, N, C) in three kernels, with tensors of the compute dtype between them.
+    """The update of x (B, N, N, C), with tensors of the compute dtype between its kernels.
 
     Args:
       project: normalises x and writes left, right and the gate, each once.
