@@ -1,12 +1,13 @@
 """`python -m parity mutate`: do the tests see it when something is broken?
 
 Applies the breaks of `parity/mutants.txt` one after another to a copy of the project and runs the tests that each
-names. A mutant that its tests let pass lives. The exit code is 0 where none does.
+names. A mutant that its tests let pass lives. The exit code is 0 where none does, and 2 where tests fail as it is.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -16,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pallas_models import files
 from pallas_models._host import cores
@@ -50,19 +52,24 @@ def applied(mutant: Mutant, text: str) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
+def tested(tests: str, tree: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs tests, given as in a mutant, on a copy of the project."""
+    parts = [f"parity/{part}" if part.endswith(".py") else part for part in shlex.split(tests)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *parts]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
 def attempt(mutant: Mutant, tree: Path, seconds: float) -> Outcome:
     """Breaks a copy of the project, runs the tests, and mends it."""
     path = tree / mutant.file
     text = path.read_text(encoding="utf-8")
     path.write_text(applied(mutant, text), encoding="utf-8")
-    tests = [f"parity/{part}" if part.endswith(".py") else part for part in shlex.split(mutant.tests)]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     started = time.monotonic()
     try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        done = tested(mutant.tests, tree, seconds)
     except subprocess.TimeoutExpired:
         return Outcome(mutant, "killed", f"no answer in {seconds:.0f} s", seconds)
     finally:
@@ -90,15 +97,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for i in range(args.workers):
             trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=_LEFT_OUT)))
 
-        def run(mutant: Mutant) -> Outcome:
+        def run(function: Callable[..., Any], what: Any) -> Any:
             tree = trees.get()
             try:
-                return attempt(mutant, tree, args.seconds)
+                return function(what, tree, args.seconds)
             finally:
                 trees.put(tree)
 
         with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-            for outcome in pool.map(run, mutants):
+            tests = sorted({mutant.tests for mutant in mutants})
+            unbroken = pool.map(functools.partial(run, tested), tests)
+            if failing := [name for name, done in zip(tests, unbroken, strict=True) if done.returncode]:
+                print("these tests do not pass as it is:", *failing, sep="\n", file=sys.stderr)
+                return 2
+            for outcome in pool.map(functools.partial(run, attempt), mutants):
                 outcomes.append(outcome)
                 new = " ".join(outcome.mutant.new.split())
                 print(
