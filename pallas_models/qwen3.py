@@ -233,26 +233,7 @@ def shardings(
     fsdp: str | None = None,
     stacked: bool = False,
 ) -> dict[str, Any]:
-    """How the parameters are spread over a mesh, for `jax.device_put(params, shardings(config, mesh))`.
-
-    Tensor parallelism: devices share heads, columns of the MLP and words of the vocabulary, so that a layer sums
-    twice over them, after attention and after the MLP. What does not divide each
-    device has whole. They share attention where `group_heads` made as many groups of heads; else each gathers all.
-
-    Args:
-      config: the model's sizes.
-      mesh: with all axes that are named.
-      tensor: the axis of the mesh for tensor parallelism, or None for none.
-      fsdp: the axis over which matrices are split too, gathered where they are used, or None for none; that of
-        the batch as a rule.
-      stacked: whether the layers are those of `training.stack_layers`.
-
-    Returns:
-      A tree like the parameters, of `jax.sharding.NamedSharding`.
-
-    Raises:
-      ValueError: the mesh has no such axis.
-    """
+    """How the parameters are spread over a mesh; arguments, result and errors are those of `gpt2.shardings`."""
     return _shardings.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
 
 
