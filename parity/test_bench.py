@@ -256,6 +256,14 @@ class TestResults:
                 lambda d: d["cases"][0]["entries"][0].update(metrics={"total_s": 0}),
                 "total_s is 0.0; expected a",
             ),
+            (
+                lambda d: d["cases"][0]["entries"][0].update(metrics={"total_s": 1e-320}),
+                r"total_s is 1e-320; expected a finite number from 1e-09 to 1e\+09",
+            ),
+            (
+                lambda d: d["cases"][0]["entries"][0]["wall"].__setitem__(0, 1e-320),
+                "1x16 fp16, ours-10: impossible times",
+            ),
             (lambda d: d["cases"][0]["entries"][0].update(peak_bytes=-5), "peak_bytes is -5.0; expected a finite"),
             (lambda d: d.update(benchmark="../minilm"), "benchmark: expected a name such as gated-mlp"),
             (lambda d: d.update(benchmark="<script>"), "benchmark: expected a name such as gated-mlp"),

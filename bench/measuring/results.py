@@ -11,6 +11,7 @@ import json
 import math
 import re
 import reprlib
+import sys
 import types
 import typing
 import zlib
@@ -163,6 +164,7 @@ class Result:
     cases: list[Case]
 
 
+_TIMES = (1e-9, 1e9)  # of seconds or microseconds, within which every ratio is a number, and its logarithm
 _ROWS = (Entry, Accuracy, Timing, Kernel)  # in a file lists of their fields in order, text as its place in "names"
 _ENTRY_5 = ["name", "family", "status", "message", "accuracy", "device", "wall", "kernels", "compile_s", "metrics"]
 _ENTRY_5 += ["peak_bytes", "launches"]
@@ -290,16 +292,20 @@ def _check(result: Result) -> None:
             place = f"{case.label}, {entry.name}"
             _check_numbers(place, {"compile_s": entry.compile_s, "peak_bytes": entry.peak_bytes})
             times = {name: value for name, value in entry.metrics.items() if name.endswith(("_s", "_us"))}
-            _check_numbers(place, times, least=math.ulp(0))
+            _check_numbers(place, times, *_TIMES)
             for time in (entry.device, entry.wall):
-                if time and not 0 < time.p20_us <= time.median_us <= time.p80_us < math.inf:
+                if time and not _TIMES[0] <= time.p20_us <= time.median_us <= time.p80_us <= _TIMES[1]:
                     raise _MismatchError(f"{place}: impossible times {time}")
 
 
-def _check_numbers(place: str, values: Mapping[str, float | None], least: float = 0.0) -> None:
+def _check_numbers(
+    place: str, values: Mapping[str, float | None], least: float = 0.0, most: float = sys.float_info.max
+) -> None:
     for name, value in values.items():
-        if value is not None and not least <= value < math.inf:
-            raise _MismatchError(f"{place}: {name} is {value}; expected a finite number from {least:g}")
+        if value is not None and not least <= value <= most:
+            raise _MismatchError(
+                f"{place}: {name} is {value}; expected a finite number from {least:g} to {most:g}"
+            )
 
 
 class _MismatchError(ValueError):
