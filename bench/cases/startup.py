@@ -336,7 +336,7 @@ def corpus_table(result: Result) -> str:
     columns = ("import_s", "load_s", "first_encode_s", "total_s", "second_encode_s")
     rows = [
         [
-            f"{case.shape['sentences']} sentences, {name.replace('-', ' ')}",
+            f"{case.shape.get('sentences', '?')} sentences, {name.replace('-', ' ')}",
             *map(decimal, map(figures.get, columns)),
         ]
         for case in result.cases
