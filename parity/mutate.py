@@ -62,6 +62,14 @@ def tested(tests: str, tree: Path, seconds: float) -> subprocess.CompletedProces
     )
 
 
+def passes(tests: str, tree: Path, seconds: float) -> bool:
+    """Whether tests pass in time."""
+    try:
+        return tested(tests, tree, seconds).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def attempt(mutant: Mutant, tree: Path, seconds: float) -> Outcome:
     """Breaks a copy of the project, runs the tests, and mends it."""
     path = tree / mutant.file
@@ -106,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
             tests = sorted({mutant.tests for mutant in mutants})
-            unbroken = pool.map(functools.partial(run, tested), tests)
-            if failing := [name for name, done in zip(tests, unbroken, strict=True) if done.returncode]:
+            unbroken = pool.map(functools.partial(run, passes), tests)
+            if failing := [name for name, passed in zip(tests, unbroken, strict=True) if not passed]:
                 print("these tests do not pass as it is:", *failing, sep="\n", file=sys.stderr)
                 return 2
             for outcome in pool.map(functools.partial(run, attempt), mutants):
