@@ -227,7 +227,12 @@ def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **
 
 
 def serves(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
-    """Whether a kernel computes a call, of arrays like these: that of the first implementation that is named."""
+    """Whether a kernel computes a call, of arrays like these: that of the first implementation that is named.
+
+    None does with a scalar that is an array, see `run`: what stands for the op then may be differentiated by it.
+    """
+    if any(isinstance(value, jax.Array) for value in static.values()):
+        return False
     names, target = check_implementation(implementation), targets.current()
     reference = functools.partial(op.reference, **static)
     # Before the reference is traced for the shapes of its results.

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from pallas_models import target as targets
 from pallas_models.kernels.mosaic import post_norm_layers as mosaic
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import (
@@ -24,7 +23,6 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 
 Layer = Mapping[str, jax.Array]
-_LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which smaller GPUs may not have
 # The arrays of a layer and their axes.
 _AXES = {
     **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
@@ -100,10 +98,8 @@ def post_norm_layers(
             x = _apart(x, masks, layer, traced, names=names, **static)
         return x
 
-    arrays, plain = (x, mask, layers), bias is None and segment_ids is None and not traced
-    target = targets.current()
-    plain = plain and not (target.name and target.num_cores < _LEAST_CORES)
-    if not plain or not serves(_OP, *arrays, implementation=implementation, **static):
+    arrays, plain = (x, mask, layers), bias is None and segment_ids is None
+    if not plain or not serves(_OP, *arrays, implementation=implementation, **static, **traced):
         return apart(*arrays)
 
     def one(*arrays: Any) -> jax.Array:

@@ -115,9 +115,7 @@ def post_norm_mlp(
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
         """`op` in its kernel if that serves the call, else and where it is differentiated `other`."""
         arrays = (*arrays, *weights.values())
-        # One that is traced, which may be differentiated, is for the operations apart.
-        served = not isinstance(epsilon, jax.Array)
-        served = served and serves(op, *arrays, implementation=implementation, **static)
+        served = serves(op, *arrays, implementation=implementation, **static)
         # This is not in the records, so that what a device has of the rows runs in the kernel too, not in XLA.
         if not served or (implementation is None and not fills(jax.ShapeDtypeStruct((rows, n), x.dtype))):
             return other(*arrays)

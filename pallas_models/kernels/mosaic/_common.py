@@ -16,6 +16,7 @@ from pallas_models.kernels._common import (
     MINUS_LOG2_E,
     Backend,
     Ref,
+    exponents,
     slope,
 )
 
@@ -55,6 +56,15 @@ def load(ref: Ref, layout: Any, *, interpret: bool) -> jax.Array:
 def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])
+
+
+def softmax_weights(scores: jax.Array, peak: jax.Array, scale: float) -> jax.Array:
+    """The exponentials of scaled scores (rows, keys), less those of what each row has at most."""
+    factors, shifts = (
+        x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
+        for x in exponents(peak, scale)
+    )
+    return jnp.exp2(scores * factors - shifts)
 
 
 _INTERPRETER_THREADS = 16  # of XLA on the CPU that suffice: each warpgroup that waits keeps one

@@ -19,7 +19,6 @@ from pallas_models.kernels.mosaic import _inline as inline
 from pallas_models.kernels.mosaic._common import plgpu
 from pallas_models.kernels.mosaic._launch import Refs
 
-_utils = Backend("jax.experimental.mosaic.gpu.utils")
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
 _PLACES = 4  # for sums: a warp may send those of step i + 1 while another still reads those of step i - 2
@@ -112,27 +111,25 @@ def _all_gather(ctas: int, _: Any, part: Any) -> None:
             ld.shared.v4.b32 {{a, b, c, d}}, [own];
             shr.u32 peer, $1, 5;
             {stores * -(-ctas // _WARPS)}
-            barrier.cluster.arrive.release.aligned;
-            barrier.cluster.wait.acquire.aligned;
+            {inline.MEET}
         }}""",
         "r,r",
-        _utils.memref_ptr(part),
-        _utils.thread_idx(),
+        inline.utils.memref_ptr(part),
+        inline.utils.thread_idx(),
     )
 
 
 def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
     """In each warp a thread for each CTA stores there what the warp has added up."""
     *terms, there, added = operands
-    arith, count = _utils.arith, exchange.count
-    sums = []
+    count, sums = exchange.count, []
     for values in terms:
         total = functools.reduce(_arrays.addf, values.registers.flat)  # which contracts products and sums
         (size,) = ir.VectorType(total.type).shape
         parts = [inline.item(total, i) for i in range(size)]
         sums.append(inline.warp_sum(functools.reduce(_arrays.addf, parts)))
     lane, warp = inline.lane_and_warp()
-    offset = arith.muli(warp, inline.i32(4 * count))
+    offset = inline.times(warp, 4 * count)
     kind, data = (".f32", "$4") if count == 1 else (".v2.f32", "{$4, $5}")
     bytes_expected = exchange.ctas * _WARPS * count * 4  # of as many warps for each warpgroup here
     inline.asm(
@@ -149,8 +146,8 @@ def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
             @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [sums], {data}, [added];
         }}""",
         "r,r,r,r," + "f," * count + "r",
-        _utils.memref_ptr(there),
-        _utils.memref_ptr(added),
+        inline.utils.memref_ptr(there),
+        inline.utils.memref_ptr(added),
         lane,
         inline.thread(),
         *sums,
@@ -160,7 +157,7 @@ def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
 
 def _receive(exchange: Exchange, _: Any, sums: Any, added: Any, parity: Any) -> list[Any]:
     """Each thread of a warp adds up what some warps have sent, and the warp these; all warps do the same."""
-    arith, count = _utils.arith, exchange.count
+    arith, count = inline.utils.arith, exchange.count
     inline.wait(added, parity)
     warps = exchange.ctas * exchange.warpgroups * _WARPS
     lane = inline.lane_and_warp()[0]
@@ -179,7 +176,7 @@ def _receive(exchange: Exchange, _: Any, sums: Any, added: Any, parity: Any) -> 
                     @p ld.shared.f32 $0, [place + {4 * (first * count + i)}];
                 }}""",
                 "=f,r,r",
-                _utils.memref_ptr(sums),
+                inline.utils.memref_ptr(sums),
                 lane,
                 result="f32",
             )

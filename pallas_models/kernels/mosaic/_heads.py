@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref, exponents
-from pallas_models.kernels.mosaic._common import load, plgpu, tiled
+from pallas_models.kernels._common import Ref
+from pallas_models.kernels.mosaic._common import load, plgpu, softmax_weights, tiled
 from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.kernels.mosaic._ring import Ring
 
@@ -99,7 +99,7 @@ class Heads:
             sequence, part = self._place(tile)
             masked = functools.partial(self._masked, refs, part)
             scores = jax.lax.cond(refs.alike[sequence] != 0, lambda x: x, masked, scores)
-        weights = [self._weights(x) for x in scores]
+        weights = [softmax_weights(x, jnp.max(x, axis=1), _SCALE) for x in scores]
         totals = [jnp.sum(x, axis=1) for x in weights]
         ring.wait(second)
         # By their dtype weights are operands, which must not change while a product is under way.
@@ -132,13 +132,6 @@ class Heads:
 
         columns = [right.shape[0 if flip else 1] for _, right, flip in operands]
         return pl.run_scoped(take, *(plgpu.ACC((_ROWS, n), jnp.float32) for n in columns))
-
-    def _weights(self, scores: jax.Array) -> jax.Array:
-        factors, shifts = (
-            x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
-            for x in exponents(jnp.max(scores, axis=1), _SCALE)
-        )
-        return jnp.exp2(scores * factors - shifts)
 
     def _masked(self, refs: Refs, part: jax.Array, scores: list[jax.Array]) -> list[jax.Array]:
         wgmma, shape = plgpu.Layout.WGMMA, scores[0].shape

@@ -55,6 +55,10 @@ def warp_sum(value: Any) -> Any:
     return value
 
 
+# All threads of the cluster wait for one another.
+MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+
+
 def start(barriers: Any, count: int, arrivals: int) -> None:
     """Makes barriers of 64 bits each; all threads of the cluster wait for one another."""
     inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [$0 + {8 * i}], $2;" for i in range(count))
@@ -65,8 +69,7 @@ def start(barriers: Any, count: int, arrivals: int) -> None:
             setp.eq.u32 p, $1, 0;
             {inits}
             @p fence.mbarrier_init.release.cluster;
-            barrier.cluster.arrive.release.aligned;
-            barrier.cluster.wait.acquire.aligned;
+            {MEET}
         }}""",
         "r,r,n",
         utils.memref_ptr(barriers),
@@ -77,7 +80,7 @@ def start(barriers: Any, count: int, arrivals: int) -> None:
 
 def meet() -> None:
     """All threads of the cluster wait for one another."""
-    asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
+    asm(MEET, "")
 
 
 def wait(barrier: Any, parity: Any) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._common import Ref, exponents, first_heads_of, lowest_score
-from pallas_models.kernels.mosaic._common import load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import load, plgpu, softmax_weights, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
 
@@ -144,11 +144,7 @@ def _attention_kernel(
         def weights_of(scores: jax.Array, peak: jax.Array | float) -> tuple[jax.Array, ...]:
             """Weights, the maximum of each row and those before, and the sum of its weights."""
             peak = jnp.maximum(jnp.max(scores, axis=1), peak)
-            factors, shifts = (
-                x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
-                for x in exponents(peak, scale)
-            )
-            weights = jnp.exp2(scores * factors - shifts)
+            weights = softmax_weights(scores, peak, scale)
             total = jnp.sum(weights, axis=1)
             # By their dtype weights are operands, which must not change while a product is under way.
             return weights.astype(dtype), peak, total

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Backend, Ref, exponents, lowest_score
+from pallas_models.kernels._common import Backend, Ref, lowest_score
 from pallas_models.kernels.mosaic import _inline, _tokens
-from pallas_models.kernels.mosaic._common import activate, load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import activate, load, plgpu, softmax_weights, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.kernels.mosaic._tokens import FEATURES, HALF, PITCH, ROW_BYTES, TOKENS
-from pallas_models.target import Target
+from pallas_models.target import Target, current
 
 _copies = Backend("jax.experimental.mosaic.gpu.launch_context")
 
@@ -34,6 +34,7 @@ _PARTS = _COLUMNS // _WIDTH
 _STAGES = 7  # of the ring
 _CONSUMERS = 2
 _MOST_CTAS = 12  # of a cluster, whose shared memory has room for what all of them send
+_LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which smaller GPUs may not have
 _MOST_LAYERS = 12  # whose arrays a kernel takes as arguments
 _MATRICES = ("w_qkv", "w_out", "w_up", "w_down")
 # Each CTA has its part of the biases.
@@ -45,7 +46,9 @@ def unsupported(
     x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], *, num_heads: int, **_: Any
 ) -> str | None:
     """Why `post_norm_layers` does not serve a call; None if it does."""
-    batch, seq, n = x.shape
+    (batch, seq, n), target = x.shape, current()
+    if target.name and target.num_cores < _LEAST_CORES:
+        return f"takes GPUs of {_LEAST_CORES} multiprocessors or more, not {target.num_cores}"
     if batch * seq > TOKENS:
         return f"takes up to {TOKENS} tokens, not {batch} x {seq}"
     if jax.__version_info__ < (0, 11):
@@ -321,12 +324,7 @@ def post_norm_layers(
                 )
                 taken = jnp.where(jax.lax.div(query, seq) == jax.lax.div(key, seq), taken, 0)
             s = jnp.where(taken != 0, s, -jnp.inf)
-            peak = jnp.maximum(jnp.max(s, axis=1), lowest_score(scale))
-            factors, shifts = (
-                v if isinstance(v, float) else jax.lax.broadcast_in_dim(v, sums_shape, [0])
-                for v in exponents(peak, scale)
-            )
-            weights = jnp.exp2(s * factors - shifts)
+            weights = softmax_weights(s, jnp.maximum(jnp.max(s, axis=1), lowest_score(scale)), scale)
             total = jnp.sum(weights, axis=1)
             weights = weights.astype(dtype)
             if interpret:
@@ -417,7 +415,7 @@ def post_norm_layers(
         if not interpret:
             call(lambda _: _inline.meet(), ())  # a CTA stays while others copy from it
 
-    taken = jnp.ones((tokens,), jnp.int32) if mask is None else (mask != 0).astype(jnp.int32).reshape(tokens)
+    taken = jnp.ones((tokens,), jnp.int32) if mask is None else mask.reshape(tokens)
     operands = dict(x=x.reshape(tokens, n), mask=jnp.pad(taken, (0, _WIDTH - tokens)))
     operands |= {f"{name}_{i}": value for i, layer in enumerate(layers) for name, value in layer.items()}
     block = (2, FEATURES, PITCH)
