@@ -18,11 +18,17 @@ Params = dict[str, Any]
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
 
 
+def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
+    """A parameter drawn at random; where `rngs` is empty zeros, which are traced in less time."""
+    x = nnx.initializers.normal(0.02)(rngs.params(), shape, dtype) if rngs else jnp.zeros(shape, dtype)
+    return nnx.Param(x)
+
+
 class Projection(nnx.Module):
     """The parameter of `x @ kernel`."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, d_out), dtype))
+        self.kernel = _random(rngs, (d_in, d_out), dtype)
 
 
 class Linear(Projection):
@@ -37,7 +43,7 @@ class GateUp(nnx.Module):
     """Two projections of one input side by side, (in, 2, out): the gate and what it gates."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (d_in, 2, d_out), dtype))
+        self.kernel = _random(rngs, (d_in, 2, d_out), dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -67,7 +73,7 @@ class Embedding(nnx.Module):
     """A table of vectors."""
 
     def __init__(self, rows: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, features), dtype))
+        self.embedding = _random(rngs, (rows, features), dtype)
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -192,7 +198,7 @@ def bind(kind: Kind[Module], config: Any, params: Params) -> Module:
 @functools.cache
 def _abstract(kind: Kind[Any], config: Any, stacked: bool) -> tuple[nnx.GraphDef[Any], nnx.State]:
     def build() -> nnx.Module:
-        module = kind(config, rngs=nnx.Rngs(0))
+        module = kind(config, rngs=nnx.Rngs())
         if stacked:
             graphs, states = zip(*map(nnx.split, module.layers), strict=True)
             module.layers = nnx.merge(graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
