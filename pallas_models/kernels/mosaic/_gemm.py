@@ -164,18 +164,19 @@ class Output:
     """What `store` stores: `value(block, slot)` in `ref`, (m, n) in device memory, by way of `slots`.
 
     Attributes:
-      slots: `staging` of this warpgroup.
+      slots: `staging`, of which this warpgroup has a part.
       copy: `copy(slot, ref, at)` copies a slot to `at(ref)`; on this GPU when None.
     """
 
     slots: Ref
+    warpgroup: jax.Array
     ref: Ref
     value: Callable[[Block, Ref], jax.Array]
     copy: Callable[[Ref, Ref, Callable[[Ref], Ref]], None] | None = None
 
     def slot(self, i: int) -> Ref:
         """The slot of the i-th block."""
-        return self.slots.at[i % self.slots.shape[0]]
+        return self.slots.at[self.warpgroup, i % self.slots.shape[1]]
 
     def leave(self, i: int, at: Callable[[Ref], Ref]) -> None:
         """Copies the slot of the i-th block to `at(ref)`."""
@@ -191,7 +192,7 @@ def store(tile: Tile, blocks: Sequence[Block], *outputs: Output, wait: bool) -> 
     Args:
       wait: whether slots may still be on their way from the last tile; not if that was waited for before.
     """
-    num_slots = min(output.slots.shape[0] for output in outputs)
+    num_slots = min(output.slots.shape[1] for output in outputs)
     for i, block in enumerate(blocks):
         if wait:
             plgpu.wait_smem_to_gmem(len(outputs) * (num_slots - 1), wait_read_only=True)

@@ -145,8 +145,8 @@ def gated_matmul(
         for part in range(2 if kept is not None else 0):
             of_part = functools.partial(product, part)
             of = (refs.gate, refs.up)[part]
-            store(tile, kept_parts, Output(refs.kept_slots.at[warpgroup], of, of_part), wait=True)
-        store(tile, parts, Output(refs.slots.at[warpgroup], refs.o, value), wait=True)
+            store(tile, kept_parts, Output(refs.kept_slots, warpgroup, of, of_part), wait=True)
+        store(tile, parts, Output(refs.slots, warpgroup, refs.o, value), wait=True)
 
     product_type = None if kept is None else jax.ShapeDtypeStruct((m, n), kept)
     out, *products = gemm(

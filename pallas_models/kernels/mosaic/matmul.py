@@ -267,11 +267,11 @@ def matmul(
             def copy(slot: Ref, o: Ref, at: Callable[[Ref], Ref]) -> None:
                 peers.store(slot, o, receiver, lambda o: at(o.at[peers.index]))
 
-        out = Output(refs.slots.at[warpgroup], refs.o, value, copy)
+        out = Output(refs.slots, warpgroup, refs.o, value, copy)
         if kept is None:
             store(tile, parts, out, wait=residual is None)
             return
-        kept_out = Output(refs.kept_slots.at[warpgroup], refs.kept, preactivation)
+        kept_out = Output(refs.kept_slots, warpgroup, refs.kept, preactivation)
         if kept_parts == parts:
             store(tile, parts, kept_out, out, wait=True)
         else:

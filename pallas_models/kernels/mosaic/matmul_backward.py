@@ -174,7 +174,7 @@ def weight_gradient(
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(product)
 
-        store(tile, parts, Output(refs.slots.at[warpgroup], refs.dw.at[tile.batch], value), wait=True)
+        store(tile, parts, Output(refs.slots, warpgroup, refs.dw.at[tile.batch], value), wait=True)
         for i, total in enumerate(totals):
 
             @pl.when(is_summed(tile, i, warpgroup))

@@ -189,7 +189,7 @@ def matmul_layer_norm(
             y = (ys[block.column // _COLUMNS] - along_rows(mean)) * along_rows(rstd)
             return y * vector("scale", block) + vector("offset", block)
 
-        store(tile, blocks, Output(refs.slots.at[warpgroup], refs.o, value), wait=residual is None)
+        store(tile, blocks, Output(refs.slots, warpgroup, refs.o, value), wait=residual is None)
 
     (out,) = gemm(
         dict(x=x, w=w, residual=residual, **vectors),

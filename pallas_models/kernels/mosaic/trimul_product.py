@@ -130,7 +130,7 @@ def product(
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(sums[0]) * factor
 
-        slots, copy, y = refs.slots.at[warpgroup], None, refs.y
+        copy, y = None, refs.y
         if peers is None:
             y, row, column = matrix(y, tile, 0, tile.row, tile.column)
         else:
@@ -145,7 +145,7 @@ def product(
                 peers.store(slot, y, i * pieces[1] + j, there)
 
         tile = dataclasses.replace(tile, row=row, column=column)
-        store(tile, parts, Output(slots, y, value, copy), wait=True)
+        store(tile, parts, Output(refs.slots, warpgroup, y, value, copy), wait=True)
 
     width = sides.shape[3]
     shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
