@@ -74,6 +74,8 @@ def _prepare_module(name: str) -> None:
 
     @plgpu.inline_mgpu()
     def prepare(context: Any) -> None:
+        # Inference of layouts has MLIR check the module hundreds of times: to wake threads takes longer than that.
+        context.module.context.enable_multithreading(False)
         if jax.__version_info__ >= (0, 11):
             _set_name(ir.InsertionPoint.current.block, name)
         context.scratch.host_init.append(functools.partial(_copy_words, context.scratch))
