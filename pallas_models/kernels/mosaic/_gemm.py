@@ -164,7 +164,7 @@ class Output:
     """What `store` stores: `value(block, slot)` in `ref`, (m, n) in device memory, by way of `slots`.
 
     Attributes:
-      slots: `staging`, of which this warpgroup has a part.
+      slots: `staging`.
       copy: `copy(slot, ref, at)` copies a slot to `at(ref)`; on this GPU when None.
     """
 

@@ -21,7 +21,14 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels._band import Band, Runs, searched
 from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
-from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
+from pallas_models.kernels.mosaic._common import (
+    ROW_BYTES,
+    check_interpreted_sizes,
+    load,
+    plgpu,
+    softmax_weights,
+    tiled,
+)
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
 from pallas_models.target import Target
@@ -413,13 +420,8 @@ def _attention_kernel(
 
         def softmax(scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            factor, shift = exponents(new_peak, scale)
-            factor, shifts = (
-                x if isinstance(x, float) else jax.lax.broadcast_in_dim(x, scores.shape, [0])
-                for x in (factor, shift)
-            )
-            weights = jnp.exp2(scores * factor - shifts)
-            correction = jnp.exp2(exponents(peak, scale)[1] - shift)
+            weights = softmax_weights(scores, new_peak, scale)
+            correction = jnp.exp2(exponents(peak, scale)[1] - exponents(new_peak, scale)[1])
             total = total * correction + jnp.sum(weights, axis=1)
             # The compiler would first wait for all products, but for this and what may wait after it.
             return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
