@@ -313,8 +313,6 @@ def embed(
     """
     _check_ids(ids)
     _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
-    # A CUDA graph is told anew where an argument lies, for each kernel that reads it: of the mask that is one.
-    mask = jnp.asarray(mask, bool)
     hidden = encode(params, ids, mask, token_type_ids=token_type_ids, config=config, implementation=implementation)
     return ops.mean_pool(hidden, mask, implementation=implementation)
 

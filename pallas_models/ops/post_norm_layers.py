@@ -93,7 +93,8 @@ def post_norm_layers(
     traced: dict[str, Any] = {"epsilon": static.pop("epsilon")} if isinstance(epsilon, jax.Array) else {}
 
     def apart(x: Any, mask: Any, layers: Any) -> jax.Array:
-        masks = dict(mask=mask, bias=bias, segment_ids=segment_ids)
+        # A CUDA graph is told anew where an argument lies, for each kernel that reads it: of the mask that is one.
+        masks = dict(mask=None if mask is None else mask != 0, bias=bias, segment_ids=segment_ids)
         for layer in layers:
             x = _apart(x, masks, layer, traced, names=names, **static)
         return x

@@ -57,7 +57,7 @@ class Exchange:
         """Makes the barriers; all warpgroups of the cluster wait for one another."""
         if not self.interpret:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
-                lambda _, added: inline.start(added, _PLACES, self.warpgroups)
+                lambda _, added: inline.start(added, *[self.warpgroups] * _PLACES)
             )(refs.added)
 
     def send(self, refs: Refs, step: jax.Array | int, piece: jax.Array, terms: Sequence[jax.Array]) -> None:

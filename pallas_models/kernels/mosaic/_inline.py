@@ -59,9 +59,9 @@ def warp_sum(value: Any) -> Any:
 MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
-def start(barriers: Any, count: int, arrivals: int) -> None:
-    """Makes barriers of 64 bits each; all threads of the cluster wait for one another."""
-    inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [$0 + {8 * i}], $2;" for i in range(count))
+def start(barriers: Any, *arrivals: int) -> None:
+    """Makes barriers of 64 bits for so many arrivals each; all threads of the cluster wait for one another."""
+    inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [$0 + {8 * i}], {n};" for i, n in enumerate(arrivals))
     asm(
         f"""
         {{
@@ -71,10 +71,9 @@ def start(barriers: Any, count: int, arrivals: int) -> None:
             @p fence.mbarrier_init.release.cluster;
             {MEET}
         }}""",
-        "r,r,n",
+        "r,r",
         utils.memref_ptr(barriers),
         utils.thread_idx(),
-        i32(arrivals),
     )
 
 

@@ -2,7 +2,7 @@
 
 Features are rows. For the tensor cores they lie in `x_t`, (N, 32): swizzled rows of 64 bytes, half of which tokens
 fill. What is sent are blocks of 32 features, those of a CTA, in two halves of 8 tokens, one for each warpgroup: of
-a half every lane has a feature, and every warp two tokens.
+a half every lane has a feature, and every warp two tokens. What a CTA has for itself it does not send.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +18,22 @@ from pallas_models.kernels.mosaic._inline import (
     i32,
     item,
     lane_and_warp,
+    thread,
     times,
     utils,
     wait,
     warp_sum,
 )
 
+_arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
+_mma = Backend("jax.experimental.mosaic.gpu.mma_utils")
 _wgmma = Backend("jax.experimental.mosaic.gpu.wgmma")
 
 TOKENS = 16
 FEATURES = 32  # of a block
 HALF = 8  # tokens
-PITCH = 10  # numbers between rows of 8 tokens: as many rows as a warp has lanes lie in different banks
 ROW_BYTES = 64  # of x_t
-HALF_BYTES = 2 * FEATURES * PITCH
+HALF_BYTES = 2 * FEATURES * HALF
 BLOCK_BYTES = 2 * HALF_BYTES
 
 Inline = Callable[..., Any]
@@ -44,10 +46,14 @@ def _place(half: Any) -> Any:
     return add(times(lane, ROW_BYTES), times(chunk, 16), times(warp, 4))
 
 
-def _place_sent(half: Any) -> Any:
-    """Where they lie in a block that is sent."""
-    lane, warp = lane_and_warp()
-    return add(times(lane, 2 * PITCH), times(warp, 4), times(half, HALF_BYTES))
+def _place_sent(row: Any, word: Any) -> Any:
+    """Where two tokens of a feature lie in half a block: those that a warp reads lie in different banks."""
+    return times(add(times(row, 4), utils.arith.xori(word, utils.arith.shrui(row, i32(3)))), 4)
+
+
+def _own_sent(half: Any) -> Any:
+    """Where a thread's two tokens lie in a block that is sent."""
+    return add(_place_sent(*lane_and_warp()), times(half, HALF_BYTES))
 
 
 def _pair(value: Any) -> Any:
@@ -87,8 +93,17 @@ def _total(terms: Sequence[Any]) -> Any:
     return terms[0]
 
 
-def expect(size: int) -> Inline:
-    """Says how many bytes will arrive in a round of a barrier."""
+def _received(ctas: int, own: Any, theirs: Any, rank: Any, half: Any, element: Any) -> list[Any]:
+    """What each CTA has sent, but for this one, which has it elsewhere."""
+    arith, place, values = utils.arith, _own_sent(half), []
+    for j in range(ctas):
+        here = arith.cmpi(arith.CmpIPredicate.eq, rank, i32(j))
+        values.append(_read(add(arith.select(here, own, add(theirs, BLOCK_BYTES * j)), place), 0, element))
+    return values
+
+
+def expect(ctas: int) -> Inline:
+    """A warpgroup arrives at a barrier and says what will arrive in this round: half a block of each other CTA."""
 
     def inline(_: Any, barrier: Any) -> None:
         asm(
@@ -96,47 +111,73 @@ def expect(size: int) -> Inline:
             {{
                 .reg .pred p;
                 setp.eq.u32 p, $1, 0;
-                @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};
+                @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {(ctas - 1) * HALF_BYTES};
             }}""",
             "r,r",
             utils.memref_ptr(barrier),
-            utils.thread_idx(),
+            thread(),
         )
 
     return inline
 
 
-def send(count: int, size: int, stride: int) -> Inline:
-    """Sends `size` bytes each to `count` CTAs: `first` and the next, those `step` further, and so on.
+def send(ctas: int, apart: bool) -> Inline:
+    """Sends to half of the other CTAs a block each, or where these are not `apart` half a block to all others.
 
-    To CTA i goes what lies `i * stride` bytes from the source. A few threads of each warp do it, as a warp issues
-    copies one after another.
+    A few threads of each warp do it, as a warp issues copies one after another.
     """
-
+    size, count = (BLOCK_BYTES, ctas // 2) if apart else (HALF_BYTES, ctas)
     copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
 
-    def inline(_: Any, source: Any, there: Any, barrier: Any, first: Any, step: Any) -> None:
+    def inline(_: Any, source: Any, there: Any, barrier: Any, rank: Any, half: Any) -> None:
         lane, warp = lane_and_warp()
-        index = add(warp, times(lane, 4))
-        pairs = utils.arith.muli(utils.arith.divui(index, i32(2)), step.registers.item())
-        peer = add(first.registers.item(), pairs, utils.arith.remui(index, i32(2)))
+        index = peer = add(warp, times(lane, 4))
+        if apart:  # in turn two for each warpgroup
+            peer = add(index, times(utils.arith.divui(index, i32(2)), 2), times(half.registers.item(), 2))
         asm(
             f"""
             {{
                 .reg .pred p;
                 .reg .b32 from, to, bar;
                 setp.lt.u32 p, $3, {count};
-                mad.lo.u32 from, $4, {stride}, $0;
+                setp.ne.and.u32 p, $4, $5, p;
+                mad.lo.u32 from, $4, {size if apart else 0}, $0;
                 @p mapa.shared::cluster.u32 to, $1, $4;
                 @p mapa.shared::cluster.u32 bar, $2, $4;
                 @p {copy} [to], [from], {size}, [bar];
             }}""",
-            "r,r,r,r,r",
+            "r,r,r,r,r,r",
             utils.memref_ptr(source),
             utils.memref_ptr(there),
             utils.memref_ptr(barrier),
             index,
             peer,
+            rank.registers.item(),
+        )
+
+    return inline
+
+
+def fetch_mask(tokens: int) -> Inline:
+    """Copies the mask of all tokens, and zeros beside it."""
+
+    def inline(_: Any, mask: Any, there: Any) -> None:
+        asm(
+            f"""
+            {{
+                .reg .pred p; .reg .b32 to, w; .reg .b64 from;
+                mov.b32 w, 0;
+                mad.wide.u32 from, $2, 4, $0;
+                mad.lo.u32 to, $2, 4, $1;
+                setp.lt.u32 p, $2, {tokens};
+                @p ld.global.b32 w, [from];
+                setp.lt.u32 p, $2, {2 * TOKENS};
+                @p st.shared.b32 [to], w;
+            }}""",
+            "l,r,r",
+            utils.memref_ptr(mask),
+            utils.memref_ptr(there),
+            thread(),
         )
 
     return inline
@@ -204,8 +245,42 @@ def give(tokens: int, n: int) -> Inline:
     return inline
 
 
-def multiply(flipped: bool, depth: int, height: int, width: int) -> Inline:
-    """Adds to each of `width` sums (64, 32) products of `depth` slots of weights, transposed, by `right`.
+def _add_product(registers: Any, left: Any, right: Any) -> Any:
+    """Adds to sums (64, 16) the product of left (64, K) and of the first 16 columns of right (K, 32).
+
+    Pallas would take all columns that lie together, and tensor cores as long as these are.
+    """
+    columns, kind = ROW_BYTES // 2, ir.MemRefType(right.type).element_type
+    (a, (_, (a_step, *_))), (_, a_next), a_fast = _mma.create_descriptor(
+        left, swizzle=ROW_BYTES, large_tile=(64, columns), group_size=(64, columns), logical_k_major=False
+    )
+    (b, (_, (b_step, *_))), (_, b_next), b_fast = _mma.create_descriptor(
+        right, swizzle=ROW_BYTES, large_tile=(columns,) * 2, group_size=(columns,) * 2, logical_k_major=True
+    )
+    (depth, _), _ = _mma.tiled_memref_shape(right)
+    for k in range(depth // columns):
+        left, right = (
+            utils.arith.addi(start, utils.c(_mma.encode_addr(k * step), start.type))
+            for start, step in ((a, a_next), (b, b_next))
+        )
+        registers = _wgmma.wgmma_m64(
+            registers,
+            left,
+            right,
+            a_transpose=a_fast != _mma.Dim.K,
+            b_transpose=b_fast != _mma.Dim.K,
+            a_k_stride=a_step,
+            b_k_stride=b_step,
+            n=TOKENS,
+            swizzle=ROW_BYTES,
+            a_element_type=kind,
+            b_element_type=kind,
+        )
+    return registers
+
+
+def multiply(flipped: bool, height: int) -> Inline:
+    """Adds to sums (64, 16) the product of slots of weights, transposed, and of `right`.
 
     Pallas cannot say that 64 columns lie in two parts of 32.
 
@@ -214,64 +289,82 @@ def multiply(flipped: bool, depth: int, height: int, width: int) -> Inline:
       height: of a slot.
     """
 
-    def inline(_: Any, right: Any, weights: Any, part: Any, *rest: Any) -> Any:
-        index, results = ir.IndexType.get(), []
-        first, *slots = (utils.arith.index_cast(index, x.registers.item()) for x in (part, *rest[: depth * width]))
-        for j in range(width):
-            accumulator = _wgmma.WGMMAAccumulator.from_registers(rest[depth * width + j])
-            for i in range(depth):
-                # Tiles of 8 rows: (2, K / 8, 8, 32), and (K / 8, 1, 8, 32) or (32 / 8, 1, 8, 32).
-                parts = (slots[j * depth + i], utils.ds(first, 2), slice(0, height // 8), 0)
-                left = utils.memref_transpose(utils.memref_slice(weights, parts), (0, 1, 3, 2))
-                if flipped:
-                    there = utils.memref_transpose(right, (1, 0, 3, 2))
-                else:
-                    there = utils.memref_slice(right, (utils.ds(utils.c(i * height // 8, index), height // 8),))
-                accumulator = _wgmma.wgmma(accumulator, left, there, swizzle=ROW_BYTES)
-            results.append(accumulator)
+    def inline(_: Any, right: Any, weights: Any, sums: Any, *given: Any) -> Any:
+        index = ir.IndexType.get()
+        first, *slots = (utils.arith.index_cast(index, x.registers.item()) for x in given)
+        sums = _wgmma.wgmma_fence(sums.to_layout(_arrays.WGMMA_LAYOUT_ACC_32BIT))
+        registers = sums.registers
+        for i, slot in enumerate(slots):
+            # Tiles of 8 rows: (2, K / 8, 8, 32), and (K / 8, 1, 8, 32) or (32 / 8, 1, 8, 32).
+            parts = (slot, utils.ds(first, 2), slice(0, height // 8), 0)
+            left = utils.memref_transpose(utils.memref_slice(weights, parts), (0, 1, 3, 2))
+            if flipped:
+                there = utils.memref_transpose(right, (1, 0, 3, 2))
+            else:
+                there = utils.memref_slice(right, (utils.ds(utils.c(i * height // 8, index), height // 8),))
+            registers = _add_product(registers, left, there)
         utils.nvvm.wgmma_commit_group_sync_aligned()
         utils.nvvm.wgmma_wait_group_sync_aligned(0)
-        values = [accumulator.value for accumulator in results]
-        return values if width > 1 else values[0]
+        sums = _arrays.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
+        return sums.to_layout(_arrays.WGMMA_LAYOUT)
+
+    return inline
+
+
+def _words(values: Any) -> Any:
+    """Row, token and both numbers of each pair of values (64, 16) that a thread has."""
+    word = ir.IntegerType.get_signless(32)
+    for index, register in zip(values.layout.thread_idxs(values.shape), values.registers.flat, strict=True):
+        row, token = (utils.arith.index_cast(word, x) for x in index)
+        yield row, token, item(utils.vector.bitcast(ir.VectorType.get((1,), word), register), 0)
+
+
+def put(columns: int) -> Inline:
+    """Stores values (64, 16) in rows of shared memory (rows, columns), and zeros in the next 16 columns."""
+
+    def inline(_: Any, values: Any, there: Any, first: Any) -> None:
+        arith = utils.arith
+        base = add(address(there), times(first.registers.item(), 2 * columns))
+        for row, token, word in _words(values.astype(there.type.element_type)):
+            tile, row = (f(row, i32(8)) for f in (arith.divui, arith.remui))
+            chunk = arith.xori(arith.divui(token, i32(HALF)), arith.shrui(row, i32(1)))
+            start = add(
+                base, times(tile, 16 * columns), times(row, ROW_BYTES), times(arith.remui(token, i32(HALF)), 2)
+            )
+            asm(
+                "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.b32 [$0], $2; st.shared.b32 [$1], zero; }",
+                "r,r,r",
+                add(start, times(chunk, 16)),
+                add(start, times(arith.xori(chunk, i32(2)), 16)),
+                word,
+            )
 
     return inline
 
 
 def stage(_: Any, values: Any, staging: Any, block: Any) -> None:
-    """Stores values (64, 32), those of 16 tokens, in two blocks to be sent."""
-    arith, word_type = utils.arith, ir.IntegerType.get_signless(32)
-    values = values.astype(staging.type.element_type)
+    """Stores values (64, 16) in two blocks to be sent."""
+    arith = utils.arith
     base = add(address(staging), times(block.registers.item(), BLOCK_BYTES))
-    for index, register in zip(values.layout.thread_idxs(values.shape), values.registers.flat, strict=True):
-        row, token = (arith.index_cast(word_type, x) for x in index)
-        block, row = arith.divui(row, i32(FEATURES)), arith.remui(row, i32(FEATURES))
-        half, column = arith.divui(token, i32(HALF)), arith.remui(token, i32(HALF))
-        place = add(
-            base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), times(row, 2 * PITCH), times(column, 2)
-        )
-        word = item(utils.vector.bitcast(ir.VectorType.get((1,), word_type), register), 0)
-        asm(
-            f"{{ .reg .pred p; setp.lt.u32 p, $2, {TOKENS}; @p st.shared.b32 [$0], $1; }}",
-            "r,r,r",
-            place,
-            word,
-            token,
-        )
+    for row, token, word in _words(values.astype(staging.type.element_type)):
+        block, row = (f(row, i32(FEATURES)) for f in (arith.divui, arith.remui))
+        half, column = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
+        sent = _place_sent(row, arith.divui(column, i32(2)))
+        place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), sent)
+        asm("st.shared.b32 [$0], $1;", "r,r", place, word)
 
 
 def sum_up(ctas: int) -> Inline:
     """Adds up what all CTAs have sent, bias and what the layer began with, half a block, to be sent."""
 
-    def inline(
-        _: Any, parts: Any, x_t: Any, bias: Any, own: Any, barrier: Any, rank: Any, half: Any, parity: Any
-    ) -> None:
-        element, rank, half = x_t.type.element_type, rank.registers.item(), half.registers.item()
+    def inline(_: Any, parts: Any, staging: Any, x_t: Any, bias: Any, own: Any, barrier: Any, *rest: Any) -> None:
+        element, (rank, half) = x_t.type.element_type, (x.registers.item() for x in rest[:2])
         before = add(address(x_t), _place(half), times(rank, FEATURES * ROW_BYTES))
         terms = [_read(before, 0, element), _read_vector(bias, 0)]
-        wait(barrier, parity)
-        place = add(address(parts), _place_sent(half))
-        terms += [_read(place, BLOCK_BYTES * j, element) for j in range(ctas)]
-        _write(add(address(own), _place_sent(half)), 0, _total(terms), element)
+        here = add(address(staging), times(rank, BLOCK_BYTES))
+        wait(barrier, rest[2])
+        terms += _received(ctas, here, address(parts), rank, half, element)
+        _write(add(address(own), _own_sent(half)), 0, _total(terms), element)
 
     return inline
 
@@ -279,12 +372,13 @@ def sum_up(ctas: int) -> Inline:
 def normalise(ctas: int, epsilon: float) -> Inline:
     """Normalises the rows that all CTAs have sent, half of the tokens, into `x_t`."""
 
-    def inline(_: Any, rows: Any, scale: Any, offset: Any, x_t: Any, barrier: Any, half: Any, parity: Any) -> None:
-        arith, element, n, half = utils.arith, x_t.type.element_type, ctas * FEATURES, half.registers.item()
+    def inline(_: Any, rows: Any, own: Any, scale: Any, offset: Any, x_t: Any, barrier: Any, *rest: Any) -> None:
+        arith, element, n = utils.arith, x_t.type.element_type, ctas * FEATURES
+        rank, half = (x.registers.item() for x in rest[:2])
         scales, offsets = ([_read_vector(vector, j) for j in range(ctas)] for vector in (scale, offset))
-        place, there = add(address(rows), _place_sent(half)), add(address(x_t), _place(half))
-        wait(barrier, parity)
-        values = [_read(place, BLOCK_BYTES * j, element) for j in range(ctas)]
+        there = add(address(x_t), _place(half))
+        wait(barrier, rest[2])
+        values = _received(ctas, address(own), address(rows), rank, half, element)
         # Squares about what is near the mean, that of the first lane's features: both sums in one go.
         near = arith.mulf(_total(values), _pair(1.0 / ctas))
         near = _each(lambda v: asm("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=f,f", v, result="f32"), near)

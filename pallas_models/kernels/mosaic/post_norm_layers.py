@@ -20,7 +20,7 @@ from pallas_models.kernels.mosaic import _inline, _tokens
 from pallas_models.kernels.mosaic._common import activate, load, plgpu, softmax_weights, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
-from pallas_models.kernels.mosaic._tokens import FEATURES, HALF, PITCH, ROW_BYTES, TOKENS
+from pallas_models.kernels.mosaic._tokens import FEATURES, HALF, ROW_BYTES, TOKENS
 from pallas_models.target import Target, current
 
 _copies = Backend("jax.experimental.mosaic.gpu.launch_context")
@@ -31,7 +31,7 @@ _WIDTH = 32  # of rows in shared memory, more than there are tokens
 _BLOCK = 64  # rows of weights in a slot of the ring
 _COLUMNS = 128  # of weights in a slot, half of which are those of a warpgroup
 _PARTS = _COLUMNS // _WIDTH
-_STAGES = 7  # of the ring
+_STAGES = 8  # of the ring
 _CONSUMERS = 2
 _MOST_CTAS = 12  # of a cluster, whose shared memory has room for what all of them send
 _LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which smaller GPUs may not have
@@ -100,7 +100,7 @@ def post_norm_layers(
     scale = math.log2(math.e) / math.sqrt(FEATURES)
     splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
     tile = plgpu.RefType((plgpu.TilingTransform((8, _WIDTH)), plgpu.SwizzleTransform(ROW_BYTES)))
-    sums_shape = (_BLOCK, _WIDTH)
+    sums_shape, scores_shape = (_BLOCK, TOKENS), (_BLOCK, _WIDTH)
 
     def body(refs: Refs) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
@@ -192,58 +192,51 @@ def post_norm_layers(
             value = jnp.zeros(sums_shape, jnp.float32)
             return value if interpret else plgpu.layout_cast(value, plgpu.Layout.WGMMA)
 
-        def multiply(
-            sums: Sequence[jax.Array], first: jax.Array, depth: int, right: Ref, height: int = _BLOCK
-        ) -> list[jax.Array]:
-            """Adds to each of the sums this warpgroup's columns of `depth` slots, transposed, by `right`."""
-            width, flipped = len(sums), height < _BLOCK
-            slots = [jax.lax.rem(first + i, _STAGES) for i in range(width * depth)]
+        def multiply(sums: jax.Array, first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> jax.Array:
+            """Adds to the sums this warpgroup's columns of `depth` slots, transposed, by `right`."""
+            slots = [jax.lax.rem(first + i, _STAGES) for i in range(depth)]
             for slot in slots:
                 ring.wait(slot)
+            flipped = height < _BLOCK
             if interpret:
-                there = right[...].T if flipped else right[...]
-                products = [
-                    jnp.dot(
-                        jnp.concatenate([refs.slots[slot, 2 * warpgroup + j, :height].T for j in range(2)]),
-                        there[i % depth * height : (i % depth + 1) * height],
-                        preferred_element_type=jnp.float32,
-                    )
-                    for i, slot in enumerate(slots)
-                ]
-                results = [sum(products[i * depth : (i + 1) * depth], start) for i, start in enumerate(sums)]
+                there = (right[...].T if flipped else right[...])[:, :TOKENS]
+                for i, slot in enumerate(slots):
+                    left = jnp.concatenate([refs.slots[slot, 2 * warpgroup + j, :height].T for j in range(2)])
+                    rows = there[i * height : (i + 1) * height]
+                    sums += jnp.dot(left, rows, preferred_element_type=jnp.float32)
             else:
                 acc = plgpu.Layout.WGMMA
                 result = plgpu.ShapeDtypeStruct(sums_shape, jnp.float32, layout=acc)
-                kinds = (tile, tile, splat, *[splat] * len(slots), *[acc] * width)
-                inline = _tokens.multiply(flipped, depth, height, width)
-                given = (right, refs.slots, 2 * warpgroup, *slots, *sums)
-                several = call(inline, kinds, *given, result=[result] * width if width > 1 else result)
-                results = several if width > 1 else [several]
+                kinds = (tile, tile, acc, *[splat] * (1 + depth))
+                inline = _tokens.multiply(flipped, height)
+                sums = call(inline, kinds, right, refs.slots, sums, 2 * warpgroup, *slots, result=result)
             for slot in slots:
                 ring.release(slot)
-            return results
+            return sums
 
         def product(first: jax.Array) -> jax.Array:
             """This warpgroup's columns of the next slots, transposed, by the activations."""
 
             def step(k: jax.Array, sums: jax.Array) -> jax.Array:
                 right = refs.x_t.at[pl.ds(k * batch * _BLOCK, batch * _BLOCK)]
-                return multiply([sums], first + k * batch, batch, right)[0]
+                return multiply(sums, first + k * batch, batch, right)
 
             return jax.lax.fori_loop(0, steps // batch, step, zeros())
 
         def share(rank: jax.Array, first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> None:
             """Makes ready to be sent what this CTA adds to all features."""
-            for i, v in enumerate(multiply([zeros()] * blocks, first, depth, right, height)):
-                block = 4 * i + 2 * warpgroup
+
+            @pl.loop(0, blocks)
+            def _(i: jax.Array) -> None:
+                v, block = multiply(zeros(), first + i * depth, depth, right, height), 4 * i + 2 * warpgroup
                 if not interpret:
-                    call(_tokens.stage, (plgpu.Layout.WGMMA, ref, splat), v, refs.staging, block)
-                    continue
+                    call(_tokens.stage, (plgpu.Layout.WGMMA, tile, splat), v, refs.qkv_t, block)
+                    return
                 for j, half in itertools.product(range(2), range(2)):
                     rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
-                    refs.parts[block + j, rank, half, :, :HALF] = v[rows, columns].astype(dtype)
+                    refs.parts[block + j, rank, half] = v[rows, columns].astype(dtype)
 
-        def exchange(step: jax.Array, vectors: Ref, phase: int) -> None:
+        def exchange(vectors: Ref, phase: int) -> None:
             """Sends, receives, adds up and normalises."""
             bias, scale, offset = (vectors.at[:, pl.ds(places[name], sizes[name])] for name in _NORMS[phase])
             if interpret:
@@ -251,7 +244,7 @@ def post_norm_layers(
 
                 @pl.when(warpgroup == 0)
                 def _() -> None:
-                    parts = refs.parts[...].astype(jnp.float32).sum(axis=1)[..., :HALF]
+                    parts = refs.parts[...].astype(jnp.float32).sum(axis=1)
                     total = parts.transpose(0, 2, 1, 3).reshape(n, TOKENS)
                     total += bias[...].reshape(n, 1) + refs.x_t[:, :TOKENS].astype(jnp.float32)
                     total = total.astype(dtype).astype(jnp.float32)
@@ -261,65 +254,51 @@ def post_norm_layers(
 
                 meet(1)
                 return
-            rank, parity = jax.lax.axis_index("rank"), jax.lax.rem(step, 2)
-            arrived, theirs = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
-            sizes_sent = (_tokens.BLOCK_BYTES, _tokens.HALF_BYTES, _tokens.HALF_BYTES)
-            for i, size in enumerate(sizes_sent):
-                call(_tokens.expect(ctas * size), (ref,), refs.arrived.at[i])
+            rank = jax.lax.axis_index("rank")
+            where, splats = (rank, warpgroup, jnp.int32(phase)), (splat,) * 3
+            summed, normed = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
             plgpu.commit_smem()
-            sent = (ref, ref, ref, splat, splat)
-            send = _tokens.send(ctas // 2, _tokens.BLOCK_BYTES, _tokens.BLOCK_BYTES)
-            call(send, sent, refs.staging, refs.parts.at[rank], arrived, 2 * warpgroup, jnp.int32(4))
-            where = (bias.at[0], refs.own, arrived, rank, warpgroup, parity)
-            kinds = (ref, tile, ref, ref, ref, splat, splat, splat)
-            call(_tokens.sum_up(ctas), kinds, refs.parts, refs.x_t, *where)
+            for barrier in (summed, normed):
+                call(_tokens.expect(ctas), (ref,), barrier)
+            parts, rows = refs.parts.at[rank], refs.rows.at[rank, warpgroup]
+            call(_tokens.send(ctas, True), (tile, ref, ref, *splats[:2]), refs.qkv_t, parts, summed, *where[:2])
+            given = (refs.parts, refs.qkv_t, refs.x_t, bias.at[0], refs.own, summed)
+            call(_tokens.sum_up(ctas), (ref, tile, tile, ref, ref, ref, *splats), *given, *where)
             plgpu.commit_smem()
-            send = _tokens.send(ctas, _tokens.HALF_BYTES, 0)
-            there = refs.rows.at[rank, warpgroup]
-            call(send, sent, refs.own.at[warpgroup], there, theirs, jnp.int32(0), jnp.int32(2))
-            norm = _tokens.normalise(ctas, epsilon)
-            vectors_of = (scale.at[0], offset.at[0])
-            call(
-                norm,
-                (ref, ref, ref, tile, ref, splat, splat),
-                refs.rows,
-                *vectors_of,
-                refs.x_t,
-                theirs,
-                warpgroup,
-                parity,
-            )
+            own = refs.own.at[warpgroup]
+            call(_tokens.send(ctas, False), (ref, ref, ref, *splats[:2]), own, rows, normed, *where[:2])
+            given = (refs.rows, refs.own, scale.at[0], offset.at[0], refs.x_t, normed)
+            call(_tokens.normalise(ctas, epsilon), (ref, ref, ref, ref, tile, ref, *splats), *given, *where)
             plgpu.commit_smem()
             meet(phase)
 
         def attend() -> None:
-            """Attention of a head, whose queries and keys and values are in `qk_t` and `v_t`, into `y`."""
-            own, wgmma = pl.ds(0, FEATURES), plgpu.Layout.WGMMA
+            """Attention of a head, whose queries, keys and values are in `qkv_t`, into `y`."""
+            wgmma = plgpu.Layout.WGMMA
+            keys, v = (refs.qkv_t.at[pl.ds(i * FEATURES, FEATURES), pl.ds(0, _WIDTH)] for i in (1, 2))
 
             def scores(sums: Ref) -> jax.Array:
-                keys = refs.qk_t.at[pl.ds(FEATURES, FEATURES), pl.ds(0, _WIDTH)]
-                plgpu.wgmma(sums, refs.qk_t.at[own].transpose((1, 0)), keys)
+                plgpu.wgmma(sums, refs.qkv_t.at[pl.ds(0, FEATURES)].transpose((1, 0)), keys)
                 return sums[...]
 
             def values(sums: Ref) -> jax.Array:
-                plgpu.wgmma(sums, weights, refs.v_t.at[own].transpose((1, 0)))
+                plgpu.wgmma(sums, weights, v.transpose((1, 0)))
                 return sums[...]
 
             def columns(v: jax.Array) -> jax.Array:
-                v = jax.lax.broadcast_in_dim(v, sums_shape, [1])
+                v = jax.lax.broadcast_in_dim(v, scores_shape, [1])
                 return v if interpret else plgpu.layout_cast(v, wgmma)
 
             if interpret:
-                qk = refs.qk_t[...]
-                s = jnp.dot(qk[:FEATURES].T, qk[FEATURES:, :_WIDTH], preferred_element_type=jnp.float32)
+                s = jnp.dot(refs.qkv_t[:FEATURES].T, keys[...], preferred_element_type=jnp.float32)
             else:
-                s = pl.run_scoped(scores, plgpu.ACC(sums_shape, jnp.float32))
-            taken = columns(load(refs.mask, wgmma.reduce(0), interpret=interpret))
+                s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
+            taken = columns(load(refs.taken, wgmma.reduce(0), interpret=interpret))
             if seq < tokens:
                 query, key = (
-                    jax.lax.broadcasted_iota(jnp.int32, sums_shape, axis)
+                    jax.lax.broadcasted_iota(jnp.int32, scores_shape, axis)
                     if interpret
-                    else plgpu.broadcasted_iota(jnp.int32, sums_shape, axis, layout=wgmma)
+                    else plgpu.broadcasted_iota(jnp.int32, scores_shape, axis, layout=wgmma)
                     for axis in range(2)
                 )
                 taken = jnp.where(jax.lax.div(query, seq) == jax.lax.div(key, seq), taken, 0)
@@ -328,7 +307,7 @@ def post_norm_layers(
             total = jnp.sum(weights, axis=1)
             weights = weights.astype(dtype)
             if interpret:
-                out = jnp.dot(weights, refs.v_t[:FEATURES].T, preferred_element_type=jnp.float32)
+                out = jnp.dot(weights, v[...].T, preferred_element_type=jnp.float32)
             else:
                 out = pl.run_scoped(values, plgpu.ACC((_BLOCK, FEATURES), jnp.float32))
             factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
@@ -337,7 +316,17 @@ def post_norm_layers(
 
         def layer(i: jax.Array, _: None) -> None:
             slot = jax.lax.rem(i, 2)
-            vectors, own_rows = refs.vectors.at[slot], pl.ds(warpgroup * _BLOCK, _BLOCK)
+            vectors = refs.vectors.at[slot]
+
+            def store(values: jax.Array, there: Ref) -> None:
+                """Stores what this warpgroup has of features (128, 16), and zeros beside it."""
+                if interpret:
+                    values = jnp.pad(values.astype(dtype), ((0, 0), (0, there.shape[1] - TOKENS)))
+                    there[pl.ds(warpgroup * _BLOCK, _BLOCK)] = values
+                else:
+                    kinds = (plgpu.Layout.WGMMA, tile, splat)
+                    call(_tokens.put(there.shape[1]), kinds, values, there, warpgroup * _BLOCK)
+                plgpu.commit_smem()
 
             def biased(v: jax.Array, name: str, index: jax.Array) -> jax.Array:
                 there = vectors.at[index, pl.ds(places[name] + warpgroup * _BLOCK, _BLOCK)]
@@ -347,23 +336,11 @@ def post_norm_layers(
 
             def head(rank: jax.Array, index: jax.Array) -> None:
                 first = i * layer_steps + index * head_steps
-                qkv = biased(product(first), "bias_qkv", index).astype(dtype)
-
-                @pl.when(warpgroup == 0)
-                def _() -> None:
-                    refs.qk_t.at[:, pl.ds(0, _WIDTH)][...] = qkv
-                    plgpu.commit_smem()
-                    plgpu.barrier_wait(refs.v_ready)
-                    attend()
-                    plgpu.barrier_arrive(refs.y_ready)
-
-                @pl.when(warpgroup == 1)
-                def _() -> None:
-                    refs.v_t[...] = qkv
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(refs.v_ready)
-
-                plgpu.barrier_wait(refs.y_ready)
+                qkv = biased(product(first), "bias_qkv", index)
+                store(qkv, refs.qkv_t)
+                meet(2)
+                pl.when(warpgroup == 0)(attend)
+                meet(3)
                 share(rank, first + steps, 1, refs.y.at[pl.ds(0, _WIDTH)], FEATURES)
                 if interpret:
                     meet(2)
@@ -371,8 +348,7 @@ def post_norm_layers(
             def hidden(rank: jax.Array, index: jax.Array) -> None:
                 first = i * layer_steps + ranks * head_steps + index * hidden_steps
                 values = biased(product(first), "bias_up", index)
-                refs.h_t.at[own_rows][...] = activate(activation, values, dtype).astype(dtype)
-                plgpu.commit_smem()
+                store(activate(activation, values, dtype), refs.h_t)
                 meet(2)
                 share(rank, first + steps, 2, refs.h_t)
                 if interpret:
@@ -380,9 +356,9 @@ def post_norm_layers(
 
             plgpu.barrier_wait(refs.vectors_full.at[slot])
             each_rank(head)
-            exchange(2 * i, vectors, 0)
+            exchange(vectors, 0)
             each_rank(hidden)
-            exchange(2 * i + 1, vectors, 1)
+            exchange(vectors, 1)
             plgpu.barrier_arrive(refs.vectors_consumed.at[slot])
 
         def consume() -> None:
@@ -392,9 +368,12 @@ def post_norm_layers(
                 def _() -> None:
                     refs.x_t[...] = jnp.zeros((n, _WIDTH), dtype)
                     refs.x_t[:, :tokens] = refs.x[...].T
+                    refs.taken[...] = jnp.zeros(_WIDTH, jnp.int32)
+                    refs.taken[:tokens] = refs.mask[...]
 
             else:
                 call(_tokens.fetch(tokens, n), (ref, tile, splat), refs.x, refs.x_t, warpgroup)
+                call(_tokens.fetch_mask(tokens), (ref, ref), refs.mask, refs.taken)
             plgpu.commit_smem()
             meet(2)
             jax.lax.fori_loop(0, count, layer, None)
@@ -409,18 +388,18 @@ def post_norm_layers(
                 call(_tokens.give(tokens, n), (tile, ref, splat, splat), refs.x_t, refs.o, rank, warpgroup)
 
         if not interpret:
-            call(lambda _, barriers: _inline.start(barriers, 3, 1), (ref,), refs.arrived)
+            call(lambda _, barriers: _inline.start(barriers, _CONSUMERS, 1, 1), (ref,), refs.arrived)
         pl.when(warpgroup == _CONSUMERS)(produce)
         pl.when(warpgroup < _CONSUMERS)(consume)
         if not interpret:
             call(lambda _: _inline.meet(), ())  # a CTA stays while others copy from it
 
     taken = jnp.ones((tokens,), jnp.int32) if mask is None else mask.reshape(tokens)
-    operands = dict(x=x.reshape(tokens, n), mask=jnp.pad(taken, (0, _WIDTH - tokens)))
+    operands = dict(x=x.reshape(tokens, n), mask=taken)
     operands |= {f"{name}_{i}": value for i, layer in enumerate(layers) for name, value in layer.items()}
-    block = (2, FEATURES, PITCH)
-    sent = {name: plgpu.SMEM((ctas, *block), dtype) for name in ("staging", "rows")}
-    sent |= dict(own=plgpu.SMEM(block, dtype), arrived=plgpu.SMEM((3, 2), jnp.int32))
+    block = (2, FEATURES, HALF)
+    sent = dict(own=plgpu.SMEM(block, dtype), rows=plgpu.SMEM((ctas, *block), dtype))
+    sent["arrived"] = plgpu.SMEM((1 + _CONSUMERS, 2), jnp.int32)
     (out,) = launch(
         body,
         operands,
@@ -429,8 +408,7 @@ def post_norm_layers(
             slots=tiled((_STAGES, _PARTS, _BLOCK, _WIDTH), dtype, ROW_BYTES),
             x_t=tiled((n, _WIDTH), dtype, ROW_BYTES),
             h_t=tiled((_COLUMNS, _WIDTH), dtype, ROW_BYTES),
-            qk_t=tiled((_BLOCK, _BLOCK), dtype, ROW_BYTES),
-            v_t=tiled((_BLOCK, _WIDTH), dtype, ROW_BYTES),
+            qkv_t=tiled((_COLUMNS, _BLOCK), dtype, ROW_BYTES),  # and after attention what is to be sent
             y=tiled((_BLOCK, FEATURES), dtype, ROW_BYTES),
             parts=plgpu.SMEM((ctas, ctas, *block) if interpret else (ctas, *block), dtype),
             vectors=plgpu.SMEM((2, ranks, sum(sizes.values())), jnp.float32),
@@ -438,9 +416,8 @@ def post_norm_layers(
             consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
             vectors_full=plgpu.Barrier(num_arrivals=ranks * (len(_VECTORS) + 2), num_barriers=2),
             vectors_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-            met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=3),
-            v_ready=plgpu.Barrier(),
-            y_ready=plgpu.Barrier(),
+            met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=4),
+            taken=plgpu.SMEM((_WIDTH,), jnp.int32),
             **({} if interpret else sent),
         ),
         name="post_norm_layers",
