@@ -258,10 +258,12 @@ def post_norm_layers(
             where, splats = (rank, warpgroup, jnp.int32(phase)), (splat,) * 3
             summed, normed = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
             plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.met.at[2])
             for barrier in (summed, normed):
                 call(_tokens.expect(ctas), (ref,), barrier)
             parts, rows = refs.parts.at[rank], refs.rows.at[rank, warpgroup]
             call(_tokens.send(ctas, True), (tile, ref, ref, *splats[:2]), refs.qkv_t, parts, summed, *where[:2])
+            plgpu.barrier_wait(refs.met.at[2])  # for what this CTA has for itself
             given = (refs.parts, refs.qkv_t, refs.x_t, bias.at[0], refs.own, summed)
             call(_tokens.sum_up(ctas), (ref, tile, tile, ref, ref, ref, *splats), *given, *where)
             plgpu.commit_smem()
