@@ -39,11 +39,16 @@ BLOCK_BYTES = 2 * HALF_BYTES
 Inline = Callable[..., Any]
 
 
+def _eight(row: Any, which: Any) -> Any:
+    """Where eight tokens of a swizzled row lie, in bytes."""
+    arith = utils.arith
+    return add(times(row, ROW_BYTES), times(arith.xori(which, arith.andi(arith.shrui(row, i32(1)), i32(3))), 16))
+
+
 def _place(half: Any) -> Any:
     """Where a thread's two tokens of the first block lie in `x_t`, in bytes."""
-    arith, (lane, warp) = utils.arith, lane_and_warp()
-    chunk = arith.xori(half, arith.andi(arith.shrui(lane, i32(1)), i32(3)))
-    return add(times(lane, ROW_BYTES), times(chunk, 16), times(warp, 4))
+    lane, warp = lane_and_warp()
+    return add(_eight(lane, half), times(warp, 4))
 
 
 def _place_sent(row: Any, word: Any) -> Any:
@@ -66,9 +71,9 @@ def _each(function: Callable[[Any], Any], pair: Any) -> Any:
     return utils.vector.from_elements(pair.type, [function(item(pair, i)) for i in range(2)])
 
 
-def _read(place: Any, offset: int, element: Any) -> Any:
+def _read(place: Any, element: Any) -> Any:
     """Two numbers of 16 bits, in float32."""
-    word = asm(f"ld.shared.b32 $0, [$1 + {offset}];", "=r,r", place, result="i32")
+    word = asm("ld.shared.b32 $0, [$1];", "=r,r", place, result="i32")
     word = utils.vector.broadcast(ir.VectorType.get((1,), word.type), word)
     pair = utils.vector.bitcast(ir.VectorType.get((2,), element), word)
     return utils.arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
@@ -98,7 +103,7 @@ def _received(ctas: int, own: Any, theirs: Any, rank: Any, half: Any, element: A
     arith, place, values = utils.arith, _own_sent(half), []
     for j in range(ctas):
         here = arith.cmpi(arith.CmpIPredicate.eq, rank, i32(j))
-        values.append(_read(add(arith.select(here, own, add(theirs, BLOCK_BYTES * j)), place), 0, element))
+        values.append(_read(add(arith.select(here, own, add(theirs, BLOCK_BYTES * j)), place), element))
     return values
 
 
@@ -327,15 +332,13 @@ def put(columns: int) -> Inline:
         base = add(address(there), times(first.registers.item(), 2 * columns))
         for row, token, word in _words(values.astype(there.type.element_type)):
             tile, row = (f(row, i32(8)) for f in (arith.divui, arith.remui))
-            chunk = arith.xori(arith.divui(token, i32(HALF)), arith.shrui(row, i32(1)))
-            start = add(
-                base, times(tile, 16 * columns), times(row, ROW_BYTES), times(arith.remui(token, i32(HALF)), 2)
-            )
+            which, token = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
+            start = add(base, times(tile, 16 * columns), times(token, 2))
             asm(
                 "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.b32 [$0], $2; st.shared.b32 [$1], zero; }",
                 "r,r,r",
-                add(start, times(chunk, 16)),
-                add(start, times(arith.xori(chunk, i32(2)), 16)),
+                add(start, _eight(row, which)),
+                add(start, _eight(row, add(which, 2))),
                 word,
             )
 
@@ -360,7 +363,7 @@ def sum_up(ctas: int) -> Inline:
     def inline(_: Any, parts: Any, staging: Any, x_t: Any, bias: Any, own: Any, barrier: Any, *rest: Any) -> None:
         element, (rank, half) = x_t.type.element_type, (x.registers.item() for x in rest[:2])
         before = add(address(x_t), _place(half), times(rank, FEATURES * ROW_BYTES))
-        terms = [_read(before, 0, element), _read_vector(bias, 0)]
+        terms = [_read(before, element), _read_vector(bias, 0)]
         here = add(address(staging), times(rank, BLOCK_BYTES))
         wait(barrier, rest[2])
         terms += _received(ctas, here, address(parts), rank, half, element)
