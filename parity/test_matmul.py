@@ -684,6 +684,21 @@ def test_hopper_kernel_lowers(dtype, out_dtype, ping_pong):
     assert "stablehlo.dot" not in text and "stablehlo.transpose" not in text
 
 
+@pytest.mark.parametrize(
+    "m, n, k, call",
+    [
+        (120, 3072, 1024, TRITON_CALL),
+        (128, 1536, 384, TRITON_CALL),  # short, as those about it
+        (128, 3072, 768, MOSAIC_CALL),
+        (256, 1536, 384, MOSAIC_CALL),
+    ],
+)
+def test_the_kernel_of_short_products(m, n, k, call):
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
+    with cuda_device(*HOPPER):
+        assert lowered_for_cuda(ops.matmul, x, w).count(f"@{call}") == 1
+
+
 @pytest.mark.parametrize("m", [8, 1024, 8192, 65536])
 @pytest.mark.parametrize("n, k", [(64, 64), (384, 1536), (1152, 384), (4096, 12288), (24576, 4096)])
 def test_hopper_heuristic(m, n, k):

@@ -45,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "triton": "ladder",
     "xla": "xla",
     "xla-bound": "xla",
+    "one-kernel": "xla",
     "torch-graph": "torch",
 }
 IMPLEMENTATIONS = {"pallas": None, "xla": "xla", "triton": "triton"}

@@ -31,6 +31,8 @@ from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
+_LARGE = 1 << 20  # weights
+
 
 def unsupported(
     x: jax.Array,
@@ -66,9 +68,14 @@ def unsupported(
     )
 
 
-def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
-    """Whether it is the faster kernel for a call that it serves; so for gated products."""
-    return x.shape[0] >= 128
+def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+    """Whether it is the faster kernel for a call that it serves; so for gated products.
+
+    XLA has a Triton kernel begin while the one before it ends, but not a kernel of Mosaic. Where both are short
+    that decides.
+    """
+    rows = x.shape[0]
+    return rows >= 256 or (rows >= 128 and w.size >= _LARGE)
 
 
 # Fitted to 34 products of 128 to 32768 rows and K of 384 to 12288 in bfloat16 on an H200; the tiles that the fit
