@@ -688,7 +688,7 @@ def test_hopper_kernel_lowers(dtype, out_dtype, ping_pong):
     "m, n, k, call",
     [
         (120, 3072, 1024, TRITON_CALL),
-        (128, 1536, 384, TRITON_CALL),  # short, as those about it
+        (128, 1536, 384, TRITON_CALL),  # as short as the kernels beside it
         (128, 3072, 768, MOSAIC_CALL),
         (256, 1536, 384, MOSAIC_CALL),
     ],

@@ -111,7 +111,7 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
 
     Returns:
       The figures of "pallas" and "xla" with the parameters as arguments and "bound", part of the program, of
-      "one-kernel", a program that adds 1 to the mask, which is the host's part of any, and of "torch-graph", or
+      "one-kernel", a program that adds 1 to the mask, most of whose time is the host's, and of "torch-graph", or
       for torch's the reason why there are none.
     """
     import functools

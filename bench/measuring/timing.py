@@ -5,7 +5,7 @@ between kernels and copies between buffers. `jax.experimental.mosaic.gpu.profile
 way; this module calls it directly, since it records every kernel of the process and so measures torch and JAX with
 one clock. CUPTI allows one subscriber: no other profiler can run in the process.
 
-From JAX 0.11 on XLA has its own and Triton's kernels begin while those before them end. Such time counts for both:
+XLA of JAX 0.11.2 has its own and Triton's kernels begin while those before them end. Such time counts for both:
 8 of 87 us of 49 short kernels on an H200, whose wall time was 80 us.
 
 Wall time is what a caller sees in steady state: the time of many queued calls and one wait at the end, divided by
