@@ -92,7 +92,7 @@ class TestTiming:
     def measure(self, monkeypatch, record, **candidate):
         queued = []
 
-        def record_kernels(run, *, detach):
+        def record_kernels(run):
             queued.clear()
             run()
             return record(len(queued))
@@ -101,18 +101,18 @@ class TestTiming:
         fake = Candidate(call=queued.append, wait=lambda _: None, **candidate)
         return timing.measure({"fake": fake}, FAST)["fake"]
 
-    def test_device_time_is_the_sum_of_the_kernels(self, monkeypatch):
+    def test_device_time_is_that_of_the_kernels(self, monkeypatch):
         found = self.measure(monkeypatch, lambda calls: [("a", 3.0), ("b", 4.0)] * calls)
-        assert found.device == Timing(median_us=7.0, p20_us=7.0, p80_us=7.0, samples=6, method="cupti")
+        assert found.device == Timing(median_us=7.0, p20_us=7.0, p80_us=7.0, samples=6, method="trace")
         assert found.kernels == [("a", 3.0), ("b", 4.0)]
         assert found.wall.samples == FAST.wall_samples and found.wall.method == "wall"
 
     def test_calls_that_differ_are_averaged(self, monkeypatch):
         found = self.measure(monkeypatch, lambda calls: [("a", 3.0)] * calls + [("once", 4.0)])
-        assert found.device.method == "cupti_mean" and found.device.median_us == 4.0
+        assert found.device.method == "trace_mean" and found.device.median_us == 4.0
         assert found.device.samples == FAST.device_groups and not found.kernels
 
-    def test_kernels_that_cupti_does_not_see(self, monkeypatch):
+    def test_kernels_that_the_profiler_does_not_see(self, monkeypatch):
         def events(queue):
             queue()
             return 500.0
@@ -126,7 +126,7 @@ class TestTiming:
         """Not with those that the group before has just brought into the cache."""
         groups, seen = [], []
 
-        def record_kernels(run, *, detach):
+        def record_kernels(run):
             seen.clear()
             run()
             groups.append(list(seen))
@@ -138,7 +138,7 @@ class TestTiming:
         sets = [number for group in groups for number in group]
         assert len(groups) == 4 and len(set(sets)) == len(sets) == 4 * (FAST.device_calls + 1)
 
-    def test_without_cupti_or_events(self, monkeypatch):
+    def test_without_profiler_or_events(self, monkeypatch):
         def record(calls):
             raise DeviceTimerError("another profiler is attached")
 
@@ -155,31 +155,57 @@ class TestTiming:
         assert isinstance(found["bad"], RuntimeError)
         assert found["good"].device is None and found["good"].wall.median_us > 0
 
+    def test_what_overlaps_counts_once(self):
+        """Kernels in the order of their starts; one that ends before another that began earlier adds nothing."""
+        kernels = [(5000.0, 2000.0, "c"), (0.0, 1000.0, "a"), (500.0, 1500.0, "b"), (5100.0, 100.0, "d")]
+        assert timing.parts(kernels) == [("a", 1.0), ("b", 1.0), ("c", 2.0), ("d", 0.0)]
+
     def test_record_kernels(self, monkeypatch):
-        from jax.experimental.mosaic.gpu import profiler
-
+        line = types.SimpleNamespace
+        event = lambda start, name: line(start_ns=start, duration_ns=300.0, name=name)  # noqa: E731
+        events = [event(700.0, "second"), event(0.0, "first"), event(400.0, "MemcpyD2D"), event(450.0, "Memset")]
+        planes = [
+            line(name="/device:GPU:0 (model)", lines=[line(name="Stream #7(Compute,MemcpyD2D)", events=events)]),
+            line(name="/host:CPU", lines=[line(name="Stream", events=[event(100.0, "of the host")])]),
+            line(name="/device:GPU:1", lines=[line(name="XLA Ops", events=[event(100.0, "of XLA")])]),
+        ]
         log = []
-        cupti = types.SimpleNamespace(
-            _cupti_init=lambda: log.append("start"),
-            _cupti_get_timings=lambda detach: log.append(f"stop {detach}") or [("k", 0.25)],
-        )
-        monkeypatch.setattr(profiler, "mosaic_gpu_lib", types.SimpleNamespace(_mosaic_gpu_ext=cupti))
-        assert timing.record_kernels(lambda: log.append("run"), detach=True) == [("k", 250.0)]  # ms to us
-        assert log == ["start", "run", "stop True"]
 
-        cupti._cupti_get_timings = lambda detach: []
-        with pytest.raises(DeviceTimerError, match="no kernel"):
-            timing.record_kernels(lambda: None, detach=False)
+        def start_trace(folder, profiler_options):
+            assert profiler_options.host_tracer_level == profiler_options.python_tracer_level == 0
+            (Path(folder) / "run").mkdir()
+            (Path(folder) / "run/machine.xplane.pb").touch()
+            log.append("start")
 
-        def busy():
-            raise RuntimeError("another subscriber is active")
+        monkeypatch.setattr(jax.profiler, "start_trace", start_trace)
+        monkeypatch.setattr(jax.profiler, "stop_trace", lambda: log.append("stop"))
+        data = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
+        monkeypatch.setattr(jax.profiler, "ProfileData", data)
+        assert timing.record_kernels(lambda: log.append("run")) == [("first", 0.3), ("second", 0.3)]  # ns to us
+        assert log == ["start", "run", "stop"]
 
-        cupti._cupti_init = busy
-        with pytest.raises(DeviceTimerError, match="another subscriber"):
-            timing.record_kernels(lambda: None, detach=False)
-        monkeypatch.setattr(profiler, "mosaic_gpu_lib", None)
-        with pytest.raises(DeviceTimerError, match="no CUPTI"):
-            timing.record_kernels(lambda: None, detach=False)
+        def fail():
+            raise ValueError("of the computation")
+
+        with pytest.raises(ValueError, match="of the computation"):
+            timing.record_kernels(fail)
+        assert log[3:] == ["start", "stop"]
+        planes.clear()
+        with pytest.raises(DeviceTimerError, match="saw no kernel"):
+            timing.record_kernels(lambda: None)
+
+        def busy(*_, **__):
+            raise RuntimeError("Only one profile may be run at a time.")
+
+        monkeypatch.setattr(jax.profiler, "start_trace", busy)
+        with pytest.raises(DeviceTimerError, match="Only one profile"):
+            timing.record_kernels(lambda: None)
+
+    @pytest.mark.skipif(environment.has_gpu(), reason="CUPTI serves one profiler of a process, of others' tests")
+    def test_the_profiler_runs_without_a_gpu(self):
+        """What is asked of JAX's profiler is there, in every version."""
+        with pytest.raises(DeviceTimerError, match="saw no kernel"):
+            timing.record_kernels(lambda: jnp.ones(8).block_until_ready())
 
 
 def with_names(data: dict) -> dict:

@@ -85,7 +85,7 @@ class Contender:
       params: arguments before the inputs of a JAX function, the same in every call, such as weights.
       prepare: turns an input set, a tuple, into what the function takes; not timed.
       ways: how a torch function is run; the best counts. Leave out "compile" where it changes nothing.
-      launches: how many kernels a call has at the least. If fewer are seen, CUPTI did not see them all.
+      launches: how many kernels a call has at the least. If fewer are seen, the profiler did not see them all.
       gpu: whether it needs a CUDA GPU, as kernels do.
       skip: why it is skipped, if it is.
       differentiable: whether it has gradients, by its weights too; else it is left out where they are measured.

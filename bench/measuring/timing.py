@@ -1,12 +1,9 @@
 """The timing core: device time and wall time of candidates that do the same work.
 
-Device time is the sum of the durations of one call's GPU kernels, as CUPTI reports them. It leaves out gaps
-between kernels and copies between buffers. `jax.experimental.mosaic.gpu.profiler.measure` uses CUPTI in the same
-way; this module calls it directly, since it records every kernel of the process and so measures torch and JAX with
-one clock. CUPTI allows one subscriber: no other profiler can run in the process.
-
-XLA of JAX 0.11.2 has its own and Triton's kernels begin while those before them end. Such time counts for both:
-8 of 87 us of 49 short kernels on an H200, whose wall time was 80 us.
+Device time is the time in which kernels of one call run, by the starts and ends that JAX's profiler records. It
+leaves out gaps between kernels and copies between buffers, and counts once what overlaps: XLA of JAX 0.11.2 has
+its own and Triton's kernels begin while those before them end. The profiler records every kernel of the process,
+and so measures torch and JAX with one clock. It uses CUPTI, which no other profiler can use meanwhile.
 
 Wall time is what a caller sees in steady state: the time of many queued calls and one wait at the end, divided by
 the number of calls. It includes dispatch where dispatch is slower than the device.
@@ -18,13 +15,17 @@ takes 1361 us, always within 2 us, and 1425 to 1538 us without pauses. Wall time
 """
 
 import dataclasses
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-Launch = tuple[str, float]  # name, duration in microseconds
+Launch = tuple[str, float]  # name, microseconds for which it ran after all that began earlier had ended
+Interval = tuple[float, float, str]  # start and duration in nanoseconds, name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,13 @@ class Timing:
       median_us, p20_us, p80_us: median, 20th and 80th percentile of the samples.
       samples: how many there were.
       method: how they were taken.
-        cupti: sum of the durations of the kernels of one call, one sample a call.
-        cupti_mean: the same over several calls, divided by their number, one sample for each such group;
+        trace: time in which kernels of one call ran, one sample a call.
+        trace_mean: the same over several calls, divided by their number, one sample for each such group;
           used where the launches of the calls differ and cannot be told apart.
         cuda_events: time between two CUDA events around many queued calls, divided by their number; includes
-          gaps between kernels. Used for torch where CUPTI does not see the kernels.
+          gaps between kernels. Used for torch where the profiler does not see the kernels.
+        cupti, cupti_mean: as trace and trace_mean, but durations added up, what overlaps more than once; of
+          results before 2026-11-23.
         wall: host clock around many queued calls and one wait, divided by their number.
     """
 
@@ -68,8 +71,7 @@ class Candidate:
       wait: `wait(output)` returns once the output is there.
       events: `events(f)` runs `f()`, which queues work, and returns the microseconds between CUDA events before
         and after that work; None where the candidate's framework has no events.
-      launches_at_least: fewer kernels than this a call mean that CUPTI did not see them all, as can happen
-        with a CUDA graph made before CUPTI was attached.
+      launches_at_least: fewer kernels than this a call mean that the profiler did not see them all.
     """
 
     call: Callable[[int], Any]
@@ -86,7 +88,7 @@ class Budget:
       warmup_s: time of warming up.
       queue_s: about how long a queue of calls takes; a queue gives one sample of wall time.
       wall_samples: number of those queues.
-      device_groups, device_calls: CUPTI is attached `device_groups` times for `device_calls` calls each; a
+      device_groups, device_calls: the profiler runs `device_groups` times for `device_calls` calls each; a
         call gives one sample of device time.
       pause_s: pause before each of them; five times as long before the first, after the load of the wall times.
     """
@@ -110,8 +112,8 @@ class Measurement:
     Attributes:
       device: device time; None without a GPU.
       wall: wall time.
-      kernels: the kernels of one call in order, with their median duration in microseconds; empty unless
-        `device.method` is cupti.
+      kernels: the kernels of one call in order, with their median part of the device time in microseconds;
+        empty unless `device.method` is trace.
     """
 
     device: Timing | None
@@ -120,40 +122,54 @@ class Measurement:
 
 
 class DeviceTimerError(RuntimeError):
-    """CUPTI is not available, or its record cannot be used."""
+    """The profiler is not available, or its record cannot be used."""
 
 
-def record_kernels(run: Callable[[], None], *, detach: bool) -> list[Launch]:
+def record_kernels(run: Callable[[], None]) -> list[Launch]:
     """Runs `run`, which must wait for what it queues, and returns the kernels that ran meanwhile.
 
-    Args:
-      run: queues work on the GPU and waits for it.
-      detach: whether to detach CUPTI from the process afterwards. Attached it costs a little at every launch.
+    The time of a kernel is what it adds to that in which any kernel ran; see `parts`.
 
     Raises:
-      DeviceTimerError: CUPTI is not there, is in use by another profiler, or saw no kernel.
+      DeviceTimerError: the profiler is in use, or saw no kernel.
     """
-    try:
-        from jax.experimental.mosaic.gpu import profiler
-
-        cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
-        start, stop = cupti._cupti_init, cupti._cupti_get_timings
-    except (ImportError, AttributeError) as error:
-        raise DeviceTimerError(f"this jaxlib has no CUPTI profiler ({error})") from error
-    try:
-        start()
-    except RuntimeError as error:
-        raise DeviceTimerError(str(error)) from error
-    try:
-        run()
-    finally:
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    options.enable_hlo_proto = False  # which takes 0.5 s
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            recorded = stop(detach)
+            jax.profiler.start_trace(folder, profiler_options=options)
         except RuntimeError as error:
             raise DeviceTimerError(str(error)) from error
-    if not recorded:
-        raise DeviceTimerError("CUPTI saw no kernel")
-    return [(name, 1e3 * ms) for name, ms in recorded]
+        try:
+            run()
+        finally:
+            jax.profiler.stop_trace()
+        traces = [
+            jax.profiler.ProfileData.from_file(str(path)) for path in pathlib.Path(folder).rglob("*.xplane.pb")
+        ]
+    kernels = [
+        (event.start_ns, event.duration_ns, event.name)
+        for trace in traces
+        for plane in trace.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+        if not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    if not kernels:
+        raise DeviceTimerError("the profiler saw no kernel")
+    return parts(kernels)
+
+
+def parts(kernels: Sequence[Interval]) -> list[Launch]:
+    """What each kernel, in the order of their starts, adds to the time in which any of them runs."""
+    launches, end = [], 0.0
+    for start, duration, name in sorted(kernels):
+        launches.append((name, max(start + duration - max(start, end), 0.0) / 1e3))
+        end = max(end, start + duration)
+    return launches
 
 
 def split_calls(kernels: Sequence[Launch], calls: int) -> list[list[Launch]] | None:
@@ -187,16 +203,16 @@ class _Device:
         self.events: list[float] = []
         self.error: DeviceTimerError | None = None
 
-    def group(self, turn: int, *, detach: bool) -> None:
-        # The first call of a group is not counted: the device was idle while CUPTI was attached.
+    def group(self, turn: int) -> None:
+        # The first call of a group is not counted: the device was idle before it.
         calls = self.budget.device_calls + 1
         first = turn * calls  # other input sets than the candidate before, which are in the cache
         if self.error is None:
             try:
-                kernels = record_kernels(lambda: _run(self.candidate, calls, first), detach=detach)
+                kernels = record_kernels(lambda: _run(self.candidate, calls, first))
                 if len(kernels) < calls * self.candidate.launches_at_least:
                     raise DeviceTimerError(
-                        f"CUPTI saw {len(kernels)} kernels in {calls} calls, expected at least"
+                        f"the profiler saw {len(kernels)} kernels in {calls} calls, expected at least"
                         f" {self.candidate.launches_at_least} a call"
                     )
             except DeviceTimerError as error:
@@ -216,8 +232,8 @@ class _Device:
             if complete and all(launches == names[0] for launches in names):
                 durations = np.median([[us for _, us in launches] for launches in self.calls], axis=0)
                 kernels = [(name, float(us)) for name, us in zip(names[0], durations, strict=True)]
-                return Timing.of([sum(us for _, us in launches) for launches in self.calls], "cupti"), kernels
-            return Timing.of(self.means, "cupti_mean"), []
+                return Timing.of([sum(us for _, us in launches) for launches in self.calls], "trace"), kernels
+            return Timing.of(self.means, "trace_mean"), []
         if self.events:
             return Timing.of(self.events, "cuda_events"), []
         return wall, []
@@ -263,7 +279,7 @@ def measure(
 
     for name in candidates:
         attempt(name, warm_up, name)
-    # All wall times come before all device times: CUPTI, once attached, slows launches down.
+    # All wall times come before all device times: CUPTI, once attached, may slow launches down.
     walls: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(budget.wall_samples):
         for name in candidates:
@@ -274,7 +290,7 @@ def measure(
         turns = [name for _ in range(budget.device_groups) for name in devices]
         for turn, name in enumerate(turns, start=1):
             time.sleep(budget.pause_s * (5 if turn == 1 else 1))
-            attempt(name, devices[name].group, turn, detach=turn == len(turns))
+            attempt(name, devices[name].group, turn)
 
     results: dict[str, Measurement | Exception] = {}
     for name in candidates:

@@ -106,8 +106,9 @@ def page(
 <header>
 <h1>Benchmarks on {device}</h1>
 <p>Ours against XLA, torch and, where installed, other libraries, side by side in one run; of each family the best
-candidate counts. Device time is the sum of the durations of a call's
-kernels; wall time is what a caller sees with many calls queued, dispatch included. Figures are medians.</p>
+candidate counts. Device time is that in which kernels of a call run
+(measured before 2026-11-23, what overlaps counts twice); wall time is what a caller sees with many calls queued,
+dispatch included. Figures are medians.</p>
 <nav>{links}</nav>
 </header>
 <main>

@@ -22,10 +22,11 @@ PLOTS = {  # in the folder "plots" beside the results, by name: what each shows
 HOW_TO_READ = """\
 Every run measures this library ("ours"), XLA and torch side by side on the same inputs. A column has the best
 candidate of its family: of XLA's programs; of torch eager, in CUDA graphs and compiled; of other libraries
-("peers"). Device time is the sum of the durations of a call's kernels, wall time what a caller sees with many
-calls queued. A ratio is the baseline's time over ours: above 1, ours is faster. "Of its ceiling" is the share of
-the rate of copies or of matrix products that was measured in the same run. A figure in a ladder, such as "800
-TFLOP/s (95%, 98%)", is a rate with its share of XLA's and of the ceiling. How it is measured:
+("peers"). Device time is that in which kernels of a call run (measured before 2026-11-23, what overlaps counts
+twice), wall time what a caller sees with many calls queued. A ratio is the baseline's time over ours: above 1,
+ours is faster. "Of its ceiling" is the share of the rate of copies or of matrix products that was measured in the
+same run. A figure in a ladder, such as "800 TFLOP/s (95%, 98%)", is a rate with its share of XLA's and of the
+ceiling. How it is measured:
 [docs/performance.md](../../../docs/performance.md)."""
 
 
