@@ -82,18 +82,22 @@ def _embed_tokens_kernel(
         return load(ref.at[tokens], row_mask)
 
     def load_vector(ref: Ref) -> jax.Array:
-        return load(ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+        return load(ref, column_mask).astype(jnp.float32)[None, :]
 
-    types = jnp.zeros((block_m,), jnp.int32) if types_ref is None else load_ids(types_ref)
-    y = look_up(word_ref, load_ids(ids_ref)) + look_up(type_ref, types)
+    # The vectors that all tokens share are on their way before those that wait for ids.
+    scale, bias = load_vector(scale_ref.at[columns]), load_vector(bias_ref.at[columns])
+    if types_ref is None:
+        y = load_vector(type_ref.at[jnp.int32(0), columns])
+    else:
+        y = look_up(type_ref, load_ids(types_ref))
     rows = (start + jnp.arange(block_m)) % seq if positions_ref is None else load_ids(positions_ref)
-    y += look_up(position_ref, rows)
+    y += look_up(word_ref, load_ids(ids_ref)) + look_up(position_ref, rows)
     for _ in range(2):  # twice: what rounding the mean leaves counts in rows that vary less
         y -= jnp.sum(y, axis=1, keepdims=True) / n
         if mask is not None:
             y = jnp.where(mask, y, 0.0)
     y *= jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) / n + epsilon)
-    store(o_ref.at[tokens, columns], y * load_vector(scale_ref) + load_vector(bias_ref), mask)
+    store(o_ref.at[tokens, columns], y * scale + bias, mask)
 
 
 def embed_tokens(

@@ -39,16 +39,16 @@ class Config:
 
 
 def heuristic(seq: int, width: int) -> Config:
-    """Chooses blocks for sentences of `seq` tokens: up to 65536 elements a step, short ones in one."""
+    """Chooses blocks for sentences of `seq` tokens: up to 131072 elements a step, short ones in one."""
     block_n = pl.next_power_of_2(width)
-    block_s = block_size(seq, 1, max(65536 // block_n, 1))
+    block_s = block_size(seq, 1, max(131072 // block_n, 1))
     return Config(block_s=block_s, num_warps=block_size(block_s * block_n // 8192, 2, 8))
 
 
 def configs(seq: int, width: int) -> Iterator[Config]:
-    """The blocks worth measuring: 8 to 256 elements a thread."""
-    for block_s, num_warps in itertools.product((1, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16)):
-        if block_s < 2 * seq and 8 <= block_s * pl.next_power_of_2(width) // (32 * num_warps) <= 256:
+    """The blocks worth measuring: 8 to 512 elements a thread."""
+    for block_s, num_warps in itertools.product((1, 4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16)):
+        if block_s < 2 * seq and 8 <= block_s * pl.next_power_of_2(width) // (32 * num_warps) <= 512:
             yield Config(block_s=block_s, num_warps=num_warps)
 
 
