@@ -560,6 +560,12 @@ HOPPER_CASES = [  # M, K, N
     pytest.param((72, 320, 192), hopper(128, 128, ping_pong=False), "silu", True, marks=edges),  # ragged
     pytest.param((328, 64, 64), hopper(64, 64, ping_pong=True, group_m=2), "relu", False, marks=edges),
     pytest.param((136, 192, 320), hopper(128, 128, ping_pong=True, block_k=128), "sigmoid", True, marks=edges),
+    # A right operand that stays: two CTAs for one column, one for each of two, and more columns than CTAs.
+    ((384, 128, 128), hopper(64, 128, ping_pong=True, resident=True), "gelu", False),
+    ((256, 128, 128), hopper(128, 64, ping_pong=False, resident=True), None, False),
+    pytest.param(
+        (136, 192, 192), hopper(64, 64, ping_pong=True, block_k=128, resident=True), "relu", True, marks=edges
+    ),
 ]
 
 
@@ -589,7 +595,14 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
 @pytest.mark.skipif(
     MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
 )
-@pytest.mark.parametrize("config", [hopper(128, 64, ping_pong=False), hopper(64, 64, ping_pong=True)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        hopper(128, 64, ping_pong=False),
+        hopper(64, 64, ping_pong=True),
+        hopper(64, 64, ping_pong=True, resident=True),
+    ],
+)
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_hopper_kernel_has_no_races(monkeypatch, capfd, config, has_residual):
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -666,12 +679,17 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
         assert_close(gradient, one, OP["bfloat16"])
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        hopper(128, 128, ping_pong=False),
+        hopper(128, 128, ping_pong=True),
+        hopper(64, 64, ping_pong=True, resident=True),
+    ],
+)
 @pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", "bfloat16"), ("float16", "float32")])
-def test_hopper_kernel_lowers(dtype, out_dtype, ping_pong):
+def test_hopper_kernel_lowers(dtype, out_dtype, config):
     x, w, bias, residual = (jax.ShapeDtypeStruct(a.shape, dtype) for a in operands((264, 512, 192)))
-    config = hopper(128, 128, ping_pong=ping_pong)
-
     options = dict(activation="gelu", out_dtype=out_dtype, config=config, implementation="mosaic")
 
     def f(x, w, bias, residual):
@@ -707,7 +725,29 @@ def test_hopper_heuristic(m, n, k):
             for kept in (None, "bfloat16"):
                 options = dict(out_dtype=out_dtype, residual=residual, preactivation=kept)
                 config = mosaic.heuristic(m, n, k, gpu(), **options)
-                assert mosaic.shared_memory(config, **options) <= 227 * 1024
+                assert mosaic.shared_memory(config, k, **options) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "m, n, k, activation, block_k",
+    [
+        (8192, 1152, 384, False, 128),
+        (32768, 1152, 384, False, 64),  # which do not stay in the L2 cache
+        (32768, 1536, 384, True, 128),
+        (1024, 1152, 384, False, None),  # a tile for each CTA: nothing is read again
+        (8192, 2304, 768, False, None),  # no room
+    ],
+)
+def test_short_contractions_keep_the_right_operand(m, n, k, activation, block_k):
+    config = mosaic.heuristic(m, n, k, gpu(), out_dtype="float16", activation=activation)
+    assert (config.resident, config.resident and config.block_k) == (block_k is not None, block_k or False)
+
+
+def test_several_right_operands_do_not_stay():
+    x, w = jnp.ones((64, 64), "bfloat16"), jnp.ones((64, 2, 64), "bfloat16")
+    config = mosaic.Config(block_m=64, block_n=128, num_stages=2, ping_pong=True, resident=True)
+    with pytest.raises(ValueError, match="keeps one right operand of one length; gated_matmul has several"):
+        ops.gated_matmul(x, w, config=config, implementation=MOSAIC)
 
 
 HALF = functools.partial(jnp.ones, dtype="bfloat16")

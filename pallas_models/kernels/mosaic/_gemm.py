@@ -7,6 +7,7 @@ It does not stop at the end of a tile, so the tensor cores find the operands of 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,9 @@ class Config:
     to finish. Without, they share the rows of a tile, which can be twice as large: for long contractions, which
     read operands most often; or, with `split_n`, its columns, a part of the right operand each. `group_m` row
     blocks are walked together before the next column block, so that CTAs running at the same time share operands
-    in L2. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be
-    on their way from shared memory, for each warpgroup.
+    in L2. With `resident` a CTA stays in one column block instead, whose right operand it reads once and keeps:
+    for short contractions, which fit. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be on their way
+    from shared memory, for each warpgroup.
     """
 
     block_m: int
@@ -49,6 +51,7 @@ class Config:
     num_slots: int = 2
     num_consumers: int = 2
     split_n: bool = False
+    resident: bool = False
 
     def __post_init__(self) -> None:
         if self.num_consumers not in _REGISTERS:
@@ -259,6 +262,8 @@ def gemm(
         raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * len(b)}: it has {len(b)} parts")
     if config.split_n != split_n:
         raise ValueError(f"{config} has {config.split_n=}; {name} needs {split_n}")
+    if config.resident and (batch > 1 or len(b) > 1 or first_k is not None):
+        raise ValueError(f"{config} keeps one right operand of one length; {name} has several")
     if interpret:
         tile_columns = config.block_n // len(b)
         check_interpreted_sizes(m=(m, config.block_m), n=(n, tile_columns), k=(k, config.block_k))
@@ -271,11 +276,11 @@ def gemm(
         out_type,
         {
             **scratch_types,
-            **_ring_types(config, dtype, len(b), transpose_a, transpose_b),
+            **_ring_types(config, dtype, k, len(b), transpose_a, transpose_b),
             **({} if peers is None else peers.scratch_types),
         },
         name=name,
-        num_ctas=min(2 if interpret else target.num_cores, body.num_tiles),
+        num_ctas=_num_ctas(config, batch * body.tiles[0], body.tiles[1], 2 if interpret else target.num_cores),
         num_warpgroups=config.num_consumers + 1,
         interpret=interpret,
         unsafe_no_auto_barriers=True,  # `store` and the ring have those that are needed
@@ -283,18 +288,21 @@ def gemm(
 
 
 def _ring_types(
-    config: Config, dtype: DTypeLike, b_parts: int, transpose_a: bool, transpose_b: bool
+    config: Config, dtype: DTypeLike, k: int, b_parts: int, transpose_a: bool, transpose_b: bool
 ) -> dict[str, Any]:
     """Shared memory of the operands, and who may touch which slot of it."""
+    steps = pl.cdiv(k, config.block_k)
 
-    def slots(shape: tuple[int, int], transpose: bool, parts: int) -> Any:
-        return tiled((config.num_stages, parts, *(shape[::-1] if transpose else shape)), dtype)
+    def slots(count: int, shape: tuple[int, int], transpose: bool, parts: int) -> Any:
+        return tiled((count, parts, *(shape[::-1] if transpose else shape)), dtype)
 
+    b_slots = steps if config.resident else config.num_stages
     return dict(
-        a_ring=slots((config.block_m, config.block_k), transpose_a, 1),
-        b_ring=slots((config.block_k, config.block_n // b_parts), transpose_b, b_parts),
+        a_ring=slots(config.num_stages, (config.block_m, config.block_k), transpose_a, 1),
+        b_ring=slots(b_slots, (config.block_k, config.block_n // b_parts), transpose_b, b_parts),
+        **(dict(b_full=plgpu.Barrier(num_barriers=steps)) if config.resident else {}),
         full=plgpu.Barrier(
-            num_arrivals=1 + b_parts,
+            num_arrivals=1 if config.resident else 1 + b_parts,
             num_barriers=config.num_stages * (config.num_consumers if config.ping_pong else 1),
         ),
         consumed=plgpu.Barrier(
@@ -304,9 +312,13 @@ def _ring_types(
     )
 
 
-def shared_memory(config: Config, num_slots: int) -> int:
-    """Bytes of shared memory that the ring and `num_slots` of `staging` take, and some for barriers and a bias."""
-    ring = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
+def shared_memory(config: Config, num_slots: int, k: int = 0) -> int:
+    """Bytes of shared memory that the ring and `num_slots` of `staging` take, and some for barriers and a bias.
+
+    A right operand that is resident has `k` rows.
+    """
+    b_stages = pl.cdiv(k, config.block_k) if config.resident else config.num_stages
+    ring = (config.num_stages * config.block_m + b_stages * config.block_n) * config.block_k * 2
     return ring + config.num_consumers * (num_slots * SLOT_BYTES + config.block_n * 4) + 512
 
 
@@ -321,15 +333,18 @@ class Measured:
     k_us: float
     block_k: int = 64
     num_consumers: int = 2
+    resident: bool = False
 
-    def config(self, num_stages: int) -> Config:
+    def config(self) -> Config:
+        """The tiles, with the least ring."""
         return Config(
             block_m=self.block_m,
             block_n=self.block_n,
             block_k=self.block_k,
-            num_stages=num_stages,
+            num_stages=2,
             ping_pong=self.ping_pong,
             num_consumers=self.num_consumers,
+            resident=self.resident,
         )
 
 
@@ -344,48 +359,69 @@ def fastest(
     """The tiles for (m, k) @ (k, n), with as many slots in the ring as fit."""
     fitting: list[tuple[float, Config]] = []
     for choice in choices:
-        tiles = pl.cdiv(m, choice.block_m) * pl.cdiv(n, choice.block_n)
-        for num_stages in range(512 // choice.block_k, 1, -1):
-            config = choice.config(num_stages)
-            if shared_memory(config) <= target.shared_memory:
-                us = pl.cdiv(tiles, target.num_cores) * (choice.tile_us + k * choice.k_us)
-                fitting.append((us, config))
-                break
+        config = _deepest(choice.config(), shared_memory, target)
+        if config is not None:
+            tiles = pl.cdiv(m, choice.block_m), pl.cdiv(n, choice.block_n)
+            rounds = pl.cdiv(math.prod(tiles), _num_ctas(config, *tiles, target.num_cores))
+            if rounds > 1 or not choice.resident:  # of one round nothing is read again
+                fitting.append((rounds * (choice.tile_us + k * choice.k_us), config))
     return min(fitting, key=lambda entry: entry[0])[1]
 
 
+def _num_ctas(config: Config, tiles_m: int, tiles_n: int, cores: int) -> int:
+    """How many CTAs share the tiles: where those are resident, each column has as many."""
+    per_column = min(max(cores // tiles_n, 1), tiles_m)
+    return tiles_n * per_column if config.resident else min(cores, tiles_m * tiles_n)
+
+
+def _deepest(config: Config, shared_memory: Callable[[Config], int], target: Target) -> Config | None:
+    """The config with as many slots in the ring as fit; None if two do not."""
+    rings = (dataclasses.replace(config, num_stages=count) for count in range(512 // config.block_k, 1, -1))
+    return next((ring for ring in rings if shared_memory(ring) <= target.shared_memory), None)
+
+
 def candidates(
-    m: int, n: int, shared_memory: Callable[[Config], int], target: Target, *, parts: int = 1
+    m: int,
+    n: int,
+    shared_memory: Callable[[Config], int],
+    target: Target,
+    *,
+    parts: int = 1,
+    resident: bool = False,
 ) -> Iterator[Config]:
     """The tiles worth measuring for an output (m, n), n of `parts` operands together, with as many stages as fit.
 
-    Three consumers share tiles that two cannot; small tiles take longer steps, and are for few outputs.
+    Three consumers share tiles that two cannot; small tiles take longer steps, and are for few outputs, unless
+    they are `resident` and may be so.
     """
     many = pl.cdiv(m, 128) * pl.cdiv(n, 128) >= 4 * target.num_cores
-    for block_m, block_n, ping_pong in itertools.product((64, 128, 192, 256), (64, 128, 192, 256), (False, True)):
+    sizes = itertools.product((64, 128, 192, 256), (64, 128, 192, 256), (False, True), (False, True))
+    for block_m, block_n, ping_pong, stays in sizes:
         outputs = block_m * block_n
         if block_m >= 2 * max(m, 64) or block_n >= 2 * max(n, 64) or block_n % (64 * parts):
             continue
-        if many and outputs < 128 * 128:
+        if stays and not (resident and ping_pong and block_m == 64):
             continue
-        for block_k in (64, 128) if outputs <= 64 * 128 else (64,):
-            for num_stages in range(512 // block_k, 1, -1):
-                try:
-                    config = Config(
-                        block_m=block_m,
-                        block_n=block_n,
-                        block_k=block_k,
-                        num_stages=num_stages,
-                        ping_pong=ping_pong,
-                        num_consumers=3 if block_m == 192 and not ping_pong else 2,
-                    )
-                except ValueError:  # more sums than a thread has registers for
-                    break
-                if shared_memory(config) <= target.shared_memory:
-                    yield config
-                    if num_tiles(config, m, n) >= 8 * target.num_cores:
-                        yield dataclasses.replace(config, group_m=16)
-                    break
+        if many and outputs < 128 * 128 and not stays:
+            continue
+        for block_k in (64, 128) if outputs <= 64 * 128 or stays else (64,):
+            try:
+                config = Config(
+                    block_m=block_m,
+                    block_n=block_n,
+                    block_k=block_k,
+                    num_stages=2,
+                    ping_pong=ping_pong,
+                    num_consumers=3 if block_m == 192 and not ping_pong else 2,
+                    resident=stays,
+                )
+            except ValueError:  # more sums than a thread has registers for
+                break
+            deepest = _deepest(config, shared_memory, target)
+            if deepest is not None:
+                yield deepest
+                if num_tiles(config, m, n) >= 8 * target.num_cores and not stays:
+                    yield dataclasses.replace(deepest, group_m=16)
 
 
 def num_tiles(config: Config, m: int, n: int) -> int:
@@ -450,7 +486,8 @@ class _Body:
         i = jax.lax.axis_index("cta") + i * self.stride
         tiles_m, tiles_n = self.tiles
         batch, i = jax.lax.div(i, tiles_m * tiles_n), jax.lax.rem(i, tiles_m * tiles_n)
-        row, column = tile_order(i, tiles_m, tiles_n, self.config.group_m)
+        # With `resident` there are as many CTAs as columns, or a multiple of them: row by row each stays in one.
+        row, column = tile_order(i, tiles_m, tiles_n, 1 if self.config.resident else self.config.group_m)
         return Tile(
             batch, row * self.config.block_m, column * self.tile_columns, self.config.block_m, self.tile_columns
         )
@@ -493,8 +530,15 @@ class _Body:
                 slot = ring.acquire(step)
                 full = ring.full_of(slot)
                 plgpu.copy_gmem_to_smem(self.a(refs, tile, ks), refs.a_ring.at[slot, 0], full)
-                for part, b in enumerate(self.b):
-                    plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[slot, part], full)
+                if config.resident:
+
+                    @pl.when(i == 0)
+                    def _() -> None:
+                        plgpu.copy_gmem_to_smem(self.b[0](refs, tile, ks), refs.b_ring.at[j, 0], refs.b_full.at[j])
+
+                else:
+                    for part, b in enumerate(self.b):
+                        plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[slot, part], full)
                 return step + 1
 
             return jax.lax.fori_loop(0, self.num_steps, copy_step, first)
@@ -535,11 +579,14 @@ class _Body:
             rows = pl.ds(warpgroup * config.rows, config.rows)
             tile = dataclasses.replace(tile, row=tile.row + warpgroup * config.rows, num_rows=config.rows)
 
-        def multiply_slot(sums: Sequence[Ref], slot: jax.Array) -> None:
+        def multiply_slot(sums: Sequence[Ref], slot: jax.Array, j: jax.Array) -> None:
             ring.wait(slot)
+            if config.resident:
+                first = warpgroup if config.ping_pong else 0
+                pl.when(i == first)(lambda: plgpu.barrier_wait(refs.b_full.at[j]))
             a = refs.a_ring.at[(slot, 0, *((slice(None), rows) if self.transpose_a else (rows,)))]
             for part, total in zip(parts, sums, strict=True):
-                b = refs.b_ring.at[slot, part]
+                b = refs.b_ring.at[j if config.resident else slot, part]
                 plgpu.wgmma(
                     total,
                     a.transpose((1, 0)) if self.transpose_a else a,
@@ -555,7 +602,7 @@ class _Body:
             def step(j: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
                 before, totals = carry
                 slot = ring.after(before)
-                multiply_slot(sums, slot)
+                multiply_slot(sums, slot, j)
                 if beside is not None:
                     totals = [beside.add(refs, tile, slot, warpgroup, *totals)]
                 plgpu.wgmma_wait(len(sums))  # the tensor cores always have the next step before them
