@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import matmul
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as cluster
 from pallas_models.kernels.triton import matmul_layer_norm as fused
 from pallas_models.kernels.triton import softmax
@@ -315,6 +316,17 @@ def _hopper_matmul(size: int, dtype: str) -> tuple[jax.Array, ...]:
     )
 
 
+def _hopper_matmul_resident(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    m, k, n = (392, 192, 2112) if size == 1 else (384, 128, 2112)  # several tiles for each CTA of an H200
+    rng = np.random.default_rng(44)
+    return (
+        normal(rng, m, k, dtype=dtype),
+        normal(rng, m, n, dtype=dtype),
+        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
+        normal(rng, n, dtype=dtype, shift=0.5),
+    )
+
+
 def _hopper_matmul_layer_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
     m, k, n = (72, 192, 128) if size == 1 else (128, 128, 384)
     rng = np.random.default_rng(36)
@@ -487,6 +499,15 @@ def _call_hopper_norm(x, scale, bias, *, implementation):
 # end where a kernel allows it.
 HOPPER_CALLS = [
     Call("matmul", _call_matmul, _hopper_matmul, 4),
+    Call(
+        "matmul_resident",
+        functools.partial(
+            _call_matmul,
+            config=matmul.Config(block_m=64, block_n=64, num_stages=2, ping_pong=True, resident=True),
+        ),
+        _hopper_matmul_resident,
+        4,
+    ),
     Call("matmul_linear", _call_hopper_linear, _hopper_linear, 3),
     Call("mlp", _call_hopper_mlp, _hopper_mlp, 5),
     Call("matmul_layer_norm", _call_matmul_layer_norm, _hopper_matmul_layer_norm, 6),
