@@ -305,37 +305,28 @@ CALLS = [
 ]
 
 
-def _hopper_matmul(size: int, dtype: str) -> tuple[jax.Array, ...]:
-    m, k, n = (72, 192, 320) if size == 1 else (128, 128, 256)
-    rng = np.random.default_rng(31)
+def _hopper_product(seed: int, dtype: str, m: int, k: int, n: int, *shifts: float) -> tuple[jax.Array, ...]:
+    """Rows, a residual, a matrix, and a vector for each mean."""
+    rng = np.random.default_rng(seed)
     return (
         normal(rng, m, k, dtype=dtype),
         normal(rng, m, n, dtype=dtype),
         normal(rng, k, n, dtype=dtype, scale=k**-0.5),
-        normal(rng, n, dtype=dtype, shift=0.5),
+        *(normal(rng, n, dtype=dtype, shift=shift) for shift in shifts),
     )
+
+
+def _hopper_matmul(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    return _hopper_product(31, dtype, *((72, 192, 320) if size == 1 else (128, 128, 256)), 0.5)
 
 
 def _hopper_matmul_resident(size: int, dtype: str) -> tuple[jax.Array, ...]:
-    m, k, n = (392, 192, 2112) if size == 1 else (384, 128, 2112)  # several tiles for each CTA of an H200
-    rng = np.random.default_rng(44)
-    return (
-        normal(rng, m, k, dtype=dtype),
-        normal(rng, m, n, dtype=dtype),
-        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
-        normal(rng, n, dtype=dtype, shift=0.5),
-    )
+    """Several tiles for each CTA of an H200."""
+    return _hopper_product(44, dtype, *((392, 192, 2112) if size == 1 else (384, 128, 2112)), 0.5)
 
 
 def _hopper_matmul_layer_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
-    m, k, n = (72, 192, 128) if size == 1 else (128, 128, 384)
-    rng = np.random.default_rng(36)
-    return (
-        normal(rng, m, k, dtype=dtype),
-        normal(rng, m, n, dtype=dtype),
-        normal(rng, k, n, dtype=dtype, scale=k**-0.5),
-        *(normal(rng, n, dtype=dtype, shift=shift) for shift in (0.5, 1.0, 0.0)),
-    )
+    return _hopper_product(36, dtype, *((72, 192, 128) if size == 1 else (128, 128, 384)), 0.5, 1.0, 0.0)
 
 
 def _hopper_gated(size: int, dtype: str) -> tuple[jax.Array, ...]:

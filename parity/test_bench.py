@@ -161,13 +161,16 @@ class TestTiming:
         assert timing.parts(kernels) == [("a", 1.0), ("b", 1.0), ("c", 2.0), ("d", 0.0)]
 
     def test_record_kernels(self, monkeypatch):
-        line = types.SimpleNamespace
-        event = lambda start, name: line(start_ns=start, duration_ns=300.0, name=name)  # noqa: E731
+        made = types.SimpleNamespace
+
+        def event(start, name):
+            return made(start_ns=start, duration_ns=300.0, name=name)
+
         events = [event(700.0, "second"), event(0.0, "first"), event(400.0, "MemcpyD2D"), event(450.0, "Memset")]
         planes = [
-            line(name="/device:GPU:0 (model)", lines=[line(name="Stream #7(Compute,MemcpyD2D)", events=events)]),
-            line(name="/host:CPU", lines=[line(name="Stream", events=[event(100.0, "of the host")])]),
-            line(name="/device:GPU:1", lines=[line(name="XLA Ops", events=[event(100.0, "of XLA")])]),
+            made(name="/device:GPU:0 (model)", lines=[made(name="Stream #7(Compute,MemcpyD2D)", events=events)]),
+            made(name="/host:CPU", lines=[made(name="Stream", events=[event(100.0, "of the host")])]),
+            made(name="/device:GPU:1", lines=[made(name="XLA Ops", events=[event(100.0, "of XLA")])]),
         ]
         log = []
 
@@ -179,7 +182,7 @@ class TestTiming:
 
         monkeypatch.setattr(jax.profiler, "start_trace", start_trace)
         monkeypatch.setattr(jax.profiler, "stop_trace", lambda: log.append("stop"))
-        data = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
+        data = made(from_file=lambda path: made(planes=planes))
         monkeypatch.setattr(jax.profiler, "ProfileData", data)
         assert timing.record_kernels(lambda: log.append("run")) == [("first", 0.3), ("second", 0.3)]  # ns to us
         assert log == ["start", "run", "stop"]
