@@ -114,6 +114,15 @@ def _attention_qkv(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, 3 * 2 * (48 if size == 1 else 32), dtype=dtype), random_mask(rng, b, s)
 
 
+def _attention_matmul_layer_norm(size: int, dtype: str) -> tuple[jax.Array, ...]:
+    b, s, n, f = (2, 5, 32, 24) if size == 1 else (2, 40, 96, 64)
+    rng = np.random.default_rng(44)
+    tokens = (normal(rng, b, s, width, dtype=dtype) for width in (3 * n, n))
+    weights = (normal(rng, *shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in ((n, n), (n, f), (f, n)))
+    vectors = (normal(rng, n, dtype=dtype, shift=shift) for shift in (1.0, 0.0))
+    return *tokens, *weights, *vectors, random_mask(rng, b, s)
+
+
 def _pooling(size: int, dtype: str) -> tuple[jax.Array, ...]:
     b, s, _, n = _sizes(size)
     rng = np.random.default_rng(24)
@@ -243,6 +252,12 @@ def _call_attention_qkv(qkv, mask, **options):
     return ops.attention_qkv(qkv, num_heads=2, mask=mask, **options)
 
 
+def _call_attention_matmul_layer_norm(qkv, x, w_out, w_up, w_down, scale, offset, mask, **options):
+    norms = dict(scale_out=scale, offset_out=offset, scale=scale, offset=offset)
+    attention = dict(num_heads=x.shape[-1] // 32, mask=mask)
+    return ops.post_norm_mlp(qkv, x, w_out, w_up, w_down, **norms, attention=attention, **options)
+
+
 def _call_softmax(x, mask, **options):
     return ops.softmax(x, where=mask[:, None, :], scale=0.5, **options)
 
@@ -293,6 +308,13 @@ CALLS = [
     Call("rms_norm_residual", _call_rms_norm_residual, _rms_norm, 3, (0, 1)),
     Call("attention", _call_attention, _attention, 4, (0, 1, 2, 4, 5, 6)),
     Call("attention_qkv", _call_attention_qkv, _attention_qkv, 1, (0, 1)),
+    Call(
+        "attention_matmul_layer_norm",
+        _call_attention_matmul_layer_norm,
+        _attention_matmul_layer_norm,
+        7,
+        (0, 1, 7),
+    ),
     Call("embed_tokens", _call_embed_tokens, _embedding, 5, (5, 6)),
     Call("softmax", _call_softmax, _softmax, 1, (0, 1)),
     Call("softmax_split", _call_split_softmax, _softmax, 1, (0, 1)),

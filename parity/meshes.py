@@ -92,6 +92,12 @@ def cases(implementation: str) -> Mapping[str, Case]:
     def with_norm(x, w, scale, offset, bias, residual):
         return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, **kernel)
 
+    def after_attention(qkv, x, w, w_up, w_down, scale, mask):
+        norms = dict(scale_out=scale, offset_out=scale, scale=scale, offset=scale)
+        return ops.post_norm_mlp(
+            qkv, x, w, w_up, w_down, **norms, attention=dict(num_heads=1, mask=mask), **kernel
+        )
+
     def norm(x, scale, bias, residual):
         y, total = ops.layer_norm(x, scale, bias, residual=residual, return_residual=True, **kernel)
         return y * total
@@ -196,6 +202,18 @@ def cases(implementation: str) -> Mapping[str, Case]:
             gated, (x, normal(rng, 6, 2, 10), normal(rng, 2, 10)), (whole, heads, columns), columns, 1
         ),
         "matmul_layer_norm rows": case(with_norm, to_norm, (data, whole, whole, whole, whole, data), data, 4),
+        "post_norm_mlp batch": case(
+            after_attention,
+            (
+                *(normal(rng, 4, 3, width) for width in (96, 32)),
+                *(normal(rng, *shape, scale=0.2) for shape in ((32, 32), (32, 8), (8, 32), (32,))),
+                random_mask(rng, 4, 3),
+            ),
+            (data, data, whole, whole, whole, whole, data),
+            P("data", None, None),
+            3 + 4,  # the vector stands for four
+            6,
+        ),
         "norm rows": case(norm, rows, (data, whole, whole, data), data, 2),
         "softmax rows": case(
             softmax, (normal(rng, 4, 3, 6), random_mask(rng, 4, 6)), (data, data), P("data", None, None), 0, 1

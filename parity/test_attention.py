@@ -16,6 +16,7 @@ from pallas_models import ops, target
 from pallas_models.kernels._common import exponents
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic import attention as mosaic
+from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton.attention import Config
 from parity.common import (
     KERNEL,
@@ -107,6 +108,18 @@ def test_every_tile_config(reference, seq, block_q, block_kv, options):
     config = Config(block_q=block_q, block_kv=block_kv, num_warps=2, num_stages=2, **options)
     out = kernel(qkv, num_heads=4, mask=mask, config=config)
     assert_close(out, reference.compute(reference.attention_qkv, qkv, num_heads=4, mask=mask), LONG)
+
+
+def test_several_heads_projected():
+    qkv, w = (normal(np.random.default_rng(i), *shape) for i, shape in enumerate([(2, 20, 384), (128, 48)]))
+    options = dict(num_heads=4, num_kv_heads=4, head_dim=32, causal=False, window=None, sm_scale=32**-0.5)
+    options |= dict(return_lse=False, precision=jax.lax.Precision.HIGHEST, target=target.current())
+    config = Config(block_q=16, block_kv=32, num_warps=1, num_stages=2, heads=2)
+    none = (None, None, None, None)
+    parts = triton.attention((qkv,), *none, config=config, interpret=KERNEL == "interpret", w=w, **options)
+    y = np.asarray(compiled.attention_qkv(qkv, num_heads=4, implementation="xla"))
+    expected = np.einsum("bshd,hdn->hbsn", y.reshape(2, 20, 4, 32), np.asarray(w).reshape(4, 32, 48))
+    assert_close(parts, expected, OP["float32"])
 
 
 @pytest.mark.parametrize("value", [0, -16, 48])

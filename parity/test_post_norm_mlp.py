@@ -12,8 +12,10 @@ from jax.extend.core import Var
 from pallas_models import ops
 from pallas_models.kernels.mosaic import _launch
 from pallas_models.kernels.mosaic.post_norm_mlp import unsupported
+from pallas_models.kernels.triton import attention_matmul_layer_norm as few_tokens
 from parity.calls import POST_NORM_MLP
 from parity.common import (
+    KERNEL,
     MOSAIC,
     assert_close,
     assert_gradients_close,
@@ -136,6 +138,54 @@ def test_attention_in_the_kernel(batch, seq, n, tokens):
     assert_close(out[valid], expected[valid], OP["float16"])
 
 
+@pytest.mark.parametrize(
+    "batch, seq, n, tokens",
+    [(1, 128, 384, None), (3, 40, 96, "mask"), (2, 19, 160, "segment_ids"), (7, 16, 64, "mask")],
+)
+def test_attention_with_the_projection(dtype, tolerance, batch, seq, n, tokens):
+    arrays, attention, valid = attending(batch, seq, n, dtype, tokens)
+
+    def f(arrays):
+        return ops.post_norm_mlp(**arrays, attention=attention, implementation=KERNEL)
+
+    assert traces("attention_matmul", f, arrays)
+    out, expected = jax.jit(f)(arrays), call_attending(arrays, attention, implementation="xla")
+    assert_close(out[valid], expected[valid], tolerance)
+
+
+def test_gradients_of_attention_with_the_projection():
+    arrays, attention, valid = attending(2, 12, 64, "float32", "mask")
+    cotangent = jnp.where(valid[..., None], normal(np.random.default_rng(1), 2, 12, 64), 0.0)
+
+    def gradients(implementation):
+        def f(some):
+            return call_attending(arrays | some, attention, implementation=implementation)
+
+        return jax.vjp(f, {name: arrays[name] for name in ("y", "x", "w_out", "scale_out")})[1](cotangent)[0]
+
+    for name, expected in gradients("xla").items():
+        assert_close(gradients(KERNEL)[name], expected, GRADIENT)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"batch": 9},
+            "up to 128 rows, heads of 32 and up to 512 columns in multiples of 32, not 144, 2 heads of 64",
+        ),
+        ({"k": 128}, "2 heads of 128 columns and 64"),
+        ({"n": 544}, "columns and 544"),
+        ({"n": 48}, "columns and 48"),
+    ],
+)
+def test_what_attention_with_the_projection_does_not_serve(change, message):
+    size = dict(batch=8, seq=16, k=64, n=64) | change
+    x, qkv = (jax.ShapeDtypeStruct((size["batch"], size["seq"], w), "float16") for w in (size["n"], 3 * size["k"]))
+    w = jax.ShapeDtypeStruct((size["k"], size["n"]), "float16")
+    assert message in few_tokens.unsupported(qkv, None, None, x, w, None, None, None, num_heads=2)
+
+
 @pytest.mark.parametrize("tokens, options", [("mask", {}), ("segment_ids", {"causal": True})])
 def test_after_attention(reference, implementation, tokens, options):
     arrays, attention, valid = attending(3, 20, 64, "float32", tokens)
@@ -181,6 +231,8 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd):
         ((64, 128), 1152, 1 + OLD_JAX),
         ((128, 64), 1152, 1 + OLD_JAX),
         ((16, 512), 1152, 2),
+        ((1, 128), 1152, 5),
+        ((1, 136), 1152, 6),
     ],
 )
 def test_one_kernel_where_rows_fill_the_multiprocessors(rows, y, kernels):

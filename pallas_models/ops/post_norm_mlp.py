@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul_layer_norm import fills
+from pallas_models.kernels.triton import attention_matmul_layer_norm as triton
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
 from pallas_models.ops._sharding import Sharding
@@ -49,7 +50,8 @@ def post_norm_mlp(
     On Hopper, where rows fill its multiprocessors, one kernel keeps `z` and the hidden values on chip; they are
     rounded to the dtype of `x` all the same. Elsewhere, and where it is differentiated, it is `matmul_layer_norm`,
     `matmul` and `matmul_layer_norm` again. Attention of heads of 32 within 64 or 128 tokens is in that kernel too
-    where it has a mask or segments at most.
+    where it has a mask or segments at most; of up to 128 tokens in all, one of Triton's has it and the product
+    with `w_out`.
 
     Args:
       y: (..., K), the result of attention; float16, bfloat16 or float32. With `attention` (B, S, 3 K), the
@@ -112,18 +114,22 @@ def post_norm_mlp(
     weights |= dict(w_up=w_up, bias_up=bias_up, w_down=w_down, bias_down=bias_down, scale=scale, offset=offset)
     rows = math.prod(y.shape[:-1])
 
+    # This is not in the records, so that what a device has of the rows runs in the kernel too, not in XLA.
+    whole = implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype))
+
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
-        """`op` in its kernel if that serves the call, else and where it is differentiated `other`."""
-        arrays = (*arrays, *weights.values())
-        served = serves(op, *arrays, implementation=implementation, **static)
-        # This is not in the records, so that what a device has of the rows runs in the kernel too, not in XLA.
-        if not served or (implementation is None and not fills(jax.ShapeDtypeStruct((rows, n), x.dtype))):
-            return other(*arrays)
+        """`op` in its kernel; where it is differentiated `other`."""
 
         def together(*arrays: Any) -> jax.Array:
             return run(op, *arrays, implementation=implementation, **static)
 
         return differentiated_as(together, other)(*arrays)
+
+    def end(z: Any, w_up: Any, bias_up: Any, w_down: Any, bias_down: Any, scale: Any, offset: Any) -> jax.Array:
+        hidden = matmul(z, w_up, bias=bias_up, activation=activation, **named)
+        return matmul_layer_norm(
+            hidden, w_down, scale, offset, bias=bias_down, residual=z, epsilon=epsilon, **named
+        )
 
     if attention is not None:
         given = {name: value for name, value in attention.items() if value is not None and value is not False}
@@ -133,8 +139,8 @@ def post_norm_mlp(
 
         def attended(y: Any, ids: Any, x: Any, *values: Any) -> jax.Array:
             y = attention_qkv(y, **named | given | ({} if ids is None else {of_tokens[0]: ids}))
-            end: dict[str, Any] = dict(activation=activation, epsilon=epsilon) | named
-            return post_norm_mlp(y, x, **dict(zip(weights, values, strict=True)), **end)
+            rest: dict[str, Any] = dict(activation=activation, epsilon=epsilon) | named
+            return post_norm_mlp(y, x, **dict(zip(weights, values, strict=True)), **rest)
 
         if len(of_tokens) > 1 or given.keys() != {"num_heads", *of_tokens}:
             return attended(y, None, x, *weights.values())
@@ -146,29 +152,30 @@ def post_norm_mlp(
             _checks.check_integer("segment_ids", given["segment_ids"])
             _checks.check_shape("segment_ids", given["segment_ids"], x.shape[:2], "(B, S)")
             ids = given["segment_ids"]
-        return in_one(_ATTENDING, attended, y, ids, x, num_heads=given["num_heads"], **static)
+        arrays, heads = (y, ids, x, *weights.values()), dict(num_heads=given["num_heads"])
+        if whole and serves(_ATTENDING, *arrays, implementation=implementation, **heads, **static):
+            return in_one(_ATTENDING, attended, *arrays, **heads, **static)
+        projecting: dict[str, Any] = heads | dict(epsilon=epsilon, precision=static["precision"])
+        mask, segment_ids = (ids if name in given else None for name in ("mask", "segment_ids"))
+        first = (y, mask, segment_ids, x, w_out, bias_out, scale_out, offset_out)
+        if not serves(_PROJECTING, *first, implementation=implementation, **projecting):
+            return attended(*arrays)
+
+        def projected(qkv: Any, mask: Any, segment_ids: Any, x: Any, w: Any, bias: Any, *norm: Any) -> jax.Array:
+            y = attention_qkv(qkv, mask=mask, segment_ids=segment_ids, **heads, **named)
+            return matmul_layer_norm(y, w, *norm, bias=bias, residual=x, epsilon=epsilon, **named)
+
+        return end(in_one(_PROJECTING, projected, *first, **projecting), *list(weights.values())[4:])
 
     def apart(
-        y: Any,
-        x: Any,
-        w_out: Any,
-        bias_out: Any,
-        scale_out: Any,
-        offset_out: Any,
-        w_up: Any,
-        bias_up: Any,
-        w_down: Any,
-        bias_down: Any,
-        scale: Any,
-        offset: Any,
+        y: Any, x: Any, w_out: Any, bias_out: Any, scale_out: Any, offset_out: Any, *others: Any
     ) -> jax.Array:
-        norms = named | {"epsilon": epsilon}
-        z = matmul_layer_norm(y, w_out, scale_out, offset_out, bias=bias_out, residual=x, **norms)
-        hidden = matmul(z, w_up, bias=bias_up, activation=activation, **named)
-        return matmul_layer_norm(hidden, w_down, scale, offset, bias=bias_down, residual=z, **norms)
+        z = matmul_layer_norm(y, w_out, scale_out, offset_out, bias=bias_out, residual=x, epsilon=epsilon, **named)
+        return end(z, *others)
 
-    out = in_one(_OP, apart, y.reshape(rows, k), x.reshape(rows, n), **static)
-    return out.reshape(x.shape)
+    arrays = (y.reshape(rows, k), x.reshape(rows, n), *weights.values())
+    one = whole and serves(_OP, *arrays, implementation=implementation, **static)
+    return (in_one(_OP, apart, *arrays, **static) if one else apart(*arrays)).reshape(x.shape)
 
 
 def reference(
@@ -215,15 +222,67 @@ _OP = Op(
 )
 
 
+def _attend(
+    qkv: jax.Array,
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    *,
+    num_heads: int,
+    precision: jax.lax.Precision,
+) -> jax.Array:
+    """What tokens attend to, in plain XLA: (B * S, K) for qkv (B, S, 3 K)."""
+    k = qkv.shape[2] // 3
+    head_dim = k // num_heads
+    heads: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim)
+    plain: dict[str, Any] = dict(causal=False, window=None, sm_scale=head_dim**-0.5, return_lse=False)
+    y: Any = attention_reference(
+        (qkv,), mask, None, segment_ids, segment_ids, **heads, **plain, precision=precision
+    )
+    return y.reshape(-1, k)
+
+
+def _projecting_reference(
+    qkv: jax.Array,
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    residual: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    scale: jax.Array,
+    offset: jax.Array,
+    *,
+    num_heads: int,
+    epsilon: float,
+    precision: jax.lax.Precision,
+) -> jax.Array:
+    y = _attend(qkv, mask, segment_ids, num_heads=num_heads, precision=precision)
+    rows = residual.reshape(-1, residual.shape[2])
+    out = norm_reference(y, w, scale, offset, bias, rows, epsilon=epsilon, precision=precision)
+    assert isinstance(out, jax.Array)
+    return out.reshape(residual.shape)
+
+
+_PROJECTING = Op(
+    name="attention_matmul_layer_norm",
+    reference=_projecting_reference,
+    kernels=(
+        Kernel(
+            backend="triton",
+            call=triton.attention_matmul_layer_norm,
+            config=None,
+            refuses=triton.unsupported,
+            preferred=triton.prefer,
+        ),
+    ),
+    sharding=Sharding(equation="b S Q, b S, b S, b S N, K N, N, N, N -> b S N"),
+)
+
+
 def _attending_reference(
     qkv: jax.Array, ids: jax.Array | None, x: jax.Array, *weights: Any, num_heads: int, **static: Any
 ) -> jax.Array:
-    head_dim = x.shape[2] // num_heads
-    heads: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim)
-    plain: dict[str, Any] = dict(causal=False, window=None, sm_scale=head_dim**-0.5, return_lse=False)
-    y: Any = attention_reference((qkv,), None, None, ids, ids, **heads, **plain, precision=static["precision"])
-    rows = (a.reshape(-1, a.shape[2]) for a in (y, x))
-    return reference(*rows, *weights, **static).reshape(x.shape)
+    y = _attend(qkv, None, ids, num_heads=num_heads, precision=static["precision"])
+    return reference(y, x.reshape(-1, x.shape[2]), *weights, **static).reshape(x.shape)
 
 
 _ATTENDING = Op(

@@ -21,6 +21,7 @@ from pallas_models.kernels.triton._common import (
     in_bounds,
     load,
     plgpu,
+    power_of_two_blocks,
     span,
     store,
     tile_mask,
@@ -67,10 +68,12 @@ def heuristic(
     *,
     causal: bool,
     dtype: DTypeLike,
+    projected: bool = False,
 ) -> Config:
     """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
 
-    Otherwise 128 queries a program where that leaves two for every core, which two then share.
+    Otherwise 128 queries a program where that leaves two for every core, which two then share. Where what is
+    attended to is `projected`, four warps have the columns of the product.
     """
     itemsize, block_d = jnp.dtype(dtype).itemsize, pl.next_power_of_2(head_dim)
     few = batch * num_heads * seq < 64 * target.num_cores
@@ -92,10 +95,11 @@ def heuristic(
         many = programs(block_q) >= 8 * target.num_cores
         block_kv = block_size(kv_seq, 16, 128 if few or many else 64)
         counts = (3, 2, 1) if block_kv == 128 else (2, 1)
+        num_warps = block_size(block_q // (8 if alone else 16), 1, 4) if many or block_kv >= 64 else 1
         return Config(
             block_q=block_q,
             block_kv=block_kv,
-            num_warps=block_size(block_q // (8 if alone else 16), 1, 4) if many or block_kv >= 64 else 1,
+            num_warps=4 if projected else num_warps,
             num_stages=2 if many else 3,
             heads=next(n for n in counts if num_heads % n == 0) if many else 1,
         )
@@ -156,7 +160,8 @@ def _attention_kernel(
     segment_ref: Ref | None,  # (B, Sq)
     kv_segment_ref: Ref | None,  # (B, Skv)
     reach_ref: Ref | None,  # (B or 1, blocks of queries, 4)
-    o_ref: Ref,  # (B, Sq, heads * head_dim)
+    w_ref: Ref | None,  # (heads * head_dim, N)
+    o_ref: Ref,  # (B, Sq, heads * head_dim); with w (heads, B, Sq, N), what each head adds to the product
     lse_ref: Ref | None,  # (B, heads, Sq)
     *,
     config: Config,
@@ -170,7 +175,7 @@ def _attention_kernel(
     precision: jax.lax.Precision,
     interpret: bool,
 ) -> None:
-    seq, kv_seq = o_ref.shape[1], k_ref.shape[1]
+    seq, kv_seq = q_ref.shape[1], k_ref.shape[1]
     block_q, block_kv, block_d = config.block_q, config.block_kv, pl.next_power_of_2(head_dim)
     band = Band(seq=seq, kv_seq=kv_seq, causal=causal, window=window)
     q_block, program, batch = (pl.program_id(axis) for axis in range(3))
@@ -219,6 +224,13 @@ def _attention_kernel(
             for first, index in zip(first_heads, (head, kv_head, kv_head), strict=True)
         )
         q = load(q_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
+        own = span(head * head_dim, block_d)
+        projection = []
+        if (
+            w_ref is not None
+        ):  # on its way while there is attention: loaded after it, a call takes a quarter longer
+            for columns in itertools.starmap(span, power_of_two_blocks(w_ref.shape[1])):
+                projection.append((columns, load(w_ref.at[own, columns], tile_mask(depth, None))))
 
         def step(s: Index, carry: _Carry, *, full: bool) -> _Carry:
             acc, m_i, l_i = carry
@@ -253,7 +265,10 @@ def _attention_kernel(
         total = jnp.max(l_i, axis=1)
         empty = total == 0.0  # no key took part
         out = acc * jnp.where(empty, 0.0, 1.0 / total)[:, None]
-        store(o_ref.at[batch, rows, span(head * head_dim, block_d)], out, tile_mask(row_mask, depth))
+        if w_ref is None:
+            store(o_ref.at[batch, rows, own], out, tile_mask(row_mask, depth))
+        for columns, w in projection:
+            store(o_ref.at[head, batch, rows, columns], dot(out.astype(w.dtype), w), tile_mask(row_mask, None))
         if lse_ref is not None:
             lse = jnp.where(empty, -jnp.inf, m_i * (late * math.log(2)) + jnp.log(total))
             store(lse_ref.at[batch, head, rows], lse, row_mask)
@@ -283,8 +298,12 @@ def attention(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
+    w: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of q, k, v (B, S, heads * head_dim), or of one buffer that holds them; see `pallas_models.ops`."""
+    """Attention of q, k, v (B, S, heads * head_dim), or of one buffer that holds them; see `pallas_models.ops`.
+
+    With w (heads * head_dim, N) what each head adds to its product with w, (heads, B, S, N) in float32.
+    """
     fused = len(qkv) == 1
     q, k, v = qkv * 3 if fused else qkv
     batch, seq, _ = q.shape
@@ -302,12 +321,22 @@ def attention(
                 "kv_heads": num_kv_heads,
                 "head_dim": head_dim,
                 "causal": int(causal),
-            },
+            }
+            | ({} if w is None else {"n": w.shape[1]}),
             bucketed=("batch", "q", "kv"),
             dtype=q.dtype,
             config=Config,
             heuristic=functools.partial(
-                heuristic, batch, seq, kv_seq, num_heads, head_dim, target, causal=causal, dtype=q.dtype
+                heuristic,
+                batch,
+                seq,
+                kv_seq,
+                num_heads,
+                head_dim,
+                target,
+                causal=causal,
+                dtype=q.dtype,
+                projected=w is not None,
             ),
             candidates=functools.partial(configs, seq, kv_seq, num_heads, head_dim),
             shared_memory=functools.partial(shared_memory, head_dim=head_dim, itemsize=q.dtype.itemsize),
@@ -334,15 +363,18 @@ def attention(
         interpret=interpret,
     )
     q_blocks, programs = pl.cdiv(seq, config.block_q), num_heads // config.heads
+    result = jax.ShapeDtypeStruct((batch, seq, num_heads * head_dim), q.dtype)
+    if w is not None:
+        result = jax.ShapeDtypeStruct((num_heads, batch, seq, w.shape[1]), jnp.float32)
     out, lse = pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((batch, seq, num_heads * head_dim), q.dtype),
+            result,
             jax.ShapeDtypeStruct((batch, num_heads, seq), jnp.float32) if return_lse else None,
         ),
         grid=(programs, q_blocks, batch) if causal else (q_blocks, programs, batch),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
-        name="attention",
-    )(q, k, v, mask, bias, *ids, found)
+        name="attention" if w is None else "attention_matmul",
+    )(q, k, v, mask, bias, *ids, found, w)
     return (out, lse) if return_lse else out
