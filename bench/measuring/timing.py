@@ -3,8 +3,8 @@
 Device time is the time in which kernels of one call run, by the starts and ends that JAX's profiler records. It
 leaves out gaps between kernels and copies between buffers, and counts once what overlaps: XLA of JAX 0.11.2 has
 its own and Triton's kernels begin while those before them end, until torch captures CUDA graphs in the process.
-The profiler records every kernel of the process, and so measures torch and JAX with one clock. It uses CUPTI, which
-no other profiler can use meanwhile.
+The profiler records every kernel of the process, and so measures torch and JAX with one clock. It uses CUPTI,
+which no other profiler can use meanwhile.
 
 Wall time is what a caller sees in steady state: the time of many queued calls and one wait at the end, divided by
 the number of calls. It includes dispatch where dispatch is slower than the device.
