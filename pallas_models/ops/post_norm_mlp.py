@@ -114,8 +114,10 @@ def post_norm_mlp(
     weights |= dict(w_up=w_up, bias_up=bias_up, w_down=w_down, bias_down=bias_down, scale=scale, offset=offset)
     rows = math.prod(y.shape[:-1])
 
-    # This is not in the records, so that what a device has of the rows runs in the kernel too, not in XLA.
-    whole = implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype))
+    def in_one_kernel(op: Op, *arrays: Any, **static: Any) -> bool:
+        # How many rows pay is not in the records, so that what a device has of them runs in the kernel too.
+        served = serves(op, *arrays, implementation=implementation, **static)
+        return served and (implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype)))
 
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
         """`op` in its kernel; where it is differentiated `other`."""
@@ -153,7 +155,7 @@ def post_norm_mlp(
             _checks.check_shape("segment_ids", given["segment_ids"], x.shape[:2], "(B, S)")
             ids = given["segment_ids"]
         arrays, heads = (y, ids, x, *weights.values()), dict(num_heads=given["num_heads"])
-        if whole and serves(_ATTENDING, *arrays, implementation=implementation, **heads, **static):
+        if in_one_kernel(_ATTENDING, *arrays, **heads, **static):
             return in_one(_ATTENDING, attended, *arrays, **heads, **static)
         projecting: dict[str, Any] = heads | dict(epsilon=epsilon, precision=static["precision"])
         mask, segment_ids = (ids if name in given else None for name in ("mask", "segment_ids"))
@@ -174,7 +176,7 @@ def post_norm_mlp(
         return end(z, *others)
 
     arrays = (y.reshape(rows, k), x.reshape(rows, n), *weights.values())
-    one = whole and serves(_OP, *arrays, implementation=implementation, **static)
+    one = in_one_kernel(_OP, *arrays, **static)
     return (in_one(_OP, apart, *arrays, **static) if one else apart(*arrays)).reshape(x.shape)
 
 

@@ -224,13 +224,13 @@ def _attention_kernel(
             for first, index in zip(first_heads, (head, kv_head, kv_head), strict=True)
         )
         q = load(q_ref.at[batch, rows, q_columns], tile_mask(row_mask, depth))
-        own = span(head * head_dim, block_d)
         projection = []
         if (
             w_ref is not None
         ):  # on its way while there is attention: loaded after it, a call takes a quarter longer
             for columns in itertools.starmap(span, power_of_two_blocks(w_ref.shape[1])):
-                projection.append((columns, load(w_ref.at[own, columns], tile_mask(depth, None))))
+                w = load(w_ref.at[span(head * head_dim, block_d), columns], tile_mask(depth, None))
+                projection.append((columns, w))
 
         def step(s: Index, carry: _Carry, *, full: bool) -> _Carry:
             acc, m_i, l_i = carry
@@ -266,7 +266,7 @@ def _attention_kernel(
         empty = total == 0.0  # no key took part
         out = acc * jnp.where(empty, 0.0, 1.0 / total)[:, None]
         if w_ref is None:
-            store(o_ref.at[batch, rows, own], out, tile_mask(row_mask, depth))
+            store(o_ref.at[batch, rows, span(head * head_dim, block_d)], out, tile_mask(row_mask, depth))
         for columns, w in projection:
             store(o_ref.at[head, batch, rows, columns], dot(out.astype(w.dtype), w), tile_mask(row_mask, None))
         if lse_ref is not None:
