@@ -38,8 +38,8 @@ def test_every_op_lowers_to_kernels(device, call: Call, dtype, size):
     with cuda_device(*device):
         text = lowered_for_cuda(call("triton"), *call.arrays(dtype, size))
     # Where it is not fused.
-    several = {"matmul_layer_norm": 2, "softmax_split": 2, "triangle_update": 5, "matmul_split": 2}
-    several["attention_matmul_layer_norm"] = 5
+    several = dict(matmul_layer_norm=2, matmul_split=2, softmax_split=2)
+    several |= dict(triangle_update=5, attention_matmul_layer_norm=5)
     kernels = several.get(call.name, 1)
     assert 1 <= kernel_calls(text) <= kernels
     assert ("stablehlo.dot_general" in text) == (call.name in PRODUCTS_OF_XLA)

@@ -114,13 +114,16 @@ def post_norm_mlp(
     weights |= dict(w_up=w_up, bias_up=bias_up, w_down=w_down, bias_down=bias_down, scale=scale, offset=offset)
     rows = math.prod(y.shape[:-1])
 
-    def in_one_kernel(op: Op, *arrays: Any, **static: Any) -> bool:
-        # How many rows pay is not in the records, so that what a device has of them runs in the kernel too.
+    def pays(op: Op, *arrays: Any, **static: Any) -> bool:
+        """Whether a kernel serves the call and is given enough rows.
+
+        How many those are is not in the records, so that what a device has of them runs in the kernel too.
+        """
         served = serves(op, *arrays, implementation=implementation, **static)
         return served and (implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype)))
 
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
-        """`op` in its kernel; where it is differentiated `other`."""
+        """`op` in a kernel that serves it; where it is differentiated `other`."""
 
         def together(*arrays: Any) -> jax.Array:
             return run(op, *arrays, implementation=implementation, **static)
@@ -155,7 +158,7 @@ def post_norm_mlp(
             _checks.check_shape("segment_ids", given["segment_ids"], x.shape[:2], "(B, S)")
             ids = given["segment_ids"]
         arrays, heads = (y, ids, x, *weights.values()), dict(num_heads=given["num_heads"])
-        if in_one_kernel(_ATTENDING, *arrays, **heads, **static):
+        if pays(_ATTENDING, *arrays, **heads, **static):
             return in_one(_ATTENDING, attended, *arrays, **heads, **static)
         projecting: dict[str, Any] = heads | dict(epsilon=epsilon, precision=static["precision"])
         mask, segment_ids = (ids if name in given else None for name in ("mask", "segment_ids"))
@@ -176,7 +179,7 @@ def post_norm_mlp(
         return end(z, *others)
 
     arrays = (y.reshape(rows, k), x.reshape(rows, n), *weights.values())
-    one = in_one_kernel(_OP, *arrays, **static)
+    one = pays(_OP, *arrays, **static)
     return (in_one(_OP, apart, *arrays, **static) if one else apart(*arrays)).reshape(x.shape)
 
 
