@@ -315,16 +315,18 @@ def post_norm_mlp(
         def vector(i: jax.Array) -> jax.Array:
             return row(refs.vector_tiles.at[i, own_columns], (_ROWS, half))
 
-        def normalise(phase: jax.Array, products: Callable[[Ref], None]) -> None:
-            """Replaces x by layer_norm(products + bias + x), of which this warpgroup has its columns."""
+        def normalise(phase: jax.Array, residual: jax.Array, products: Callable[[Ref], None]) -> jax.Array:
+            """Replaces x by layer_norm(products + bias + residual); returns it, the columns of this warpgroup."""
             x, first = refs.x_tiles.at[warpgroup], 3 * phase
             # What comes before products and not after them is computed while operands are on their way.
-            y = sum_up(vector(first) + x[...].astype(jnp.float32), products)
+            y = sum_up(vector(first) + residual, products)
             mean, variance = moments(y)
             y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon))
-            x[...] = (y * vector(first + 1) + vector(first + 2)).astype(dtype)
+            y = (y * vector(first + 1) + vector(first + 2)).astype(dtype)
+            x[...] = y
             plgpu.commit_smem()
             meet(refs.known.at[1])  # both have read the moments, and written their columns
+            return y.astype(jnp.float32)
 
         def attend(heads: Heads, i: jax.Array, start: jax.Array) -> None:
             """Computes y, each warpgroup its columns."""
@@ -364,25 +366,30 @@ def post_norm_mlp(
                 multiply(sums, left, down_steps, first_down(j, part))
                 pl.when(warpgroup != part)(lambda: plgpu.barrier_arrive(refs.h_free.at[part]))
 
-            def of_round(j: jax.Array, _: None) -> None:
+            def bias_of(j: jax.Array) -> jax.Array:
+                there = refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)]
+                return load(there, plgpu.Layout.WGMMA.reduce(0), interpret=interpret)
+
+            def of_round(j: jax.Array, bias: jax.Array) -> jax.Array:
                 first = start + j * round_steps + warpgroup * up_steps
                 first -= jnp.where((warpgroup == 0) & (j > 0), (_CONSUMERS**2 - 1) * down_steps, 0)
 
                 def up(sums: Ref) -> None:
                     multiply(sums, functools.partial(block_of, refs.x_tiles), up_steps, first)
 
-                bias = row(refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)], (_ROWS, half))
-                z = sum_up(bias, up)
+                z = sum_up(jax.lax.broadcast_in_dim(bias, (_ROWS, half), [1]), up)
                 pl.when((warpgroup == 0) & (j > 0))(lambda: add_part(j - 1, 1))
                 # The other warpgroup still multiplies those of the last round.
                 pl.when(i * rounds + j > 0)(lambda: plgpu.barrier_wait(refs.h_free.at[warpgroup]))
                 refs.h_tiles.at[warpgroup][...] = activate(activation, z, dtype).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.h_full.at[warpgroup])
+                bias = bias_of(jnp.minimum(j + 1, rounds - 1))  # on its way while the tensor cores are busy
                 last = (warpgroup == 1) | (j == rounds - 1)
                 pl.loop(0, jnp.where(last, 2, 1))(functools.partial(add_part, j))
+                return bias
 
-            jax.lax.fori_loop(0, rounds, of_round, None)
+            jax.lax.fori_loop(0, rounds, of_round, bias_of(jnp.int32(0)))
 
         def consume() -> None:
             @pl.loop(0, count)
@@ -394,13 +401,15 @@ def post_norm_mlp(
                 plgpu.barrier_wait(refs.rows_full)
                 pl.when(i == 0)(lambda: plgpu.barrier_wait(refs.vectors_full))
 
-                @pl.loop(0, 2)
-                def _(phase: jax.Array) -> None:
+                def of_phase(phase: jax.Array, residual: jax.Array) -> jax.Array:
                     def products(sums: Ref) -> None:
                         pl.when(phase == 0)(functools.partial(project_out, start, sums))
                         pl.when(phase == 1)(functools.partial(add_hidden, i, start, sums))
 
-                    normalise(phase, products)
+                    return normalise(phase, residual, products)
+
+                # What the second phase adds to its products is in registers from the first on.
+                jax.lax.fori_loop(0, 2, of_phase, refs.x_tiles[warpgroup].astype(jnp.float32))
 
                 plgpu.copy_smem_to_gmem(refs.x_tiles.at[warpgroup], refs.o.at[rows_of(i), own_columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
