@@ -1,5 +1,6 @@
 """Where the suite runs: compiled kernels at real shapes on CUDA, interpreted ones at small shapes elsewhere."""
 
+import gc
 import importlib.metadata
 import os
 
@@ -59,6 +60,10 @@ def pytest_report_header() -> str:
 
 def pytest_collection_finish() -> None:
     quick.collect_rarely()
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest looks for garbage ten times at its end
 
 
 _compiled = 0
