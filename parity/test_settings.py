@@ -2,8 +2,12 @@
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +173,34 @@ def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
     for out, wanted in zip(gradients, expected, strict=True):
         assert out.dtype == wanted.dtype
         assert_close(out, wanted, 1e-5)
+
+
+LEAKS = """
+import jax
+import jax.numpy as jnp
+
+from parity.calls import CALLS
+
+for call in CALLS:
+    if call.name in {names!r}:
+        floats, rest = call.arrays()[: call.floats], call.arrays()[call.floats :]
+        loss = jax.jit(lambda *floats: jnp.sum(call({implementation!r})(*floats, *rest)))
+        with jax.checking_leaks():
+            jax.make_jaxpr(jax.grad(loss, tuple(range(call.floats))))(*floats)
+        print(call.name)
+"""
+
+
+def test_nothing_outlives_a_trace():
+    """`jax.checking_leaks` raises where what is differentiated later holds arrays of a trace that has ended.
+
+    In a process of its own, as it looks through all objects of the process again and again.
+    """
+    names = ["matmul", "matmul_layer_norm", "attention", "linear_cross_entropy_mean", "triangle_update"]
+    program = [sys.executable, "-c", LEAKS.format(names=names, implementation=KERNEL)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == names, done.stderr
 
 
 def test_64_bit_segments_stay_apart():

@@ -617,6 +617,8 @@ def _with_derivative(
         with _plain_settings(primals):
             out, kept, results = (function(*primals), [], 0) if keep is None else keep(*primals)
         leaves, tree = jax.tree.flatten(primals)
+        # What is transposed later keeps no array of this trace.
+        count, first = len(leaves), jax.typeof(jax.tree.leaves(out)[0])
         changes = jax.tree.leaves(tangents)
         moving = [i for i, t in enumerate(changes) if not isinstance(t, SymbolicZero)]
         if not moving:
@@ -624,7 +626,7 @@ def _with_derivative(
 
         def tangent(residuals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
             def at(*some: jax.Array) -> Any:
-                every = residuals[: len(leaves)]
+                every = residuals[:count]
                 for i, x in zip(moving, some, strict=True):
                     every[i] = x
                 return derivative(*jax.tree.unflatten(tree, every))
@@ -635,9 +637,9 @@ def _with_derivative(
 
         def transpose(residuals: list[Any], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
             assert pull is not None
-            arrays = jax.tree.unflatten(tree, residuals[: len(leaves)])
+            arrays = jax.tree.unflatten(tree, residuals[:count])
             used = {i for i, w in zip(moving, wanted, strict=True) if w}
-            indices = iter(range(len(leaves)))
+            indices = iter(range(count))
             owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
             asked = tuple(not used.isdisjoint(own) for own in owned)
             if cotangents[0] is None:
@@ -645,10 +647,9 @@ def _with_derivative(
                 # derivative of its own has results that are mapped in the derivative alone.
                 other = next(c for c in cotangents if c is not None)
                 zero = jnp.where(other.ravel()[0] == 0, 0.0, 0.0)
-                first = jax.tree.leaves(out)[0]
                 cotangents = [jnp.broadcast_to(zero, first.shape).astype(first.dtype), *cotangents[1:]]
             cotangents = cotangents + [None] * (results - len(cotangents))
-            given = pull(arrays, residuals[len(leaves) :], cotangents, asked)
+            given = pull(arrays, residuals[count:], cotangents, asked)
             found = dict(
                 zip((i for own, w in zip(owned, asked, strict=True) if w for i in own), given, strict=True)
             )

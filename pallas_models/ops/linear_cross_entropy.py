@@ -88,6 +88,8 @@ def linear_cross_entropy(
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights.astype(jnp.float32).reshape(-1)
     weights = jnp.where(weights == 0.0, jnp.float32(0.0), weights)  # which has no gradient
 
+    chunk = _chunk(labels.size, vocab)  # not within what follows: a derivative outlives the arrays that it is of
+
     def call(*arrays: Any, gradient: bool) -> Any:
         return run(
             _OP,
@@ -99,7 +101,7 @@ def linear_cross_entropy(
             label_smoothing=float(label_smoothing),
             logit_softcap=None if logit_softcap is None else float(logit_softcap),
             z_loss=float(z_loss),
-            chunk=_chunk(labels.size, vocab),
+            chunk=chunk,
             precision=_checks.as_precision(precision),
         )
 
