@@ -1,6 +1,7 @@
 """Scores of pairs of sentences: those of sentence-transformers on the same folders, and what is refused."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def test_families(tmp_path, kind):
     assert_close(ours.predict(PAIRS), model.predict(PAIRS), DEEP)
     one = ours.predict(PAIRS[0])
     assert one.shape == () and abs(one - model.predict(PAIRS[0])) < 1e-4
+
+
+def test_it_is_pickled(tmp_path):
+    ours = CrossEncoder.from_pretrained(write(tmp_path, "bert", num_labels=3), max_length=12)
+    ours.prompts["query"] = "guitar "
+    expected = ours.predict(PAIRS, prompt_name="query")
+    other = pickle.loads(pickle.dumps(ours))
+    assert repr(other) == repr(ours)
+    np.testing.assert_array_equal(other.predict(PAIRS, prompt_name="query"), expected)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of published models; test_families has small ones")

@@ -1,8 +1,10 @@
 """Sentences to embeddings: the numbers of torch, the order of the sentences, and few shapes to compile."""
 
+import copy
 import functools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -138,6 +140,19 @@ def test_limit_of_the_model_holds(folder):
     encoder = Encoder.from_pretrained(folder)
     assert encoder.max_length == CONFIG.max_positions
     assert encoder.encode(" ".join(WORDS * 10)).shape == (64,)
+
+
+def test_it_is_pickled_and_copied(folder, tmp_path):
+    encoder = Encoder.from_pretrained(folder, truncate_dim=8, compilation_cache=tmp_path / "kept")
+    encoder.max_seq_length, encoder.prompts["query"] = 12, "guitar "
+    sentences = random_sentences(5)
+    expected = encoder.encode_query(sentences)  # with programs, and what else has locks
+    encoder.encode(sentences[0], device="cpu")
+    for other in (pickle.loads(pickle.dumps(encoder)), copy.deepcopy(encoder)):
+        assert repr(other) == repr(encoder) and "max_seq_length=12" in repr(other)
+        np.testing.assert_array_equal(other.encode_query(sentences), expected)
+        other.prompts["query"], other.max_seq_length = "", 20
+        np.testing.assert_array_equal(encoder.encode_query(sentences), expected)
 
 
 def test_limits_in_tokenizer_json_are_not_used(folder, encoder):

@@ -57,6 +57,7 @@ class CrossEncoder:
 
     __slots__ = (
         "_activation",
+        "_given",
         "_head",
         "_max_length",
         "_programs",
@@ -99,6 +100,9 @@ class CrossEncoder:
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
         inputs.find_prompt(self.prompts, default_prompt_name, None)
         folder = caches.default_folder() if compilation_cache is True else compilation_cache
+        self._given: dict[str, Any] = dict(
+            forward=forward, implementation=implementation, compilation_cache=folder
+        )
         self._programs = Programs(
             (params, head_params),
             _with_token_types(forward),
@@ -252,6 +256,24 @@ class CrossEncoder:
         return [
             {"corpus_id": int(i), "score": float(scores[i])} | text for i, text in zip(best, texts, strict=True)
         ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As that of `Encoder`."""
+        params, head_params = self._programs.params
+        parts = functools.partial(
+            type(self),
+            params,
+            self._tokenizer,
+            config=self.config,
+            head=self._head,
+            head_params=head_params,
+            activation=self._activation,
+            max_length=self._max_length,
+            prompts=self.prompts,
+            default_prompt_name=self.default_prompt_name,
+            **self._given,
+        )
+        return parts, ()
 
     def __repr__(self) -> str:
         return f"CrossEncoder({self.config}, {self._head}, max_seq_length={self._max_length})"

@@ -52,6 +52,8 @@ class Encoder:
     similarity = a @ b
     ```
 
+    It can be pickled, as joblib, Ray and Spark do: with its parameters, and nothing that is compiled.
+
     Attributes:
       params: the parameters of the model, as `weights.load_minilm` returns them.
       config: the model's sizes.
@@ -216,6 +218,27 @@ class Encoder:
             mesh=mesh,
             forward=family.encode,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled or copied, it is made anew of its parts, where JAX puts arrays."""
+        given = self._start.keywords
+        parts = functools.partial(
+            type(self),
+            self._params,
+            self._tokenizer,
+            config=self._config,
+            head=self._head,
+            head_params=self._programs[0].params[1],
+            max_length=self._max_length,
+            prompts=self.prompts,
+            default_prompt_name=self.default_prompt_name,
+            similarity_fn_name=self._similarity_fn_name,
+            truncate_dim=self.truncate_dim,
+            implementation=self._implementation,
+            compilation_cache=given["folder"],
+            forward=given["encode"],
+        )
+        return parts, ()
 
     def __repr__(self) -> str:
         dtype = next(leaf.dtype for leaf in jax.tree.leaves(self._params) if leaf.ndim > 1)
