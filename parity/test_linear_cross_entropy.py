@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax import export
 
 from pallas_models import ops
@@ -145,6 +144,7 @@ def test_gradients_of_every_dtype(reference, dtype, tolerance, shape, implementa
 
 @every_implementation
 def test_no_further_off_than_torch_in_bfloat16(reference, implementation):
+    torch = pytest.importorskip("torch")
     x, kernel, _, _, labels = draw(100, 64, 300, dtype="bfloat16")  # a division by 128 would be exact
     targets = reference.tensor(labels)
     exact = reference.gradients(
