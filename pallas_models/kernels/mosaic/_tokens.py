@@ -26,6 +26,7 @@ from pallas_models.kernels.mosaic._inline import (
 )
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
+_math = Backend("jax.extend.mlir.dialects.math")
 _mma = Backend("jax.experimental.mosaic.gpu.mma_utils")
 _wgmma = Backend("jax.experimental.mosaic.gpu.wgmma")
 
@@ -35,6 +36,7 @@ HALF = 8  # tokens
 ROW_BYTES = 64  # of x_t
 HALF_BYTES = 2 * FEATURES * HALF
 BLOCK_BYTES = 2 * HALF_BYTES
+_MEETING = 8  # a barrier of threads; Mosaic uses the first ones, one for each warpgroup
 
 Inline = Callable[..., Any]
 
@@ -126,39 +128,40 @@ def expect(ctas: int) -> Inline:
     return inline
 
 
-def send(ctas: int, apart: bool) -> Inline:
-    """Sends to half of the other CTAs a block each, or where these are not `apart` half a block to all others.
+def _send(source: Any, there: Any, barrier: Any, first: Any, count: int, rank: Any, size: int, apart: int) -> None:
+    """Sends to each of `count` CTAs, but for this one, `size` bytes, at `apart` times its rank in the source.
 
     A few threads of each warp do it, as a warp issues copies one after another.
     """
-    size, count = (BLOCK_BYTES, ctas // 2) if apart else (HALF_BYTES, ctas)
-    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    lane, warp = lane_and_warp()
+    index = add(warp, times(lane, 4))
+    asm(
+        f"""
+        {{
+            .reg .pred p;
+            .reg .b32 from, to, bar;
+            setp.lt.u32 p, $3, {count};
+            setp.ne.and.u32 p, $4, $5, p;
+            mad.lo.u32 from, $4, {apart}, $0;
+            @p mapa.shared::cluster.u32 to, $1, $4;
+            @p mapa.shared::cluster.u32 bar, $2, $4;
+            @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [from], {size}, [bar];
+        }}""",
+        "r,r,r,r,r,r",
+        utils.memref_ptr(source),
+        utils.memref_ptr(there),
+        utils.memref_ptr(barrier),
+        index,
+        add(first, index),
+        rank.registers.item(),
+    )
 
-    def inline(_: Any, source: Any, there: Any, barrier: Any, rank: Any, half: Any) -> None:
-        lane, warp = lane_and_warp()
-        index = peer = add(warp, times(lane, 4))
-        if apart:  # in turn two for each warpgroup
-            peer = add(index, times(utils.arith.divui(index, i32(2)), 2), times(half.registers.item(), 2))
-        asm(
-            f"""
-            {{
-                .reg .pred p;
-                .reg .b32 from, to, bar;
-                setp.lt.u32 p, $3, {count};
-                setp.ne.and.u32 p, $4, $5, p;
-                mad.lo.u32 from, $4, {size if apart else 0}, $0;
-                @p mapa.shared::cluster.u32 to, $1, $4;
-                @p mapa.shared::cluster.u32 bar, $2, $4;
-                @p {copy} [to], [from], {size}, [bar];
-            }}""",
-            "r,r,r,r,r,r",
-            utils.memref_ptr(source),
-            utils.memref_ptr(there),
-            utils.memref_ptr(barrier),
-            index,
-            peer,
-            rank.registers.item(),
-        )
+
+def send_rows(ctas: int) -> Inline:
+    """Sends to all other CTAs half a block."""
+
+    def inline(_: Any, own: Any, there: Any, barrier: Any, rank: Any) -> None:
+        _send(own, there, barrier, i32(0), ctas, rank, HALF_BYTES, 0)
 
     return inline
 
@@ -246,6 +249,15 @@ def give(tokens: int, n: int) -> Inline:
             add(address(x_t), _place(half), times(block, FEATURES * ROW_BYTES)),
             token,
         )
+
+    return inline
+
+
+def meet(warpgroups: int) -> Inline:
+    """Warpgroups wait for one another, and what they have stored is there for copies and tensor cores."""
+
+    def inline(_: Any) -> None:
+        asm(f"fence.proxy.async.shared::cta; bar.sync {_MEETING}, {128 * warpgroups};", "")
 
     return inline
 
@@ -345,16 +357,18 @@ def put(columns: int) -> Inline:
     return inline
 
 
-def stage(_: Any, values: Any, staging: Any, block: Any) -> None:
-    """Stores values (64, 16) in two blocks to be sent."""
-    arith = utils.arith
-    base = add(address(staging), times(block.registers.item(), BLOCK_BYTES))
+def send_share(_: Any, values: Any, staging: Any, there: Any, barrier: Any, block: Any, rank: Any) -> None:
+    """Sends values (64, 16), two blocks, to the CTAs that own these."""
+    arith, first = utils.arith, block.registers.item()
+    base = add(address(staging), times(first, BLOCK_BYTES))
     for row, token, word in _words(values.astype(staging.type.element_type)):
         block, row = (f(row, i32(FEATURES)) for f in (arith.divui, arith.remui))
         half, column = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
         sent = _place_sent(row, arith.divui(column, i32(2)))
         place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), sent)
         asm("st.shared.b32 [$0], $1;", "r,r", place, word)
+    utils.commit_shared()
+    _send(staging, there, barrier, first, 2, rank, BLOCK_BYTES, BLOCK_BYTES)
 
 
 def sum_up(ctas: int) -> Inline:
@@ -380,18 +394,22 @@ def normalise(ctas: int, epsilon: float) -> Inline:
         rank, half = (x.registers.item() for x in rest[:2])
         scales, offsets = ([_read_vector(vector, j) for j in range(ctas)] for vector in (scale, offset))
         there = add(address(x_t), _place(half))
+        begin = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, i32(0)), address(own), address(rows))
+        begin = add(begin, times(half, HALF_BYTES), _place_sent(i32(0), lane_and_warp()[1]))
         wait(barrier, rest[2])
-        values = _received(ctas, address(own), address(rows), rank, half, element)
-        # Squares about what is near the mean, that of the first lane's features: both sums in one go.
-        near = arith.mulf(_total(values), _pair(1.0 / ctas))
-        near = _each(lambda v: asm("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=f,f", v, result="f32"), near)
-        values = [arith.subf(v, near) for v in values]
-        sums = (_total(values), _total([arith.mulf(v, v) for v in values]))
+        # Sums about the first feature, which is within sqrt(n) standard deviations of the mean: both in one go.
+        first = _read(begin, element)
+        values = [arith.subf(v, first) for v in _received(ctas, address(own), address(rows), rank, half, element)]
+        squares = [arith.mulf(v, v) for v in values[:2]]
+        for j, v in enumerate(values[2:]):
+            squares[j % 2] = _math.fma(v, v, squares[j % 2])
+        sums = (_total(values), _total(squares))
         mean, square = (arith.mulf(_each(warp_sum, v), _pair(1.0 / n)) for v in sums)
         variance = arith.addf(arith.subf(square, arith.mulf(mean, mean)), _pair(epsilon))
         factor = _each(lambda v: asm("rsqrt.approx.f32 $0, $1;", "=f,f", v, result="f32"), variance)
-        for j, value in enumerate(values):
-            value = arith.mulf(arith.mulf(arith.subf(value, mean), factor), scales[j])
-            _write(there, j * FEATURES * ROW_BYTES, arith.addf(value, offsets[j]), element)
+        shift = arith.negf(arith.mulf(mean, factor))
+        for j, v in enumerate(values):
+            value = _math.fma(_math.fma(v, factor, shift), scales[j], offsets[j])
+            _write(there, j * FEATURES * ROW_BYTES, value, element)
 
     return inline

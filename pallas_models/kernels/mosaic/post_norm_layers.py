@@ -118,20 +118,31 @@ def post_norm_layers(
 
         def produce() -> None:
             def stream(
-                w: Ref, first: jax.Array, steps: int, height: int, corner: Callable[..., tuple[Any, Any]]
+                w: Ref,
+                first: jax.Array,
+                steps: int,
+                height: int,
+                corner: Callable[..., tuple[Any, Any]],
+                parts: int = _PARTS,
             ) -> None:
-                """Copies tiles of w, those of a step in parts whose upper left corners are given."""
+                """Copies tiles of w, those of a step in parts whose upper left corners are given.
+
+                What a slot has beside these parts is left as it is.
+                """
 
                 @pl.loop(0, steps)
                 def _(k: jax.Array) -> None:
                     slot = ring.acquire(first + k)
 
-                    @pl.loop(0, _PARTS)
+                    @pl.loop(0, parts)
                     def _(part: jax.Array) -> None:
                         row, column = corner(k, part)
                         source = w.at[pl.ds(row, height), pl.ds(column, _WIDTH)]
                         there = refs.slots.at[slot, part, pl.ds(0, height)]
                         plgpu.copy_gmem_to_smem(source, there, ring.full_of(slot))
+
+                    for _part in range(parts, _PARTS):
+                        plgpu.barrier_arrive(ring.full_of(slot))
 
             def copy_layer(i: int) -> None:
                 w_qkv, w_out, w_up, w_down = (getattr(refs, f"{name}_{i}") for name in _MATRICES)
@@ -153,7 +164,8 @@ def post_norm_layers(
                     own, first = rank * FEATURES, i * layer_steps + index * head_steps
                     stream(
                         *(w_qkv, first, steps, _BLOCK),
-                        lambda k, part: (k * _BLOCK, jnp.minimum(part, 2) * n + own),
+                        lambda k, part: (k * _BLOCK, part * n + own),
+                        parts=3,  # queries, keys and values
                     )
                     stream(
                         *(w_out, first + steps, blocks, FEATURES),
@@ -185,8 +197,12 @@ def post_norm_layers(
             ring.drain(jnp.int32(count * layer_steps))
 
         def meet(i: int) -> None:
-            plgpu.barrier_arrive(refs.met.at[i])
-            plgpu.barrier_wait(refs.met.at[i])
+            """Both wait for one another, and what they have stored is there for copies and tensor cores."""
+            if interpret:
+                plgpu.barrier_arrive(refs.met.at[i])
+                plgpu.barrier_wait(refs.met.at[i])
+            else:
+                call(_tokens.meet(_CONSUMERS), ())
 
         def zeros() -> jax.Array:
             value = jnp.zeros(sums_shape, jnp.float32)
@@ -224,20 +240,22 @@ def post_norm_layers(
             return jax.lax.fori_loop(0, steps // batch, step, zeros())
 
         def share(rank: jax.Array, first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> None:
-            """Makes ready to be sent what this CTA adds to all features."""
+            """Sends what this CTA adds to all features, block by block under the products of the next."""
 
             @pl.loop(0, blocks)
             def _(i: jax.Array) -> None:
                 v, block = multiply(zeros(), first + i * depth, depth, right, height), 4 * i + 2 * warpgroup
                 if not interpret:
-                    call(_tokens.stage, (plgpu.Layout.WGMMA, tile, splat), v, refs.qkv_t, block)
+                    parts, summed = refs.parts.at[rank], refs.arrived.at[0]
+                    kinds = (plgpu.Layout.WGMMA, tile, ref, ref, splat, splat)
+                    call(_tokens.send_share, kinds, v, refs.qkv_t, parts, summed, block, rank)
                     return
                 for j, half in itertools.product(range(2), range(2)):
                     rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
                     refs.parts[block + j, rank, half] = v[rows, columns].astype(dtype)
 
         def exchange(vectors: Ref, phase: int) -> None:
-            """Sends, receives, adds up and normalises."""
+            """Adds up what CTAs have sent, sends that, and normalises."""
             bias, scale, offset = (vectors.at[:, pl.ds(places[name], sizes[name])] for name in _NORMS[phase])
             if interpret:
                 meet(0)
@@ -257,21 +275,16 @@ def post_norm_layers(
             rank = jax.lax.axis_index("rank")
             where, splats = (rank, warpgroup, jnp.int32(phase)), (splat,) * 3
             summed, normed = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(refs.met.at[2])
+            meet(2)
             for barrier in (summed, normed):
                 call(_tokens.expect(ctas), (ref,), barrier)
-            parts, rows = refs.parts.at[rank], refs.rows.at[rank, warpgroup]
-            call(_tokens.send(ctas, True), (tile, ref, ref, *splats[:2]), refs.qkv_t, parts, summed, *where[:2])
-            plgpu.barrier_wait(refs.met.at[2])  # for what this CTA has for itself
             given = (refs.parts, refs.qkv_t, refs.x_t, bias.at[0], refs.own, summed)
             call(_tokens.sum_up(ctas), (ref, tile, tile, ref, ref, ref, *splats), *given, *where)
             plgpu.commit_smem()
-            own = refs.own.at[warpgroup]
-            call(_tokens.send(ctas, False), (ref, ref, ref, *splats[:2]), own, rows, normed, *where[:2])
+            own, rows = refs.own.at[warpgroup], refs.rows.at[rank, warpgroup]
+            call(_tokens.send_rows(ctas), (ref, ref, ref, splat), own, rows, normed, rank)
             given = (refs.rows, refs.own, scale.at[0], offset.at[0], refs.x_t, normed)
             call(_tokens.normalise(ctas, epsilon), (ref, ref, ref, ref, tile, ref, *splats), *given, *where)
-            plgpu.commit_smem()
             meet(phase)
 
         def attend() -> None:
@@ -314,7 +327,6 @@ def post_norm_layers(
                 out = pl.run_scoped(values, plgpu.ACC((_BLOCK, FEATURES), jnp.float32))
             factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
             refs.y[...] = (out * jax.lax.broadcast_in_dim(factor, out.shape, [0])).astype(dtype)
-            plgpu.commit_smem()
 
         def layer(i: jax.Array, _: None) -> None:
             slot = jax.lax.rem(i, 2)
@@ -328,7 +340,6 @@ def post_norm_layers(
                 else:
                     kinds = (plgpu.Layout.WGMMA, tile, splat)
                     call(_tokens.put(there.shape[1]), kinds, values, there, warpgroup * _BLOCK)
-                plgpu.commit_smem()
 
             def biased(v: jax.Array, name: str, index: jax.Array) -> jax.Array:
                 there = vectors.at[index, pl.ds(places[name] + warpgroup * _BLOCK, _BLOCK)]
@@ -376,7 +387,6 @@ def post_norm_layers(
             else:
                 call(_tokens.fetch(tokens, n), (ref, tile, splat), refs.x, refs.x_t, warpgroup)
                 call(_tokens.fetch_mask(tokens), (ref, ref), refs.mask, refs.taken)
-            plgpu.commit_smem()
             meet(2)
             jax.lax.fori_loop(0, count, layer, None)
             if interpret:
@@ -418,9 +428,8 @@ def post_norm_layers(
             consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
             vectors_full=plgpu.Barrier(num_arrivals=ranks * (len(_VECTORS) + 2), num_barriers=2),
             vectors_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-            met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=4),
             taken=plgpu.SMEM((_WIDTH,), jnp.int32),
-            **({} if interpret else sent),
+            **(dict(met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=4)) if interpret else sent),
         ),
         name="post_norm_layers",
         num_ctas=1,
