@@ -179,6 +179,8 @@ def init_params(kind: Kind[Any], config: Any, key: jax.Array, dtype: DTypeLike) 
 
 def bind(kind: Kind[Module], config: Any, params: Params) -> Module:
     """The module with these parameters; ValueError listing every parameter that does not fit the config."""
+    if isinstance(params, nnx.State):  # of a module, as nnx.split gives it
+        params = nnx.to_pure_dict(params)
     graph, state = _abstract(kind, config, training.is_stacked(params))
     params = _with_keys(int, params)
     expected, given = (

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 
 from pallas_models import gpt2
@@ -295,6 +296,16 @@ X, IDS, MASK = normal(np.random.default_rng(7), 2, 4, 96), jnp.ones((2, 4), int)
 
 def block(x=X, num_heads=3, **options):
     return gpt2.block(block_params(config=SMALL), x, num_heads=num_heads, **options)
+
+
+def test_the_state_of_a_module_as_parameters():
+    state = nnx.state(gpt2.GPT2(SMALL, rngs=nnx.Rngs(0)))
+    gradients = [
+        jax.grad(lambda params: gpt2.loss(params, IDS, MASK, config=SMALL))(params)
+        for params in (state, nnx.to_pure_dict(state))
+    ]
+    assert isinstance(gradients[0], nnx.State)
+    jax.tree.map(assert_equal, nnx.to_pure_dict(gradients[0]), gradients[1])
 
 
 def logits(ids=IDS, mask=MASK, config=SMALL, **options):
