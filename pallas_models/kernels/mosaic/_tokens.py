@@ -100,13 +100,16 @@ def _total(terms: Sequence[Any]) -> Any:
     return terms[0]
 
 
+def _sent_by(cta: int, own: Any, theirs: Any, rank: Any) -> Any:
+    """Where the block of a CTA begins: this one has its own elsewhere."""
+    here = utils.arith.cmpi(utils.arith.CmpIPredicate.eq, rank, i32(cta))
+    return utils.arith.select(here, own, add(theirs, BLOCK_BYTES * cta))
+
+
 def _received(ctas: int, own: Any, theirs: Any, rank: Any, half: Any, element: Any) -> list[Any]:
-    """What each CTA has sent, but for this one, which has it elsewhere."""
-    arith, place, values = utils.arith, _own_sent(half), []
-    for j in range(ctas):
-        here = arith.cmpi(arith.CmpIPredicate.eq, rank, i32(j))
-        values.append(_read(add(arith.select(here, own, add(theirs, BLOCK_BYTES * j)), place), element))
-    return values
+    """What each CTA has sent to a thread."""
+    place = _own_sent(half)
+    return [_read(add(_sent_by(j, own, theirs, rank), place), element) for j in range(ctas)]
 
 
 def expect(ctas: int) -> Inline:
@@ -394,12 +397,12 @@ def normalise(ctas: int, epsilon: float) -> Inline:
         rank, half = (x.registers.item() for x in rest[:2])
         scales, offsets = ([_read_vector(vector, j) for j in range(ctas)] for vector in (scale, offset))
         there = add(address(x_t), _place(half))
-        begin = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, i32(0)), address(own), address(rows))
-        begin = add(begin, times(half, HALF_BYTES), _place_sent(i32(0), lane_and_warp()[1]))
+        blocks = address(own), address(rows), rank
+        begin = add(_sent_by(0, *blocks), times(half, HALF_BYTES), _place_sent(i32(0), lane_and_warp()[1]))
         wait(barrier, rest[2])
         # Sums about the first feature, which is within sqrt(n) standard deviations of the mean: both in one go.
         first = _read(begin, element)
-        values = [arith.subf(v, first) for v in _received(ctas, address(own), address(rows), rank, half, element)]
+        values = [arith.subf(v, first) for v in _received(ctas, *blocks, half, element)]
         squares = [arith.mulf(v, v) for v in values[:2]]
         for j, v in enumerate(values[2:]):
             squares[j % 2] = _math.fma(v, v, squares[j % 2])
