@@ -87,7 +87,7 @@ class Exchange:
 
 
 def all_gather(part: Ref, ctas: int) -> None:
-    """Stores what is in `part`, 512 bytes, in the same place of all CTAs of a cluster, each of one warpgroup.
+    """Stores what is in `part`, 512 bytes, in the same place of all other CTAs of a cluster, each of one warpgroup.
 
     They wait for one another.
     """
@@ -97,6 +97,7 @@ def all_gather(part: Ref, ctas: int) -> None:
 def _all_gather(ctas: int, _: Any, part: Any) -> None:
     stores = f"""
             setp.lt.u32 p, peer, {ctas};
+            setp.ne.and.u32 p, peer, rank, p;
             @p mapa.shared::cluster.u32 there, own, peer;
             @p st.shared::cluster.v4.b32 [there], {{a, b, c, d}};
             add.u32 peer, peer, {_WARPS};"""
@@ -104,12 +105,13 @@ def _all_gather(ctas: int, _: Any, part: Any) -> None:
         f"""
         {{
             .reg .pred p;
-            .reg .b32 own, peer, there, a, b, c, d;
+            .reg .b32 own, peer, rank, there, a, b, c, d;
             bar.sync 0;
             and.b32 own, $1, 31;
             mad.lo.u32 own, own, 16, $0;
             ld.shared.v4.b32 {{a, b, c, d}}, [own];
             shr.u32 peer, $1, 5;
+            mov.u32 rank, %cluster_ctarank;
             {stores * -(-ctas // _WARPS)}
             {inline.MEET}
         }}""",
