@@ -566,15 +566,16 @@ class TestReport:
         assert "is not a JSON file" in capsys.readouterr().err
 
     def test_accuracy_table(self, tmp_path):
-        metrics = dict(min_cosine=0.99999, mean_cosine=1.0, spearman=82.03, encode_sentences_per_s=12345.6)
-        ours = Entry(name="pallas", family="ours", status="ok", metrics=metrics)
+        accuracy = Accuracy(measure="1 - cosine", value=7.431e-05, limit=1e-4)
+        metrics = dict(spearman=82.03, encode_sentences_per_s=12345.6)
+        ours = Entry(name="pallas", family="ours", status="ok", accuracy=accuracy, metrics=metrics)
         torch = Entry(name="torch", family="torch", status="ok", metrics={"forward_sentences_per_s": 1e5})
         case = Case(label="fp16", dtype="fp16", shape={}, flop=None, entries=[ours, torch])
         bare = dataclasses.replace(case, entries=[ours])
         head, _, *rows = sts.table(make_result(benchmark="sts", cases=[case, bare])).splitlines()
         assert "text in" in head and "padded" not in head  # only columns of which something was measured
         first, last = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
-        assert first == ["fp16", "0.999990", "1.000000", "82.03", "12,346", "100,000"]
+        assert first == ["fp16", "0.999926", "82.03", "12,346", "100,000"]
         assert last[-2:] == ["12,346", "-"]
 
 

@@ -263,18 +263,15 @@ def run(args: argparse.Namespace) -> int:
         encoder = minilm.Encoder.from_pretrained(found, dtype=DTYPES[dtype])
         output = encoder.encode(sentences, show_progress_bar=False)
         distance, correlation = cosine_distance(output, expected), spearman(output, index, pairs)
-        metrics = {
-            "min_cosine": 1 - distance,
-            "mean_cosine": float(np.mean(np.sum(output.astype(np.float64) * expected, axis=-1))),
-            "spearman": correlation,
-        }
+        mean = float(np.mean(np.sum(output.astype(np.float64) * expected, axis=-1)))
+        metrics = {"spearman": correlation}
         missed = []
         if distance > LIMITS[dtype]:
             missed.append(f"the lowest cosine is {1 - distance:.7f}, must be {1 - LIMITS[dtype]:g}")
         if not abs(correlation - SPEARMAN) <= SPEARMAN_TOLERANCE:
             missed.append(f"Spearman is {correlation:.2f}, must be {SPEARMAN} +- {SPEARMAN_TOLERANCE}")
         print(
-            f"{dtype}: cosine min {1 - distance:.7f}, mean {metrics['mean_cosine']:.7f};"
+            f"{dtype}: cosine min {1 - distance:.7f}, mean {mean:.7f};"
             f" Spearman {correlation:.2f}; {'MISSED: ' + '; '.join(missed) if missed else 'ok'}",
             flush=True,
         )
@@ -333,8 +330,7 @@ def entry_of(name: str, family: Family, measure: Callable[[], dict[str, float]])
 
 
 TABLE = (  # columns: title, family, metric, format
-    ("lowest cosine", "ours", "min_cosine", ".6f"),
-    ("mean cosine", "ours", "mean_cosine", ".6f"),
+    ("lowest cosine", "ours", "cosine", ".6f"),
     ("Spearman", "ours", "spearman", ".2f"),
     ("sentences/s, text in", "ours", "encode_sentences_per_s", ",.0f"),
     ("sentence-transformers", "peer", "encode_sentences_per_s", ",.0f"),
@@ -350,6 +346,8 @@ def best(case: Case) -> dict[str, dict[str, float]]:
     for entry in case.entries:
         of = found.setdefault(entry.family, {})
         of |= {name: max(value, of.get(name, value)) for name, value in entry.metrics.items()}
+        if entry.accuracy is not None:  # of a cosine a file has too few digits
+            of["cosine"] = 1 - entry.accuracy.value
     return found
 
 
