@@ -87,7 +87,7 @@ class Exchange:
 
 
 def all_gather(part: Ref, ctas: int) -> None:
-    """Stores what is in `part`, 512 bytes, in the same place of all other CTAs of a cluster, each of one warpgroup.
+    """Stores `part`, 512 bytes, in the same place of all other CTAs of a cluster, each of one warpgroup.
 
     They wait for one another.
     """
