@@ -82,4 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from pallas_models._host import run_program
+
+    run_program(main)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pallas_models import compilation_cache, files
+from pallas_models._host import run_program
 from pallas_models.corpus import job, manifest, progress, reading, writing
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.job import Layout
@@ -250,6 +251,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         _embed(args)
+    except BrokenPipeError:
+        raise
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -261,4 +264,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     gc.freeze()  # to look for garbage in what is imported takes a seventh of a short run
-    sys.exit(main())
+    run_program(main)

@@ -344,3 +344,22 @@ def test_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["embed", "--help"])
     assert "--no-compilation-cache" in capsys.readouterr().out
+
+
+def test_who_does_not_read_on_sees_no_error(monkeypatch):
+    code = (
+        "from pallas_models._host import run_program\nrun_program(lambda: len([print(i) for i in range(10**5)]))"
+    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        assert child.stdout.readline() == b"0\n"
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode == 141
+
+    def embed(args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("pallas_models.__main__._embed", embed)
+    with pytest.raises(BrokenPipeError):  # which is no file that cannot be read
+        main(["embed"])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from pallas_models import files
+from pallas_models._host import run_program
 from weights import hub, loading, store
 from weights.checkpoint import CheckpointError
 from weights.families import FAMILIES, Family
@@ -57,4 +58,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     gc.freeze()  # to look for garbage in what is imported takes a seventh of a short run
-    sys.exit(main())
+    run_program(main)
