@@ -1,10 +1,9 @@
 """The machine that this process runs on, and how programs end on it."""
 
 import os
+import select
 import sys
 from collections.abc import Callable
-
-UNREAD = 141  # what a shell calls a program that was ended as nobody read on
 
 
 def cores() -> int:
@@ -18,6 +17,9 @@ def run_program(main: Callable[[], int]) -> None:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still writes what is left
-        code = UNREAD
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):  # another pipe broke, as to a process that has died
+            raise
+        code = 141  # what a shell has of a program that ends as nobody reads on
     sys.exit(code)

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pallas_models.__main__ import EXAMPLES, main
+from pallas_models._host import run_program
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder, programs
 from parity import checkpoints
@@ -346,20 +347,21 @@ def test_help(capsys):
     assert "--no-compilation-cache" in capsys.readouterr().out
 
 
-def test_who_does_not_read_on_sees_no_error(monkeypatch):
-    code = (
-        "from pallas_models._host import run_program\nrun_program(lambda: len([print(i) for i in range(10**5)]))"
-    )
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
-        assert child.stdout.readline() == b"0\n"
+@pytest.mark.parametrize("lines", [1, 10**5])  # written when the program ends; while it runs
+def test_who_does_not_read_on_sees_no_error(lines):
+    code = f"input(); run_program(lambda: len([print(i) for i in range({lines})]))"
+    command = [sys.executable, "-c", f"from pallas_models._host import run_program\n{code}"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as child:
         child.stdout.close()
-        assert child.stderr.read() == b""
+        assert child.communicate(b"\n")[1] == b""
     assert child.returncode == 141
 
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
     def embed(args):
         raise BrokenPipeError
 
     monkeypatch.setattr("pallas_models.__main__._embed", embed)
-    with pytest.raises(BrokenPipeError):  # which is no file that cannot be read
-        main(["embed"])
+    with pytest.raises(BrokenPipeError):
+        run_program(lambda: main(["embed"]))
