@@ -98,8 +98,8 @@ def unaligned(text: str) -> str:
     """The text, tables without what aligns their columns: they are read as HTML."""
 
     def row(found: re.Match[str]) -> str:
-        cells = re.sub(r" *(?<!\\)\| *", " | ", found[0]).strip()
-        return cells if set(cells) - set("|-: ") else re.sub("-{4,}", "---", cells)
+        cells = re.sub(r" *(?<!\\)\| *", "|", found[0])
+        return cells if set(cells) - set("|-:") else re.sub("-{4,}", "---", cells)
 
     return re.sub(r"(?m)^\|.*", row, text)
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import load, plgpu, softmax_weights, tiled
+from pallas_models.kernels._common import Ref, exponents
+from pallas_models.kernels.mosaic._common import plgpu, tiled
+from pallas_models.kernels.mosaic._elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic._launch import Refs
 from pallas_models.kernels.mosaic._ring import Ring
 
@@ -99,19 +100,34 @@ class Heads:
             sequence, part = self._place(tile)
             masked = functools.partial(self._masked, refs, part)
             scores = jax.lax.cond(refs.alike[sequence] != 0, lambda x: x, masked, scores)
-        weights = [softmax_weights(x, jnp.max(x, axis=1), _SCALE) for x in scores]
-        totals = [jnp.sum(x, axis=1) for x in weights]
+        weights, totals = zip(*(self._weights(x, slots.dtype) for x in scores), strict=True)
         ring.wait(second)
         # By their dtype weights are operands, which must not change while a product is under way.
         values = self._products(
-            *(
-                (x.astype(slots.dtype), slots.at[second, pl.ds(head * self.keys, self.keys)], False)
-                for head, x in enumerate(weights)
-            )
+            *((x, slots.at[second, pl.ds(i * self.keys, self.keys)], False) for i, x in enumerate(weights))
         )
         ring.release(second)
-        out = [v * jax.lax.broadcast_in_dim(1.0 / t, v.shape, [0]) for v, t in zip(values, totals, strict=True)]
-        return jnp.concatenate([v.astype(slots.dtype) for v in out], axis=1)
+
+        def mean(value: jax.Array, factor: jax.Array) -> jax.Array:
+            return (value * factor).astype(slots.dtype)
+
+        means = (
+            elementwise(mean, x, rows=[1.0 / total], interpret=self.interpret)
+            for x, total in zip(values, totals, strict=True)
+        )
+        return jnp.concatenate(list(means), axis=1)
+
+    def _weights(self, scores: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Exponentials of scores, and what they add up to in each row."""
+
+        def weight(score: jax.Array, factor: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+            value = jnp.exp2(score * factor - shift)
+            return value.astype(dtype), value
+
+        peak = jnp.max(scores, axis=1)
+        rows = [jnp.broadcast_to(x, peak.shape) for x in exponents(peak, _SCALE)]
+        weights, values = elementwise(weight, scores, rows=rows, interpret=self.interpret)
+        return weights, jnp.sum(values, axis=1)
 
     def _place(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which sequence a tile belongs to, and which of its tiles it is."""
@@ -134,11 +150,12 @@ class Heads:
         return pl.run_scoped(take, *(plgpu.ACC((_ROWS, n), jnp.float32) for n in columns))
 
     def _masked(self, refs: Refs, part: jax.Array, scores: list[jax.Array]) -> list[jax.Array]:
-        wgmma, shape = plgpu.Layout.WGMMA, scores[0].shape
         own, theirs = (
-            jax.lax.broadcast_in_dim(load(ref, wgmma.reduce(1 - axis), interpret=self.interpret), shape, [axis])
+            load_vector(ref, axis, interpret=self.interpret)
             for axis, ref in enumerate((refs.ids_tile.at[pl.ds(part * _ROWS, _ROWS)], refs.ids_tile))
         )
-        if not self.interpret:  # where that is not said, to infer the layouts of integers takes long
-            own, theirs = (plgpu.layout_cast(x, wgmma) for x in (own, theirs))
-        return [jnp.where(own == theirs, x, -jnp.inf) for x in scores]
+
+        def masked(score: jax.Array, own: jax.Array, theirs: jax.Array) -> jax.Array:
+            return jnp.where(own == theirs, score, -jnp.inf)
+
+        return [elementwise(masked, x, rows=[own], columns=[theirs], interpret=self.interpret) for x in scores]

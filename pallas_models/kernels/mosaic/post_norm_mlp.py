@@ -18,12 +18,11 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.mosaic._common import (
     activate,
     check_interpreted_sizes,
-    load,
     plgpu,
-    row,
     tiled,
     untiled,
 )
+from pallas_models.kernels.mosaic._elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic._heads import HEAD_DIM, Heads, slot_rows
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
@@ -284,15 +283,13 @@ def post_norm_mlp(
             plgpu.wgmma_wait(0)
             ring.release(slot_of(steps - 1))
 
+        apply = functools.partial(elementwise, interpret=interpret)
         own_columns = pl.Slice(warpgroup * half, half)
 
         def block_of(tiles: Ref, k: jax.Array) -> Ref:
             """Block k of the columns of both halves."""
             part, k = jax.lax.div(k, blocks), jax.lax.rem(k, blocks)
             return tiles.at[part, :, pl.ds(k * _BLOCK, _BLOCK)]
-
-        def along_rows(v: jax.Array) -> jax.Array:
-            return jax.lax.broadcast_in_dim(v, (_ROWS, half), [0])
 
         def meet(barrier: Ref) -> None:
             plgpu.barrier_arrive(barrier)
@@ -301,32 +298,39 @@ def post_norm_mlp(
         def moments(y: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Mean and variance of each row, as in `matmul_layer_norm`."""
             mean = jnp.sum(y, axis=1) * (1.0 / half)
-            square = jnp.sum(jnp.square(y - along_rows(mean)), axis=1)
+            square = jnp.sum(apply(lambda y, mean: jnp.square(y - mean), y, rows=[mean]), axis=1)
             for i, value in enumerate((mean, square)):
                 refs.moments.at[warpgroup, i][...] = value
             meet(refs.known.at[0])
-            rows = plgpu.Layout.WGMMA.reduce(1)
             mean_there, square_there = (
-                load(refs.moments.at[other, i], rows, interpret=interpret) for i in range(2)
+                load_vector(refs.moments.at[other, i], 0, interpret=interpret) for i in range(2)
             )
             square += square_there + jnp.square(mean - mean_there) * (half / 2)
             return (mean + mean_there) * 0.5, square * (1.0 / n)
 
         def vector(i: jax.Array) -> jax.Array:
-            return row(refs.vector_tiles.at[i, own_columns], (_ROWS, half))
+            return load_vector(refs.vector_tiles.at[i, own_columns], 1, interpret=interpret)
+
+        def shifted(x: jax.Array, bias: jax.Array) -> jax.Array:
+            return x.astype(jnp.float32) + bias
+
+        def normal(
+            y: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array, offset: jax.Array
+        ) -> jax.Array:
+            return ((y - mean) * factor * scale + offset).astype(dtype)
 
         def normalise(phase: jax.Array, residual: jax.Array, products: Callable[[Ref], None]) -> jax.Array:
             """Replaces x by layer_norm(products + bias + residual); returns it, the columns of this warpgroup."""
             x, first = refs.x_tiles.at[warpgroup], 3 * phase
             # What comes before products and not after them is computed while operands are on their way.
-            y = sum_up(vector(first) + residual, products)
+            y = sum_up(apply(shifted, residual, columns=[vector(first)]), products)
             mean, variance = moments(y)
-            y = (y - along_rows(mean)) * along_rows(jax.lax.rsqrt(variance + epsilon))
-            y = (y * vector(first + 1) + vector(first + 2)).astype(dtype)
+            factor = jax.lax.rsqrt(variance + epsilon)
+            y = apply(normal, y, rows=[mean, factor], columns=[vector(first + 1), vector(first + 2)])
             x[...] = y
             plgpu.commit_smem()
             meet(refs.known.at[1])  # both have read the moments, and written their columns
-            return y.astype(jnp.float32)
+            return y
 
         def attend(heads: Heads, i: jax.Array, start: jax.Array) -> None:
             """Computes y, each warpgroup its columns."""
@@ -368,7 +372,7 @@ def post_norm_mlp(
 
             def bias_of(j: jax.Array) -> jax.Array:
                 there = refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)]
-                return load(there, plgpu.Layout.WGMMA.reduce(0), interpret=interpret)
+                return load_vector(there, 1, interpret=interpret)
 
             def of_round(j: jax.Array, bias: jax.Array) -> jax.Array:
                 first = start + j * round_steps + warpgroup * up_steps
@@ -381,7 +385,7 @@ def post_norm_mlp(
                 pl.when((warpgroup == 0) & (j > 0))(lambda: add_part(j - 1, 1))
                 # The other warpgroup still multiplies those of the last round.
                 pl.when(i * rounds + j > 0)(lambda: plgpu.barrier_wait(refs.h_free.at[warpgroup]))
-                refs.h_tiles.at[warpgroup][...] = activate(activation, z, dtype).astype(dtype)
+                refs.h_tiles.at[warpgroup][...] = apply(lambda z: activate(activation, z, dtype).astype(dtype), z)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.h_full.at[warpgroup])
                 bias = bias_of(jnp.minimum(j + 1, rounds - 1))  # on its way while the tensor cores are busy
@@ -409,7 +413,7 @@ def post_norm_mlp(
                     return normalise(phase, residual, products)
 
                 # What the second phase adds to its products is in registers from the first on.
-                jax.lax.fori_loop(0, 2, of_phase, refs.x_tiles[warpgroup].astype(jnp.float32))
+                jax.lax.fori_loop(0, 2, of_phase, refs.x_tiles[warpgroup])
 
                 plgpu.copy_smem_to_gmem(refs.x_tiles.at[warpgroup], refs.o.at[rows_of(i), own_columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
