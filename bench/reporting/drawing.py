@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import html
 import io
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,16 +138,18 @@ def legend(figure: Any, columns: int) -> None:
 def bars(
     cases: Sequence[str], series: dict[str, tuple[str, list[float | None]]], label: str, form: str
 ) -> tuple[Any, Any]:
-    """Horizontal bars, a group a case; `series`: colour and values by name."""
-    figure, axes = axes_of(1.0 + len(cases) * (0.18 * len(series) + 0.14))
-    height = 0.8 / len(series)
+    """Horizontal bars, a group a case with those that it has; `series`: colour and values by name."""
+    groups = [[n for n, (_, values) in series.items() if values[i] is not None] for i in range(len(cases))]
+    ends = list(itertools.accumulate(len(names) + 0.8 for names in groups))
+    starts = [end - 0.8 - len(names) for end, names in zip(ends, groups, strict=True)]
+    figure, axes = axes_of(1.0 + 0.18 * ends[-1])
     with style():
-        for n, (name, (color, values)) in enumerate(series.items()):
-            at = [i - 0.4 + (n + 0.5) * height for i in range(len(cases))]
-            drawn = axes.barh(at, [value or 0 for value in values], height * 0.92, color=color, label=name)
-            texts = ["not measured" if value is None else format(value, form) for value in values]
-            axes.bar_label(drawn, texts, padding=3, fontsize=8)
-        axes.set_yticks(range(len(cases)), cases)
+        for name, (color, values) in series.items():
+            there = [i for i, names in enumerate(groups) if name in names]
+            at = [starts[i] + groups[i].index(name) + 0.5 for i in there]
+            drawn = axes.barh(at, [values[i] for i in there], 0.92, color=color, label=name)
+            axes.bar_label(drawn, [format(values[i], form) for i in there], padding=3, fontsize=8)
+        axes.set_yticks([start + len(names) / 2 for start, names in zip(starts, groups, strict=True)], cases)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.margins(x=0.14, y=0.02)

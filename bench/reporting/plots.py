@@ -230,8 +230,8 @@ def means(results: Sequence[Result], name: str) -> Plot | None:
         name=name,
         title="Speed-up by benchmark",
         alt=f"bars of geometric means: {said}",
-        note="Geometric mean over the cases of each benchmark of the best of the family's time over that of ours;"
-        " not measured where a case has no figure.",
+        note="Geometric mean over the cases of each benchmark of the best of the family's time over that of ours,"
+        " where each case has a figure.",
         figure=figure,
     )
 
