@@ -1,7 +1,8 @@
 """Small breaks of kernels, dispatch, models and loaders, and the tests that are to see each: see `mutate.py`.
 
-They stand in `mutants.txt`: a file of the project, below it for each break the lines that are in it after "-",
-those that take their place after "+", and the tests after a space.
+They stand in `mutants.txt`: "/x" for `pallas_models/x.py`, below it for each break the lines
+that are in it after "-", those that take their place after "+", and the tests after a space: "matmul -k gelu" are
+those of `test_matmul.py`.
 """
 
 import dataclasses
@@ -34,10 +35,12 @@ def _read(path: Path) -> Iterator[Mutant]:
             lines[line[0]].append(line[1:])
         elif line[0] == " ":
             old, new = ("\n".join(lines[kind]) for kind in "-+")
-            yield Mutant(file, old, new, line[1:])
+            names, k, chosen = line[1:].partition(" -k ")
+            tests = " ".join(f"test_{name}.py" for name in names.split())
+            yield Mutant(file, old, new, tests + k + chosen)
             lines = {"-": [], "+": []}
         else:
-            file = line
+            file = f"pallas_models{line}.py" if line[0] == "/" else f"{line}.py"
 
 
 MUTANTS = list(_read(Path(__file__).with_name("mutants.txt")))

@@ -141,9 +141,8 @@ def execute(text: str, words: dict[str, Any]) -> dict[str, Any]:
         if name == "mov" and isinstance(target, tuple):
             words |= dict(zip(target, value(operands[0]), strict=True))
         elif name == "mov":
-            words[target] = (
-                tuple(map(value, operands[0])) if isinstance(operands[0], tuple) else value(operands[0])
-            )
+            source = operands[0]
+            words[target] = tuple(map(value, source)) if isinstance(source, tuple) else value(source)
         elif instruction.startswith("cvt.rn"):  # the first is the upper half
             dtype = jnp.bfloat16 if ".bf16x2" in instruction else HALF
             words[target] = tuple(dtype(value(x)) for x in reversed(operands))
@@ -164,10 +163,9 @@ def test_ptx(function: Callable[..., Any], dtype: str) -> None:
     names = [f"${i}" for i in range(count + len(pairs))]
     text = _Code(traced.jaxpr)._template.format(*names)
     words = execute(text, dict(zip(names[count:], map(tuple, pairs), strict=True)))
-    for name, right in zip(names, function(*pairs), strict=False):
-        np.testing.assert_allclose(
-            np.array(words[name], np.float64), np.array(right, np.float64), rtol=1e-2, atol=1e-6
-        )
+    for name, right in zip(names[:count], function(*pairs), strict=True):
+        error = 1e-5 if right.dtype == jnp.float32 else jnp.finfo(right.dtype).eps
+        np.testing.assert_allclose(*(np.array(x, np.float64) for x in (words[name], right)), rtol=error, atol=1e-5)
 
 
 def test_unknown_operations_are_refused() -> None:

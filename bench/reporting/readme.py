@@ -25,7 +25,7 @@ candidate of its family: of XLA's programs; of torch eager, in CUDA graphs and c
 ("peers"). Device time is that in which kernels of a call run (measured before 2026-11-23, what overlaps counts
 twice), wall time what a caller sees with many calls queued. A ratio is the baseline's time over ours: above 1,
 ours is faster. "Of its ceiling" is the share of the rate of copies or of matrix products that was measured in the
-same run. A figure in a ladder, such as "800 TFLOP/s (95%, 98%)", is a rate with its share of XLA's and of the
+same run. A figure in a ladder, such as "800 (95, 98%)", is a rate with its share of XLA's and of the
 ceiling. How it is measured:
 [docs/performance.md](../../../docs/performance.md)."""
 
@@ -95,13 +95,16 @@ def page(results: Sequence[Result], plots: Sequence[str]) -> str:
 
 
 def unaligned(text: str) -> str:
-    """The text, tables without what aligns their columns: they are read as HTML."""
-
-    def row(found: re.Match[str]) -> str:
-        cells = re.sub(r" *(?<!\\)\| *", "|", found[0])
-        return cells if set(cells) - set("|-:") else re.sub("-{4,}", "---", cells)
-
-    return re.sub(r"(?m)^\|.*", row, text)
+    """The text, tables without what aligns their columns, as they are read as HTML, and a first cell once."""
+    lines, last = [], ""
+    for line in text.split("\n"):
+        if line.startswith("|"):
+            cells = re.sub(r" *(?<!\\)\| *", "|", line)
+            line = cells if set(cells) - set("|-:") else re.sub("-{4,}", "---", cells)
+            first = line.split("|", 2)[1]
+            line, last = line.replace(first, "", 1) if first == last else line, first
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def replace_marked(text: str, name: str, content: str) -> str:

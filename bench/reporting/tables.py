@@ -218,13 +218,14 @@ def ladder(result: Result) -> str:
     for case in cases:
         found = {e.name: e.device for e in case.entries if e.family == "ladder"}
         ours, xla = (pair[1] if (pair := best(case, family, device)) else None for family in ("ours", "xla"))
-        row = [case.label]
+        row, unit = [], ""
         for time in (*map(found.get, variants), ours, xla):
             against = xla.median_us / time.median_us if xla and time else None
             shares = (against, roofline.share(case, result.ceilings, time))
             rate = roofline.rate(case, result.ceilings, time) if time else ""
-            row.append(f"{rate} ({', '.join(map(format_share, shares))})" if rate else "-")
-        rows.append(row)
+            number, _, unit = rate.partition(" ") if rate else ("", "", unit)
+            row.append(f"{number} ({', '.join(map(format_share, shares)).replace('%, ', ', ')})" if rate else "-")
+        rows.append([f"{case.label}, {unit}", *row])
     return markdown(["case", *variants, "the default", "XLA"], rows) if rows else ""
 
 
