@@ -153,12 +153,14 @@ def execute(text: str, words: dict[str, Any]) -> dict[str, Any]:
     return words
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("function", [sums, rounded, masked, functions, activated], ids=lambda f: f.__name__)
-def test_ptx(function: Callable[..., Any], dtype: str) -> None:
+def test_ptx(function: Callable[..., Any], dtype: str, wide: bool) -> None:
     arrays = operands(dtype)
     pairs = [np.ravel(arrays[name])[:2] for name in ("x", "y", "row", "row_id", "column", "column_id")]
-    traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), x.dtype) for x in pairs))
+    with jax.enable_x64(wide):
+        traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), x.dtype) for x in pairs))
     count = len(traced.jaxpr.outvars)
     names = [f"${i}" for i in range(count + len(pairs))]
     text = _Code(traced.jaxpr)._template.format(*names)

@@ -204,12 +204,12 @@ class _Code:
                 return self._each("selp.b32", yes, no, condition)
             case "square":
                 return self._each(_INSTRUCTIONS["mul"], first, first)
-        if name not in _INSTRUCTIONS:
-            raise NotImplementedError(f"{equation}; expected one of {', '.join(_INSTRUCTIONS)}")
+        if name not in _INSTRUCTIONS or source in _HALVES:
+            raise NotImplementedError(f"{equation}; expected one of {', '.join(_INSTRUCTIONS)} in float32")
         return self._each(_INSTRUCTIONS[name], *operands)
 
     def _converted(self, value: _Numbers, source: Any, target: Any) -> _Numbers:
-        if source == target:
+        if source == target or not {source, target} & _HALVES.keys():  # with x64 numbers of Python are float64
             return value
         if target in _HALVES:
             (result,) = self._new(1)
