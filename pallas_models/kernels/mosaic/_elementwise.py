@@ -2,8 +2,8 @@
 
 JAX lowers each operation on an array to several for each register, and infers the layout of what it gives. Here a
 function of many operations is one instruction for LLVM, PTX for all registers, and layouts are said: the machine
-code is much the same, and it is lowered and compiled in a fraction of the time. Arrays, (64, N), lie as the tensor
-cores leave sums, two numbers of a row to a register.
+code is much the same, lowered and compiled in less time. Arrays, (64, N), lie as the tensor cores leave sums, two
+numbers of a row to a register.
 """
 
 import functools
