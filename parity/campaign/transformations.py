@@ -128,8 +128,7 @@ def _of_model(pick: Pick, implementation: str | None) -> Call:
             ids, mask = rest.get("ids"), rest.get("mask")
             match name:
                 case "trimul":
-                    del options["config"]
-                    return trimul.trimul(params, floats["x"], direction="incoming", **options)
+                    return trimul.trimul(params, floats["x"], direction="incoming", implementation=implementation)
                 case "gpt2" | "gpt2.loss" | "qwen3.loss":
                     module = qwen3 if name == "qwen3.loss" else gpt2
                     return (module.logits if name == "gpt2" else module.loss)(params, ids, mask, **options)
@@ -168,8 +167,11 @@ def _finite(out: Any) -> list[jax.Array]:
 
 
 def _loss(out: Any) -> jax.Array:
-    """A number that depends on every result, with curvature."""
-    return sum((jnp.sum(jnp.sin(x)) for x in _finite(out)), jnp.zeros((), jnp.float32))
+    """A number that depends on every result in another measure: smooth, curved, a sum of what is positive."""
+    total = jnp.zeros((), jnp.float32)
+    for x in _finite(out):
+        total += jnp.sum((jnp.sqrt(1 + x * x) + 0.5 * x) * (1 + 0.7 * _fixed(x, 5.0)))
+    return total
 
 
 def _moved(floats: Arrays, t: jax.Array) -> Arrays:
