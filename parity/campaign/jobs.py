@@ -1,6 +1,6 @@
 """Jobs that embed to a folder: two at once, or one that SIGINT or SIGTERM ends at a random moment.
 
-What a folder holds afterwards, after the same command once more where a job was ended, is what one job alone leaves,
+What a folder holds afterwards, after the same command once more where a job was ended, is what one alone leaves,
 to the byte. A process that has imported all that is needed forks for each job, which goes on as the program does.
 """
 
