@@ -324,12 +324,15 @@ class Kind:
       order: how many derivatives it takes, and
       reverse: whether in reverse mode, or else in forward mode.
       closes: the mode in which what it gives cannot be differentiated any more.
+      loops: whether it is a loop that can be differentiated. JAX then drops the derivatives that functions bring,
+        so that a gradient of it cannot be differentiated once more: that of a kernel itself would be asked for.
     """
 
     of: Callable[..., Function]
     order: int = 0
     reverse: bool = False
     closes: str = ""
+    loops: bool = False
 
 
 KINDS = {
@@ -344,9 +347,9 @@ KINDS = {
     "jacfwd": Kind(_jacfwd, 1),
     "hessian": Kind(_hessian, 2),
     "custom_vjp": Kind(_custom_vjp, closes="forward"),
-    "scan": Kind(_scan),
-    "map": Kind(_map),
-    "fori": Kind(_fori),
+    "scan": Kind(_scan, loops=True),
+    "map": Kind(_map, loops=True),
+    "fori": Kind(_fori, loops=True),
     "while": Kind(_while, closes="reverse"),
     "cond": Kind(_cond),
 }
@@ -408,7 +411,7 @@ class Program:
 
 
 def _steps(pick: Pick, call: Call) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    closed, orders = set[str](), 0
+    closed, orders, looped = set[str](), 0, False
     for _ in range(pick.of((1, 2) if call.deep else range(1, DEEPEST + 1))):
         kind = pick.by(_SHARES)
         found = KINDS[kind]
@@ -417,13 +420,16 @@ def _steps(pick: Pick, call: Call) -> Iterator[tuple[str, tuple[Any, ...]]]:
             continue
         if kind == "custom_vjp" and "reverse" in closed:
             continue  # it differentiates
+        if looped and found.order == 2:
+            continue
         if kind == "vmap":
             over = {name: 0 for name in call.mapped if pick.chance(0.5)} or {call.mapped[0]: 0}
             yield kind, (over, 0)
         else:
             yield kind, ()
-        closed |= {found.closes}
+        closed |= {"forward", "reverse"} if looped and found.reverse else {found.closes}
         orders += found.order
+        looped |= found.loops
 
 
 def program(seed: int, index: int, implementation: str | None = None) -> Program:
@@ -485,6 +491,11 @@ class _Trial:
                 given = jax.tree.map(jnp.asarray, (floats, rest))
                 out = function(*given)
                 jax.block_until_ready(out)
+            except jax.errors.JaxRuntimeError as error:
+                if "DotThunk" not in str(error):  # XLA for CPUs lacks some products of bfloat16, also einsum's
+                    raise
+                self.measured["refused"] = 1
+                return None
             except NotImplementedError:
                 if self.implementation is None and "mosaic" not in str(p.call.implementation):
                     raise
