@@ -352,7 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         minutes=args.minutes,
         first=args.case or 0,
         workers=args.workers if args.case is None else 1,
-        options={PARTS[part]: {"implementation": args.implementation} for part in ("ops", "transformations")},
+        options={
+            PARTS[part]: {"implementation": args.implementation}
+            for part in PARTS.keys() & {"ops", "transformations"}
+        },
         command=command,
     )
     ended = f"seed {args.seed}, {time.monotonic() - started:.0f} s"

@@ -206,6 +206,7 @@ def disagreement(out: Any, expected: Bounded, dtype: str) -> tuple[str | None, f
     )
 
 
+@np.errstate(all="ignore")
 def apart(out: Any, expected: Any, tolerance: float, floor: float, moved: Any = None) -> tuple[str | None, float]:
     """What is wrong with the leaves of a result, and the largest error of one as a part of its bound.
 
