@@ -1,7 +1,7 @@
 """Ops and models exported with a symbolic batch, symbolic lengths or both, then called at several sizes.
 
-`DRAWS` cases after one another share an artefact. A model's lengths are declared to be at most its positions, as a
-user declares them; what is exported is the plain-XLA program, which has no other for sizes that are not known.
+`DRAWS` cases after one another share an artefact. The largest sizes are declared, as those of a model's positions
+are by users who know of them, or not. What is exported is plain XLA, which serves sizes that are not known.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class Program:
       axes: for each array the symbols of its axes, "" for one of a known size.
       floats: how many arrays, the first ones, are differentiated; 0 for none.
       platforms: which artefacts are made for; they are called on a CPU.
-      most: the largest size of each symbol.
+      most: the largest size of each symbol, and
+      declared: whether `jax.export` is told of them.
     """
 
     name: str
@@ -51,13 +52,16 @@ class Program:
     floats: int
     platforms: tuple[str, ...]
     most: dict[str, int]
+    declared: bool
 
     def __str__(self) -> str:
         given = " ".join(
             f"{x.dtype}[{', '.join(name or str(size) for name, size in zip(names, x.shape, strict=True))}]"
             for x, names in zip(self.arrays, self.axes, strict=True)
         )
-        return f"{'gradient of ' if self.floats else ''}{self.name} for {', '.join(self.platforms)}: {given}"
+        return f"{'gradient of ' if self.floats else ''}{self.name} for {', '.join(self.platforms)}: {given}" + (
+            "" if self.declared else ", of any size"
+        )
 
     def of(self, implementation: str | None) -> Callable[..., Any]:
         function = functools.partial(self.function, implementation=implementation)
@@ -73,7 +77,7 @@ class Program:
 
     def exported(self) -> exporting.Artefact:
         names = sorted({name for names in self.axes for name in names if name})
-        limits = [f"{name} <= {self.most[name]}" for name in names]
+        limits = [f"{name} <= {self.most[name]}" for name in names] if self.declared else []
         symbols = (
             dict(zip(names, symbolic_shape(", ".join(names), constraints=limits), strict=True)) if names else {}
         )
@@ -181,7 +185,7 @@ def program(seed: int, index: int) -> Program:
     )
     differentiated = floats if pick.chance(0.25) else 0
     platforms = pick.of((("cpu",), ("cpu",), ("cpu", "cuda")))
-    return Program(name, function, arrays, axes, differentiated, platforms, most)
+    return Program(name, function, arrays, axes, differentiated, platforms, most, pick.chance(0.6))
 
 
 @functools.lru_cache(maxsize=1)

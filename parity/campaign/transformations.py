@@ -27,7 +27,7 @@ from parity.tolerances import DEEP, MODEL_GRADIENT, OP
 from weights import tree
 
 DRAWS = 16
-MODELS = 0.15  # the share of models among the calls
+MODELS = 0.2  # the share of models among the calls
 # As many of an op and its derivatives follow one another: more of them compile for long.
 DEEPEST, ORDERS = 3, 2
 
@@ -100,7 +100,7 @@ def _of_model(pick: Pick, implementation: str | None) -> Call:
     name = pick.of(
         ("gpt2.loss", "gpt2.loss", "qwen3.loss", "gpt2", "minilm", "modernbert", "contrastive", "trimul")
     )
-    layers, masked = pick.of((1, 2)), pick.chance(0.6)
+    layers, masked = pick.of((1, 2)), pick.of((None, "int32", "bool", "int8"))
     if name == "trimul":
         config: Any = trimul.TriMulConfig(channels=16, hidden=16, use_bias=pick.chance(0.5))
         init: Any = trimul.init
@@ -144,8 +144,11 @@ def _of_model(pick: Pick, implementation: str | None) -> Call:
     def arrays(rng: np.random.Generator) -> tuple[Arrays, Arrays]:
         if name == "trimul":
             return params | {"x": rng.normal(size=(1, 5, 5, 16)).astype("float32")}, {}
-        mask = np.arange(7) < rng.integers(2, 8, (3, 1)) if masked else np.ones((3, 7), bool)
-        return dict(params), {"ids": rng.integers(0, 40, (3, 7)).astype("int32"), "mask": mask.astype("int32")}
+        mask = np.arange(7) < (rng.integers(2, 8, (3, 1)) if masked else 7) * np.ones((3, 1))
+        return dict(params), {
+            "ids": rng.integers(0, 40, (3, 7)).astype("int32"),
+            "mask": mask.astype(masked or "int32"),
+        }
 
     text = f"{name} {implementation}: layers={layers} {masked=} {remat=} {stacked=}"
     mapped = ("x",) if name == "trimul" else ("ids",)
@@ -250,18 +253,15 @@ def _hessian(f: Function) -> Function:
 
 
 def _custom_vjp(f: Function) -> Function:
-    def around(floats: Arrays, rest: Arrays) -> Any:
-        @jax.custom_vjp
-        def function(floats: Arrays) -> Any:
-            return f(floats, rest)
+    @jax.custom_vjp
+    def function(floats: Arrays, rest: Arrays) -> Any:
+        return f(floats, rest)
 
-        def forward(floats: Arrays) -> Any:
-            return jax.vjp(lambda floats: f(floats, rest), floats)
+    def forward(floats: Arrays, rest: Arrays) -> Any:
+        return jax.vjp(lambda floats: f(floats, rest), floats)
 
-        function.defvjp(forward, lambda pull, cotangent: pull(cotangent))
-        return function(floats)
-
-    return around
+    function.defvjp(forward, lambda pull, cotangent: (*pull(cotangent), None))
+    return function
 
 
 def _scan(f: Function) -> Function:
@@ -442,7 +442,7 @@ def program(seed: int, index: int, implementation: str | None = None) -> Program
     )
     debugging = any(name.startswith("debug") for name in settings)
     call = _of_model(pick, implementation) if pick.chance(MODELS) else _of_op(pick, implementation, debugging)
-    jit = pick.chance(0.7)
+    jit = pick.chance(0.6)
     return Program(call, tuple(_steps(pick, call)), settings, jit)
 
 
