@@ -208,7 +208,7 @@ def gradient(
     options: dict[str, Any] = dict(subtract_mean=True, return_residual=False)
     arrays = x, scale, bias, residual
 
-    def in_xla(arrays: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any]) -> list[jax.Array]:
+    def in_xla(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[jax.Array]:
         return jax.tree.leaves(_backward(*arrays, *kept, *cotangents, **options))
 
     found = run_backward(
