@@ -117,7 +117,13 @@ class _Trial:
             name: jax.device_put(x, NamedSharding(mesh, found.specs[name])) for name, x in arrays.items()
         }
         with jax.set_mesh(mesh) if found.explicit else contextlib.nullcontext():
-            out = jax.jit(function)(spread_out)
+            try:
+                out = jax.jit(function)(spread_out)
+            except Exception as error:  # where axes are explicit, JAX refuses what it cannot split
+                if not found.explicit or type(error).__name__ != "ShardingTypeError":
+                    raise
+                self.measured["refused"] = 1
+                return None
         # Sums are added up in another order; where a contraction is split, they are rounded before, too.
         half = [OP[given.dtype] for given in p.inputs.values() if given.dtype in ("float16", "bfloat16")]
         single = DEEP if differentiated else CHAIN
