@@ -128,7 +128,10 @@ def main() -> None:
                 return program(given)
 
             run_program(job)
-        print(json.dumps(answer), file=answers, flush=True)
+        try:
+            print(json.dumps(answer), file=answers, flush=True)
+        except BrokenPipeError:  # whoever asked has gone, as time was up
+            os._exit(0)
 
 
 def _waited(process: int, patience: float) -> int | None:
