@@ -267,3 +267,13 @@ def test_flags_are_added_to_those_that_there_are(monkeypatch):
     with campaign._environment({"XLA_FLAGS": EIGHT, "OF_A_PART": "1"}):
         assert os.environ["XLA_FLAGS"] == f"--xla_a=1 {EIGHT}" and os.environ["OF_A_PART"] == "1"
     assert os.environ["XLA_FLAGS"] == "--xla_a=1" and "OF_A_PART" not in os.environ
+
+
+def test_a_report_holds_what_no_encoding_has(monkeypatch, tmp_path, capsys):
+    failure = campaign.Failure("ops", 0, "name = \ud800", "wrong", "again")
+    monkeypatch.setattr(
+        campaign, "run", lambda *_, **__: campaign.Report(campaign.collections.Counter(ops=1), [failure])
+    )
+    assert campaign.main(["--cases", "1", "--output", str(tmp_path)]) == 1
+    assert "name = \\ud800" in capsys.readouterr().out
+    assert "name = \\ud800" in (tmp_path / "campaign.md").read_text()

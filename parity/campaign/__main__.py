@@ -28,23 +28,28 @@ from pallas_models import files
 from pallas_models._host import cores
 from parity import campaign
 
-# By name, the modules of this package.
-PARTS = {
-    module.name: f"{campaign.__name__}.{module.name}"
-    for module in pkgutil.iter_modules(campaign.__path__)
-    if not module.name.startswith("_")
-}
-# Cases that a worker makes one after another: calls of ops share a program. Of other parts, one.
+# Cases that a worker makes one after another: calls of ops share a program. Of parts that are not here, one. Parts
+# begin in this order.
 _CHUNKS = {
     "ops": 16,
     "transformations": 16,
     "shardings": 8,
+    "encoders": 16,
     "exports": 4,
     "models": 8,
-    "encoders": 16,
+    "jobs": 1,
+    "folders": 8,
     "checkpoints": 16,
     "files": 16,
-    "folders": 16,
+    "kills": 1,
+}
+# By name, the modules of this package.
+PARTS = {
+    module.name: f"{campaign.__name__}.{module.name}"
+    for module in sorted(
+        pkgutil.iter_modules(campaign.__path__), key=lambda module: [*_CHUNKS, module.name].index(module.name)
+    )
+    if not module.name.startswith("_")
 }
 # Parts whose processes are not like the others: these have as many devices on a machine with a GPU as without.
 _ENVIRONMENTS = {
@@ -360,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     ended = f"seed {args.seed}, {time.monotonic() - started:.0f} s"
     text = "\n\n".join(filter(None, [report.summary(), report.table(), ended]))
+    text = text.encode(errors="backslashreplace").decode()  # damaged texts hold what no encoding has
     print(text)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
