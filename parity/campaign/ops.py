@@ -102,7 +102,7 @@ class Pick:
 
     Attributes:
       sizes: of long axes, those of this machine when None.
-      times: what batches and heads are multiples of.
+      times: what numbers of batches and heads are multiplied by, most of the time.
     """
 
     def __init__(self, rng: np.random.Generator, *, sizes: Sequence[int] | None = None, times: int = 1) -> None:
@@ -128,7 +128,8 @@ class Pick:
 
     def few(self, *sizes: int) -> int:
         """A number of batches or heads."""
-        return self.times * int(self.of(sizes))
+        number = int(self.of(sizes))
+        return number if self.times == 1 else number * self.of((1, self.times, self.times))
 
     def rows(self) -> int:
         """A long axis now and then, a short one most of the time."""
