@@ -129,7 +129,8 @@ class Report:
             lines.append(f"FAILED {first.command}{more}\n  {first.name}\n  {first.message}")
         lines += [f"LATE {case.command}\n  {case.name}\n  {case.message}" for case in self.late[:_SHOWN]]
         lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures")
-        return "\n".join(lines)
+        # Damaged texts hold what no encoding has.
+        return "\n".join(lines).encode(errors="backslashreplace").decode()
 
 
 def make_cases(connection: multiprocessing.connection.Connection, seed: int, options: dict[str, Any]) -> None:
@@ -365,7 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     ended = f"seed {args.seed}, {time.monotonic() - started:.0f} s"
     text = "\n\n".join(filter(None, [report.summary(), report.table(), ended]))
-    text = text.encode(errors="backslashreplace").decode()  # damaged texts hold what no encoding has
     print(text)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
