@@ -6,6 +6,7 @@ to the byte. A process that has imported all that is needed forks for each job, 
 
 import atexit
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -104,6 +105,8 @@ def _jobs() -> Jobs:
 
 def main() -> None:
     """Answers requests, one a line, until there are no more; a job leaves the loop, and ends as a program does."""
+    for name in ("pallas_models.minilm", "pallas_models.corpus.job", "pallas_models.corpus.embedder", "weights"):
+        importlib.import_module(name)
     from pallas_models.__main__ import main as program
     from pallas_models._host import run_program
 
