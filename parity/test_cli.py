@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pallas_models.__main__ import EXAMPLES, main
 from pallas_models import _host
+from pallas_models.__main__ import EXAMPLES, main
 from pallas_models._host import run_program
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder, programs
