@@ -120,6 +120,9 @@ def _roberta(pick: Pick) -> Config:
 def _mpnet(pick: Pick) -> Config:
     config = _roberta(pick)
     del config["type_vocab_size"]
+    config["max_position_embeddings"] += (
+        1 - config["pad_token_id"]
+    )  # here they are counted from 2 whatever that is
     return config | _some(pick, {"relative_attention_num_buckets": (32, 16, 8)}, 0.2)
 
 
