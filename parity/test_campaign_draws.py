@@ -98,6 +98,10 @@ def test_what_is_apart():
         assert part == np.inf
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(found)
+    large = np.array([1e5, 1.0] * 4)  # float16 holds the half of it
+    with np.errstate(over="ignore"):
+        assert apart(large.astype(np.float16), large, 1e-3, 0.0)[0] is None
+    assert apart(np.float32([np.inf, 1.0] * 4), large, 1e-3, 0.0)[0]
     moved = [expected[0] * (1 + 1e-4), expected[1]]  # a hundred times what is allowed, as operands move it
     assert apart([expected[0] * (1 + 2e-4), expected[1]], expected, 1e-6, 0.0, moved)[0] is None
 

@@ -207,28 +207,37 @@ def disagreement(out: Any, expected: Bounded, dtype: str) -> tuple[str | None, f
 
 
 @np.errstate(all="ignore")
-def apart(out: Any, expected: Any, tolerance: float, floor: float, moved: Any = None) -> tuple[str | None, float]:
+def apart(
+    out: Any, expected: Any, tolerance: float, floor: float, moved: Any = None, small: float = 0.0
+) -> tuple[str | None, float]:
     """What is wrong with the leaves of a result, and the largest error of one as a part of its bound.
+
+    What is beyond the range of its dtype may be infinite or NaN.
 
     Args:
       tolerance: of the norm of a leaf.
       floor: of the norm of all: a result that cancels is off by roundings of what it is a difference of.
       moved: what is expected for operands that are off. What follows an op amplifies its error as it amplifies
         that of operands, which is measured so; three times as much is let pass.
+      small: absolute, of leaves of fewer than 8 numbers: sums that cancel, of which one measurement says little.
     """
-    leaves = [[np.asarray(x).astype(np.float64) for x in jax.tree.leaves(tree)] for tree in (out, expected)]
-    found, wanted = leaves
-    others = wanted if moved is None else [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(moved)]
+    found = [np.asarray(x) for x in jax.tree.leaves(out)]
+    wanted, others = (
+        [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(tree)]
+        for tree in (expected, expected if moved is None else moved)
+    )
     if [x.shape for x in found] != [x.shape for x in wanted]:
         return f"shapes are {[x.shape for x in found]}, expected {[x.shape for x in wanted]}", np.inf
     whole = math.sqrt(sum(float(np.sum(np.square(x[np.isfinite(x)]))) for x in wanted))
     worst = 0.0
-    for i, (x, y, z) in enumerate(zip(found, wanted, others, strict=True)):
-        finite = np.isfinite(y)
+    for i, (given, y, z) in enumerate(zip(found, wanted, others, strict=True)):
+        x, finite = given.astype(np.float64), np.isfinite(y)
         if not np.array_equal(np.where(finite, 0.0, x), np.where(finite, 0.0, y), equal_nan=True):
             return f"result {i} holds {x[~finite][:3]} where {y[~finite][:3]} is expected", np.inf
+        if jnp.issubdtype(given.dtype, jnp.floating):
+            finite &= np.isfinite(x) | (np.abs(y) < 0.99 * float(jnp.finfo(given.dtype).max))
         off, size, move = (float(np.linalg.norm(d[finite])) for d in (x - y, y, z - y))
-        bound = tolerance * size + 3 * move + floor * whole + 1e-12
+        bound = tolerance * size + 3 * move + floor * whole + (small if x.size < 8 else 0.0) + 1e-12
         if not off <= bound:
             return (
                 f"result {i} of {x.shape} is off by {off:.3g} of {size:.3g}, expected at most {bound:.3g}",

@@ -501,7 +501,7 @@ class _Trial:
                     raise
                 self.measured["refused"] = 1
                 return None
-        message, part = apart(out, expected, *_tolerances(p), moved)
+        message, part = apart(out, expected, *_tolerances(p), moved, OP[p.call.dtype] * 2**p.orders)
         self.measured["largest part of its bound"] = part
         return message
 
