@@ -216,7 +216,8 @@ def apart(
 
     Args:
       tolerance: of the norm of a leaf.
-      floor: of the norm of all: a result that cancels is off by roundings of what it is a difference of.
+      floor: of the norm of all, or of 1, which operands are of: a result that cancels is off by roundings of what
+        it is a difference of.
       moved: what is expected for operands that are off. What follows an op amplifies its error as it amplifies
         that of operands, which is measured so; three times as much is let pass.
       small: absolute, of leaves of fewer than 8 numbers: sums that cancel, of which one measurement says little.
@@ -237,7 +238,7 @@ def apart(
         if jnp.issubdtype(given.dtype, jnp.floating):
             finite &= np.isfinite(x) | (np.abs(y) < 0.99 * float(jnp.finfo(given.dtype).max))
         off, size, move = (float(np.linalg.norm(d[finite])) for d in (x - y, y, z - y))
-        bound = tolerance * size + 3 * move + floor * whole + (small if x.size < 8 else 0.0) + 1e-12
+        bound = tolerance * size + 3 * move + floor * max(whole, 1.0) + (small if x.size < 8 else 0.0)
         if not off <= bound:
             return (
                 f"result {i} of {x.shape} is off by {off:.3g} of {size:.3g}, expected at most {bound:.3g}",
