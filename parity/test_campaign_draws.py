@@ -86,6 +86,7 @@ def test_a_break_under_a_transformation_is_found(monkeypatch, kind, op):
 def test_what_is_apart():
     expected = [np.arange(1.0, 9.0), np.array([np.nan, np.inf, 1.0])]
     assert apart([x.astype(np.float32) for x in expected], expected, 1e-6, 0.0) == (None, 0.0)
+    assert apart(np.zeros((0, 3)), np.zeros((0, 3)), 1e-6, 0.0) == (None, 0.0)
     for wrong, message in (
         ([expected[0] * (1 + 1e-4), expected[1]], "result 0 of \\(8,\\) is off by"),
         ([expected[0], np.array([1.0, np.inf, 1.0])], "result 1 holds"),

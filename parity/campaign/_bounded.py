@@ -244,5 +244,5 @@ def apart(
                 f"result {i} of {x.shape} is off by {off:.3g} of {size:.3g}, expected at most {bound:.3g}",
                 np.inf,
             )
-        worst = max(worst, off / bound)
+        worst = max(worst, off / bound if off else 0.0)
     return None, worst
