@@ -111,6 +111,7 @@ def test_errors(folder, tmp_path, capsys):
         assert stop.value.code == 2
 
 
+@pytest.mark.usefixtures("without_jax_cache")
 def test_compiled_code_is_kept(folder, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(programs, "_COMPILED", {})
     embed = ["embed", "--model", str(folder), "--implementation", "xla", "--output", str(tmp_path / "out.npy")]

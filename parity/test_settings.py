@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
+from jax.experimental.pallas import triton
 
 from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity.calls import CALLS, Call
-from parity.common import KERNEL, assert_close, cuda_device, float64, normal
+from parity.common import KERNEL, TRITON_CALL, assert_close, cuda_device, float64, normal
 
 every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 
@@ -137,6 +139,31 @@ def test_ops_compute_the_same(call: Call, setting):
             out = jax.jit(call(implementation))(*arrays)
         assert out.dtype == expected.dtype
         assert_close(out, expected, 2e-6)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX warns of no deprecation")
+def test_kernels_are_lowered_without_warnings():
+    """However late: JAX keeps what it has traced, and warns where it lowers that."""
+
+    def theirs(x):
+        def double(x_ref, out_ref):
+            out_ref[...] = 2 * x_ref[...]
+
+        parameters = triton.CompilerParams(num_warps=4)
+        return pallas.pallas_call(double, out_shape=x, compiler_params=parameters)(x)
+
+    def lower(traced):
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    filters = warnings.filters.copy()
+    with cuda_device("NVIDIA H200", 132):
+        ours = jax.jit(lambda x: ops.softmax(x, implementation="triton")).trace(x)
+        assert warnings.filters == filters
+        with strict():
+            assert TRITON_CALL in lower(ours)
+            with pytest.raises(DeprecationWarning, match="Triton backend is deprecated"):
+                lower(jax.jit(theirs).trace(x))
 
 
 @every_setting

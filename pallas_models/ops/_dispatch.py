@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -165,7 +164,6 @@ def run(
     """
     names = check_implementation(implementation)
     target = targets.current()
-    _accept_triton()
     traced = {name: value for name, value in static.items() if isinstance(value, jax.Array)}
     # Where users debug their own functions step by step, an op is one step: a compiled kernel has no smaller ones.
     whole = jax.disable_jit(False) if _debugging() else contextlib.nullcontext()
@@ -271,19 +269,6 @@ def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -
 
 def _debugging() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
-
-
-_TRITON_WARNING = "The Pallas Triton backend is deprecated"
-
-
-def _accept_triton() -> None:
-    """Keeps JAX's warning about Triton kernels from those who make warnings errors.
-
-    JAX gives it where a kernel is lowered, which is after the call of an op, and who calls one cannot heed it.
-    """
-    kinds = (kind for _, pattern, kind, *_ in warnings.filters[:1] if pattern and pattern.match(_TRITON_WARNING))
-    if DeprecationWarning not in kinds:
-        warnings.filterwarnings("ignore", _TRITON_WARNING, DeprecationWarning)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "static", "config", "names", "target", "tables"))

@@ -17,6 +17,7 @@ from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, na
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     exp2,
     in_bounds,
     load,
@@ -371,7 +372,7 @@ def attention(
             jax.ShapeDtypeStruct((batch, num_heads, seq), jnp.float32) if return_lse else None,
         ),
         grid=(programs, q_blocks, batch) if causal else (q_blocks, programs, batch),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention" if w is None else "attention_matmul",
     )(q, k, v, mask, bias, *ids, found, w)

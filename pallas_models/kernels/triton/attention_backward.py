@@ -23,6 +23,7 @@ from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, na
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
     plgpu,
@@ -475,7 +476,7 @@ def attention_backward(
             grid=grid,
             # A buffer for the gradients of queries, keys and values gets those of the queries first.
             input_output_aliases={0: 0} if jax.tree.leaves(buffer) else {},
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+            compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
             interpret=interpret,
             name=kernel.__name__.strip("_"),
         )(*buffer, q, k, v, mask, bias, *ids, dout, shift, delta, found)
