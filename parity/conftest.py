@@ -94,15 +94,15 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    """What was compiled goes, a thousand programs at a time: all of the suite's take more than 5 GB a worker."""
+    """What was compiled goes, many programs at a time: all of the suite's take more than 5 GB a worker."""
     global _compiled
     yield
-    if _compiled > 1000:
+    if _compiled > (400 if ON_GPU else 1000):
         _compiled = 0
         quick.forget()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def share() -> None:
     """PyTorch keeps to its share of the GPU's memory, as JAX does."""
     if ON_GPU:

@@ -5,10 +5,13 @@ fill any GPU. This module is imported before JAX.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +26,8 @@ COMPILED = (
 OVERHEAD = 1.0 * GB
 # With less for its arrays, most tests of a process would have to run again.
 LEAST = 2.0 * GB
-# Of what is for arrays; the rest is PyTorch's, whose references run one after another and are dropped.
-JAX_PART = 0.65
+# The most that JAX takes of what is for arrays; PyTorch has the rest, which it gives back.
+JAX_PART = 0.8
 
 
 def gpu_memory() -> tuple[float, float] | None:
@@ -64,15 +67,16 @@ def limits() -> dict[str, str]:
 
 
 def hold_torch() -> None:
-    """Holds PyTorch to its share of the GPU, where it is installed and sees the GPU."""
-    if FRACTION not in os.environ:
+    """Lets PyTorch have what JAX leaves of this process's share, and takes back what it keeps without need."""
+    torch = sys.modules.get("torch")
+    if FRACTION not in os.environ or torch is None or not torch.cuda.is_initialized():
         return
-    try:
-        import torch
-    except ImportError:
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(float(os.environ[FRACTION]) * (1 / JAX_PART - 1))
+    import jax
+
+    taken, total = jax.devices()[0].memory_stats()["pool_bytes"], torch.cuda.get_device_properties(0).total_memory
+    share = float(os.environ[FRACTION]) / JAX_PART
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(max(share - taken / total, (1 - JAX_PART) * share))
 
 
 def limit() -> str | None:
@@ -101,6 +105,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     line = ran_out(call.excinfo.value) if report.failed and call.excinfo else None
     share = limit() if line else None
+    if line:
+        forget(call.excinfo)
     if line and share:
         report.outcome = "skipped"
         report.longrepr = (
@@ -110,6 +116,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
         )
         item.user_properties.append(("needs_memory", item.nodeid))
     return report
+
+
+def forget(error: pytest.ExceptionInfo[BaseException]) -> None:
+    """Drops the arrays that an error holds: pytest and Python keep it, and the next tests would lack memory too."""
+    seen: BaseException | None = error.value
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    gc.collect()
 
 
 def pytest_testnodedown(node: object, error: object) -> None:

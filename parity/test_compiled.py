@@ -44,10 +44,16 @@ def compiled(implementation: str | None, batch: int, seq: int) -> jax.stages.Com
 
 # One sentence, whole tiles, the longest, odd.
 SHAPES = [(1, 16), (64, 128), (8, 512), (3, 77)]
-# What computes, of XLA's own: it may reshape, convert or copy small integers beside our kernels, and no more.
+# What computes, of XLA's own: beside our kernels it may reshape, convert, and combine flags and small integers.
 COMPUTES = re.compile(
-    r"\b(dot|convolution|reduce|exponential|rsqrt|divide|tanh|erf|gather)\(|cublas|cudnn|triton_nested_gemm"
+    r"= \(?(?:f16|bf16|f32)\[\S* (dot|convolution|reduce|exponential|rsqrt|divide|tanh|erf|gather)\("
+    r"|(cublas|cudnn|triton_nested_gemm)"
 )
+
+
+def computing(text: str) -> set[str]:
+    """The operations of a compiled program that COMPUTES finds."""
+    return {operation or library for operation, library in COMPUTES.findall(text)}
 
 
 @pytest.mark.parametrize("batch, seq", SHAPES)
@@ -57,11 +63,11 @@ def test_every_computation_is_a_kernel_of_ours(batch, seq):
     ours = {TRITON_CALL, MOSAIC_CALL}
     assert set(targets) <= ours, f"calls of others: {set(targets) - ours}"
     assert len(targets) == kernel_calls(lowered(None, batch, seq).as_text()) > 0  # XLA drops and doubles none
-    assert not COMPUTES.findall(text)
+    assert computing(text) == set()
     # All of these occur in the plain model: in one of its forms or another XLA would show them.
-    plain = compiled("xla", batch, seq).as_text()
-    assert {"reduce", "exponential", "divide", "gather"} <= set(COMPUTES.findall(plain))
-    assert re.search(r"\bdot\(|cublas|triton_nested_gemm", plain)
+    plain = computing(compiled("xla", batch, seq).as_text())
+    assert {"reduce", "exponential", "divide", "gather"} <= plain
+    assert plain & {"dot", "cublas", "triton_nested_gemm"}
 
 
 @pytest.mark.parametrize("batch, seq", SHAPES)

@@ -97,7 +97,7 @@ def test_what_a_run_says(gpu, tmp_path, limited):
         "from parity.sharing import pytest_runtest_makereport, pytest_testnodedown"
     )
     (tmp_path / "test_it.py").write_text(TESTS)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "500"}
     environment.pop(sharing.FRACTION, None)
     if limited:
         environment[sharing.FRACTION] = "0.1"

@@ -117,7 +117,8 @@ def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
     params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
     rng = np.random.default_rng(n)
     params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
-    x, mask = normal(rng, 2, n, n, c), jnp.asarray(rng.integers(0, 2, (2, n, n)), bool) if masked else None
+    batch = 2 if by_rows else 1
+    x, mask = normal(rng, batch, n, n, c), jnp.asarray(rng.integers(0, 2, (batch, n, n)), bool) if masked else None
     f = functools.partial(trimul.trimul, direction="incoming" if incoming else "outgoing")
     out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x, mask)
     expected = jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x, mask)
