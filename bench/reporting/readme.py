@@ -16,8 +16,8 @@ NAME = "README.md"  # GitHub shows it where a reader opens the folder
 SUMMARY = "summary"  # the name of the markers in README.md
 PLOTS = {  # in the folder "plots" beside the results, by name: what each shows
     "minilm-speedup-device": "Speed-up of the MiniLM forward pass over XLA and torch at eight shapes",
-    "all-speedup": "Speed-up over the best of XLA and of torch, for every benchmark",
-    "all-roofline": "Roofline with our kernels on it",
+    "all-speedup": "Speed-up of forward passes over the best of all others, of XLA and of torch, by benchmark",
+    "all-roofline": "Roofline with our kernels on it, and their shares of the ceilings",
 }
 
 HOW_TO_READ = """\

@@ -50,6 +50,11 @@ def mean_speedup(cases: Sequence[Case], family: Family, clock: Clock) -> float |
     return geometric_mean(ratios) if ratios and len(ratios) == len(cases) else None
 
 
+def forward(cases: Sequence[Case]) -> list[Case]:
+    """The cases without a backward pass."""
+    return [case for case in cases if not {"backward", "both"} & case.shape.keys()]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Headline:
     """A benchmark in one line.
@@ -92,6 +97,13 @@ class Comparison:
     def is_slower(self) -> bool:
         """Whether ours is the slower, as far as a table shows it."""
         return float(format_ratio(self.ratio)) < 1
+
+
+def closest(cases: Sequence[Case], clock: Clock) -> float | None:
+    """Geometric mean over the cases of the best of all others over ours; None where no case has both."""
+    pairs = [(best(case, "ours", clock), best_baseline(case, clock)) for case in cases]
+    ratios = [other[1].median_us / ours[1].median_us for ours, other in pairs if ours and other]
+    return geometric_mean(ratios) if ratios else None
 
 
 def comparisons(result: Result) -> list[Comparison]:
