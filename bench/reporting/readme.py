@@ -25,9 +25,9 @@ Every run measures this library ("ours"), XLA and torch side by side on the same
 candidate of its family: of XLA's programs; of torch eager, in CUDA graphs and compiled; of other libraries
 ("peers"). Device time is that in which kernels of a call run (measured before 2026-11-23, what overlaps counts
 twice), wall time what a caller sees with many calls queued. A ratio is the baseline's time over ours: above 1,
-ours is faster. In the first table ratios are of device time unless a row says otherwise, and means of all cases, the
-last by wall time. "Of its ceiling" is the share of the rate of copies or of matrix products that was measured in the
-same run. A figure in a ladder, such as "800 (95, 98%)", is a rate with its share of XLA's and of the
+ours is faster. In the first table ratios are of device time unless a row says otherwise, and means of all cases,
+the last by wall time. "Of its ceiling" is the share of the rate of copies or of matrix products that was measured
+in the same run. A figure in a ladder, such as "800 (95, 98%)", is a rate with its share of XLA's and of the
 ceiling. How it is measured:
 [docs/performance.md](../../../docs/performance.md)."""
 
