@@ -4,16 +4,22 @@ XDG_CACHE_HOME is `~/.cache` where it is not set. A program may turn on JAX's ow
 that it compiles: `enable`. A library call must not, as JAX has one such setting for the whole process; `Encoder`
 therefore keeps its compiled programs itself: `Executables`. Reading one back takes neither tracing nor lowering.
 
-Compiled code is code: give no folder that others may write to.
+Compiled code is code, and a program of another user would run as this one. So nothing is read from a folder or a
+file that does not belong to the user, or that others can write; a warning says so, and programs are compiled. New
+folders and files are the user's alone.
 """
 
 import argparse
+import contextlib
+import errno
 import functools
 import hashlib
 import os
 import pickle
 import platform
+import stat
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def enable(folder: Path | None) -> None:
     """Turns on JAX's persistent cache for this process, unless the folder is None or JAX has been given one.
 
-    For programs alone: it changes JAX's global settings.
+    For programs alone: it changes JAX's global settings. A folder that others can have written to, or that holds a
+    link or a file that they can have written, is passed over with a warning.
     """
     if folder is None or jax_has_one():
+        return
+    try:
+        _make(folder)
+        status = folder.stat()
+        _check(folder, status)
+        for entry in folder.iterdir():  # JAX writes them with what the umask leaves: no matter where nobody enters
+            _check(entry, entry.lstat(), is_reached=bool(status.st_mode & 0o011))
+    except OSError as error:
+        _pass_over(str(error))
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs add up
@@ -97,11 +113,11 @@ class Executables:
         """The program that was saved under this name, or None."""
         path = self._folder / name
         try:
-            content = path.read_bytes()
+            content = _read(path)
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn(f"{path} cannot be read: {error}")
+            self._warn(f"{path} is not read: {error}")
             return None
         digest, payload = content[:32], content[32:]
         if hashlib.sha256(payload).digest() != digest:
@@ -121,16 +137,75 @@ class Executables:
         """Writes a program."""
         path = self._folder / name
         try:
-            payload = pickle.dumps(serialize_executable.serialize(compiled))
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files.write(path, hashlib.sha256(payload).digest() + payload)
+            _make(self._folder)
+            with _opened(self._folder):  # what is refused is not read again
+                payload = pickle.dumps(serialize_executable.serialize(compiled))
+                content = hashlib.sha256(payload).digest() + payload
+                files.write(path, content, follow_links=False, mode=0o600)
         except Exception as error:
             self._warn(f"{path} cannot be written: {type(error).__name__}: {error}")
 
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"compilation cache passed over: {message}", stacklevel=2)
+            _pass_over(message)
+
+
+def _pass_over(message: str) -> None:
+    warnings.warn(f"compilation cache passed over: {message}", stacklevel=3)
+
+
+_HAS_OWNERS = hasattr(os, "geteuid")  # Windows has neither such owners nor such modes
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder and those above it, each for the user alone."""
+    for place in (*reversed(folder.parents), folder):
+        if not place.exists():
+            place.mkdir(exist_ok=True, mode=0o700)
+
+
+def _read(path: Path) -> bytes:
+    """What an entry holds, unless others can have written it: OSError then, before any of it is read."""
+    if not _HAS_OWNERS:
+        return path.read_bytes()
+    with _opened(path.parent) as folder:
+        try:  # in the folder that was looked at; not waiting for a pipe
+            descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise PermissionError(f"{path} is a link; expected a file") from error
+            raise
+    with os.fdopen(descriptor, "rb") as file:
+        _check(path, os.fstat(descriptor))
+        return file.read()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder that is the user's, and that others cannot write to: else OSError."""
+    if not _HAS_OWNERS:
+        yield -1
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check(folder, os.fstat(descriptor))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check(path: Path, status: os.stat_result, *, is_reached: bool = True) -> None:
+    """PermissionError where others than the user can have written what has this status."""
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path} is a link; expected a file")
+    if _HAS_OWNERS and status.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{path} belongs to user {status.st_uid}; expected what belongs to {os.geteuid()}, who runs this"
+        )
+    if _HAS_OWNERS and is_reached and status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(f"{path} can be written by others (mode {mode:04o}): chmod go-w {path}")
 
 
 @functools.cache

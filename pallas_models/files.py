@@ -18,27 +18,35 @@ from typing import IO
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def replacing(
+    path: str | os.PathLike[str], *, follow_links: bool = True, mode: int = 0o666
+) -> Iterator[IO[bytes]]:
     """Opens a draft, which becomes the file `path` at the end of the context.
 
-    Where an exception leaves the context, the file stays as it was. A link stays a link: the file that it names is
-    replaced. What is no regular file, such as /dev/stdout, is written to directly.
+    Where an exception leaves the context, the file stays as it was. What is no regular file, such as /dev/stdout,
+    is written to directly.
+
+    Args:
+      follow_links: whether a link stays a link, and the file that it names is replaced; else the link is.
+      mode: access to the file, less what the umask takes.
 
     Raises:
       OSError: `path` is a folder, or its folder does not exist or cannot be written: raised at the beginning, so
         that no work is done in vain; or the disk is full.
     """
     path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected a file, or nothing there")
-    if path.exists() and not path.is_file():
-        with path.open("wb") as device:
-            yield device
-        return
-    path = Path(os.path.realpath(path))
+    if follow_links or not path.is_symlink():
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; expected a file, or nothing there")
+        if path.exists() and not path.is_file():
+            with path.open("wb") as device:
+                yield device
+            return
+    if follow_links:
+        path = Path(os.path.realpath(path))
     _remove_abandoned(path.parent)
     try:
-        draft, descriptor = _open_draft(path.parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        draft, descriptor = _open_draft(path.parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except OSError as error:
         raise type(error)(f"{path} cannot be written: {path.parent}: {error.strerror}") from error
     with os.fdopen(descriptor, "wb") as file:
@@ -53,9 +61,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     _sync(path.parent)
 
 
-def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write(
+    path: str | os.PathLike[str], content: str | bytes, *, follow_links: bool = True, mode: int = 0o666
+) -> None:
     """Writes a file as `replacing` does; text in UTF-8."""
-    with replacing(path) as file:
+    with replacing(path, follow_links=follow_links, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -124,13 +134,13 @@ def _exchange(draft: Path, path: Path) -> None:
 _DRAFTS = f".{'[0-9a-f]' * 16}.draft"
 
 
-def _open_draft(folder: Path, flags: int, *, is_folder: bool = False) -> tuple[Path, int]:
+def _open_draft(folder: Path, flags: int, mode: int = 0o666, *, is_folder: bool = False) -> tuple[Path, int]:
     while True:
         draft = folder / f".{secrets.token_hex(8)}.draft"
         if is_folder:
             draft.mkdir()
         try:
-            descriptor = os.open(draft, flags, 0o666)
+            descriptor = os.open(draft, flags, mode)
         except FileNotFoundError:
             if is_folder:
                 continue  # taken for abandoned, as below

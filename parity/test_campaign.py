@@ -3,7 +3,10 @@
 import inspect
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ import pytest
 from pallas_models import ops as library
 from parity import __main__ as check
 from parity.campaign import __main__ as campaign
-from parity.campaign import _bounded, ops
+from parity.campaign import _bounded, _sandbox, ops
 from parity.campaign._bounded import Bounded, disagreement, exact
 from parity.campaign._references import REFERENCES
 
@@ -242,6 +245,36 @@ def test_a_case_is_made_again_by_its_number(fake_part, monkeypatch, tmp_path, ca
     (failure,) = json.loads((tmp_path / "campaign.json").read_text())["failures"]
     assert failure["case"] == 9 and failure["name"] == "case 19"
     assert check.main(["campaign", "--only", "fake", "--seed", "10", "--case", "2"]) == 0
+
+
+def test_a_campaign_of_which_nothing_came_says_so(fake_part, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "PARTS", fake_part | {"ops": "fake_part"})
+    assert check.main(["campaign", "--only", "fake", "--minutes", "0"]) == 2
+    said = capsys.readouterr()
+    assert "no case came to its end" in said.err and "|" not in said.out
+
+
+def test_an_installation_without_the_tests_extra_is_told_of_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytest", None)  # as where it is not installed
+    monkeypatch.setattr(campaign, "run", None)
+    assert check.main(["campaign", "--minutes", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install '.[test]'" in line
+
+
+@pytest.mark.parametrize("asked", [b"", b'{"named": [], "size": 1}\n'])
+def test_a_sandbox_whose_campaign_is_over_ends_quietly(tmp_path, asked):
+    (tmp_path / "module.py").write_text(
+        "import sys\nCLEAR = ()\nattempt = id\n"
+        "def warm_up(): sys.stdin.buffer.peek(1)\n"  # until whoever asks is gone
+    )
+    command = [sys.executable, "-m", "parity.campaign._sandbox", "module"]
+    paths = os.pathsep.join([str(_sandbox.ROOT), str(tmp_path)])
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, **pipes) as process:
+        process.stdout.close()
+        assert process.communicate(asked, timeout=60)[1] == b""
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["--case", "3"], ["--only", "nothing", "--cases", "1"]])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pallas_models import _host
 from pallas_models.__main__ import EXAMPLES, main
 from pallas_models._host import run_program
 from pallas_models.corpus.writing import convert
@@ -357,6 +358,22 @@ def test_who_does_not_read_on_sees_no_error(lines):
         child.stdout.close()
         assert child.communicate(b"\n")[1] == b""
     assert child.returncode == 141
+
+
+@pytest.mark.parametrize("ends", ["raise KeyboardInterrupt", "return 130"])
+def test_an_interrupted_program_waits_for_no_thread(ends):
+    """Python would join what compiles, and abort where a second signal ends that."""
+    code = f"""
+import runpy, sys, threading, time
+def main():
+    print("begun")
+    {ends}
+threading.Thread(target=time.sleep, args=(60,)).start()
+runpy.run_path({_host.__file__!r})["run_program"](main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (130, "begun\n")
+    assert done.stderr == ("interrupted\n" if "raise" in ends else "")
 
 
 def test_another_pipe_that_breaks_is_an_error(monkeypatch):

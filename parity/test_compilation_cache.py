@@ -84,7 +84,7 @@ print(json.dumps({"lowered": lowered, "embeddings": embeddings.tolist()}))
     assert first["lowered"] == [[2, 2, 24]] and second["lowered"] == []
     assert first["embeddings"] == second["embeddings"]
     assert [path.suffix for path in cache.iterdir()] == [".executable"]
-    assert cache.stat().st_mode & 0o077 == 0
+    assert {path.stat().st_mode & 0o077 for path in (cache.parent, cache, *cache.iterdir())} == {0}
 
 
 def test_what_a_program_depends_on(folder, cache, monkeypatch):
@@ -142,10 +142,16 @@ def kept(tmp_path_factory) -> tuple[Path, str, bytes, np.ndarray]:
     return folder, path.name, path.read_bytes(), embedding
 
 
+def plant(path: Path, content: bytes) -> None:
+    """Writes an entry, and its folder, so that they are the user's alone whatever the umask is."""
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+
+
 def test_an_intact_file_is_used(kept, cache, fresh):
     folder, name, content, expected = kept
-    cache.mkdir(parents=True)
-    (cache / name).write_bytes(content)
+    plant(cache / name, content)
     np.testing.assert_array_equal(an_encoder(folder, cache).encode("a man"), expected)
     assert fresh == []
 
@@ -167,9 +173,8 @@ def other_program() -> bytes:
 )
 def test_a_broken_file_is_passed_over_and_replaced(kept, cache, fresh, change, message):
     folder, name, content, expected = kept
-    cache.mkdir(parents=True)
     path = cache / name
-    path.write_bytes(change(content))
+    plant(path, change(content))
     with pytest.warns(UserWarning, match=message) as warned:
         found = an_encoder(folder, cache).encode("a man")
     np.testing.assert_array_equal(found, expected)
@@ -177,6 +182,86 @@ def test_a_broken_file_is_passed_over_and_replaced(kept, cache, fresh, change, m
     assert fresh == [name] and list(cache.iterdir()) == [path]
     digest, payload = path.read_bytes()[:32], path.read_bytes()[32:]
     assert hashlib.sha256(payload).digest() == digest
+
+
+ran: list[str] = []  # by a planted entry
+
+
+class Planted:
+    """Runs code as it is read from a pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ran.append, ("planted",)
+
+
+def planted() -> bytes:
+    payload = pickle.dumps(Planted())
+    return hashlib.sha256(payload).digest() + payload
+
+
+OTHER_USER = 65534
+DISTRUSTED = {  # how others can have planted an entry, and what is said of the folder or file
+    "folder of others": (lambda folder, entry: os.chown(folder, OTHER_USER, -1), f"belongs to user {OTHER_USER}"),
+    "entry of others": (lambda folder, entry: os.chown(entry, OTHER_USER, -1), f"belongs to user {OTHER_USER}"),
+    "folder for all": (lambda folder, entry: folder.chmod(0o777), "chmod go-w"),
+    "folder for the group": (lambda folder, entry: folder.chmod(0o770), "chmod go-w"),
+    "entry for all": (lambda folder, entry: entry.chmod(0o666), "chmod go-w"),
+    "link": (lambda folder, entry: entry.symlink_to(entry.rename(folder.parent / "elsewhere")), "is a link"),
+}
+
+
+def distrust(path: Path, how: str) -> str:
+    """Makes an entry or its folder one that others can have planted; what is said of it."""
+    if "of others" in how and os.geteuid():
+        pytest.skip("only root gives files away")
+    change, message = DISTRUSTED[how]
+    change(path.parent, path)
+    return message
+
+
+@pytest.mark.parametrize("how", DISTRUSTED)
+def test_what_others_can_have_planted_is_not_run(kept, cache, fresh, how):
+    folder, name, _, expected = kept
+    path, elsewhere = cache / name, cache.parent / "elsewhere"
+    plant(path, planted())
+    message = distrust(path, how)
+    with pytest.warns(UserWarning, match=message) as warned:
+        found = an_encoder(folder, cache).encode("a man")
+    np.testing.assert_array_equal(found, expected)
+    assert not ran and len(warned) == 1 and fresh == [name]
+    if "folder" in how:  # nothing is written where others write
+        assert path.read_bytes() == planted() and list(cache.iterdir()) == [path]
+    else:
+        assert not path.is_symlink() and path.read_bytes() != planted()
+        assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_uid == os.geteuid()
+    assert not elsewhere.exists() or elsewhere.read_bytes() == planted()  # what a link names is as it was
+
+
+@pytest.mark.parametrize("how", DISTRUSTED)
+def test_a_program_does_without_the_cache_of_jax_where_others_can_write(cache, monkeypatch, how):
+    set_to = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(compilation_cache, "jax_has_one", lambda: False)
+    plant(cache / "jit_f-cache", b"a program")
+    cache.chmod(0o755)
+    compilation_cache.enable(cache)
+    assert set_to.pop("jax_compilation_cache_dir") == str(cache)
+    set_to.clear()
+    message = distrust(cache / "jit_f-cache", how)
+    with pytest.warns(UserWarning, match=message) as warned:
+        compilation_cache.enable(cache)
+    assert not set_to and len(warned) == 1
+
+
+def test_what_others_cannot_reach_they_cannot_write(cache, monkeypatch):
+    """JAX's entries have what the umask leaves, often to a group."""
+    set_to = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(compilation_cache, "jax_has_one", lambda: False)
+    plant(cache / "jit_f-cache", b"a program")
+    (cache / "jit_f-cache").chmod(0o664)
+    compilation_cache.enable(cache)
+    assert set_to["jax_compilation_cache_dir"] == str(cache)
 
 
 def test_a_folder_that_cannot_be_written(folder, tmp_path, fresh):
@@ -239,5 +324,6 @@ hits = sum(name.endswith("/cache_hits") for name in events)
 print(json.dumps({"off": off, "on": on, "hits": hits, "folder": jax.config.jax_compilation_cache_dir}))
 """
     first, second = (run(program, cache) for _ in range(2))
+    assert cache.stat().st_mode & 0o077 == 0
     assert first == {"off": False, "on": True, "hits": 0, "folder": str(cache)}
     assert second["hits"] > 0

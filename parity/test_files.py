@@ -75,6 +75,20 @@ def test_a_link_stays_one(tmp_path):
     assert (tmp_path / "a").is_symlink() and (tmp_path / "b").read_text() == "x"
 
 
+def test_a_link_can_be_replaced(tmp_path):
+    (tmp_path / "b").write_text("other")
+    (tmp_path / "folder").mkdir()
+    for target in ("b", "folder", "nowhere", os.devnull):
+        (tmp_path / "a").symlink_to(tmp_path / target)
+        files.write(tmp_path / "a", target, follow_links=False, mode=0o600)
+        assert not (tmp_path / "a").is_symlink() and (tmp_path / "a").read_text() == target
+        assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+        (tmp_path / "a").unlink()
+    assert (tmp_path / "b").read_text() == "other" and names(tmp_path) == ["b", "folder"]
+    with pytest.raises(IsADirectoryError):
+        files.write(tmp_path / "folder", "x", follow_links=False)
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 

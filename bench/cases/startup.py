@@ -294,17 +294,37 @@ def ratio(found: dict[str, dict[str, float]], baseline: str, metric: str) -> flo
     return ours / theirs if ours and theirs else None
 
 
+# What of ours is compared with what, and whose that is.
+RIVALS = (("pallas", "xla", "XLA"), ("pallas-bound", "xla-bound", "XLA"), ("pallas", "torch-graph", "torch"))
+METRICS = {"total_s": "first call", "queued_us": "queued calls", "synchronised_us": "calls one at a time"}
+
+
+def comparisons(result: Result) -> list[tables.Comparison]:
+    """Ours against XLA's program of the same form, and against torch."""
+    return [
+        tables.Comparison(clock=title, case=case.label, rival=rival, ratio=of[theirs][metric] / of[ours][metric])
+        for case, of in ((case, metrics_of(case)) for case in result.cases)
+        for metric, title in METRICS.items()
+        for ours, theirs, rival in RIVALS
+        if metric in of.get(ours, {}) and metric in of.get(theirs, {})
+    ]
+
+
 def headline(result: Result) -> tables.Headline | None:
     """Seconds of tracing, lowering and compiling, against XLA's own program."""
-    found = {case.label: metrics_of(case) for case in result.cases}
-    ratios = {label: 1 / of for label, figures in found.items() if (of := ratio(figures, "xla", "total_s"))}
+    ratios = {row.case: row.ratio for row in comparisons(result) if row.clock == METRICS["total_s"]}
     if not ratios:
         return None
     label = SHOWN if SHOWN in ratios else next(iter(ratios))
-    ours, theirs = (found[label][name]["total_s"] for name in ("pallas", "xla"))
-    mean = tables.geometric_mean(list(ratios.values())) if len(ratios) > 1 else None
-    figures = {"ours": f"{ours:.1f} s before it runs", "baseline": f"XLA, {theirs:.1f} s"}
-    return tables.Headline(case=label, **figures, ratio=ratios[label], mean=mean)
+    found = next(metrics_of(case) for case in result.cases if case.label == label)
+    ours, theirs = (f"{found[name]['total_s']:.1f} s" for name in ("pallas", "xla"))
+    return tables.Headline(
+        case=label,
+        ours=f"{ours} before it runs",
+        baseline=f"XLA, {theirs}",
+        ratio=ratios[label],
+        mean=tables.mean(list(ratios.values())),
+    )
 
 
 def table(result: Result) -> str:

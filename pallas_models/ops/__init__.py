@@ -2,7 +2,7 @@
 
 Every op, and every model made of them, takes `implementation`:
 
-- None: the best kernel for the GPU that is compiled for, decided where a program is lowered; plain XLA on other
+- None: the best kernel for the target GPU, which is decided where a program is lowered; plain XLA on other
   platforms, and where no kernel serves the call;
 - `"triton"`: Pallas Triton kernels, for NVIDIA GPUs from Ampere on; every op runs, some in those of others;
 - `"mosaic"`: Pallas Mosaic GPU kernels, for Hopper GPUs; products with and without a norm, MLPs, encoder layers,

@@ -7,6 +7,7 @@ import argparse
 import collections
 import dataclasses
 import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -74,9 +75,11 @@ class Report:
         }
 
     def table(self) -> str:
-        """The rows as Markdown."""
+        """The rows as Markdown; empty if there are none."""
+        if not self.rows:
+            return ""
         columns = list(dict.fromkeys(itertools.chain.from_iterable(self.rows.values())))
-        width = max(map(len, self.rows), default=0)
+        width = max(map(len, self.rows))
         lines = [
             "| " + " | ".join(["", *[""] * (width - 1), *columns]) + " |",
             "|---" * (width + len(columns)) + "|",
@@ -250,7 +253,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a campaign; returns the exit code, 1 where a case failed."""
+    """Runs a campaign; returns the exit code, 1 where a case failed, 2 where none could be made."""
     parser = argparse.ArgumentParser(prog="python -m parity campaign", description=__doc__)
     parser.add_argument("--minutes", type=float, metavar="N", help="stop after so long")
     parser.add_argument("--cases", type=int, metavar="N", help="stop after so many cases of each part")
@@ -265,6 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--case needs --only")
     if args.minutes is None and args.cases is None and args.case is None:
         parser.error("--minutes or --cases says when to stop")
+    if importlib.util.find_spec("pytest") is None:
+        print("campaigns need pytest and what else the extra `test` has: pip install '.[test]'", file=sys.stderr)
+        return 2
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share a GPU
     os.environ.setdefault("PJRT_NPROC", "32")  # threads for the interpreter of Mosaic GPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -281,12 +287,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options={PARTS["ops"]: {"implementation": args.implementation}},
         command=command,
     )
-    text = f"{report.summary()}\n\n{report.table()}\n\nseed {args.seed}, {time.monotonic() - started:.0f} s"
+    ended = f"seed {args.seed}, {time.monotonic() - started:.0f} s"
+    text = "\n\n".join(filter(None, [report.summary(), report.table(), ended]))
     print(text)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         files.write(args.output / "campaign.json", json.dumps(report.as_json(), indent=1) + "\n")
         files.write(args.output / "campaign.md", text + "\n")
+    if not report.cases:
+        print("no case came to its end; processes alone take half a minute to start", file=sys.stderr)
+        return 2
     return int(bool(report.failures))
 
 

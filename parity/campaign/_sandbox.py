@@ -118,8 +118,8 @@ def main() -> None:
     module.warm_up()
     limit = _memory("VmSize") + ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    with contextlib.suppress(BrokenPipeError):  # whoever asked has gone, as time was up
+    with contextlib.suppress(BrokenPipeError):  # whoever asks has gone, as time was up
+        print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps({"wrong": judge(module, json.loads(line))}), file=answers, flush=True)
 
