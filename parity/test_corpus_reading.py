@@ -171,6 +171,13 @@ def test_how_far_it_is(tmp_path):
         ("x.jsonl", '"a"\n\n{"a": \n', None, "x.jsonl, line 3 is no JSON"),
         ("x.jsonl", "[" * 100_000 + "\n", None, "x.jsonl, line 1 is no JSON"),
         ("x.jsonl", '"ok"\n"\\ud800"\n', None, "line 2 holds '\\ud800', half of a surrogate pair"),
+        (
+            "x.jsonl",
+            '{"a": "x"}\n{"b": "y"}\n',
+            None,
+            "line 2 has the column 'b'; expected 'a' as the rows before it",
+        ),
+        ("x.jsonl", '{"": "x"}\n"y"\n{"b": "y"}\n', None, "line 3 has the column 'b'; expected ''"),
         ("x.jsonl", "{}\n", None, "line 1 has the columns none"),
         ("x.txt", "a\n", "text", "x.txt is text, which has no column='text'"),
         ("x.txt", b"a\r\nb\rcaf\xe9\n", None, "x.txt, line 3: 'utf-8' codec can't decode byte 0xe9"),

@@ -179,6 +179,7 @@ def _json_lines(stream: IO[bytes], name: str, column: str | None) -> Iterator[li
 
 
 def _json_values(lines: Iterator[str], name: str, column: str | None) -> Iterator[str]:
+    only = column  # where none is named, the first object's only key is that of all
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
@@ -188,9 +189,13 @@ def _json_values(lines: Iterator[str], name: str, column: str | None) -> Iterato
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is no JSON: {error}") from error
         if isinstance(row, dict):
-            row = row[_choose(list(row), column, where)]
+            key = _choose(list(row), column, where)
+            only = key if only is None else only
+            if key != only:
+                raise ValueError(f"{where} has the column {key!r}; expected {only!r} as the rows before it")
+            row = row[key]
         elif column is not None:
-            raise ValueError(f"{where} holds {_short(row)}; expected an object with the key {column!r}")
+            raise ValueError(f"{where} holds {short(row)}; expected an object with the key {column!r}")
         yield _check(row, where)
 
 
@@ -276,7 +281,7 @@ def _choose(names: list[str], column: str | None, where: str) -> str:
 
 def _check(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} holds {_short(value)}; expected a string")
+        raise ValueError(f"{where} holds {short(value)}; expected a string")
     if not value.isascii():
         try:
             value.encode()
@@ -286,7 +291,8 @@ def _check(value: Any, where: str) -> str:
     return value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value and its type, for a message."""
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:40] + '...'} of type {type(value).__name__}"
 
