@@ -2,7 +2,10 @@
 
 import collections
 import contextlib
+import functools
 import json
+import operator
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -61,7 +64,8 @@ def run(
     plan: Manifest | None = None,
 ) -> Encode:
     encode = Encode()
-    job.embed_to_folder(sentences, encode, folder, job.begin(folder, plan or planned()), layout)
+    with job.begin(folder, plan or planned()) as begun:
+        job.embed_to_folder(sentences, encode, folder, begun, layout)
     return encode
 
 
@@ -177,7 +181,8 @@ def test_a_shard_that_is_lost_is_made_again(tmp_path):
     whole = contents(tmp_path)
     (tmp_path / "000000.npy").unlink()
     (tmp_path / "000002.npy").write_bytes(whole["000002.npy"][:-1])
-    assert not job.begin(tmp_path, planned()).complete
+    with job.begin(tmp_path, planned()) as begun:
+        assert not begun.complete
     assert run(tmp_path, layout).sentences == 10
     assert contents(tmp_path) == whole
 
@@ -265,6 +270,56 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
             run(tmp_path)
     with pytest.raises(OSError, match="absent"):
         run(tmp_path / "absent" / "out")
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("", [], "it is [] of type list; expected an object"),
+        ("model", 5, "model is 5 of type int; expected an object"),
+        ("model files", ["a"], "model.files is ['a'] of type list; expected an object of strings"),
+        ("model files", None, "model.files is None of type NoneType"),
+        ("model name", ..., "model.name is missing"),
+        ("settings", "float32", "settings is 'float32' of type str; expected an object"),
+        ("environment", [], "environment is [] of type list; expected an object"),
+        ("ranges", "wide", "ranges is 'wide' of type str; expected null or two lists"),
+        ("ranges", [[0.0] * 16], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [None]], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [float("inf")]], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [float("nan")]], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [1e30]], "finite and within 65504"),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [-1.0]], "ranges is "),
+        ("shards", {}, "shards is {} of type dict; expected a list"),
+        ("shards 1", "000001.npy", "shards[1] is '000001.npy' of type str; expected an object"),
+        ("shards 1 file", "../secret", "shards[1].file is '../secret' of type str; expected the name of a shard"),
+        ("shards 1 file", "000004.npy", "shards has another file after '000004.npy' than one of a later name"),
+        ("shards 2 sentences", 2.5, "shards[2].sentences is 2.5 of type float; expected a whole number"),
+        ("shards 2 dimension", True, "shards[2].dimension is True of type bool"),
+        ("shards 2 bytes", -1, "shards[2].bytes is -1 of type int"),
+        ("shards 0 sha256", "abc", "shards[0].sha256 is 'abc' of type str; expected 64 hexadecimal digits"),
+        ("shards 0 source", None, "shards[0].source is None"),
+        ("shards 0 rows", 5, "shards[0].rows is unknown; expected file, sentences"),
+        ("complete", "yes", "complete is 'yes' of type str; expected true or false"),
+        ("complete", ..., "complete is missing"),
+    ],
+)
+def test_an_edited_manifest_is_refused_by_the_name_of_its_field(tmp_path, path, value, message):
+    run(tmp_path, Layout("int8", "npy", 5))
+    content = {"": json.loads((tmp_path / "manifest.json").read_text())}
+    *parents, name = ["", *(int(part) if part.isdigit() else part for part in path.split())]
+    inner = functools.reduce(operator.getitem, parents, content)
+    if value is ...:
+        del inner[name]
+    else:
+        inner[name] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(content[""]))
+    for use in (run, manifest.read_ranges):
+        with pytest.raises(
+            ValueError, match=re.escape("manifest.json is no manifest: ") + f".*{re.escape(message)}"
+        ) as error:
+            use(tmp_path)
+        assert "\n" not in str(error.value)
 
 
 def test_what_a_killed_writer_leaves_is_no_obstacle(tmp_path):

@@ -1,6 +1,7 @@
 """From a corpus to files of embeddings; a folder of them is continued where an earlier run was stopped."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pallas_models import quantization
+from pallas_models import files, quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
 from pallas_models.corpus.writing import Parts
@@ -37,21 +38,26 @@ class Layout:
     shard_size: int | None
 
 
-def begin(folder: Path, planned: Manifest) -> Manifest:
-    """Returns the manifest to go on with: that of an earlier run where the folder has one, else `planned`.
+@contextlib.contextmanager
+def begin(folder: Path, planned: Manifest) -> Iterator[Manifest]:
+    """Gives the manifest to go on with: that of an earlier run where the folder has one, else `planned`.
+
+    The folder is locked for as long as the context lasts.
 
     Raises:
-      OSError: the folder cannot be made or written.
+      OSError: the folder cannot be made or written, or another job writes to it.
       ValueError: it holds something else, or was begun with another model or other settings.
     """
     folder.mkdir(exist_ok=True)
-    earlier = manifest.read(folder)
-    if earlier is None:
-        planned.write(folder)  # so that what a killed run leaves is known for what it is
-        return planned
-    planned.check_continues(earlier, folder)
-    there = [shard for shard in earlier.shards if _is_there(folder, shard)]
-    return dataclasses.replace(earlier, shards=there, complete=earlier.complete and there == earlier.shards)
+    with files.locked(folder):
+        earlier = manifest.read(folder)
+        if earlier is None:
+            planned.write(folder)  # so that what a killed run leaves is known for what it is
+            yield planned
+            return
+        planned.check_continues(earlier, folder)
+        there = [shard for shard in earlier.shards if _is_there(folder, shard)]
+        yield dataclasses.replace(earlier, shards=there, complete=earlier.complete and there == earlier.shards)
 
 
 def embed_to_folder(
@@ -66,7 +72,7 @@ def embed_to_folder(
       sentences: all of them, those that are embedded already too.
       encode: makes the embeddings; it is called once, for all shards.
       folder: where to.
-      begun: what `begin` returned for the folder; it is kept up to date, in the folder too.
+      begun: what `begin` gave for the folder; it is kept up to date, in the folder too.
       layout: how to write.
 
     Raises:

@@ -1,6 +1,7 @@
 """Writes embeddings as .npy, .npz, .parquet or .safetensors: the same bytes for the same values."""
 
 import hashlib
+import json
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ DTYPES = (*get_args(quantization.Precision), "float16")
 RANGED = ("int8", "uint8")
 Ranges = list[list[float]] | None
 Parts = list[np.ndarray]  # (n, D) each, at least one: embeddings one after another
+# Sentences of a file of many: whole chunks of the encoder's pipeline; 200 MB of float32 with 384 values.
+SHARD_SIZE = 8 * 16384
 # Rows that Parquet holds in memory until it writes them, with more beside than they take themselves.
 _ROW_GROUP = 16384
 
@@ -36,7 +39,7 @@ def write(path: Path, parts: Parts, format: str) -> str:
     lists with a fixed length.
     """
     with files.replacing(path) as file:
-        FORMATS[format](file, parts)
+        FORMATS[format](file, parts, None)
     with path.open("rb") as written:
         return hashlib.file_digest(written, "sha256").hexdigest()
 
@@ -53,7 +56,32 @@ def check_available(format: str) -> None:
         pyarrow("Parquet")
 
 
-def _npy(file: IO[bytes], parts: Parts) -> None:
+def read_ranges(path: Path) -> Ranges:
+    """Returns the ranges that a file holds beside its embeddings; None where it holds none.
+
+    Raises:
+      ValueError: the file is damaged, or of no format that holds ranges.
+    """
+    try:
+        if path.suffix == ".npz":
+            with np.load(path) as arrays:
+                return arrays["ranges"].tolist() if "ranges" in arrays else None
+        if path.suffix == ".safetensors":
+            import safetensors.numpy
+
+            ranges = safetensors.numpy.load_file(path).get("ranges")
+            return None if ranges is None else ranges.tolist()
+        if path.suffix == ".parquet":
+            metadata = pyarrow("Parquet").parquet.read_schema(path).metadata or {}
+            return json.loads(metadata[b"ranges"]) if b"ranges" in metadata else None
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # whatever libraries make of another file
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    raise ValueError(f"{path} holds no ranges; expected .npz, .safetensors or .parquet")
+
+
+def _npy(file: IO[bytes], parts: Parts, _: Ranges = None) -> None:
     descr = np.lib.format.dtype_to_descr(parts[0].dtype)
     shape = sum(map(len, parts)), parts[0].shape[1]
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
@@ -61,21 +89,30 @@ def _npy(file: IO[bytes], parts: Parts) -> None:
         file.write(np.ascontiguousarray(part).data)
 
 
-def _npz(file: IO[bytes], parts: Parts) -> None:
-    with zipfile.ZipFile(file, "w") as archive, archive.open("embeddings.npy", "w", force_zip64=True) as member:
-        _npy(member, parts)
+def _npz(file: IO[bytes], parts: Parts, ranges: Ranges) -> None:
+    arrays = {"embeddings": parts} | _beside(ranges)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                _npy(member, array)
 
 
-def _safetensors(file: IO[bytes], parts: Parts) -> None:
+def _safetensors(file: IO[bytes], parts: Parts, ranges: Ranges) -> None:
     import safetensors.numpy
 
-    file.write(safetensors.numpy.save({"embeddings": np.concatenate(parts)}))
+    arrays = {"embeddings": parts} | _beside(ranges)
+    file.write(safetensors.numpy.save({name: np.concatenate(array) for name, array in arrays.items()}))
 
 
-def _parquet(file: IO[bytes], parts: Parts) -> None:
+def _beside(ranges: Ranges) -> dict[str, Parts]:
+    return {} if ranges is None else {"ranges": [np.asarray(ranges, np.float32)]}
+
+
+def _parquet(file: IO[bytes], parts: Parts, ranges: Ranges) -> None:
     pa = pyarrow("Parquet")
     kind = pa.list_(pa.from_numpy_dtype(parts[0].dtype), parts[0].shape[1])
-    schema = pa.schema([pa.field("embedding", kind)])
+    metadata = None if ranges is None else {"ranges": json.dumps(ranges)}
+    schema = pa.schema([pa.field("embedding", kind)], metadata)
     # Embeddings do not compress, and nobody searches for one by its values.
     options = dict(compression="none", use_dictionary=False, write_statistics=False)
     with pa.parquet.ParquetWriter(file, schema, **options) as writer:
@@ -84,7 +121,8 @@ def _parquet(file: IO[bytes], parts: Parts) -> None:
             writer.write_table(pa.table([lists], schema), row_group_size=_ROW_GROUP)
 
 
-FORMATS: dict[str, Callable[[IO[bytes], Parts], None]] = {
+# What writes parts and, as all but .npy can, the ranges that these are relative to.
+FORMATS: dict[str, Callable[[IO[bytes], Parts, Ranges], None]] = {
     "npy": _npy,
     "npz": _npz,
     "parquet": _parquet,
