@@ -52,6 +52,7 @@ from pathlib import Path
 import numpy as np
 import ray
 from pallas_models import __main__ as cli
+from pallas_models.corpus import command as work
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.reading import Corpus
 from pallas_models.ray import Embed
@@ -74,7 +75,7 @@ class EmbedThatEnds(Embed):
         return super().__call__({name: list(map(end_once, column)) for name, column in batch.items()})
 
 ray.init(num_cpus=2, include_dashboard=False)
-cli.Embedder = EmbedderThatEnds
+work.Embedder = EmbedderThatEnds
 command = ["embed", folder + "/in", "--column", "text", "--output", folder + "/out/", "--format", "npy"]
 assert cli.main([*command, "--model", checkpoint, "--ray", "--workers", "2"]) == 0
 os.rmdir(marker)  # it is there: a worker ended

@@ -17,7 +17,7 @@ A name that cannot serve a call raises NotImplementedError; no other implementat
 `"mosaic"` raise it where a program is lowered for anything but CUDA; for CUDA it may be lowered on any machine.
 """
 
-from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
+from pallas_models._implementation import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation
 from pallas_models.ops.attention import attention, attention_qkv, segment_ids_from_cu_seqlens
 from pallas_models.ops.embedding import embed_tokens

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
+from pallas_models._implementation import Implementation, Name, check_implementation
 from pallas_models.ops._linear import linear
 from pallas_models.ops._platform import by_platform, on_cuda
 from pallas_models.ops._sharding import (
@@ -31,9 +32,6 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Table
 from pallas_models.tuning.table import installed
 
-Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
-Implementation = Name | Sequence[Name]
-IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
 # What a name stands for: the backend, and whether its interpreter runs the kernel.
 _BACKENDS = {
     "mosaic": ("mosaic", False),
@@ -124,20 +122,6 @@ class Op:
     derivative: Callable[..., Any] | None = None
     backward: tuple[Backward, ...] = ()
     contracted: Callable[..., Any] | None = None
-
-
-def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:
-    """The names that are given, in order of preference; none for None.
-
-    Raises:
-      ValueError: a name is unknown, or a sequence is empty.
-    """
-    if implementation is None:
-        return ()
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    if not names or not set(names) <= set(IMPLEMENTATIONS):
-        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}, or several")
-    return names
 
 
 def run(
