@@ -59,6 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     embed.add_argument("--column", help="of a table: which one holds the sentences; default: the only one")
     embed.add_argument(
+        "--keep",
+        metavar="COLUMN",
+        help="of a table, such as ids to join by: put it into Parquet beside embeddings",
+    )
+    embed.add_argument(
         "--input-format",
         help="what all inputs are, such as csv or jsonl.gz; default: what their suffixes say, or text",
     )

@@ -168,14 +168,23 @@ class _EmbedFile:
 
     def _embed(self, path: str, name: str) -> Shard:
         digest = Digest()
-        sentences = digest.of(self._corpus.only(path))
+        only, keep = self._corpus.only(path), self._layout.keep
+        sentences = digest.of(only)
+        kept = [] if keep is None else list(only.kept(keep))
         if earlier := self._embedded.get(name):
             collections.deque(sentences, 0)  # reads them
+            if keep is not None:
+                digest.keep(kept)
             job.check_source(self._folder, earlier, digest)
             return earlier
         embeddings = self._embedder.embed(sentences)
+        if keep is not None:
+            digest.keep(kept)
         written = writing.convert(embeddings, self._layout.dtype, self._ranges)
-        return job.write_shard(self._folder / name, [written], embeddings.shape[1], digest, self._layout.format)
+        beside = self._layout.beside(kept)
+        return job.write_shard(
+            self._folder / name, [written], embeddings.shape[1], digest, self._layout.format, beside
+        )
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:

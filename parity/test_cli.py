@@ -303,6 +303,21 @@ def test_folder_to_folder(folder, table, tmp_path, capsys, monkeypatch):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.parametrize("output", ["out.parquet", "out/"])
+def test_a_column_is_kept_to_join_by(folder, table, tmp_path, output):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    options = ("--format", "parquet", "--shard-size", 20) if output == "out/" else ()
+    command = (table, "--column", "text", "--keep", "id", "--output", f"{tmp_path}/{output}", *options)
+    assert embed(folder, *command) == 0
+    files = sorted((tmp_path / "out").glob("*.parquet")) if options else [tmp_path / output]
+    tables = [parquet.read_table(path) for path in files]
+    assert [len(table) for table in tables] == ([20, 20, 10] if options else [50])
+    assert [id for table in tables for id in table["id"].to_pylist()] == [str(i) for i in range(50)]
+    found = np.array([row for table in tables for row in table["embedding"].to_pylist()], np.float32)
+    expected = Encoder.from_pretrained(folder).encode(sentences_of(table))
+    assert np.all(np.sum(found * expected, axis=1) > 1 - 1e-6)  # other batches, other rounding
+
+
 def test_ranges_of_a_sample(folder, table, tmp_path):
     sample = (table / "b.csv", "--column", "text", "--dtype", "int8", "--output", f"{tmp_path}/sample/")
     assert embed(folder, *sample) == 0
@@ -388,6 +403,13 @@ def test_two_jobs_in_one_folder(folder, table, tmp_path, capsys):
         ),
         (["--output", "out.npy", "--dtype", "uint8"], "--output out.npy has no place for them; expected .npz"),
         (["--output", "-", "--dtype", "int8"], "--output - has no place for them"),
+        (["--output", "out.npz", "--keep", "id"], "--keep expects Parquet: an --output of .parquet, or --format"),
+        (
+            ["--output", "out/", "--format", "parquet", "--keep", "embedding"],
+            "--keep embedding names the column of",
+        ),
+        (["--output", "out.parquet", "--keep", "key"], "a.csv has the columns 'id', 'text'; expected 'key' once"),
+        (["--output", "out/", "--format", "parquet", "--keep", "key"], "expected 'key' once"),
         (["--output", "-", "--similarities"], "--similarities goes without --output -"),
         (
             ["--output", "x.csv"],

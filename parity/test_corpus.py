@@ -189,10 +189,10 @@ def test_a_shard_that_is_lost_is_made_again(tmp_path):
 
 @pytest.mark.parametrize("index", range(5))
 def test_a_file_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, index):
-    def full(path, parts, format):
+    def full(path, parts, format, beside):
         if path.name == f"{index:06d}.npy":
             raise OSError("no space left")
-        return write(path, parts, format)
+        return write(path, parts, format, beside)
 
     write = writing.write
     monkeypatch.setattr(writing, "write", full)
@@ -320,6 +320,35 @@ def test_an_edited_manifest_is_refused_by_the_name_of_its_field(tmp_path, path, 
         ) as error:
             use(tmp_path)
         assert "\n" not in str(error.value)
+
+
+def test_what_is_kept_beside_embeddings_continues_too(tmp_path):
+    """To the same bytes; with other texts kept, or another column, it is refused."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    layout, ids = Layout("float32", "parquet", 5, "id"), [f"id {i}" for i in range(23)]
+
+    def embed(folder: Path, kept: list[str], sentences: list[str] = SENTENCES) -> None:
+        with job.begin(folder, planned(keep=layout.keep)) as begun:
+            job.embed_to_folder(sentences, Encode(), folder, begun, layout, kept)
+
+    def failing() -> Iterator[str]:
+        yield from SENTENCES[:12]
+        raise ValueError("line 13 is not UTF-8")
+
+    embed(tmp_path / "whole", ids)
+    with pytest.raises(ValueError, match="line 13"):
+        embed(tmp_path / "out", ids, failing())
+    embed(tmp_path / "out", ids)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("*.parquet"))]
+    assert [text for table in tables for text in table["id"].to_pylist()] == ids
+    np.testing.assert_array_equal(load(tmp_path / "out" / "000001.parquet"), embeddings_of(SENTENCES[5:10]))
+    with pytest.raises(ValueError, match=r"000001\.parquet was made from other"):
+        embed(tmp_path / "out", [*ids[:7], "another", *ids[8:]])
+    with pytest.raises(ValueError, match="the column that is kept has 2 rows beside 3 sentences"):
+        embed(tmp_path / "new", ids[:22])
+    with pytest.raises(ValueError, match="keep was 'id' and is now None"):
+        run(tmp_path / "out", layout, plan=planned(keep=None))
 
 
 def test_what_a_killed_writer_leaves_is_no_obstacle(tmp_path):

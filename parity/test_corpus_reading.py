@@ -66,6 +66,20 @@ def test_formats(tmp_path, monkeypatch, format, compression):
     assert list(corpus) == SENTENCES and corpus.size is None
 
 
+@pytest.mark.parametrize("format", ["csv", "tsv", "jsonl", "parquet"])
+def test_a_column_beside_the_sentences(tmp_path, format):
+    """Whole numbers as text, as a join by strings takes them; other numbers, and what comes once, are refused."""
+    (tmp_path / f"x.{format}").write_bytes(written(format, SENTENCES))
+    corpus = Corpus([tmp_path], "text")
+    assert list(corpus.kept("id")) == [str(i) for i in range(7)]
+    assert list(corpus.kept("text")) == list(corpus) == SENTENCES
+    if format in ("jsonl", "parquet"):
+        with pytest.raises(ValueError, match=r"expected (a )?string"):
+            list(corpus.kept("score"))
+    with pytest.raises(ValueError, match="the column 'id' of standard input cannot be kept; expected files"):
+        Corpus(["-"], "text", format).kept("id")
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("format", ["txt", "csv", "tsv", "jsonl"])
 def test_line_ends_and_byte_order_mark(tmp_path, format, ending):

@@ -1,5 +1,6 @@
 """On a Ray cluster: actors that embed batches, and files to files while a worker is killed."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -10,9 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pallas_models.corpus.embedder import Embedder
+from pallas_models.corpus.job import Layout
+from pallas_models.corpus.manifest import Shard
+from pallas_models.corpus.reading import Corpus
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder
-from pallas_models.ray import Embed
+from pallas_models.ray import Embed, _EmbedFile
 from parity import checkpoints
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -35,6 +40,22 @@ def test_batches(folder):
         assert list(found) == ["id", "text", "e"] and list(batch) == ["id", "text"]
         np.testing.assert_array_equal(found["id"], batch["id"])
         np.testing.assert_array_equal(found["e"], convert(expected, dtype, ranges))
+
+
+def test_a_worker_keeps_a_column(folder, tmp_path):
+    """What a worker does with a file, without a cluster: again, once it is embedded, and with another column."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.csv").write_text("id,text\n7,a man\n8,the guitar\n")
+    given = Corpus([tmp_path / "a.csv"], "text"), Embedder(model=str(folder)), tmp_path
+    row = {"path": str(tmp_path / "a.csv"), "name": "000000.parquet"}
+    layout = Layout("float32", "parquet", None, "id")
+    done = _EmbedFile(*given, {}, None, layout)(row)
+    assert done["error"] is None
+    assert parquet.read_table(tmp_path / "000000.parquet")["id"].to_pylist() == ["7", "8"]
+    embedded = {row["name"]: Shard(**done["shard"])}
+    assert _EmbedFile(*given, embedded, None, layout)(row) == done
+    other = dataclasses.replace(layout, keep="text")
+    assert "was made from other sentences" in _EmbedFile(*given, embedded, None, other)(row)["error"]
 
 
 def test_refused(folder):

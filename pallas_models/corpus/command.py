@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import stat
 import sys
@@ -62,7 +63,9 @@ def embed(args: argparse.Namespace) -> None:
 def _check_inputs(args: argparse.Namespace) -> None:
     if args.inputs:
         return
-    given = [f"--{name}" for name in ("column", "input-format", "output") if vars(args)[name.replace("-", "_")]]
+    given = [
+        f"--{name}" for name in ("column", "input-format", "keep", "output") if vars(args)[name.replace("-", "_")]
+    ]
     if given or _is_piped():
         why = f"{given[-1]} is given" if given else "standard input is a pipe or a file"
         raise ValueError(f"{why} and no FILE; expected files or folders, or - for standard input")
@@ -84,14 +87,15 @@ def _layout(args: argparse.Namespace) -> Layout:
             raise ValueError(f"--similarities is for one file as --output; {args.output} is a folder")
         if args.ray and args.shard_size:
             raise ValueError("--shard-size goes without --ray, which makes a file for each file that it reads")
-        return Layout(dtype, args.format or "npy", None if args.ray else args.shard_size or writing.SHARD_SIZE)
+        shard_size = None if args.ray else args.shard_size or writing.SHARD_SIZE
+        return Layout(dtype, args.format or "npy", shard_size, args.keep)
     for option in ("format", "shard_size", "ray"):
         if vars(args)[option]:
             is_file = f"; --output {args.output} names one file" if args.output else ""
             raise ValueError(
                 f"--{option.replace('_', '-')} expects a folder as --output, such as embeddings/{is_file}"
             )
-    return Layout(dtype, _format(args.output), None)
+    return Layout(dtype, _format(args.output), None, args.keep)
 
 
 def _format(output: str | None) -> str:
@@ -123,6 +127,10 @@ def _check_options(args: argparse.Namespace, layout: Layout) -> None:
                 f"--dtype {layout.dtype} takes its ranges from the sentences, and --output {args.output} has no "
                 "place for them; expected .npz, .parquet, .safetensors, a folder, or --ranges"
             )
+    if layout.keep is not None and layout.format != "parquet":
+        raise ValueError("--keep expects Parquet: an --output of .parquet, or --format parquet with a folder")
+    if layout.keep == writing.EMBEDDING:
+        raise ValueError(f"--keep {layout.keep} names the column of the embeddings themselves; expected another")
     if args.output == "-" and args.similarities:
         raise ValueError("--similarities goes without --output -, as both write to standard output")
     if args.output == "-" and sys.stdout.isatty():
@@ -165,6 +173,7 @@ def _embed_to_file(
             yield sentence
 
     sentences = watched(corpus if args.inputs else EXAMPLES)
+    kept = _kept(corpus, layout)
     # Opened before the work, so that none is done for a path that cannot be written.
     with _opened(args.output) as file:
         with progress.shown(corpus, args.progress) as advance:
@@ -174,13 +183,19 @@ def _embed_to_file(
                 ranges = quantization.ranges_of(embeddings).tolist()
                 _warn_of_few(len(embeddings), args)
             written = writing.convert(embeddings, layout.dtype, ranges)
-            writing.FORMATS[layout.format](file, [written], ranges)
+            writing.FORMATS[layout.format](file, [written], layout.beside(list(kept), ranges))
     if args.similarities or not args.output:
         _print_similarities(shown, embeddings)
     if args.output:
         # Not among the embeddings, where these go to standard output.
         said = sys.stderr if args.output == "-" else sys.stdout
         print(f"{args.output}: {written.shape[0]} x {written.shape[1]} {written.dtype}", file=said)
+
+
+def _kept(corpus: reading.Corpus, layout: Layout) -> Iterator[str]:
+    """The column that is kept; its first value is read, so that no work is done for a column that is not there."""
+    texts = iter(() if layout.keep is None else corpus.kept(layout.keep))
+    return itertools.chain(list(itertools.islice(texts, 1)), texts)
 
 
 def _warn_of_few(sentences: int, args: argparse.Namespace) -> None:
@@ -215,9 +230,10 @@ def _embed_to_folder(
 
         begun = ray.embed_files(corpus, embedder, folder, planned, layout, workers=args.workers)
     else:
+        kept = _kept(corpus, layout)
         planned.environment = manifest.describe_environment()
         with job.begin(folder, planned) as begun, progress.shown(corpus, args.progress) as advance:
-            job.embed_to_folder(corpus, lambda chunks: map(advance, embedder(chunks)), folder, begun, layout)
+            job.embed_to_folder(corpus, lambda chunks: map(advance, embedder(chunks)), folder, begun, layout, kept)
     if layout.dtype in writing.RANGED and ranges is None and begun.shards:
         _warn_of_few(begun.shards[0].sentences, args)
     count = len(begun.shards)

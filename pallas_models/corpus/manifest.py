@@ -214,7 +214,8 @@ def read_ranges(path: Path) -> list[list[float]]:
 class Digest:
     """The sha256 of sentences and how many there were, both of those that were taken from `of`.
 
-    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8.
+    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8; after them likewise what
+    is kept beside them.
     """
 
     def __init__(self) -> None:
@@ -224,11 +225,25 @@ class Digest:
         """Yields the sentences."""
         sentences = iter(sentences)
         while block := list(itertools.islice(sentences, 4096)):
-            # The lengths keep "ab", "c" apart from "a", "bc".
-            self._hash.update(np.fromiter(map(len, block), "<i8", len(block)).tobytes())
-            self._hash.update("".join(block).encode())
+            self._update(block)
             self.count += len(block)
             yield from block
+
+    def keep(self, texts: list[str]) -> None:
+        """Hashes what is kept beside the sentences, once these are taken.
+
+        Raises:
+          ValueError: there is not one text for each sentence.
+        """
+        if len(texts) != self.count:
+            raise ValueError(f"the column that is kept has {len(texts)} rows beside {self.count} sentences")
+        for start in range(0, len(texts), 4096):
+            self._update(texts[start : start + 4096])
+
+    def _update(self, block: list[str]) -> None:
+        # The lengths keep "ab", "c" apart from "a", "bc".
+        self._hash.update(np.fromiter(map(len, block), "<i8", len(block)).tobytes())
+        self._hash.update("".join(block).encode())
 
     def __str__(self) -> str:
         return self._hash.hexdigest()
