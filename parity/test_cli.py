@@ -318,6 +318,17 @@ def test_a_column_is_kept_to_join_by(folder, table, tmp_path, output):
     assert np.all(np.sum(found * expected, axis=1) > 1 - 1e-6)  # other batches, other rounding
 
 
+@pytest.mark.parametrize("output", ["out.parquet", "out/"])
+def test_a_column_that_is_not_there_is_found_before_the_work(folder, table, tmp_path, capsys, monkeypatch, output):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(Encoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded"))
+    options = ("--format", "parquet") if output == "out/" else ()
+    command = (table, "--column", "text", "--keep", "key", "--output", f"{tmp_path}/{output}", *options)
+    assert embed(folder, *command) == 1
+    assert "a.csv has the columns 'id', 'text'; expected 'key' once" in capsys.readouterr().err
+    assert not (tmp_path / output).exists()
+
+
 def test_ranges_of_a_sample(folder, table, tmp_path):
     sample = (table / "b.csv", "--column", "text", "--dtype", "int8", "--output", f"{tmp_path}/sample/")
     assert embed(folder, *sample) == 0
@@ -408,8 +419,6 @@ def test_two_jobs_in_one_folder(folder, table, tmp_path, capsys):
             ["--output", "out/", "--format", "parquet", "--keep", "embedding"],
             "--keep embedding names the column of",
         ),
-        (["--output", "out.parquet", "--keep", "key"], "a.csv has the columns 'id', 'text'; expected 'key' once"),
-        (["--output", "out/", "--format", "parquet", "--keep", "key"], "expected 'key' once"),
         (["--output", "-", "--similarities"], "--similarities goes without --output -"),
         (
             ["--output", "x.csv"],

@@ -42,6 +42,6 @@ def _refuse(context: mlir.LoweringRuleContext, *_: Any, implementation: tuple[st
 _cuda_only = Primitive("cuda_only")
 _cuda_only.def_impl(lambda x, **_: x)
 _cuda_only.def_abstract_eval(lambda x, **_: x)
-batching.defvectorized(_cuda_only)
+batching.primitive_batchers[_cuda_only] = lambda args, axes, **params: (_cuda_only.bind(*args, **params), axes[0])
 mlir.register_lowering(_cuda_only, _refuse)
 mlir.register_lowering(_cuda_only, lambda _, x, **__: [x], platform="cuda")
