@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -465,9 +466,23 @@ def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
 
 
 def example(code: str) -> dict[str, Any]:
-    """A program of docs/meshes.md, as it stands: whether what it computes is finite."""
+    """A program of docs/meshes.md, with a small Qwen3 for a large one: whether what it computes is finite."""
     names: dict[str, Any] = {}
-    exec(code, names)
+    config = qwen3.Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=128,
+    )
+
+    def load(_: str, sharding: Any) -> Any:
+        return jax.device_put(qwen3.init(jax.random.key(0), config), sharding)
+
+    with mock.patch.multiple(weights, load_qwen3_config=lambda _: config, load_qwen3=load):
+        exec(code, names)
     results = ("logits", "gradients", "params", "out")
     arrays = jax.tree.leaves([names[name] for name in results if name in names])
     assert arrays and len(arrays[0].devices()) == jax.device_count()

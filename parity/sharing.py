@@ -119,7 +119,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 def forget(error: pytest.ExceptionInfo[BaseException]) -> None:
-    """Drops the arrays that an error holds: pytest and Python keep it, and the next tests would lack memory too."""
+    """Drops the arrays that an error holds: pytest keeps it, and the next tests would lack memory too."""
     seen: BaseException | None = error.value
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

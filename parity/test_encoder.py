@@ -18,7 +18,7 @@ import pytest
 
 import weights
 from pallas_models import gpt2, minilm, target
-from pallas_models.__main__ import EXAMPLES
+from pallas_models.corpus.command import EXAMPLES
 from pallas_models.minilm import CrossEncoder, Encoder, packing, pipeline, programs
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors

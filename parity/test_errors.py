@@ -12,7 +12,8 @@ from pallas_models import minilm, ops
 from pallas_models.kernels.triton.attention import Config as Blocks
 from pallas_models.ops import _dispatch
 from parity.calls import CALLS, Call, layer
-from parity.common import ON_GPU, normal, random_params
+from parity.common import MOSAIC_CALL, ON_GPU, assert_close, cuda_device, normal, random_params
+from parity.tolerances import OP
 
 RNG = np.random.default_rng(60)
 X, W = normal(RNG, 5, 6), normal(RNG, 6, 8)
@@ -449,11 +450,37 @@ def test_what_is_counted_in_32_bits(shape, dtype, rows):
     assert _dispatch._most_rows(jax.ShapeDtypeStruct(shape, dtype)) == rows
 
 
+NO_CUDA = re.escape(
+    "runs on NVIDIA GPUs, not on the platform cpu, which this program is lowered for; expected None"
+)
+
+
 @pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_triton_does_not_fall_back_on_a_cpu(call: Call):
-    with pytest.raises(Exception, match=r"(?i)interpret|gpu|cuda|platform"):
-        jax.block_until_ready(call("triton")(*call.arrays()))
+    with pytest.raises(NotImplementedError, match=f"^implementation='triton' {NO_CUDA}"):
+        call("triton")(*call.arrays())
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")
+@pytest.mark.parametrize("names", ["mosaic", ("mosaic", "triton")])
+def test_a_kernel_for_gpus_is_refused_where_a_program_is_lowered_for_a_cpu(names):
+    """Under transformations too; for CUDA it is lowered anywhere, and a sequence may say what runs elsewhere."""
+    x, w = jax.random.normal(jax.random.key(0), (2, 128, 128), jnp.bfloat16)
+
+    def loss(x, names):
+        return jnp.sum(ops.matmul(x, w, activation="gelu", implementation=names).astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match=f"^implementation={re.escape(repr(names))} {NO_CUDA}"):
+        jax.jit(jax.vmap(jax.grad(functools.partial(loss, names=names))))(x[None])
+    with pytest.raises(NotImplementedError, match=NO_CUDA):
+        jax.export.export(jax.jit(lambda x: loss(x, names)), platforms=("cpu", "cuda"))(x)
+    with cuda_device("NVIDIA H200", 132):
+        program = jax.jit(jax.grad(functools.partial(loss, names=names))).trace(x)
+        assert MOSAIC_CALL in program.lower(lowering_platforms=("cuda",)).as_text()
+    or_xla = (*(names if isinstance(names, tuple) else (names,)), "xla")
+    np.testing.assert_array_equal(loss(x, or_xla), loss(x, "xla"))
+    assert_close(jax.grad(loss)(x, or_xla), jax.grad(loss)(x, "xla"), OP["bfloat16"])
 
 
 CONFIG = minilm.MiniLMConfig(

@@ -100,3 +100,12 @@ def test_refusals():
     for broken in (data[:-1], b"", b"pallas_models.export 1\n{", data[5:]):
         with pytest.raises(ValueError, match="are no artefact of pallas_models, or were cut short"):
             deserialize(broken)
+
+
+def test_what_serialises_names_its_extra(monkeypatch):
+    artefact = export(jnp.sin, jnp.ones(3), platforms=["cpu"])
+    data = artefact.serialize()
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    for call in (artefact.serialize, functools.partial(deserialize, data)):
+        with pytest.raises(ImportError, match=r"flatbuffers: pip install 'pallas-models\[export\]'"):
+            call()

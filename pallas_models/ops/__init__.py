@@ -10,12 +10,14 @@ Every op, and every model made of them, takes `implementation`:
 - `"xla"`: the same computation in plain JAX, which also defines the gradient of the kernels;
 - `"interpret"` and `"mosaic_interpret"`: the bodies of the Triton and Mosaic kernels in Pallas's interpreters, to
   try and to test them on any machine;
-- a sequence of these: the first that serves the call. `("mosaic", "triton")` is Mosaic wherever it has a kernel.
+- a sequence of these: the first that serves the call. `("mosaic", "triton")` is Mosaic wherever it has a kernel;
+  with `"xla"` among them, XLA also on platforms other than CUDA.
 
-A name that cannot serve a call raises NotImplementedError; no other implementation takes its place.
+A name that cannot serve a call raises NotImplementedError; no other implementation takes its place. `"triton"` and
+`"mosaic"` raise it where a program is lowered for anything but CUDA; for CUDA it may be lowered on any machine.
 """
 
-from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
+from pallas_models._implementation import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation
 from pallas_models.ops.attention import attention, attention_qkv, segment_ids_from_cu_seqlens
 from pallas_models.ops.embedding import embed_tokens

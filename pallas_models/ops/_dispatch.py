@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
+from pallas_models._implementation import Implementation, Name, check_implementation
 from pallas_models.ops._linear import linear
+from pallas_models.ops._platform import by_platform, on_cuda
 from pallas_models.ops._sharding import (
     Layout,
     Options,
@@ -29,9 +31,6 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Table
 from pallas_models.tuning.table import installed
 
-Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
-Implementation = Name | Sequence[Name]
-IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
 # What a name stands for: the backend, and whether its interpreter runs the kernel.
 _BACKENDS = {
     "mosaic": ("mosaic", False),
@@ -124,20 +123,6 @@ class Op:
     contracted: Callable[..., Any] | None = None
 
 
-def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:
-    """The names that are given, in order of preference; none for None.
-
-    Raises:
-      ValueError: a name is unknown, or a sequence is empty.
-    """
-    if implementation is None:
-        return ()
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    if not names or not set(names) <= set(IMPLEMENTATIONS):
-        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}, or several")
-    return names
-
-
 def run(
     op: Op,
     *arrays: Any,
@@ -160,7 +145,8 @@ def run(
       ValueError: `implementation` is not one of the above.
       TypeError: `config` is of none of the kernels.
       NotImplementedError: nothing that `implementation` names serves the call: there is no such kernel, or an
-        array is larger than it can index.
+        array is larger than it can index. Where the program is lowered: kernels for GPUs are named alone, and it
+        is for another platform than CUDA.
     """
     names = check_implementation(implementation)
     target = targets.current()
@@ -208,9 +194,8 @@ def run_backward(
         if found is None:
             return reference(arrays, kept, cotangents)
         in_kernels = functools.partial(_pull, op, static, config, target, *found, wanted)
-        return (in_kernels if names else functools.partial(_by_platform, in_kernels, reference))(
-            arrays, kept, cotangents
-        )
+        anywhere = found[1] or found[0].backend == "xla"
+        return _on_platforms(in_kernels, reference, names, anywhere)(arrays, kept, cotangents)
 
 
 def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
@@ -360,8 +345,8 @@ def _choose(
     config: Any,
     names: tuple[Name, ...],
     target: Target,
-    reference: Callable[..., Any],
-) -> Callable[..., Any]:
+    reference: functools.partial[Any],
+) -> functools.partial[Any]:
     """What computes the result: the reference or a kernel."""
     by_hand = config is not None and not isinstance(config, Chooser)
     takers = [k for k in op.kernels if not by_hand or (k.config is not None and isinstance(config, k.config))]
@@ -372,7 +357,7 @@ def _choose(
     if obstacle == "":
         return reference
 
-    def call(kernel: Kernel, interpret: bool) -> Callable[..., Any]:
+    def call(kernel: Kernel, interpret: bool) -> functools.partial[Any]:
         return functools.partial(kernel.call, config=config, target=target, interpret=interpret, **static)
 
     if not names:
@@ -486,8 +471,8 @@ def _differentiable(
             full = [jnp.zeros_like(y) if c is None else c for y, c in zip(out, given, strict=True)]
             return jax.tree.leaves(pullback(full))
 
-        by_platform = functools.partial(_by_platform, in_kernels, in_reference)
-        gradient = _with_derivative(in_kernels if names else by_platform, in_reference)
+        anywhere = interpret or backward.backend == "xla"
+        gradient = _with_derivative(_on_platforms(in_kernels, in_reference, names, anywhere), in_reference)
         return gradient(arrays, kept, cotangents)
 
     return _with_derivative(forward, derivative, keep, pull)
@@ -537,20 +522,31 @@ def _forward(
     config: Any,
     names: tuple[Name, ...],
     target: Target,
-    reference: Callable[..., Any],
+    reference: functools.partial[Any],
 ) -> Callable[..., Any]:
     """What computes the result: the reference, a kernel on each device, or the choice of them by platform."""
     kernel = _choose(op, arrays, static, config, names, target, reference)
     if kernel is reference:
         return reference
-    if can_spread():
-        layout, tree = _layout(op, arrays, static)
-        part = functools.partial(_part, op, jax.tree.structure(arrays), _compute_part, config, names, target)
+    anywhere = kernel.keywords["interpret"]
+    if not can_spread():
+        return _on_platforms(kernel, reference, names, anywhere)
+    layout, tree = _layout(op, arrays, static)
+    part = functools.partial(_part, op, jax.tree.structure(arrays), _compute_part, config, names, target)
 
-        def kernel(*arrays: Any) -> Any:
-            return tree.unflatten(spread(part, layout, jax.tree.leaves(arrays), static))
+    def on_devices(*arrays: Any) -> Any:
+        return tree.unflatten(spread(part, layout, jax.tree.leaves(arrays), static))
 
-    return kernel if names else functools.partial(_by_platform, kernel, reference)
+    return _on_platforms(on_devices, reference, names, anywhere)
+
+
+def _on_platforms(
+    kernel: Callable[..., Any], reference: Callable[..., Any], names: tuple[Name, ...], anywhere: bool
+) -> Callable[..., Any]:
+    """`kernel` on CUDA devices; elsewhere too where it runs `anywhere`, else what the names have for there."""
+    if names and anywhere:
+        return kernel
+    return on_cuda(kernel, names) if names and "xla" not in names else by_platform(kernel, reference)
 
 
 def _compute_part(
@@ -559,10 +555,6 @@ def _compute_part(
     """The result for what one device has, by the kernel that is best for its sizes; not differentiated."""
     reference = functools.partial(op.reference, **static)
     return _choose(op, arrays, static, config, names, target, reference)(*arrays)
-
-
-def _by_platform(kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Any:
-    return jax.lax.platform_dependent(*operands, cuda=kernel, default=reference)
 
 
 def _choose_backward(
