@@ -12,7 +12,7 @@ from safetensors.numpy import save as serialize
 
 from pallas_models import files
 from pallas_models.minilm.model import MiniLMConfig
-from weights import checkpoint, families, hub, lazy, loading, store, tree
+from weights import checkpoint, configs, families, hub, lazy, loading, store, tree
 from weights.checkpoint import CheckpointError
 
 # What may lie beside the tensors and stays true when they change, other than `hub.TEXT_FILES`.
@@ -69,7 +69,6 @@ def export(
     for name, part in family.parts(config).items():
         pieces = part.split(flat[name], list(part.tensors.values()))
         tensors |= zip(part.tensors, map(np.ascontiguousarray, pieces), strict=True)
-    described = {key: getattr(config, field) for field, key in family.keys.items()}
     beside: dict[str, Path] = {}
     if like is not None:
         found = hub.resolve(like)
@@ -86,7 +85,7 @@ def export(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing_folder(folder) as draft:
         if "config.json" not in beside:
-            stated = {"model_type": family.model_types[0], **family.describe(described)}
+            stated = {"model_type": family.model_types[0], **configs.describe(family, config)}
             files.write(draft / "config.json", json.dumps(stated, indent=2))
         for name, path in beside.items():
             (draft / name).parent.mkdir(exist_ok=True)
