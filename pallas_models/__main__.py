@@ -82,7 +82,7 @@ def _embed(args: argparse.Namespace) -> None:
     writing.check_available(layout.format)
     embedder = Embedder(
         model=args.model,
-        compute_dtype=args.compute_dtype or (args.dtype if args.dtype in _COMPUTE_DTYPES else "float32"),
+        compute_dtype=args.compute_dtype or (args.dtype if args.dtype in ("float16", "bfloat16") else None),
         implementation=args.implementation,
         compilation_cache=args.compilation_cache,
         batch_size=args.batch_size,
@@ -205,7 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     embed.add_argument(
         "--compute-dtype",
         choices=_COMPUTE_DTYPES,
-        help="default: --dtype where that is one of these, else float32",
+        help="default: --dtype where that is float16 or bfloat16, else that in which python -m weights stored the "
+        "model, else float32",
     )
     prompts = embed.add_mutually_exclusive_group()
     prompts.add_argument(

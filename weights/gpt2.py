@@ -18,7 +18,7 @@ from weights.families import Family, Part, linear, register, same
 
 
 def load_gpt2(
-    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32, sharding: Any = None
+    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None
 ) -> dict[str, Any]:
     """Loads the weights of GPT-2, of any size, as parameters.
 
@@ -27,7 +27,8 @@ def load_gpt2(
         pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a hub id such as
         `"openai-community/gpt2"`.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
-        scales stay float32.
+        scales stay float32. None is that in which `weights.save` stored them, and float32 for checkpoints
+        of PyTorch.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `gpt2.shardings` gives it; the
         default device when None. Each device is sent its part alone: a model may be larger than any of them.
 
