@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_models import compilation_cache, files
+from pallas_models import __version__, compilation_cache, files
 from pallas_models._host import run_program
 from pallas_models.corpus import job, manifest, progress, reading, writing
 from pallas_models.corpus.embedder import Embedder
@@ -167,6 +167,7 @@ def _devices(text: str) -> tuple[str, ...]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pallas_models", description="Models on Pallas kernels.")
+    parser.add_argument("--version", action="version", version=f"pallas_models {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     embed = commands.add_parser("embed", help="turn sentences into embeddings")
     embed.add_argument(
