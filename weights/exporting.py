@@ -162,7 +162,7 @@ def export_encoder(
         role: next((token for token in tokens if tokenizer.token_to_id(token) is not None), None)
         for role, tokens in _SPECIAL_TOKENS.items()
     }
-    stated = {role: token for role, token in special.items() if token is not None}
+    stated: dict[str, Any] = {role: token for role, token in special.items() if token is not None}
     stated |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     sentences = {"prompts": dict(prompts), "default_prompt_name": default_prompt_name}
     sentences |= {"similarity_fn_name": similarity, "model_type": "SentenceTransformer"}
