@@ -4,9 +4,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
+    from pallas_models import (
+        compilation_cache,
+        corpus,
+        exporting,
+        files,
+        gpt2,
+        minilm,
+        modernbert,
+        ops,
+        quantization,
+        qwen3,
+        ray,
+        target,
+        training,
+        trimul,
+        tuning,
+    )
 
-__all__ = ["gpt2", "minilm", "ops", "qwen3", "training", "trimul"]
+__all__ = [
+    "compilation_cache",
+    "corpus",
+    "exporting",
+    "files",
+    "gpt2",
+    "minilm",
+    "modernbert",
+    "ops",
+    "quantization",
+    "qwen3",
+    "ray",
+    "target",
+    "training",
+    "trimul",
+    "tuning",
+]
 __version__ = "0.1.0"
 
 

@@ -5,7 +5,7 @@ import gc
 import sys
 from pathlib import Path
 
-from pallas_models import _options
+from pallas_models import __version__, _options
 from pallas_models._host import run_program
 from pallas_models._implementation import IMPLEMENTATIONS, Name, check_implementation
 from pallas_models.corpus import writing
@@ -47,6 +47,7 @@ def _devices(text: str) -> tuple[str, ...]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv`; returns the exit status."""
     parser = _options.Parser(prog="python -m pallas_models", description="Models on Pallas kernels.")
+    parser.add_argument("--version", action="version", version=f"pallas_models {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     embed = commands.add_parser("embed", help="turn sentences into embeddings")
     embed.add_argument(
@@ -91,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     embed.add_argument(
         "--compute-dtype",
         choices=_COMPUTE_DTYPES,
-        help="default: --dtype where that is one of these, else float32",
+        help="default: --dtype where that is float16 or bfloat16, else that in which python -m weights stored the "
+        "model, else float32",
     )
     prompts = embed.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -136,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     _options.add_arguments(embed)
     args = parser.parse_args(argv)
-    args.compute_dtype = args.compute_dtype or (args.dtype if args.dtype in _COMPUTE_DTYPES else "float32")
+    args.compute_dtype = args.compute_dtype or (args.dtype if args.dtype in ("float16", "bfloat16") else None)
     try:
         _embed(args)
     except BrokenPipeError:

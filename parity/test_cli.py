@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import pallas_models
+import weights.__main__
 from pallas_models import _host, files
 from pallas_models.__main__ import main
 from pallas_models._host import run_program
@@ -122,6 +124,13 @@ def test_lines(folder, tmp_path, content, rows):
     text.write_bytes(content.encode())
     assert main(["embed", str(text), "--model", str(folder), "--output", str(output)]) == 0
     assert np.load(output).shape == (rows, 64)
+
+
+@pytest.mark.parametrize("program", [main, weights.__main__.main])
+def test_version(capsys, program):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        program(["--version"])
+    assert capsys.readouterr().out == f"pallas_models {pallas_models.__version__}\n"
 
 
 def test_dtype_and_implementation(folder, examples, tmp_path):

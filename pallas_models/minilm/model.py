@@ -22,6 +22,7 @@ from pallas_models import ops, training
 from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layers, init_params
 from pallas_models.minilm import packing
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops.activations import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class EncoderConfig:
       num_token_types: rows of the table of token types; 0 for a family that has none.
       relative_buckets: of the distances between tokens, each with a bias of attention for each head; 0 for a
         family that has none.
+      activation: of the MLPs, as in `ops.mlp`.
     """
 
     vocab_size: int
@@ -43,6 +45,7 @@ class EncoderConfig:
     epsilon: float = 1e-12
     num_token_types: int = 0
     relative_buckets: int = 0
+    activation: Activation = "gelu"
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -62,11 +65,17 @@ class MiniLMConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RobertaConfig(EncoderConfig):
-    """RoBERTa and XLM-RoBERTa; the defaults are those of multilingual-e5-base. Positions are counted from 0."""
+    """RoBERTa and XLM-RoBERTa; the defaults are those of multilingual-e5-base. Positions are counted from 0.
+
+    Attributes:
+      first_position: the row of a checkpoint's table that is position 0, one more than `pad_token_id`; parameters
+        do not have the rows before it.
+    """
 
     vocab_size: int = 250002
     epsilon: float = 1e-5
     num_token_types: int = 1
+    first_position: int = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +139,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Parameters of the feed-forward half: up, exact GELU, down."""
+    """Parameters of the feed-forward half: up, activation, down."""
 
     def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.up = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
@@ -141,7 +150,7 @@ class Layer(nnx.Module):
     """One post-norm transformer layer: (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.num_heads, self.epsilon = config.num_heads, config.epsilon
+        self.num_heads, self.activation, self.epsilon = config.num_heads, config.activation, config.epsilon
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.attention_norm = LayerNorm(config.hidden_size)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
@@ -181,7 +190,8 @@ class Layer(nnx.Module):
 def _run_layers(layers: Sequence[Layer], x: jax.Array, **options: Any) -> jax.Array:
     first, arrays = layers[0], [layer.arrays() for layer in layers]
     x = x.astype(arrays[0]["w_qkv"].dtype)
-    return ops.post_norm_layers(x, arrays, num_heads=first.num_heads, epsilon=first.epsilon, **options)
+    options |= dict(num_heads=first.num_heads, activation=first.activation, epsilon=first.epsilon)
+    return ops.post_norm_layers(x, arrays, **options)
 
 
 class MiniLM(nnx.Module):

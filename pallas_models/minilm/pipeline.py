@@ -3,7 +3,7 @@
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ def run(
     budget: int,
     out: np.ndarray | None = None,
     elsewhere: Callable[[list[Any]], Tokens] | None = None,
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray]:
     """Computes a row for each text.
 
     Memory does not grow with the number of chunks, which are read as they are needed, in this thread. No batch
