@@ -20,6 +20,7 @@ from parity.common import (
     MOSAIC,
     MOSAIC_CALL,
     TRITON_CALL,
+    array,
     assert_close,
     assert_equal,
     assert_gradients_close,
@@ -32,7 +33,7 @@ from parity.common import (
     normal,
 )
 from parity.test_lowering import HOPPER, every_device, lowered_for_cuda
-from parity.tolerances import GRADIENT, LONG, OP, SHORT, TF32
+from parity.tolerances import GRADIENT, LONG, OP, ROUNDED, SHORT, TF32
 
 SHAPES = by_device(  # M, K, N
     cpu=[
@@ -147,6 +148,40 @@ def test_overflow_is_infinite_and_stays_in_its_place(reference, implementation):
     assert_close(out[rest], expected[rest], 8e-4)
 
 
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize("shape", [(33, 1, 1), (7, 24, 16)], ids=str)
+def test_values_and_tangents_are_rounded_once(implementation, shape, scale):
+    """Gates beyond float16, and tangents of them, where the result and its tangent are not."""
+    m, k, n = shape
+    rng = np.random.default_rng(17)
+
+    def draw():
+        sizes = np.asarray([scale, scale**-2])[:, None] * k**-0.5  # of gate and up
+        w = array(rng.normal(size=(k, 2, n)) * sizes, "float16")
+        return normal(rng, m, k, dtype="float16", scale=scale), w
+
+    primals, tangents = draw(), draw()
+    f = functools.partial(compiled.gated_matmul, activation=None, implementation=implementation)
+    out, moved = jax.jvp(f, primals, tangents)
+    (x, w), (dx, dw) = (tuple(map(float64, pair)) for pair in (primals, tangents))
+
+    def product(x, w):
+        return np.einsum("mk,kgn->gmn", x, w)
+
+    (gate, up), (dgate, dup) = product(x, w), product(dx, w) + product(x, dw)
+    x, w, dx, dw = map(np.abs, (x, w, dx, dw))
+    sizes, changes = product(x, w), product(dx, w) + product(x, dw)
+    assert (np.max(np.abs(gate)) > 65504) == (scale > 1.0)
+    for result, exact, size in (
+        (out, gate * up, sizes[0] * sizes[1]),
+        (moved, dgate * up + gate * dup, changes[0] * sizes[1] + sizes[0] * changes[1]),
+    ):
+        # Rounded to float16, which has an end, after float32 sums of k products each, two of which are multiplied.
+        bound = ROUNDED["float16"] * np.abs(exact) + 2.0**-25 + (2 * k + 4) * ROUNDED["float32"] * size
+        excess = np.abs(float64(result) - exact) - bound
+        assert np.all(excess <= 0.0), f"{np.sum(~(excess <= 0.0))} of {excess.size} are off"
+
+
 @hypothesis.given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 9))
 def test_any_shape(m, k, n, seed):
     x, w, bias = operands((m, k, n), seed=seed)
@@ -187,6 +222,17 @@ def test_mlp(reference, implementation, dtype, tolerance):
         out = compiled.gated_mlp(x, w_gate_up, w_down, implementation=implementation, **options)
         assert out.dtype == dtype
         assert_close(out, reference.compute(reference.gated_mlp, x, w_gate_up, w_down, **options), tolerance)
+
+
+def test_hidden_values_beyond_float16_are_infinite(reference, implementation):
+    x, w_gate_up, w_down, _ = mlp_operands("float16", batch=(9,))
+    x, w_down = x.at[3].mul(2.0**12), jnp.abs(w_down).at[:, 5].set(0.0)
+    w_gate_up = jnp.abs(w_gate_up)  # so that they are of one sign in a row
+    x = x.at[3].set(jnp.abs(x[3]))
+    out = float64(compiled.gated_mlp(x, w_gate_up, w_down, implementation=implementation))
+    assert np.isnan(out[3, 5]) and np.all(np.isposinf(np.delete(out[3], 5)))
+    expected = reference.compute(reference.gated_mlp, x, w_gate_up, w_down)
+    assert_close(np.delete(out, 3, 0), np.delete(expected, 3, 0), OP["float16"])
 
 
 def test_gradients_of_mlp(reference):

@@ -173,6 +173,26 @@ def test_gradients(reference):
     assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
+@pytest.mark.parametrize("of_residual", ["float32", None])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_value_and_gradients_far_from_zero(reference, dtype, of_residual):
+    residual = normal(np.random.default_rng(13), 11, 16, dtype=of_residual or dtype, shift=1000.0)
+    arrays = (*operands((11, 100, 16), dtype, seed=12)[:5], residual)
+    cotangent = normal(np.random.default_rng(14), 11, 16, dtype=dtype)
+
+    @jax.jit
+    def pull_back(cotangent, *arrays):
+        out, pullback = jax.vjp(
+            lambda *a: ops.matmul_layer_norm(*a[:4], bias=a[4], residual=a[5], implementation=KERNEL), *arrays
+        )
+        return out, *pullback(cotangent)
+
+    expected = reference.gradients(reference.matmul_layer_norm, arrays, cotangent)
+    expected = [reference.compute(reference.matmul_layer_norm, *arrays), *expected]
+    for out, wanted in zip(pull_back(cotangent, *arrays), expected, strict=True):
+        assert_close(out, wanted, OP[dtype])
+
+
 def hopper(width: int, **sizes: int) -> mosaic.Config:
     return mosaic.Config(block_m=64, block_n=width, num_stages=2, ping_pong=False, split_n=True, **sizes)
 

@@ -368,16 +368,18 @@ def test_the_gradient_of_what_is_returned_beside_its_norm(reference, name):
     assert not re.search(r"= stablehlo.add .*<9x40x", text)  # the kernel adds
 
 
-def test_gradients_of_a_residual_of_another_dtype():
+@pytest.mark.parametrize("shift", [0.0, 1000.0])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_gradients_of_a_residual_of_another_dtype(name, shift):
     x, scale, bias, _ = operands((9, 40), "bfloat16", seed=18)
-    residual = operands((9, 40), seed=19)[3]
+    residual = operands((9, 40), seed=19)[3] + shift
     cotangents = (normal(np.random.default_rng(20), 9, 40, dtype="bfloat16"),) * 2
-    arrays = (x, scale, bias, residual)
-    out = pulled_back(arrays, cotangents, "layer_norm", KERNEL)
-    expected = pulled_back(arrays, cotangents, "layer_norm", "xla")
+    arrays = (x, scale, bias, residual) if name == "layer_norm" else (x, scale, residual)
+    out = pulled_back(arrays, cotangents, name, KERNEL)
+    expected = pulled_back(arrays, cotangents, name, "xla")
     assert [a.dtype for a in out] == [a.dtype for a in arrays]
-    assert_close(out[3], expected[3], GRADIENT)  # float32, and not the bfloat16 of x
-    for a, b in zip(out[:3], expected[:3], strict=True):
+    assert_close(out[-1], expected[-1], GRADIENT)  # float32, and not the bfloat16 of x
+    for a, b in zip(out[:-1], expected[:-1], strict=True):
         assert_close(a, b, 2 * OP["bfloat16"])
 
 

@@ -28,7 +28,7 @@ from parity.common import (
 )
 from parity.test_lowering import HOPPER, lowered_for_cuda
 from parity.test_matmul import edges
-from parity.tolerances import GRADIENT, LONG, OP
+from parity.tolerances import GRADIENT, LONG, MODEL, OP
 
 OLD_JAX = jax.__version_info__ < (0, 11)  # which has attention in a kernel of its own
 ARRAYS = ("y", "x", "w_out", "w_up", "w_down")
@@ -261,6 +261,23 @@ def test_gradients(reference):
         return reference.post_norm_mlp(x=x, **{name: reference.tensor(value) for name, value in others.items()})
 
     assert_gradients_close(f, (x,), cotangent, reference.gradients(expected, (x,), cotangent), GRADIENT)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_far_from_zero(reference, dtype):
+    arrays = operands(9, 24, 50, dtype)
+    arrays["x"] = normal(np.random.default_rng(2), 9, 24, dtype=dtype, shift=1000.0)
+    cotangent = normal(np.random.default_rng(1), 9, 24, dtype=dtype)
+
+    def f(*values):
+        return ops.post_norm_mlp(**dict(zip(arrays, values, strict=True)), implementation=KERNEL)
+
+    def torch_function(*values):
+        return reference.post_norm_mlp(**dict(zip(arrays, values, strict=True)))
+
+    values = list(arrays.values())
+    expected = reference.gradients(torch_function, values, cotangent)
+    assert_gradients_close(f, values, cotangent, expected, MODEL[dtype])
 
 
 def test_gradients_of_the_hopper_kernel():

@@ -24,7 +24,7 @@ def einsum(
 
     JAX widens 16-bit operands to the cotangent, which is of `acc_dtype`: off the tensor cores, at `precision`.
     Here the cotangent is rounded to the dtype of the operands instead, and a product of these gives each gradient;
-    sums are float32 all the same. float32 stays what it is.
+    sums are float32 all the same. Tangents are not rounded, and float32 stays what it is.
     """
     if a.dtype.itemsize > 2:
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=acc_dtype)
@@ -42,10 +42,31 @@ def _half(equation: str, acc_dtype: jnp.dtype, a: jax.Array, b: jax.Array) -> ja
 
 def _half_jvp(equation: str, acc_dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     out = _half(equation, acc_dtype, *primals)
-    (a, b), (da, db) = primals, tangents
-    pairs = [pair for pair, moving in (((da, b), da), ((a, db), db)) if not isinstance(moving, SymbolicZero)]
-    # As a result of 16 bits, its cotangent has 16 bits.
-    return out, sum((_einsum(equation, *pair, a.dtype).astype(acc_dtype) for pair in pairs), jnp.zeros_like(out))
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+    if not moving:
+        return out, jnp.zeros_like(out)
+    dtype, types = primals[0].dtype, [jax.typeof(primals[i]) for i in moving]
+
+    def product(place: int, other: jax.Array, moved: jax.Array, dtype: DTypeLike) -> jax.Array:
+        return _einsum(equation, *((moved, other) if place == 0 else (other, moved)), dtype)
+
+    def tangent(others: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
+        terms = (product(*each, acc_dtype) for each in zip(moving, others, moved, strict=True))
+        return [functools.reduce(jnp.add, terms)]
+
+    def transpose(others: list[jax.Array], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
+        rounded = cotangents[0].astype(dtype)  # as that of a result of 16 bits
+
+        def pull(place: int, other: jax.Array, of: Any) -> jax.Array:
+            of_moved = functools.partial(product, place, other, dtype=dtype)
+            (change,) = jax.linear_transpose(of_moved, of)(rounded)
+            return change
+
+        each = zip(wanted, moving, others, types, strict=True)
+        return [pull(place, other, of) if w else None for w, place, other, of in each]
+
+    others = [primals[1 - i] for i in moving]
+    return out, linear(tangent, transpose, others, [tangents[i] for i in moving])[0]
 
 
 _half.defjvp(_half_jvp, symbolic_zeros=True)

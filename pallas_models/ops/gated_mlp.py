@@ -47,7 +47,8 @@ def gated_matmul(
 
     With silu this is SwiGLU, with gelu GEGLU, with sigmoid GLU, with None bilinear
     (https://arxiv.org/abs/2002.05202). Sums, biases, activation and the product of the two are float32;
-    the result is rounded once.
+    the result is rounded once. For the gradient kernels keep both products in the dtype of `x`: where float16 does
+    not hold one, beyond 65504, gradients are infinite or NaN.
 
     Args:
       x: (..., K), float16, bfloat16 or float32.
@@ -171,7 +172,9 @@ def gated_mlp(
 ) -> jax.Array:
     """Computes `(activation(x @ gate) * (x @ up)) @ w_down + residual`: the MLP of Llama, Qwen and Gemma.
 
-    Two kernels: `gated_matmul`, whose result is rounded to the dtype of `x`, and `matmul`.
+    Two kernels: `gated_matmul`, whose result is rounded to the dtype of `x`, and `matmul`. In float16 a hidden
+    value beyond 65504 is infinite, and makes its row of the result infinite, or NaN where it meets a 0 of `w_down`
+    or an infinity of the other sign. bfloat16 has the range of float32.
 
     Args:
       x: (..., K), float16, bfloat16 or float32.

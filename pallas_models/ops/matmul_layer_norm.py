@@ -1,6 +1,5 @@
 """Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
 
-import functools
 import math
 from typing import Any
 
@@ -36,6 +35,9 @@ def matmul_layer_norm(
 
     The sum is normalised in float32. Where a CTA, or on Hopper GPUs a cluster, holds whole output rows it is never
     written; few or wide rows take two kernels, of which the first may split the contraction for parallelism.
+
+    Where it is differentiated, product and norm are two kernels. They keep `x @ w + bias`, rounded to the dtype of
+    `x`, and three float32 numbers a row; `residual` is added in float32 both times, however far from 0 it is.
 
     Args:
       x: (..., K), float16, bfloat16 or float32.
@@ -91,21 +93,24 @@ def reference(
     *,
     epsilon: float,
     precision: jax.lax.Precision,
-    return_sum: bool = False,
+    return_kept: bool = False,
 ) -> Any:
-    """The same in plain XLA, for x (M, K) and w (K, N)."""
-    y = matmul_reference(
+    """The same in plain XLA, for x (M, K) and w (K, N); with `return_kept` what the gradient wants of it too."""
+    product = matmul_reference(
         x,
         w,
         bias,
-        residual,
+        None,
         activation=None,
         acc_dtype=jnp.float32,
         precision=precision,
         out_dtype=jnp.float32,
     )
-    out = norm.reference(y, scale, offset, None, epsilon=epsilon).astype(x.dtype)
-    return (out, y.astype(x.dtype)) if return_sum else out
+    out = norm.reference(product, scale, offset, residual, epsilon=epsilon, return_statistics=return_kept)
+    if not return_kept:
+        return out.astype(x.dtype)
+    out, statistics = out
+    return out.astype(x.dtype), product.astype(x.dtype), statistics
 
 
 def _triton(
@@ -116,15 +121,20 @@ def _triton(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    return_sum: bool = False,
+    return_kept: bool = False,
     **static: Any,
 ) -> Any:
-    """The kernel; or, for the gradient, product and norm by themselves, and the sum that was normalised."""
-    if not return_sum:
+    """The kernel; or, for the gradient, product and norm by themselves, and what they keep.
+
+    The sum of product and residual is not rounded: of rows far from 0 that would leave little to normalise.
+    """
+    if not return_kept:
         return triton.matmul_layer_norm(x, w, scale, offset, bias, residual, **static)
     names = _names(static["interpret"])
-    y = matmul(x, w, bias=bias, residual=residual, precision=static["precision"], implementation=names)
-    return norm.layer_norm(y, scale, offset, epsilon=static["epsilon"], implementation=names), y
+    product = matmul(x, w, bias=bias, precision=static["precision"], implementation=names)
+    epsilon = static["epsilon"]
+    out, statistics = norm.with_statistics(product, scale, offset, residual, epsilon=epsilon, implementation=names)
+    return out, product, statistics
 
 
 def _names(interpret: bool) -> Implementation:
@@ -138,7 +148,8 @@ def _backward(
     offset: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    y: jax.Array,
+    product: jax.Array,
+    statistics: jax.Array,
     dout: jax.Array,
     *_: None,
     epsilon: float,
@@ -148,14 +159,14 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of norm and product, each by its own."""
     names = _names(interpret)
-    pull = jax.vjp(functools.partial(norm.layer_norm, epsilon=epsilon, implementation=names), y, scale, offset)[1]
-    dy, dscale, doffset = pull(dout)
+    kept = product, scale, offset, residual, statistics
+    dproduct, dscale, doffset, dresidual = norm.gradient(*kept, dout, epsilon=epsilon, implementation=names)
 
-    def product(x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-        return matmul(x, w, bias=bias, residual=residual, precision=precision, implementation=names)
+    def multiply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return matmul(x, w, bias=bias, precision=precision, implementation=names)
 
-    pull = jax.vjp(product, x, w, bias, residual)[1]  # of which nothing is computed but the gradient
-    dx, dw, dbias, dresidual = pull(dy)
+    pull = jax.vjp(multiply, x, w, bias)[1]  # of which nothing is computed but the gradient
+    dx, dw, dbias = pull(dproduct)
     return dx, dw, dscale, doffset, dbias, dresidual
 
 
@@ -179,6 +190,6 @@ _OP = Op(
         ),
         Kernel(backend="triton", call=_triton, config=triton.Config),
     ),
-    backward=(Backward(backend="triton", call=_backward, keeps=-1, options={"return_sum": True}),),
-    sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N, m N"),
+    backward=(Backward(backend="triton", call=_backward, keeps=-2, options={"return_kept": True}),),
+    sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N, m N, S m"),
 )

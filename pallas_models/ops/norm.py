@@ -10,7 +10,7 @@ from pallas_models.kernels.mosaic import norm_backward as mosaic
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run, run_backward
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
@@ -176,6 +176,54 @@ def _norm(
         epsilon=epsilon,
     )
     return jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
+
+
+def with_statistics(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    residual: jax.Array | None,
+    *,
+    epsilon: float,
+    implementation: Implementation,
+) -> tuple[jax.Array, jax.Array]:
+    """`layer_norm` of rows (M, D), and what `gradient` wants of it: three numbers a row in float32."""
+    options = dict(subtract_mean=True, return_residual=False, return_statistics=True, epsilon=epsilon)
+    out, statistics = run(_OP, x, scale, bias, residual, implementation=implementation, **options)
+    return out, statistics
+
+
+def gradient(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    residual: jax.Array | None,
+    statistics: jax.Array,
+    dout: jax.Array,
+    *,
+    epsilon: float,
+    implementation: Implementation,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the operands of `with_statistics`, from that of the norm."""
+    options: dict[str, Any] = dict(subtract_mean=True, return_residual=False)
+    arrays = x, scale, bias, residual
+
+    def in_xla(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[jax.Array]:
+        return jax.tree.leaves(_backward(*arrays, *kept, *cotangents, **options))
+
+    found = run_backward(
+        _OP,
+        arrays,
+        [statistics],
+        [dout, None],
+        (True,) * 4,
+        in_xla,
+        implementation=implementation,
+        epsilon=epsilon,
+        **options,
+    )
+    given: tuple[jax.Array | None, ...] = jax.tree.unflatten(jax.tree.structure(arrays), found)
+    return given
 
 
 def reference(

@@ -243,6 +243,11 @@ def _epsilon(pick: _Pick) -> float:
     return pick.of((1e-12, 1e-6, 1e-5, 0.1))
 
 
+def _stream(pick: _Pick, m: int, n: int, dtype: str) -> Input:
+    """What is added before a norm: it may be as far from 0 as the sum of all layers before."""
+    return Input((m, n), pick.other(dtype), shift=0.0 if dtype == "float32" else pick.of((0.0, 1000.0)))
+
+
 def _matmul_layer_norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     m, k, n = pick.rows(), pick.size(), pick.size()
     inputs = {
@@ -254,7 +259,7 @@ def _matmul_layer_norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     if pick.chance(0.5):
         inputs["bias"] = Input((n,), pick.other(dtype))
     if pick.chance(0.5):
-        inputs["residual"] = Input((m, n), pick.other(dtype))
+        inputs["residual"] = _stream(pick, m, n, dtype)
     options = pick.precision(dtype) | {"epsilon": _epsilon(pick)}
     return inputs, options | ({"config": pick.tiles(splits=(1, 2))} if pick.chance(0.3) else {})
 
@@ -279,7 +284,7 @@ def _norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     inputs = {"x": Input((m, n), dtype), "scale": Input((n,), pick.other(dtype), scale=0.3, shift=1.0)}
     options: dict[str, Any] = {"epsilon": _epsilon(pick)}
     if pick.chance(0.5):
-        inputs["residual"] = Input((m, n), pick.other(dtype))
+        inputs["residual"] = _stream(pick, m, n, dtype)
         options |= {"return_residual": True} if pick.chance(0.4) else {}
     if pick.chance(0.3):  # rows in several steps
         options["config"] = triton_norm.Config(block_m=pick.of((1, 2, 4)), block_n=16, num_warps=pick.of((1, 4)))

@@ -32,15 +32,15 @@ def unsupported(
     *,
     epsilon: float,
     precision: jax.lax.Precision,
-    return_sum: bool = False,
+    return_kept: bool = False,
 ) -> str | None:
     """Why `matmul_layer_norm` does not serve a call; None if it does."""
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
     if residual is not None and residual.dtype != x.dtype:
         return f"takes a residual of the dtype of x, {x.dtype}, not {residual.dtype}"
-    if return_sum:
-        return "does not keep the sum for the gradient"
+    if return_kept:
+        return "does not keep what the gradient wants"
     n = w.shape[1]
     if n % (2 * _COLUMNS) or n > _MOST_COLUMNS:
         return f"takes rows of up to {_MOST_COLUMNS} columns in multiples of {2 * _COLUMNS}, not of {n}"
