@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -287,7 +288,7 @@ def test_few_shapes(folder, calls):
 
 def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
-    sentences = random_sentences(100)
+    sentences = random_sentences(50)
     expected = encoder.encode(sentences, batch_size=1)
     assert {call for call in calls if call != "read"} == {(2, 1, 20)}
     calls.clear()
@@ -450,6 +451,55 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     embeddings = Encoder.from_pretrained(folder, implementation="xla").encode(LONG_SENTENCES, batch_size=24)
     assert compiled == [(2, 24, 20), (2, 3, 20)]
     assert np.all(np.isfinite(embeddings))
+
+
+def test_a_list_is_packed_while_its_program_is_compiled(folder, compiled, monkeypatch):
+    sentences, packed = random_sentences(200), []
+    expected = Encoder.from_pretrained(folder, implementation="xla").encode(sentences)
+    all_packed = threading.Event()
+    compile_, pack = programs.Programs._compile, packing.pack
+
+    def compiles(self, lowered, name):
+        assert all_packed.wait(10)
+        return compile_(self, lowered, name)
+
+    def packs(*args):
+        packed.append(args)
+        if len(packed) == 50:
+            all_packed.set()
+        return pack(*args)
+
+    monkeypatch.setattr(programs, "_COMPILED", {})
+    monkeypatch.setattr(programs.Programs, "_compile", compiles)
+    monkeypatch.setattr(packing, "pack", packs)
+    monkeypatch.setattr(pipeline, "CHUNK", 4)
+    monkeypatch.setattr(pipeline, "_BATCHES_IN_FLIGHT", 2)
+    found = Encoder.from_pretrained(folder, implementation="xla").encode(sentences)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_what_a_list_has_left_over_has_no_program_of_its_own(folder, compiled, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 36)
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    assert encoder.encode(["a man is playing the guitar"] * 73, batch_size=8).shape == (73, 64)
+    assert compiled == [(2, 8, 20)]
+
+
+def test_an_error_ends_what_is_tokenized_ahead(folder, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 4)
+    monkeypatch.setattr(pipeline, "_FEW", 0)
+    monkeypatch.setattr(pipeline, "_THREADS", 1)
+    encoder, seen = Encoder.from_pretrained(folder, implementation="xla"), []
+
+    def tokenizes(self, texts):
+        seen.append(texts)
+        time.sleep(0.01)  # less than it takes to see the error
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Encoder, "_tokenize", tokenizes)
+    with pytest.raises(ZeroDivisionError):
+        encoder.encode(random_sentences(200))
+    assert len(seen) < 10
 
 
 def test_a_failure_to_compile_is_not_kept(folder, compiled, monkeypatch):

@@ -433,7 +433,7 @@ class Encoder:
         check_precision(precision)
         single = isinstance(sentences, str)
         given = [checks.check_sentence(sentences, "sentences")] if isinstance(sentences, str) else sentences
-        chunks = list(checks.checked(given))
+        chunks = pipeline.joined(list(checks.checked(given)))
         if output_value != "sentence_embedding":
             if output_value != "token_embeddings" or precision != "float32":
                 raise ValueError(
@@ -622,7 +622,7 @@ class Encoder:
             limit=self._max_length,
             budget=call.budget,
             out=out,
-            elsewhere=self._elsewhere(call.platform, len(call.programs)),
+            elsewhere=self._elsewhere(call, 0 if out is None else len(out)),
         )
 
     def _hidden_states(self, chunks: list[list[str]], call: "_Call") -> list[np.ndarray]:
@@ -639,11 +639,13 @@ class Encoder:
             states += of
         return states
 
-    def _elsewhere(self, platform: str, devices: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
-        """What tokenizes in processes, of which each is started when it is first needed."""
-        if not (count := tokenizing.count(platform, devices)):
+    def _elsewhere(self, call: "_Call", count: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
+        """What tokenizes in processes, which start now for so many sentences, or else when they are needed."""
+        if not (processes := tokenizing.count(call.platform, len(call.programs))):
             return None
-        self._processes = self._processes or tokenizing.Processes(self._tokenizer, count)
+        self._processes = self._processes or tokenizing.Processes(self._tokenizer, processes)
+        if count > pipeline.MANY:
+            self._processes.start()
         return functools.partial(self._processes, limit=self._max_length)
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:

@@ -156,8 +156,8 @@ def _divide(
     first, last = 0, len(counts)
     while first < last:
         needed = max(last - first, (segments[last] - segments[first]) * _TOKENS_PER_SEGMENT // row_length)
-        # A batch that is a quarter full is cheaper than one more program.
-        shape = next((size for size in reversed(sizes) if 4 * needed >= size[0]), sizes[0])
+        # A batch that is a quarter full, or comes after four full ones, is cheaper than one more program.
+        shape = next((size for size in reversed(sizes) if 4 * needed >= size[0] or first >= 4 * size[0]), sizes[0])
         room = np.searchsorted(segments, segments[first] + num_segments(shape), side="right") - 1
         end = min(first + shape[0], int(room), last)
         part = slice(*np.searchsorted(row, [first, end]))
