@@ -68,7 +68,7 @@ class Program:
 
 
 PROGRAMS = (
-    *(Program("minilm", "fp16", sizes) for sizes in ((32, 32), (512, 64), (64, 128))),
+    *(Program("minilm", "fp16", sizes) for sizes in ((1, 16), (32, 32), (512, 64), (64, 128))),
     Program("gpt2", "bf16", (8, 1024)),
     Program("qwen3", "bf16", (1, 2048)),
     Program("trimul", "bf16", (1, 512, 512, 128)),
