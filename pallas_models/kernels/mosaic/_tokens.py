@@ -489,7 +489,7 @@ def send_share(dtype: DTypeLike) -> Inline:
             place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), sent)
             asm("st.shared.b32 [$0], $1;", "r,r", place, word)
         utils.commit_shared()
-        _send(base, there, barrier, first, 2, rank, BLOCK_BYTES, BLOCK_BYTES)
+        _send(staging, there, barrier, first, 2, rank, BLOCK_BYTES, BLOCK_BYTES)
 
     return inline
 
