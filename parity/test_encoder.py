@@ -478,6 +478,23 @@ def test_a_list_is_packed_while_its_program_is_compiled(folder, compiled, monkey
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def test_a_long_list_s_program_is_lowered_while_its_first_texts_are_tokenized(folder, compiled, monkeypatch):
+    encoder, seen = Encoder.from_pretrained(folder, implementation="xla"), []
+    tokenized = pipeline._tokenized
+
+    def after(*args):
+        for tokens in tokenized(*args):
+            seen.append(list(compiled))
+            yield tokens
+
+    monkeypatch.setattr(pipeline, "MANY", 50)
+    monkeypatch.setattr(pipeline, "CHUNK", 20)
+    monkeypatch.setattr(pipeline, "_tokenized", after)
+    monkeypatch.setattr(Encoder, "_elsewhere", lambda self, call, count: None)
+    encoder.encode(["a man" if i % 2 else "a man is playing" for i in range(100)], batch_size=8)
+    assert seen[0] == [(2, 8, 20)]
+
+
 def test_what_a_list_has_left_over_has_no_program_of_its_own(folder, compiled, monkeypatch):
     monkeypatch.setattr(pipeline, "CHUNK", 36)
     encoder = Encoder.from_pretrained(folder, implementation="xla")

@@ -611,9 +611,20 @@ class Encoder:
             for rows in parts:
                 yield call.finish(rows)
 
+    def _prepare_likely(self, sample: list[str], call: "_Call") -> None:
+        """Has the program of a long list's full batches compiled while its first chunk is tokenized."""
+        lengths = tokenizing.tokens(self._tokenize, call.prompted(sample)).lengths
+        row_length, sizes = next(iter(packing.shapes(self._max_length, call.budget).items()))
+        if 2 * np.count_nonzero(lengths <= row_length) >= len(lengths):
+            for programs in call.programs:
+                programs.prepare([(2, *sizes[-1])], call.head)
+
     def _rows(
         self, chunks: Iterable[list[str]], call: "_Call", out: np.ndarray | None = None
     ) -> Generator[np.ndarray]:
+        begun = None
+        if out is not None and isinstance(chunks, list) and len(out) > pipeline.MANY:
+            begun = functools.partial(self._prepare_likely, chunks[0][:: max(len(chunks[0]) // 64, 1)], call)
         return pipeline.run(
             map(call.prompted, chunks),
             self._tokenize,
@@ -623,6 +634,7 @@ class Encoder:
             budget=call.budget,
             out=out,
             elsewhere=self._elsewhere(call, 0 if out is None else len(out)),
+            begun=begun,
         )
 
     def _hidden_states(self, chunks: list[list[str]], call: "_Call") -> list[np.ndarray]:

@@ -77,6 +77,7 @@ def run(
     budget: int,
     out: np.ndarray | None = None,
     elsewhere: Callable[[list[Any]], Tokens] | None = None,
+    begun: Callable[[], object] | None = None,
 ) -> Generator[np.ndarray]:
     """Computes a row for each text.
 
@@ -95,6 +96,7 @@ def run(
         an array of its own. With it, chunks are taken for a list, which costs nothing to read: while programs are
         compiled, it is tokenized and packed far ahead.
       elsewhere: gives the tokens of texts where there are many; called in other threads.
+      begun: called while the first texts are being tokenized.
 
     Yields:
       float32 (texts of the chunk, width), in the order of the texts, for each chunk.
@@ -119,7 +121,7 @@ def run(
                 in_flight.popleft().result()
 
     with _threads(_THREADS) as pool, _threads(1) as collector:
-        for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere, ahead):
+        for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere, ahead, begun):
             batches = list(zip(packing.pack(ids, lengths, limit, budget), turns))  # noqa: B905
             for forward in forwards:
                 forward.prepare(batch.tokens.shape for batch, other in batches if other is forward)
@@ -161,6 +163,7 @@ def _tokenized(
     tokenize: Tokenize,
     elsewhere: Callable[[list[Any]], Tokens] | None,
     count: int,
+    begun: Callable[[], object] | None,
 ) -> Iterator[Tokens]:
     """The tokens of each chunk; those of the next `count` are being made then."""
     seen = 0
@@ -176,6 +179,8 @@ def _tokenized(
 
     ahead = map(start, given)
     waiting = collections.deque(itertools.islice(ahead, count))
+    if begun:
+        begun()
     while waiting:
         waiting.extend(itertools.islice(ahead, 1))
         ids, lengths = zip(*(piece() for piece in waiting.popleft()), strict=True)
