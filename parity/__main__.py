@@ -80,16 +80,18 @@ def describe_gpu() -> str:
     return done.stdout.strip()
 
 
-def suite(folder: Path, workers: int, memory: Memory, tests: Sequence[str] = ()) -> Step:
-    """The suite, or those tests of it, in so many processes."""
+def suite(
+    folder: Path, workers: int, memory: Memory, chosen: Sequence[str] = (), tests: Sequence[str] = ()
+) -> Step:
+    """The suite, or those tests of it again, in so many processes."""
     name = f"parity-{workers}" if tests else "parity"
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={folder / name}.xml"]
     if tests:  # too many for a command line
-        chosen = folder / f"{name}.tests"
-        chosen.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
-        command += [f"@{chosen}"]
+        given = folder / f"{name}.tests"
+        given.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+        command += [f"@{given}"]
     else:
-        command += [str(ROOT / "parity")]
+        command += chosen or [str(ROOT / "parity")]
     if workers > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist", "worksteal"]
     share = sharing.fraction(workers, memory.usable, memory.total)
@@ -163,12 +165,12 @@ def counts(paths: Sequence[Path]) -> str:
     return "\n".join([*lines, *(f"  {name}" for name in too_large)])
 
 
-def run_suite(folder: Path, workers: int, memory: Memory) -> tuple[int, list[str]]:
-    """Runs the suite, and again what needed more memory. Returns the exit code and lines of the summary."""
+def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str]) -> tuple[int, list[str]]:
+    """Runs the suite or what is chosen of it, and again what lacked memory; the exit code and lines to print."""
     code, lines, paths, tests = 0, [], [], []
     with sharing.watch() as most:
         while True:
-            step = suite(folder, workers, memory, tests)
+            step = suite(folder, workers, memory, chosen, tests)
             started = time.monotonic()
             status = run_step(step, folder)
             seconds = time.monotonic() - started
@@ -203,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
     parser.add_argument("--output", type=Path, help="folder of logs and results; a new one under build/check")
     parser.add_argument("--only", choices=("parity", "bench"), help="one half of it")
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="files or tests of the suite; all of it")
     parser.add_argument(
         "--workers",
         type=int,
@@ -227,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines, code = [f"{gpu}, {now:%Y-%m-%d %H:%M}"], 0
     try:
         if args.only != "bench":
-            code, found = run_suite(folder, workers, memory)
+            code, found = run_suite(folder, workers, memory, args.tests)
             lines += found
         for step in benchmarks(folder) if args.only != "parity" else ():
             started = time.monotonic()

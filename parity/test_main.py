@@ -25,7 +25,7 @@ def programs(monkeypatch):
         code = f"folder = {str(folder)!r}\n{found[name]}"
         return check.Step(name, [sys.executable, "-c", code], needed=name != "report")
 
-    def suite(folder, workers, memory, tests=()):
+    def suite(folder, workers, memory, chosen=(), tests=()):
         return step(folder, f"parity-{workers}" if tests else "parity")
 
     monkeypatch.setattr(check, "describe_gpu", lambda: "NVIDIA Test")
@@ -111,7 +111,7 @@ def test_what_needs_more_memory_runs_again_with_fewer_beside_it(programs, tmp_pa
     write("parity-1", "three[x y]", "!four")
     asked = []
     steps = check.suite
-    monkeypatch.setattr(check, "suite", lambda *args: asked.append(args[3]) or steps(*args))
+    monkeypatch.setattr(check, "suite", lambda *args: asked.append(args[4]) or steps(*args))
     options = ["--output", str(tmp_path), "--only", "parity", "--workers", "8"]
     assert check.main([*options, "--memory", "16"]) == 0
     two, three, four = "test_a.py::two", "test_a.py::three[x y]", "test_a.py::four"
@@ -125,9 +125,11 @@ def test_what_needs_more_memory_runs_again_with_fewer_beside_it(programs, tmp_pa
 
 
 def test_tests_that_run_again_are_read_from_a_file(tmp_path):
-    step = check.suite(tmp_path, 1, check.Memory(GB, GB), ["test_a.py::two", "test_a.py::three[x y]"])
+    tests = ["test_a.py::two", "test_a.py::three[x y]"]
+    step = check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"], tests)
     assert (tmp_path / "parity-1.tests").read_text() == "test_a.py::two\ntest_a.py::three[x y]\n"
     assert step.command[-1] == f"@{tmp_path / 'parity-1.tests'}" and "-n" not in step.command
+    assert check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"]).command[-1] == "parity/test_a.py"
 
 
 @pytest.mark.skipif(ON_GPU, reason="this machine has a GPU")
