@@ -44,6 +44,14 @@ def check_shape(name: str, x: jax.Array, shape: tuple[int, ...], axes: str) -> N
         raise ValueError(f"{name} has shape {x.shape}; expected {shape}, {axes}")
 
 
+def is_over(size: int, most: int) -> bool:
+    """Whether a size is larger than a bound; False for a symbolic size of jax.export that may be either."""
+    try:
+        return size > most
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
+
+
 def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) -> None:
     """Checks dtype and shape of a mask and, where they are concrete, that its values are 0 and 1."""
     dtype = _dtype(name, mask)

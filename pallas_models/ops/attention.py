@@ -245,7 +245,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     """
     _checks.check_integer("cu_seqlens", cu_seqlens)
     _checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
+    ended = jnp.zeros(total, jnp.int32).at[cu_seqlens[1:].astype(jnp.int32)].add(1, mode="drop")
+    return jnp.cumsum(ended, dtype=jnp.int32)  # how many sequences end at a position or before it
 
 
 def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
@@ -308,8 +309,9 @@ def operands(
     if window is not None:
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
-        # It leaves out nothing, and need not fit into the 32 bits that kernels count in.
-        if window >= (kv_seq if causal else max(seq, kv_seq)):
+        # It leaves out nothing, and need not fit into the 32 bits that positions are counted in.
+        longest = (kv_seq,) if causal else (seq, kv_seq)
+        if window >= np.iinfo(np.int32).max or all(_checks.is_over(window + 1, length) for length in longest):
             window = None
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
