@@ -101,11 +101,13 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
             config=bert,
             implementation=i,
         ),
-        "gpt2": lambda i: gpt2.logits(params["gpt2"], ids, mask, config=gpt, implementation=i),
+        "gpt2": lambda i: gpt2.logits(
+            params["gpt2"], ids, mask == 1, last_only=True, config=gpt, implementation=i
+        ),
         "qwen3": lambda i: qwen3.logits(params["qwen3"], ids, mask, config=qwen, implementation=i),
         "trimul": lambda i: trimul.trimul(params["trimul"], x, direction="outgoing", implementation=i),
         "loss": lambda i: gpt2.loss(
-            training.stack_layers(params["gpt2"]), ids, mask, config=gpt, remat="block", implementation=i
+            training.stack_layers(params["gpt2"]), ids, mask == 1, config=gpt, remat="block", implementation=i
         ),
         "contrastive": lambda i: minilm.contrastive_loss(
             params["minilm"], (ids, mask), (ids[::-1], mask[::-1]), config=bert, implementation=i
@@ -327,6 +329,9 @@ def test_traced_scales(implementation):
     for function in (softmax, attend):
         out, slope = jax.jit(jax.value_and_grad(lambda s, f=function: jnp.sum(f(s) ** 2)))(0.3)
         assert_close(out, jnp.sum(function(0.3) ** 2), 2e-6)
+        with strict():
+            for given in (jnp.asarray([0.3]), np.asarray([0.3]), jnp.asarray(0.3, jnp.bfloat16)):
+                assert_close(function(given), function(float(given.reshape(()))), 2e-6)
         step = 1e-2
         expected = (jnp.sum(function(0.3 + step) ** 2) - jnp.sum(function(0.3 - step) ** 2)) / (2 * step)
         assert_close(slope, expected, 1e-2)

@@ -71,6 +71,15 @@ def as_int32(mask: jax.Array) -> jax.Array:
     return (mask != 0 if mask.dtype.itemsize > 4 else mask).astype(jnp.int32)
 
 
+def as_scalar(name: str, x: float | jax.Array) -> float | jax.Array:
+    """A number; an array of one number as float32 without axes, so that it is multiplied under every setting."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return x
+    if x.size != 1:
+        raise ValueError(f"{name} has shape {x.shape}; expected one number")
+    return x.reshape(()).astype(np.float32)
+
+
 def check_ids(name: str, ids: jax.Array, size: int, what: str) -> None:
     """Where the values are concrete, raises ValueError unless all lie in [0, size)."""
     if isinstance(ids, jax.core.Tracer) or ids.size == 0:

@@ -106,8 +106,8 @@ def attention(
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
         but no block is skipped where ids are not sorted. `causal` compares positions in the row.
       kv_segment_ids: (B, Skv); `segment_ids` when None.
-      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array, as when traced, q is scaled
-        and rounded to its dtype first.
+      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q is
+        scaled and rounded to its dtype first.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
@@ -330,16 +330,16 @@ def operands(
             _checks.check_integer(name, ids)
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
         segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
+    sm_scale = head_dim**-0.5 if sm_scale is None else _checks.as_scalar("sm_scale", sm_scale)
     if isinstance(sm_scale, jax.Array):  # kernels have their scale built in
         qkv, sm_scale = _scaled(qkv, sm_scale, num_heads, num_kv_heads), 1.0
-    sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         causal=causal,
         window=window,
-        sm_scale=sm_scale,
+        sm_scale=float(sm_scale),
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )

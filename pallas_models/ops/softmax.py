@@ -53,7 +53,7 @@ def softmax(
     Raises:
       TypeError: `x` is not floating point or `where` not bool or integer.
       ValueError: `axis` is out of range, `where` cannot be broadcast or, concrete, holds anything but 0 and
-        1, `algorithm` is unknown, or `config` does not fit it.
+        1, `scale` is not one number, `algorithm` is unknown, or `config` does not fit it.
       NotImplementedError: rows too long for `"fused"`.
     """
     _checks.check_float("x", x)
@@ -69,8 +69,9 @@ def softmax(
     if x.size == 0:
         return x
     dtype = x.dtype
+    scale = 1.0 if scale is None else _checks.as_scalar("scale", scale)
     if isinstance(scale, jax.Array):  # kernels have their scale built in
-        x, scale = x.astype(jnp.float32) * scale.astype(jnp.float32), 1.0
+        x, scale = x.astype(jnp.float32) * scale, 1.0
     rows = jnp.moveaxis(x, axis, -1)
     *batch, n = rows.shape
     repeat = 1
@@ -82,7 +83,7 @@ def softmax(
         where,
         config=config,
         implementation=implementation,
-        scale=1.0 if scale is None else float(scale),
+        scale=float(scale),
         repeat=repeat,
         algorithm=algorithm,
     )
