@@ -177,6 +177,25 @@ def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
         assert_close(out, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+def test_sentences_that_are_all_padding_have_no_infinity(implementation):
+    """Gradients keep none of queries without keys, which `jax_debug_infs` would find where arrays are concrete."""
+    rng = np.random.default_rng(66)
+    q, k, v = (normal(rng, 2, 5, 2, 16) for _ in range(3))
+    mask = jnp.asarray([[1, 1, 0, 1, 1], [0] * 5])
+
+    def gradients(q, k, v):
+        return jax.grad(
+            lambda *qkv: jnp.sum(ops.attention(*qkv, mask=mask, implementation=implementation) ** 2), (0, 1, 2)
+        )(q, k, v)
+
+    with strict_and_debugging():
+        found = gradients(q, k, v)
+    for out, expected in zip(found, jax.jit(gradients)(q, k, v), strict=True):
+        assert_close(out, expected, 2e-6)
+        assert np.all(out[1] == 0.0)
+
+
 LEAKS = """
 import jax
 import jax.numpy as jnp

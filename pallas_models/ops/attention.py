@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, NO_KEY
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
@@ -106,8 +106,8 @@ def attention(
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
         but no block is skipped where ids are not sorted. `causal` compares positions in the row.
       kv_segment_ids: (B, Skv); `segment_ids` when None.
-      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q is
-        scaled and rounded to its dtype first.
+      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q
+        is scaled and rounded to its dtype first.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
@@ -281,7 +281,11 @@ def _attend(
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     arrays, static = operands(qkv, **options)
-    return run(OP, *arrays, config=config, implementation=implementation, **static)
+    result = run(OP, *arrays, config=config, implementation=implementation, **static)
+    if not static["return_lse"]:
+        return result
+    out, lse = result
+    return out, jnp.where(lse == NO_KEY, -jnp.inf, lse)
 
 
 def operands(
@@ -451,7 +455,10 @@ def _attend_block(
     sm_scale: float,
     precision: jax.lax.Precision,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys."""
+    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys.
+
+    The log-sum-exp of a query that no key is left for is `NO_KEY`.
+    """
     (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     head_dim = q.shape[-1] // num_heads
@@ -489,7 +496,7 @@ def _attend_block(
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    return out, jnp.where(empty, -jnp.inf, peak * late + jnp.log(total))[..., 0]
+    return out, jnp.where(empty, NO_KEY, peak * late + jnp.log(total))[..., 0]
 
 
 def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:
