@@ -88,7 +88,7 @@ def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The last position of each sequence in x (B, S, H), or the last whose mask is not 0: (B, H)."""
     if mask is None:
         return x[:, -1]
-    last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1] != 0, axis=1)
+    last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1].astype(bool), axis=1)
     return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
 
@@ -119,7 +119,8 @@ def next_token_loss(
         _checks.check_shape("weights", weights, ids.shape, "the shape of ids")
         counts = weights.astype(jnp.float32)
     if mask is not None:
-        both = (mask != 0) & (jnp.roll(mask, 1, axis=1) != 0)
+        is_token = mask.astype(bool)  # strict promotion has no comparison of a bool with 0
+        both = is_token & jnp.roll(is_token, 1, axis=1)
         counts = jnp.where(both, counts, 0.0)
     return ops.linear_cross_entropy(
         x,

@@ -32,6 +32,7 @@ from pallas_models._modules import (
 from pallas_models._shardings import over_groups
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops.activations import Activation
+from pallas_models.ops.embedding import first_rows
 
 HEAD_DIM = 64  # of every published size
 
@@ -110,10 +111,10 @@ class Embeddings(nnx.Module):
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         if positions is None:
-            if ids.shape[1] > len(table):
+            if _checks.is_over(ids.shape[1], len(table)):
                 raise ValueError(f"ids has length {ids.shape[1]}; expected at most {len(table)} positions")
             if mask is None:
-                return words + table[None, : ids.shape[1]]
+                return words + first_rows(table, ids.shape[1])[None]
             positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         else:
             _checks.check_integer("positions", positions)

@@ -151,7 +151,7 @@ class ModernBert(nnx.Module):
         x = look_up(self.word.embedding[...], ids)
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
-        if segment_ids is None and length > config.max_positions:
+        if segment_ids is None and _checks.is_over(length, config.max_positions):
             raise ValueError(f"length {length} is too long; expected at most {config.max_positions} positions")
         positions = jnp.arange(length) if segment_ids is None else position_ids(segment_ids)
         tables = (

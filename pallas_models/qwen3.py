@@ -203,7 +203,7 @@ class Qwen3(nnx.Module):
 
 def _table(positions: jax.Array | None, shape: tuple[int, ...], config: Qwen3Config) -> Table:
     """cos and sin for tokens of this shape, (B, S)."""
-    if positions is None and shape[1] > config.max_positions:
+    if positions is None and _checks.is_over(shape[1], config.max_positions):
         raise ValueError(f"length {shape[1]} is too long; expected at most {config.max_positions} positions")
     if positions is None:
         positions = jnp.arange(shape[1])

@@ -420,6 +420,24 @@ def loaded() -> dict[str, Any]:
     )
 
 
+def few_heads(num_kv_heads: int) -> dict[str, Any]:
+    """Attention of projections that are spread over more devices than there are heads: those are gathered."""
+    # The last axis: a part of it is what JAX cannot name.
+    mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(3)
+    arrays = [normal(rng, 2, 5, heads * 16) for heads in (4, num_kv_heads, num_kv_heads)]
+
+    def attend(implementation: str, *projections: jax.Array) -> jax.Array:
+        heads = (x.reshape(*x.shape[:2], -1, 16) for x in projections)
+        return ops.attention(*heads, implementation=implementation)
+
+    expected = jax.jit(attend, static_argnums=0)("xla", *arrays)
+    out = jax.jit(attend, static_argnums=0)(
+        "interpret", *jax.device_put(arrays, NamedSharding(mesh, P(None, None, "data")))
+    )
+    return dict(errors=[relative_error(out, expected)], collectives={}, is_spread=True)
+
+
 def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
     """Attention whose sequence is spread over 4 devices and whose heads over 2, against all of it in float64."""
     mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
@@ -500,6 +518,8 @@ def main() -> None:
         for (kind, name), (case, reference) in all_cases().items()
     }
     runs["loaded"] = {}, loaded
+    for heads in (1, 2):
+        runs[f"attention, {heads} heads of keys"] = {}, functools.partial(few_heads, heads)
     # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.
     passed = {"collective-permute": 3 * (4 + 4 + 2)}
     runs["ring, causal"] = passed, functools.partial(ring, causal=True, implementation="interpret")

@@ -65,7 +65,7 @@ def contrastive_loss(
         return ops.mean_pool(hidden, mask, implementation=implementation)
 
     def rank(queries: jax.Array, candidates: jax.Array) -> jax.Array:
-        labels = jnp.arange(len(queries))
+        labels = jnp.arange(queries.shape[0])
         return ops.linear_cross_entropy(
             queries * scale, candidates, labels, transposed=True, implementation=implementation
         )

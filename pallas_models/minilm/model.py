@@ -239,13 +239,13 @@ def _relative_bias(table: jax.Array, length: int) -> jax.Array:
     """
     side, furthest = len(table) // 2, 128
     alone = side // 2
-    distance = np.arange(1 - length, length)  # of the key from the query
+    distance = np.arange(-furthest, furthest + 1)  # of the key from the query; as far away, all are alike
     away = np.abs(distance)
     growth = np.log(np.maximum(away, alone).astype(np.float32) / alone) / math.log(furthest / alone)
     ranged = np.minimum(alone + (growth * (side - alone)).astype(np.int32), side - 1)
     buckets = np.where(away < alone, away, ranged) + np.where(distance > 0, side, 0)
     index = jnp.arange(length)
-    pairs = index[None, :] - index[:, None] + length - 1
+    pairs = jnp.clip(index[None, :] - index[:, None], -furthest, furthest) + furthest
     return table[buckets].T[:, pairs][None]
 
 

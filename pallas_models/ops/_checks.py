@@ -44,6 +44,14 @@ def check_shape(name: str, x: jax.Array, shape: tuple[int, ...], axes: str) -> N
         raise ValueError(f"{name} has shape {x.shape}; expected {shape}, {axes}")
 
 
+def is_over(size: int, most: int) -> bool:
+    """Whether a size is larger than a bound; False for a symbolic size of jax.export that may be either."""
+    try:
+        return size > most
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
+
+
 def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) -> None:
     """Checks dtype and shape of a mask and, where they are concrete, that its values are 0 and 1."""
     dtype = _dtype(name, mask)
@@ -61,6 +69,15 @@ def check_mask(name: str, mask: jax.Array, shape: tuple[int, ...], axes: str) ->
 def as_int32(mask: jax.Array) -> jax.Array:
     """A mask as kernels take it, for which anything but 0 is 1: only a concrete one can be checked for more."""
     return (mask != 0 if mask.dtype.itemsize > 4 else mask).astype(jnp.int32)
+
+
+def as_scalar(name: str, x: float | jax.Array) -> float | jax.Array:
+    """A number; an array of one number as float32 without axes, so that it is multiplied under every setting."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return x
+    if x.size != 1:
+        raise ValueError(f"{name} has shape {x.shape}; expected one number")
+    return x.reshape(()).astype(np.float32)
 
 
 def check_ids(name: str, ids: jax.Array, size: int, what: str) -> None:

@@ -200,6 +200,8 @@ def run_backward(
 
 def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
     """Whether kernels compute a call, of arrays like these, and its gradient."""
+    if _obstacle(static, arrays) is not None:  # kernels that are asked need sizes that are numbers
+        return False
     names, target = check_implementation(implementation), targets.current()
     with _plain_settings(arrays):
         found = _choose_backward(op, arrays, static, names, target)
@@ -219,7 +221,7 @@ def serves(op: Op, *arrays: Any, implementation: Implementation | None, **static
     names, target = check_implementation(implementation), targets.current()
     reference = functools.partial(op.reference, **static)
     # Before the reference is traced for the shapes of its results.
-    if _obstacle(arrays) is not None or all(k.refuses(*arrays, **static) for k in op.kernels):
+    if _obstacle(static, arrays) is not None or all(k.refuses(*arrays, **static) for k in op.kernels):
         return False
     with _plain_settings(arrays):
         try:
@@ -353,7 +355,7 @@ def _choose(
     if not takers:
         expected = " or ".join(f"{k.config.__module__}.{k.config.__qualname__}" for k in op.kernels if k.config)
         raise TypeError(f"config is a {type(config).__name__}; expected {expected}, a tuning.Table or None")
-    obstacle = _obstacle(arrays, jax.eval_shape(reference, *arrays))
+    obstacle = _obstacle(static, arrays, jax.eval_shape(reference, *arrays))
     if obstacle == "":
         return reference
 
@@ -390,10 +392,10 @@ def _choose(
     raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, such as 'xla', or None")
 
 
-def _obstacle(*trees: Any) -> str | None:
-    """What no kernel serves among the arrays; the empty string for axes of size 0, over which there is no grid."""
+def _obstacle(static: Mapping[str, Any], *trees: Any) -> str | None:
+    """What no kernel serves among options and arrays; the empty string for axes of size 0, which have no grid."""
     leaves = jax.tree.leaves(trees)
-    if any(not isinstance(size, int) for leaf in leaves for size in leaf.shape):
+    if any(map(jax.export.is_symbolic_dim, itertools.chain(static.values(), *(leaf.shape for leaf in leaves)))):
         return "takes no symbolic sizes"
     if any(leaf.dtype.itemsize == 8 for leaf in leaves):
         return "takes no 64-bit operands"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, NO_KEY
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
@@ -106,8 +106,8 @@ def attention(
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
         but no block is skipped where ids are not sorted. `causal` compares positions in the row.
       kv_segment_ids: (B, Skv); `segment_ids` when None.
-      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array, as when traced, q is scaled
-        and rounded to its dtype first.
+      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q
+        is scaled and rounded to its dtype first.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
@@ -245,7 +245,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     """
     _checks.check_integer("cu_seqlens", cu_seqlens)
     _checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
+    ended = jnp.zeros(total, jnp.int32).at[cu_seqlens[1:].astype(jnp.int32)].add(1, mode="drop")
+    return jnp.cumsum(ended, dtype=jnp.int32)  # how many sequences end at a position or before it
 
 
 def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
@@ -280,7 +281,11 @@ def _attend(
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     arrays, static = operands(qkv, **options)
-    return run(OP, *arrays, config=config, implementation=implementation, **static)
+    result = run(OP, *arrays, config=config, implementation=implementation, **static)
+    if not static["return_lse"]:
+        return result
+    out, lse = result
+    return out, jnp.where(lse == NO_KEY, -jnp.inf, lse)
 
 
 def operands(
@@ -308,8 +313,9 @@ def operands(
     if window is not None:
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
-        # It leaves out nothing, and need not fit into the 32 bits that kernels count in.
-        if window >= (kv_seq if causal else max(seq, kv_seq)):
+        # It leaves out nothing, and need not fit into the 32 bits that positions are counted in.
+        longest = (kv_seq,) if causal else (seq, kv_seq)
+        if window >= np.iinfo(np.int32).max or all(_checks.is_over(window + 1, length) for length in longest):
             window = None
     if mask is not None:
         _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
@@ -328,16 +334,16 @@ def operands(
             _checks.check_integer(name, ids)
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
         segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
+    sm_scale = head_dim**-0.5 if sm_scale is None else _checks.as_scalar("sm_scale", sm_scale)
     if isinstance(sm_scale, jax.Array):  # kernels have their scale built in
         qkv, sm_scale = _scaled(qkv, sm_scale, num_heads, num_kv_heads), 1.0
-    sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         causal=causal,
         window=window,
-        sm_scale=sm_scale,
+        sm_scale=float(sm_scale),
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
@@ -449,7 +455,10 @@ def _attend_block(
     sm_scale: float,
     precision: jax.lax.Precision,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys."""
+    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys.
+
+    The log-sum-exp of a query that no key is left for is `NO_KEY`.
+    """
     (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     head_dim = q.shape[-1] // num_heads
@@ -487,7 +496,7 @@ def _attend_block(
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    return out, jnp.where(empty, -jnp.inf, peak * late + jnp.log(total))[..., 0]
+    return out, jnp.where(empty, NO_KEY, peak * late + jnp.log(total))[..., 0]
 
 
 def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:

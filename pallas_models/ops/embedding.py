@@ -64,7 +64,7 @@ def embed_tokens(
     for name, vector in (("scale", scale), ("bias", bias)):
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, word.shape[1:], "(D,)")
-    if position_ids is None and ids.shape[1] > position.shape[0]:
+    if position_ids is None and _checks.is_over(ids.shape[1], position.shape[0]):
         raise ValueError(f"ids has length {ids.shape[1]}; expected at most {position.shape[0]} positions")
     looked_up = [("word", word), ("token_type", token_type)]
     looked_up += [] if position_ids is None else [("position", position)]
@@ -110,6 +110,13 @@ def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="clip", out_sharding=jax.sharding.PartitionSpec(*spec, None))
 
 
+def first_rows(table: jax.Array, count: int) -> jax.Array:
+    """The first rows of table (V, D), (count, D); NaN past its end, where a symbolic count may turn out to be."""
+    if isinstance(count, int):
+        return table[:count]
+    return jnp.take(table, jnp.arange(count), axis=0, mode="fill", fill_value=jnp.nan)
+
+
 def reference(
     ids: jax.Array,
     token_type_ids: jax.Array | None,
@@ -139,7 +146,7 @@ def _sum(
 ) -> jax.Array:
     """What is normalised, in float32."""
     types = token_type[:1] if token_type_ids is None else rows_of(token_type, token_type_ids)
-    positions = position[: ids.shape[1]] if position_ids is None else rows_of(position, position_ids)
+    positions = first_rows(position, ids.shape[1]) if position_ids is None else rows_of(position, position_ids)
     total = rows_of(word, ids).astype(jnp.float32)
     return total + (positions.astype(jnp.float32) + types.astype(jnp.float32))
 

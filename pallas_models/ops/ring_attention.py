@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_models.kernels._common import NO_KEY
 from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
 from pallas_models.ops._sharding import varying_alike
 from pallas_models.ops.attention import OP, merged_heads, operands
@@ -196,7 +197,7 @@ class _Ring:
             other = [jnp.where(is_before, either, none), jnp.where(is_before, none, either)]
             return jnp.concatenate([none, second], axis=1), jnp.concatenate(other, axis=1)
 
-        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], -jnp.inf)
+        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], NO_KEY)
         return _merged(_merged(rows, (out, lse)), (other_out, other_lse))
 
 
@@ -213,7 +214,7 @@ def _merged(a: _Rows, b: _Rows) -> _Rows:
 
 def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
     """The weight of a part of the keys among all of them; 0 where there is none."""
-    return jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - lse))
+    return jnp.where(part == NO_KEY, 0.0, jnp.exp(part - lse))
 
 
 def _by_head(x: jax.Array, weights: jax.Array) -> jax.Array:

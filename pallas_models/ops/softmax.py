@@ -53,7 +53,7 @@ def softmax(
     Raises:
       TypeError: `x` is not floating point or `where` not bool or integer.
       ValueError: `axis` is out of range, `where` cannot be broadcast or, concrete, holds anything but 0 and
-        1, `algorithm` is unknown, or `config` does not fit it.
+        1, `scale` is not one number, `algorithm` is unknown, or `config` does not fit it.
       NotImplementedError: rows too long for `"fused"`.
     """
     _checks.check_float("x", x)
@@ -69,8 +69,9 @@ def softmax(
     if x.size == 0:
         return x
     dtype = x.dtype
+    scale = 1.0 if scale is None else _checks.as_scalar("scale", scale)
     if isinstance(scale, jax.Array):  # kernels have their scale built in
-        x, scale = x.astype(jnp.float32) * scale.astype(jnp.float32), 1.0
+        x, scale = x.astype(jnp.float32) * scale, 1.0
     rows = jnp.moveaxis(x, axis, -1)
     *batch, n = rows.shape
     repeat = 1
@@ -82,7 +83,7 @@ def softmax(
         where,
         config=config,
         implementation=implementation,
-        scale=1.0 if scale is None else float(scale),
+        scale=float(scale),
         repeat=repeat,
         algorithm=algorithm,
     )
@@ -117,7 +118,7 @@ def reference(
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
     kept = where[:, None, :] != 0
-    y = jnp.where(kept, x.reshape(-1, len(where), repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
+    y = jnp.where(kept, x.reshape(-1, where.shape[0], repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
     # A row with nothing left has maximum 0 and sum 1, so that its result and its gradient are 0.
     left = jnp.any(kept, axis=-1, keepdims=True)
     peak = jnp.max(jnp.where(kept, y, -jnp.inf), axis=-1, keepdims=True)

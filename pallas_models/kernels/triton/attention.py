@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._band import Band, Index, searched
-from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels._common import MASKING_BIAS, NO_KEY, Ref, exponents, first_heads_of, lowest_score
 from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
@@ -269,7 +269,7 @@ def _attention_kernel(
         for columns, w in projection:
             store(o_ref.at[head, batch, rows, columns], dot(out.astype(w.dtype), w), tile_mask(row_mask, None))
         if lse_ref is not None:
-            lse = jnp.where(empty, -jnp.inf, m_i * (late * math.log(2)) + jnp.log(total))
+            lse = jnp.where(empty, NO_KEY, m_i * (late * math.log(2)) + jnp.log(total))
             store(lse_ref.at[batch, head, rows], lse, row_mask)
 
     if config.heads == 1:
