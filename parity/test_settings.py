@@ -308,6 +308,22 @@ def test_second_order(implementation):
     assert_close(out, loss("xla")(x), 1e-6)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_gradient_of_a_gradient(name):
+    """Reverse mode twice: what a kernel keeps for its gradient has cotangents then, which are of no result."""
+    rng = np.random.default_rng(66)
+    x, vectors = normal(rng, 3, 16), [normal(rng, 16, shift=1.0) for _ in range(2 if name == "layer_norm" else 1)]
+
+    def slope(implementation):
+        def gradient(x):
+            out = functools.partial(getattr(ops, name), implementation=implementation)
+            return jax.grad(lambda x: jnp.sum(jnp.sin(out(x, *vectors))))(x)
+
+        return jax.grad(lambda x: jnp.sum(jnp.sin(gradient(x))))
+
+    assert_close(slope(KERNEL)(x), slope("xla")(x), 1e-4)
+
+
 Z = jnp.zeros
 EMPTY = {
     "softmax": (lambda **o: ops.softmax(Z((3, 0)), **o), (3, 0)),

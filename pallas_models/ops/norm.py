@@ -1,6 +1,7 @@
 """Layer and RMS normalisation, with the residual addition that precedes them."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -299,6 +300,19 @@ def _backward(
     )
 
 
+def _of_results(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient that is given the cotangent of the sum where the call returned it.
+
+    Statistics have a cotangent too where a gradient is differentiated; it is zero.
+    """
+
+    def backward(*operands: Any, return_residual: bool, **options: Any) -> Any:
+        *known, dout, dsum = operands[:7] if return_residual else (*operands[:6], None)
+        return gradient(*known, dout, dsum, **options)
+
+    return backward
+
+
 def _sharding(*_: Any, return_residual: bool, return_statistics: bool = False, **__: Any) -> Sharding:
     results = ["m D"] + return_residual * ["m D"] + return_statistics * ["S m"]
     return Sharding(equation=f"m D, D, D, m D -> {', '.join(results)}")
@@ -311,19 +325,19 @@ _OP = Op(
     backward=(
         Backward(
             backend="mosaic",
-            call=mosaic.norm_backward,
+            call=_of_results(mosaic.norm_backward),
             keeps=-1,
             options={"return_statistics": True},
             refuses=mosaic.unsupported,
         ),
         Backward(
             backend="triton",
-            call=norm_backward,
+            call=_of_results(norm_backward),
             keeps=-1,
             options={"return_statistics": True},
             refuses=unsupported,
         ),
-        Backward(backend="xla", call=_backward, keeps=-1, options={"return_statistics": True}),
+        Backward(backend="xla", call=_of_results(_backward), keeps=-1, options={"return_statistics": True}),
     ),
     sharding=_sharding,
 )

@@ -5,6 +5,7 @@ Worker processes make the cases, so that one that crashes or never ends is a fai
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,41 @@ from pallas_models import files
 from pallas_models._host import cores
 from parity import campaign
 
+# Cases that a worker makes one after another: calls of ops share a program. Of parts that are not here, one. Parts
+# begin in this order.
+_CHUNKS = {
+    "ops": 16,
+    "transformations": 16,
+    "shardings": 8,
+    "encoders": 16,
+    "exports": 4,
+    "models": 8,
+    "jobs": 1,
+    "folders": 8,
+    "checkpoints": 16,
+    "files": 16,
+    "kills": 1,
+}
 # By name, the modules of this package.
 PARTS = {
     module.name: f"{campaign.__name__}.{module.name}"
-    for module in pkgutil.iter_modules(campaign.__path__)
+    for module in sorted(
+        pkgutil.iter_modules(campaign.__path__), key=lambda module: [*_CHUNKS, module.name].index(module.name)
+    )
     if not module.name.startswith("_")
 }
-# Cases that a worker makes one after another: calls of ops share a program. Of other parts, one.
-_CHUNKS = {"ops": 16, "checkpoints": 16, "files": 16}
+# Parts whose processes are not like the others: these have as many devices on a machine with a GPU as without.
+_ENVIRONMENTS = {
+    "shardings": {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA warns where it gathers what is spread otherwise than an op takes it
+    },
+}
+# Packages without which no part is left out.
+OURS = ("bench", "pallas_models", "parity", "weights")
 _EXPECTED = 5.0  # seconds that they take, until that is known
+_BEGINNING = 5.0  # seconds that a process takes to import what a part needs
 _SHOWN = 40  # failures, one of each name
 
 
@@ -57,6 +84,7 @@ class Report:
     cases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[Failure] = dataclasses.field(default_factory=list)
     late: list[Failure] = dataclasses.field(default_factory=list)  # begun, and not at their end when time was up
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)  # parts left out, and what they lack
     rows: dict[tuple[str, ...], dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def add(self, row: tuple[str, ...], measured: dict[str, float]) -> None:
@@ -71,6 +99,7 @@ class Report:
             "cases": dict(self.cases),
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
             "late": [dataclasses.asdict(case) for case in self.late],
+            "absent": self.absent,
             "rows": [{"row": row, **columns} for row, columns in sorted(self.rows.items())],
         }
 
@@ -91,6 +120,7 @@ class Report:
 
     def summary(self) -> str:
         lines = [f"{part}: {count} cases" for part, count in self.cases.items()]
+        lines += [f"{part}: left out, {reason}" for part, reason in self.absent.items()]
         alike: dict[tuple[str, str], list[Failure]] = {}
         for failure in self.failures:
             alike.setdefault((failure.part, failure.name), []).append(failure)
@@ -99,7 +129,8 @@ class Report:
             lines.append(f"FAILED {first.command}{more}\n  {first.name}\n  {first.message}")
         lines += [f"LATE {case.command}\n  {case.name}\n  {case.message}" for case in self.late[:_SHOWN]]
         lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures")
-        return "\n".join(lines)
+        # Damaged texts hold what no encoding has.
+        return "\n".join(lines).encode(errors="backslashreplace").decode()
 
 
 def make_cases(connection: multiprocessing.connection.Connection, seed: int, options: dict[str, Any]) -> None:
@@ -110,7 +141,13 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
         jax.config.update("jax_disable_most_optimizations", True)
     while True:
         part, start, stop = connection.recv()
-        cases = importlib.import_module(part).cases(seed, **options.get(part, {}))
+        try:
+            cases = importlib.import_module(part).cases(seed, **options.get(part, {}))
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in OURS:
+                raise
+            connection.send(str(error))
+            continue
         for number, case in zip(range(start, stop), itertools.islice(cases, start, stop), strict=False):
             connection.send((number, case.name, None))
             try:
@@ -121,26 +158,48 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
         connection.send(None)
 
 
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Variables that a process has which starts inside of this; flags of XLA are added to those that there are."""
+    before = {name: os.environ.get(name) for name in changes}
+    for name, value in changes.items():
+        os.environ[name] = f"{before[name] or ''} {value}".strip() if name == "XLA_FLAGS" else value
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 class _Worker:
     """A process that makes cases, and another one after it where it crashed or did not end."""
 
-    def __init__(self, seed: int, options: dict[str, Any], patience: float, until: float) -> None:
+    def __init__(
+        self, seed: int, options: dict[str, Any], patience: float, until: float, environment: Mapping[str, str]
+    ) -> None:
         self.seed, self.options, self.patience, self.until = seed, options, patience, until
+        self.environment = environment
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=make_cases, args=(other, self.seed, self.options), daemon=True)
-        self.process.start()
+        with _starting, _environment(self.environment):
+            self.process.start()
         other.close()
 
-    def make(self, part: str, start: int, stop: int) -> list[tuple[int, str, Any]]:
+    def make(self, part: str, start: int, stop: int) -> list[tuple[int, str, Any]] | str:
         """The results of cases [start, stop): number, name, and message, row and what was measured.
 
-        Those that are not there in time are left out; `late` tells of the first of them.
+        Those that are not there in time are left out; `late` tells of the first of them. What a part lacks that
+        cannot be imported is given in their place.
         """
-        results, begun, name, since = [], start, "", time.monotonic()
+        results: list[tuple[int, str, Any]] = []
+        begun, name, since = start, "", time.monotonic()
         self.late: tuple[int, str, float] | None = None
         self.connection.send((part, start, stop))
         while (left := self.until - time.monotonic()) > 0:
@@ -164,6 +223,8 @@ class _Worker:
                 continue
             if answer is None:
                 return results
+            if isinstance(answer, str):
+                return answer
             begun, name, result = answer
             since = time.monotonic()
             if result is not None:
@@ -204,12 +265,15 @@ def run(
     last = math.inf if cases is None else first + cases
     begun, spent = dict.fromkeys(parts, first), dict.fromkeys(parts, 0.0)
 
-    def next_chunk() -> tuple[str, int, int] | None:
-        """Cases of the part that has had the least time, counting what others do of it now."""
-        left = [part for part in parts if begun[part] < last]
+    def next_chunk(made: Collection[str]) -> tuple[str, int, int] | None:
+        """Cases of the part that has had the least time, counting what others do of it now.
+
+        One that the worker has made before is preferred, unless it is ahead by what it takes to begin another.
+        """
+        left = [part for part in parts if begun[part] < last and part not in report.absent]
         if not left or time.monotonic() >= until:
             return None
-        part = min(left, key=lambda part: spent[part])
+        part = min(left, key=lambda part: spent[part] + _BEGINNING * (part not in made))
         start = begun[part]
         begun[part] = int(min(start + _CHUNKS.get(part, 1), last))
         spent[part] += _EXPECTED
@@ -219,17 +283,26 @@ def run(
         return f"{command} --only {part} --seed {seed} --case {number}"
 
     def work() -> None:
-        worker = _Worker(seed, options, patience, until)
+        workers: dict[str, _Worker] = {}  # one for each environment
+        made: set[str] = set()
         while True:
             with lock:
-                chunk = next_chunk()
+                chunk = next_chunk(made)
             if chunk is None:
                 break
             part, start, stop = chunk
+            made.add(part)
             started = time.monotonic()
+            kind = part if part in _ENVIRONMENTS else ""
+            if kind not in workers:
+                workers[kind] = _Worker(seed, options, patience, until, _ENVIRONMENTS.get(part, {}))
+            worker = workers[kind]
             results = worker.make(parts[part], start, stop)
             with lock:
                 spent[part] += time.monotonic() - started - _EXPECTED
+                if isinstance(results, str):
+                    report.absent[part] = results
+                    continue
                 for number, name, (message, row, measured) in results:
                     report.cases[part] += 1
                     if row:
@@ -240,7 +313,8 @@ def run(
                     number, name, seconds = worker.late
                     message = f"began {seconds:.0f} s before time was up"
                     report.late.append(Failure(part, number, name, message, again(part, number)))
-        worker.end()
+        for worker in workers.values():
+            worker.end()
 
     threads = [threading.Thread(target=work) for _ in range(workers)]
     for thread in threads:
@@ -258,14 +332,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, metavar="N", help="stop after so long")
     parser.add_argument("--cases", type=int, metavar="N", help="stop after so many cases of each part")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another one gives other cases")
-    parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--case", type=int, metavar="I", help="case I alone, of --only")
+    parser.add_argument("--only", choices=PARTS, nargs="+", metavar="PART", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--case", type=int, metavar="I", help="case I alone, of one part as --only")
     parser.add_argument("--implementation", metavar="NAME", help="of ops, in place of those that are drawn")
     parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes; one a core")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for campaign.json and campaign.md")
     args = parser.parse_args(arguments)
-    if args.case is not None and args.only is None:
-        parser.error("--case needs --only")
+    if args.case is not None and len(args.only or ()) != 1:
+        parser.error("--case needs one part as --only")
     if args.minutes is None and args.cases is None and args.case is None:
         parser.error("--minutes or --cases says when to stop")
     if importlib.util.find_spec("pytest") is None:
@@ -278,13 +352,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += f" --implementation {args.implementation}" if args.implementation else ""
     started = time.monotonic()
     report = run(
-        {args.only: PARTS[args.only]} if args.only else PARTS,
+        {part: PARTS[part] for part in args.only or PARTS},
         args.seed,
         cases=args.cases if args.case is None else 1,
         minutes=args.minutes,
         first=args.case or 0,
         workers=args.workers if args.case is None else 1,
-        options={PARTS["ops"]: {"implementation": args.implementation}},
+        options={
+            PARTS[part]: {"implementation": args.implementation}
+            for part in PARTS.keys() & {"ops", "transformations"}
+        },
         command=command,
     )
     ended = f"seed {args.seed}, {time.monotonic() - started:.0f} s"

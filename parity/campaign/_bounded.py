@@ -6,9 +6,11 @@ float32, in any order. Nothing in the bounds is fitted.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import special
@@ -202,3 +204,35 @@ def disagreement(out: Any, expected: Bounded, dtype: str) -> tuple[str | None, f
         largest,
         relative,
     )
+
+
+@np.errstate(all="ignore")
+def apart(out: Any, expected: Any, tolerance: float, floor: float, moved: Any = None) -> tuple[str | None, float]:
+    """What is wrong with the leaves of a result, and the largest error of one as a part of its bound.
+
+    Args:
+      tolerance: of the norm of a leaf.
+      floor: of the norm of all: a result that cancels is off by roundings of what it is a difference of.
+      moved: what is expected for operands that are off. What follows an op amplifies its error as it amplifies
+        that of operands, which is measured so; three times as much is let pass.
+    """
+    leaves = [[np.asarray(x).astype(np.float64) for x in jax.tree.leaves(tree)] for tree in (out, expected)]
+    found, wanted = leaves
+    others = wanted if moved is None else [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(moved)]
+    if [x.shape for x in found] != [x.shape for x in wanted]:
+        return f"shapes are {[x.shape for x in found]}, expected {[x.shape for x in wanted]}", np.inf
+    whole = math.sqrt(sum(float(np.sum(np.square(x[np.isfinite(x)]))) for x in wanted))
+    worst = 0.0
+    for i, (x, y, z) in enumerate(zip(found, wanted, others, strict=True)):
+        finite = np.isfinite(y)
+        if not np.array_equal(np.where(finite, 0.0, x), np.where(finite, 0.0, y), equal_nan=True):
+            return f"result {i} holds {x[~finite][:3]} where {y[~finite][:3]} is expected", np.inf
+        off, size, move = (float(np.linalg.norm(d[finite])) for d in (x - y, y, z - y))
+        bound = tolerance * size + 3 * move + floor * whole + 1e-12
+        if not off <= bound:
+            return (
+                f"result {i} of {x.shape} is off by {off:.3g} of {size:.3g}, expected at most {bound:.3g}",
+                np.inf,
+            )
+        worst = max(worst, off / bound)
+    return None, worst

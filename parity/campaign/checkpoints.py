@@ -9,6 +9,7 @@ import math
 import shutil
 import struct
 import tempfile
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,13 +290,14 @@ def _dtype(loader: str) -> str:
 def _unsound_config(family: families.Family, config: Any) -> str | None:
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
-        kinds = (
-            (bool,) if name == "tie_embeddings" else (float, int) if name in ("epsilon", "rope_theta") else (int,)
-        )
-        if name in family.keys:
-            sound = type(value) in kinds and (isinstance(value, bool) or 0 < value < math.inf)
-        else:  # what no config.json says has one value
+        if name not in family.keys:  # what no config.json says has one value
             sound = value == field.default
+        elif field.type is bool:
+            sound = type(value) is bool
+        elif names := typing.get_args(field.type):
+            sound = type(value) is str and value in names
+        else:
+            sound = type(value) in ((float, int) if field.type is float else (int,)) and 0 < value < math.inf
         if not sound:
             return f"accepted {name} = {value!r:.60}"
     return None

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from pallas_models.kernels.triton import attention as triton_attention
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
 from pallas_models.kernels.triton import softmax as triton_softmax
+from pallas_models.ops._dispatch import Op
 from parity.campaign._bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.campaign._case import Case
 from parity.campaign._references import REFERENCES
@@ -28,14 +30,6 @@ from parity.tolerances import DEEP, OP
 
 DRAWS = 16
 DTYPES = ("float32", "float16", "bfloat16")
-MOSAIC = (
-    "matmul",
-    "mlp",
-    "gated_matmul",
-    "attention",
-    "attention_qkv",
-    "triangle_update",
-)  # ops that have such a kernel
 # How often each runs, where none is named.
 if ON_HOPPER:
     SHARES: dict[str | None, float] = {"triton": 0.5, "mosaic": 0.3, None: 0.15, "xla": 0.05}
@@ -103,11 +97,17 @@ class Program:
         return out if isinstance(out, tuple) else (out,)
 
 
-class _Pick:
-    """Draws by a seeded generator."""
+class Pick:
+    """Draws by a seeded generator.
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
+    Attributes:
+      sizes: of long axes, those of this machine when None.
+      times: what numbers of batches and heads are multiplied by, most of the time.
+    """
+
+    def __init__(self, rng: np.random.Generator, *, sizes: Sequence[int] | None = None, times: int = 1) -> None:
+        self.rng, self.times = rng, times
+        self.sizes = (LARGE if ON_GPU else SIZES) if sizes is None else sizes
 
     def of(self, values: Sequence[Any]) -> Any:
         return values[self.rng.integers(len(values))]
@@ -124,8 +124,12 @@ class _Pick:
         return bool(self.rng.random() < share)
 
     def size(self, *, multiple: int = 1, most: int = 10**9) -> int:
-        sizes = [n for n in (LARGE if ON_GPU else SIZES) if n % multiple == 0 and n <= most]
-        return int(self.of(sizes))
+        return int(self.of([n for n in self.sizes if n % multiple == 0 and n <= most]))
+
+    def few(self, *sizes: int) -> int:
+        """A number of batches or heads."""
+        number = int(self.of(sizes))
+        return number if self.times == 1 else number * self.of((1, self.times, self.times))
 
     def rows(self) -> int:
         """A long axis now and then, a short one most of the time."""
@@ -165,9 +169,9 @@ class _Pick:
 _Drawn = tuple[dict[str, Input], dict[str, Any]]
 
 
-def _matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _matmul(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     m, k, n = pick.product(mosaic)
-    batch = () if mosaic or pick.chance(0.75) else (pick.of((1, 2, 3)),)
+    batch = () if mosaic or pick.chance(0.75) else (pick.few(1, 2, 3),)
     options: dict[str, Any] = pick.precision(dtype) | ({} if mosaic else pick.out_dtype(dtype))
     out_dtype = options.get("out_dtype", dtype)
     if pick.chance(0.4):
@@ -195,7 +199,7 @@ def _matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs, options
 
 
-def _mlp(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _mlp(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     m, k, n = pick.product(mosaic)
     d = pick.product(mosaic)[2]
     inputs = {
@@ -211,7 +215,7 @@ def _mlp(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs, pick.precision(dtype) | {"activation": pick.of(tuple(ops.ACTIVATIONS))}
 
 
-def _gated(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _gated(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     m, k, n = pick.product(mosaic)
     inputs = {
         "x": Input((m, k), dtype, limit=1e9),
@@ -221,7 +225,7 @@ def _gated(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs, options
 
 
-def _gated_matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _gated_matmul(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     inputs, options = _gated(pick, dtype, mosaic)
     options |= {"config": pick.tiles()} if not mosaic and pick.chance(0.3) else {}
     if pick.chance(0.5):
@@ -229,27 +233,29 @@ def _gated_matmul(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs, options | ({} if mosaic else pick.out_dtype(dtype))
 
 
-def _gated_mlp(pick: _Pick, dtype: str, _: bool) -> _Drawn:
-    inputs, options = _gated(pick, dtype, False)
+def _gated_mlp(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
+    inputs, options = _gated(pick, dtype, mosaic)
     m, n = inputs["x"].shape[0], inputs["w_gate_up"].shape[2]
-    d = pick.size()
+    d = 64 * pick.size(most=8) if mosaic else pick.size()
     inputs["w_down"] = Input((n, d), dtype, scale=n**-0.5, limit=1e3)
     if pick.chance(0.5):
-        inputs["residual"] = Input((m, d), pick.other(dtype))
+        inputs["residual"] = Input((m, d), dtype if mosaic else pick.other(dtype))
     return inputs, options
 
 
-def _epsilon(pick: _Pick) -> float:
+def _epsilon(pick: Pick) -> float:
     return pick.of((1e-12, 1e-6, 1e-5, 0.1))
 
 
-def _stream(pick: _Pick, m: int, n: int, dtype: str) -> Input:
+def _stream(pick: Pick, m: int, n: int, dtype: str) -> Input:
     """What is added before a norm: it may be as far from 0 as the sum of all layers before."""
     return Input((m, n), pick.other(dtype), shift=0.0 if dtype == "float32" else pick.of((0.0, 1000.0)))
 
 
-def _matmul_layer_norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
-    m, k, n = pick.rows(), pick.size(), pick.size()
+def _matmul_layer_norm(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
+    m, k, n = pick.product(mosaic)
+    if mosaic:
+        n = pick.of((128, 256, 384))
     inputs = {
         "x": Input((m, k), dtype, limit=1e7),
         "w": Input((k, n), dtype, scale=k**-0.5, limit=1e7),
@@ -259,18 +265,21 @@ def _matmul_layer_norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     if pick.chance(0.5):
         inputs["bias"] = Input((n,), pick.other(dtype))
     if pick.chance(0.5):
-        inputs["residual"] = _stream(pick, m, n, dtype)
+        inputs["residual"] = Input((m, n), dtype) if mosaic else _stream(pick, m, n, dtype)
     options = pick.precision(dtype) | {"epsilon": _epsilon(pick)}
-    return inputs, options | ({"config": pick.tiles(splits=(1, 2))} if pick.chance(0.3) else {})
+    return inputs, options | ({"config": pick.tiles(splits=(1, 2))} if not mosaic and pick.chance(0.3) else {})
 
 
-def _post_norm_mlp(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+def _post_norm_mlp(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     m, k, n, f = pick.rows(), pick.size(), pick.size(), pick.size()
+    if mosaic:
+        m, n = 8 * pick.size(most=64), pick.of((128, 256, 384))
+        k, f = n, n * pick.of((1, 2, 4))
     inputs = {"y": Input((m, k), dtype, limit=1e3), "x": Input((m, n), dtype, limit=1e3)}
     for name, shape in (("w_out", (k, n)), ("w_up", (n, f)), ("w_down", (f, n))):
         inputs[name] = Input(shape, dtype, scale=shape[0] ** -0.5, limit=1e3)
     for name in ("out", "up", "down"):
-        if pick.chance(0.5):
+        if mosaic or pick.chance(0.5):
             inputs[f"bias_{name}"] = Input((f if name == "up" else n,), pick.other(dtype), limit=1e3)
     for end in ("_out", ""):
         inputs[f"scale{end}"] = Input((n,), pick.other(dtype), scale=0.3, shift=1.0, limit=1e3)
@@ -279,7 +288,7 @@ def _post_norm_mlp(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, options
 
 
-def _norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+def _norm(pick: Pick, dtype: str, _: bool) -> _Drawn:
     m, n = pick.rows(), pick.rows()
     inputs = {"x": Input((m, n), dtype), "scale": Input((n,), pick.other(dtype), scale=0.3, shift=1.0)}
     options: dict[str, Any] = {"epsilon": _epsilon(pick)}
@@ -291,13 +300,13 @@ def _norm(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, options
 
 
-def _layer_norm(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _layer_norm(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     inputs, options = _norm(pick, dtype, mosaic)
     return inputs | {"bias": Input(inputs["scale"].shape, pick.other(dtype))}, options
 
 
-def _softmax(pick: _Pick, dtype: str, _: bool) -> _Drawn:
-    shape = (pick.of((1, 2, 3)), pick.size(), pick.rows())
+def _softmax(pick: Pick, dtype: str, _: bool) -> _Drawn:
+    shape = (pick.few(1, 2, 3), pick.size(), pick.rows())
     options: dict[str, Any] = {}
     if pick.chance(0.25):
         options["axis"] = pick.of((0, 1, -2))
@@ -317,7 +326,7 @@ def _softmax(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, options
 
 
-def _masks(pick: _Pick, batch: int, seq: int, kv_seq: int, heads: int, dtype: str, mosaic: bool) -> _Drawn:
+def _masks(pick: Pick, batch: int, seq: int, kv_seq: int, heads: int, dtype: str, mosaic: bool) -> _Drawn:
     inputs: dict[str, Input] = {}
     options: dict[str, Any] = {}
     if pick.chance(0.6):
@@ -346,13 +355,13 @@ def _masks(pick: _Pick, batch: int, seq: int, kv_seq: int, heads: int, dtype: st
     return inputs, options
 
 
-def _heads(pick: _Pick, mosaic: bool) -> tuple[int, int, int, int]:
-    kv_heads, group = pick.of((1, 2)), pick.of((1, 2, 3))
+def _heads(pick: Pick, mosaic: bool) -> tuple[int, int, int, int]:
+    kv_heads, group = pick.few(1, 2), pick.of((1, 2, 3))
     head_dim = pick.of((64, 128) if mosaic else (16, 32, 48, 64, 80, 128) if ON_GPU else (16, 32, 48, 64))
-    return pick.of((1, 2)), kv_heads * group, kv_heads, head_dim
+    return pick.few(1, 2), kv_heads * group, kv_heads, head_dim
 
 
-def _attention(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _attention(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     batch, heads, kv_heads, head_dim = _heads(pick, mosaic)
     seq = pick.rows()
     kv_seq = seq if pick.chance(0.6) else pick.size()
@@ -364,7 +373,7 @@ def _attention(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs | masks, options | pick.precision(dtype)
 
 
-def _attention_qkv(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _attention_qkv(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     batch, heads, kv_heads, head_dim = _heads(pick, mosaic)
     seq = pick.size()
     masks, options = _masks(pick, batch, seq, seq, heads, dtype, mosaic)
@@ -373,9 +382,9 @@ def _attention_qkv(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs | masks, heads_of | options | pick.precision(dtype)
 
 
-def _embed_tokens(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+def _embed_tokens(pick: Pick, dtype: str, _: bool) -> _Drawn:
     batch, seq, n, vocabulary, types = (
-        pick.of((1, 2, 3)),
+        pick.few(1, 2, 3),
         pick.size(),
         pick.size(),
         pick.size(),
@@ -396,8 +405,8 @@ def _embed_tokens(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, {"epsilon": _epsilon(pick)}
 
 
-def _rotary(pick: _Pick, dtype: str, _: bool) -> _Drawn:
-    batch, seq, heads, kv_heads = pick.of((1, 2)), pick.size(), pick.of((1, 2, 3)), pick.of((1, 2))
+def _rotary(pick: Pick, dtype: str, _: bool) -> _Drawn:
+    batch, seq, heads, kv_heads = pick.few(1, 2), pick.size(), pick.few(1, 2, 3), pick.few(1, 2)
     half = pick.of((1, 3, 8, 16, 32, 40, 64))
     table = Input((*((batch,) if pick.chance(0.5) else ()), seq, half), pick.other("float32"), "cos")
     inputs = {
@@ -410,8 +419,8 @@ def _rotary(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, {"num_heads": heads, "num_kv_heads": kv_heads, "epsilon": _epsilon(pick)}
 
 
-def _mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
-    batch, seq, n = pick.of((1, 2, 5)), pick.rows(), pick.size()
+def _mean_pool(pick: Pick, dtype: str, _: bool) -> _Drawn:
+    batch, seq, n = pick.few(1, 2, 5), pick.rows(), pick.size()
     inputs = {
         "x": Input((batch, seq, n), dtype),
         "mask": Input((batch, seq), pick.of(("bool", "int32", "int8")), "mask"),
@@ -419,8 +428,8 @@ def _mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, {"normalize": pick.chance(0.7), "epsilon": pick.of((1e-12, 1e-6, 0.1))}
 
 
-def _segment_mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
-    batch, seq, n = pick.of((1, 2, 5)), pick.rows(), pick.size()
+def _segment_mean_pool(pick: Pick, dtype: str, _: bool) -> _Drawn:
+    batch, seq, n = pick.few(1, 2, 5), pick.rows(), pick.size()
     inputs = {
         "x": Input((batch, seq, n), dtype),
         "segment_ids": Input((batch, seq), pick.of(("int32", "int8", "uint32")), "ids"),
@@ -428,9 +437,9 @@ def _segment_mean_pool(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, {"num_segments": pick.of((1, 3, 6)), "normalize": pick.chance(0.7)}
 
 
-def _triangle_update(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
+def _triangle_update(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     n = pick.of((64, 128) if ON_GPU else (64,)) if mosaic else pick.size(most=129 if ON_GPU else 33)
-    b = pick.of((1, 2)) if n <= 64 else 1  # a reference of more takes half a minute
+    b = pick.few(1, 2) if n <= 64 else 1  # a reference of more takes half a minute
     c, h = (
         (pick.of((64, 96, 128)), pick.of((32, 64, 128))) if mosaic else (pick.size(most=128), pick.size(most=128))
     )
@@ -463,7 +472,7 @@ def _triangle_update(pick: _Pick, dtype: str, mosaic: bool) -> _Drawn:
     return inputs, options
 
 
-def _linear_cross_entropy(pick: _Pick, dtype: str, _: bool) -> _Drawn:
+def _linear_cross_entropy(pick: Pick, dtype: str, _: bool) -> _Drawn:
     m, k, v = pick.size(), pick.size(), pick.rows()
     options: dict[str, Any] = pick.precision(dtype) | {"reduction": pick.of(("mean", "sum", None))}
     if pick.chance(0.4):
@@ -483,7 +492,7 @@ def _linear_cross_entropy(pick: _Pick, dtype: str, _: bool) -> _Drawn:
     return inputs, options
 
 
-_DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
+_DRAW: dict[str, Callable[[Pick, str, bool], _Drawn]] = {
     "matmul": _matmul,
     "mlp": _mlp,
     "gated_matmul": _gated_matmul,
@@ -504,16 +513,33 @@ _DRAW: dict[str, Callable[[_Pick, str, bool], _Drawn]] = {
 }
 
 
-def program(seed: int, index: int, implementation: str | None = None) -> Program:
-    """Program `index` of a campaign; `implementation` in place of one that is drawn."""
-    pick = _Pick(np.random.default_rng([seed, index]))
+def _has_kernel(op: str, backend: str) -> bool:
+    """Whether the module of an op has a record of a kernel of that backend."""
+    module = sys.modules[getattr(ops, op).__module__]
+    records = [value for value in vars(module).values() if isinstance(value, Op)]
+    return any(kernel.backend == backend for record in records for kernel in record.kernels)
+
+
+MOSAIC = tuple(op for op in _DRAW if _has_kernel(op, "mosaic"))
+
+
+def call(pick: Pick, implementation: str | None = None) -> Program:
+    """A call of an op, not transformed; `implementation` in place of one that is drawn."""
     name = implementation or pick.by(SHARES)
     mosaic = name is not None and name.startswith("mosaic")
     op = pick.of(MOSAIC if mosaic else tuple(_DRAW))
     dtype = pick.of(DTYPES[1:] if mosaic else DTYPES)
     inputs, options = _DRAW[op](pick, dtype, mosaic)
+    return Program(op, dtype, inputs, options, "", name)
+
+
+def program(seed: int, index: int, implementation: str | None = None) -> Program:
+    """Program `index` of a campaign; `implementation` in place of one that is drawn."""
+    pick = Pick(np.random.default_rng([seed, index]))
+    p = call(pick, implementation)
+    inputs = p.inputs
     transformation = pick.by(TRANSFORMATIONS)
-    if transformation in ("vjp", "jvp") and not _differentiable(inputs, options):
+    if transformation in ("vjp", "jvp") and not differentiable(p):
         transformation = "jit"
     if transformation == "vmap" and any(i.kind == "scale" for i in inputs.values()):
         transformation = "jit"
@@ -522,11 +548,12 @@ def program(seed: int, index: int, implementation: str | None = None) -> Program
         for key in names:
             inputs[key] = dataclasses.replace(inputs[key], shape=(_COPIES, *inputs[key].shape))
         transformation += f" over {' '.join(names)}"
-    return Program(op, dtype, inputs, options, transformation, name)
+    return dataclasses.replace(p, transformation=transformation)
 
 
-def _differentiable(inputs: dict[str, Input], options: dict[str, Any]) -> bool:
+def differentiable(p: Program) -> bool:
     """Whether the derivative is smooth enough for differences: wide rows, no kinks, no results of 16 bits."""
+    inputs, options = p.inputs, p.options
     wide = all(size >= 7 for i in inputs.values() if i.kind != "mask" for size in i.shape[-1:])
     exact = options.get("acc_dtype") is None and options.get("precision") is None
     return (
@@ -537,7 +564,7 @@ def _differentiable(inputs: dict[str, Input], options: dict[str, Any]) -> bool:
     )
 
 
-def _values(rng: np.random.Generator, spec: Input, special: bool) -> Array:
+def values(rng: np.random.Generator, spec: Input, special: bool = False) -> Array:
     """What an array holds, in its dtype."""
     shape = spec.shape
     if spec.kind == "mask":
@@ -600,7 +627,7 @@ def arrays_of(program: Program, rng: np.random.Generator) -> tuple[dict[str, Arr
     """
     derived = program.transformation in ("vjp", "jvp")
     special = not derived and bool(rng.random() < 0.6)
-    out = {name: _values(rng, spec, special and rng.random() < 0.6) for name, spec in program.inputs.items()}
+    out = {name: values(rng, spec, special and rng.random() < 0.6) for name, spec in program.inputs.items()}
     if derived:
         return out, False
     if program.op == "softmax":
