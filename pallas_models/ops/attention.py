@@ -79,8 +79,9 @@ def attention(
 
     Softmax runs online over blocks of keys in float32 ([FlashAttention](https://arxiv.org/abs/2205.14135)),
     so any length works. The kernel skips blocks of keys that `causal` and `window` rule out, and of long
-    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, and with `mask`
-    it may be anything, NaN too, but its value must be finite; a query that no key is left for gets zeros.
+    rows those that a `mask` of keys and the segment ids do. A key that is masked has exactly zero weight, and
+    with a `mask` of keys it may be anything, NaN too, but its value must be finite; a query that no key is left
+    for gets zeros, where `jax.nn.dot_product_attention` gives the mean of all values.
 
     Gradients come from kernels too. They compute scores again, so that memory grows with the lengths, not with
     their product, and add up in a fixed order: the same operands give the same bits. In XLA queries are taken a
@@ -93,7 +94,7 @@ def attention(
     `ids = segment_ids_from_cu_seqlens(cu_seqlens, total)`.
 
     Args:
-      q: (B, Sq, Hq, D), float16, bfloat16 or float32. D is a multiple of 16 up to 256.
+      q: (B, Sq, Hq, D), float16, bfloat16 or float32. Kernels take D up to 256; powers of two are fastest.
       k: (B, Skv, Hkv, D) in the dtype of q. Hq is a multiple of Hkv: head h of q attends to head
         h // (Hq // Hkv) of k and v.
       v: as k.
@@ -101,6 +102,8 @@ def attention(
       window: a query sees only keys that are fewer positions than this away, or all where it is None: that at its
         position, `window - 1` before it and, without `causal`, as many after it.
       mask: (B, Skv), bool or integer, 1 for a key that takes part and 0 for padding (holes allowed), or None.
+        Or of pairs, (B or 1, Hq or 1, Sq or 1, Skv), as `jax.nn.dot_product_attention` takes it: where it is not
+        of keys alone, (B or 1, 1, 1, Skv), a bias is made of it.
       bias: added to the scaled scores; (B or 1, Hq or 1, Sq, Skv), float16, bfloat16 or float32. -1e30 and
         below count for -inf, which masks a pair.
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
@@ -123,8 +126,7 @@ def attention(
         or segment ids are not integers.
       ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive, or a concrete `mask`
         holds anything but 0 and 1.
-      NotImplementedError: D is not a multiple of 16 or over 256, or the kernel that `implementation` names does
-        not serve the call.
+      NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     qkv, heads = merged_heads(q, k, v)
     result = _attend(
@@ -308,8 +310,8 @@ def operands(
     (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")
-    if head_dim % 16 or head_dim > 256:
-        raise NotImplementedError(f"{head_dim=} is not supported; expected a multiple of 16 up to 256")
+    if head_dim < 1:
+        raise ValueError(f"{head_dim=} must be positive")
     if window is not None:
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
@@ -317,14 +319,13 @@ def operands(
         longest = (kv_seq,) if causal else (seq, kv_seq)
         if window >= np.iinfo(np.int32).max or all(_checks.is_over(window + 1, length) for length in longest):
             window = None
-    if mask is not None:
-        _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
-        mask = _checks.as_int32(mask)
     if bias is not None:
         _checks.check_float("bias", bias)
         _checks.check_rank("bias", bias, 4, "(B or 1, Hq or 1, Sq, Skv)")
         leading = tuple(1 if b == 1 else a for a, b in zip((batch, num_heads), bias.shape, strict=False))
         _checks.check_shape("bias", bias, (*leading, seq, kv_seq), "(B or 1, Hq or 1, Sq, Skv)")
+    if mask is not None:
+        mask, bias = _of_keys_or_pairs(mask, bias, (batch, num_heads, seq, kv_seq))
     if segment_ids is None and kv_segment_ids is not None:
         raise ValueError("kv_segment_ids is given without segment_ids")
     if segment_ids is not None:
@@ -348,6 +349,30 @@ def operands(
         precision=_checks.as_precision(precision),
     )
     return (qkv, mask, bias, segment_ids, kv_segment_ids), static
+
+
+def _of_keys_or_pairs(
+    mask: jax.Array, bias: jax.Array | None, shape: tuple[int, ...]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The mask as kernels take it, of keys, (B, Skv), and the bias, which one of pairs goes into.
+
+    Args:
+      shape: (B, Hq, Sq, Skv).
+    """
+    batch, _, seq, kv_seq = shape
+    if getattr(mask, "ndim", 2) == 4:
+        leading = tuple(1 if m == 1 else n for m, n in zip(mask.shape, shape[:3], strict=False))
+        _checks.check_mask("mask", mask, (*leading, kv_seq), "(B or 1, Hq or 1, Sq or 1, Skv)")
+        if mask.shape[1:3] != (1, 1):
+            # Half the memory of float32, with its range.
+            dtype = jnp.bfloat16 if bias is None else jnp.promote_types(bias.dtype, jnp.bfloat16)
+            kept = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)
+            bias = jnp.where(mask.astype(bool), kept, jnp.asarray(2 * MASKING_BIAS, dtype))
+            return None, jnp.broadcast_to(bias, (*bias.shape[:2], seq, kv_seq))
+        mask = jnp.broadcast_to(mask[:, 0, 0], (batch, kv_seq))
+    else:
+        _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
+    return _checks.as_int32(mask), bias
 
 
 def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
@@ -528,7 +553,7 @@ OP = Op(
             refuses=mosaic_resident.unsupported,
             preferred=mosaic_resident.prefer,
         ),
-        Kernel(backend="triton", call=triton.attention, config=triton.Config),
+        Kernel(backend="triton", call=triton.attention, config=triton.Config, refuses=triton.unsupported),
     ),
     backward=(
         Backward(

@@ -10,6 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models.kernels._common import NO_KEY
+from pallas_models.ops import _checks
 from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
 from pallas_models.ops._sharding import varying_alike
 from pallas_models.ops.attention import OP, merged_heads, operands
@@ -66,6 +67,8 @@ def ring_attention(
         raise ValueError(
             f"q has {seq} tokens and k has {kv_seq} on a device; with causal=True expected the same even number"
         )
+    if mask is not None:
+        _checks.check_mask("mask", mask, k.shape[:2], "(B, Skv)")
     for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
         if ids is not None and ids.dtype.itemsize > 4:
             raise TypeError(f"{name} has dtype {ids.dtype}; expected integers of up to 32 bits")
