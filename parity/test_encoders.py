@@ -64,6 +64,8 @@ def test_against_transformers(tmp_path, kind):
         ("distilbert", {"activation": "relu"}),
         ("modernbert", {"hidden_activation": "silu"}),
         ("roberta", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("bert", {"num_attention_heads": 8}),
+        ("modernbert", {"num_attention_heads": 8}),
         ("roberta", {"pad_token_id": 0}),
         ("xlm-roberta", {"pad_token_id": 3}),
     ],

@@ -85,6 +85,7 @@ def torch_logits(folder):
         {"scale_attn_weights": False},
         {"scale_attn_by_inverse_layer_idx": True},
         {"tie_word_embeddings": False},
+        {"n_head": 8},
         {"n_head": 4, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
     ],
     ids=str,
