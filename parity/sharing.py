@@ -19,9 +19,8 @@ import pytest
 
 GB = 2**30
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-COMPILED = (
-    "PARITY_COMPILATION_CACHE"  # a folder for what the suite compiles; not JAX's variable, which tests inherit
-)
+# Names a folder for what the suite compiles. JAX's own variable would be that of programs that tests start, too.
+COMPILED = "PARITY_COMPILED"
 # What a process takes beside its arrays: a CUDA context, loaded kernels, libraries' workspaces.
 OVERHEAD = 1.0 * GB
 # With less for its arrays, most tests of a process would have to run again.
@@ -89,7 +88,7 @@ def ran_out(error: BaseException) -> str | None:
     """The line of an error that says that the GPU's memory ran out, or None if it is another error."""
     seen: BaseException | None = error
     while seen is not None:
-        for line in str(seen).splitlines():
+        for line in () if isinstance(seen, AssertionError) else str(seen).splitlines():
             if "out of memory" in line.lower().replace("_", " "):  # a kernel's shared memory is another matter
                 return line.strip()
         seen = seen.__cause__ or seen.__context__

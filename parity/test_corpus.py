@@ -140,12 +140,12 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     replacing, written = files.replacing, 0
 
     @contextlib.contextmanager
-    def interrupted(path):
+    def interrupted(path, **options):
         nonlocal written
         written += 1
         if 2 * (written - 1) >= moment:
             raise Killed
-        with replacing(path) as file:
+        with replacing(path, **options) as file:
             yield file
         if 2 * (written - 1) + 1 >= moment:
             raise Killed

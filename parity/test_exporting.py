@@ -128,7 +128,7 @@ def test_any_length(name):
             assert_close(out, wanted, 5e-6)
 
 
-def test_a_length_beyond_the_positions():
+def test_a_length_beyond_the_positions(on_cpu):
     """Which no symbolic length tells: NaN and no number, or a refusal where the bound is stated."""
     function, long = (
         functools.partial(ANY_LENGTH["gpt2"][0], random_params(GPT, init=gpt2.init)),

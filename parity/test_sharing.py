@@ -106,7 +106,8 @@ def test_what_a_run_says(gpu, tmp_path, limited):
     assert done.returncode == 1
     assert ("1 skipped" in done.stdout) == limited
     assert ("2 failed" if limited else "3 failed") in done.stdout
-    line = "needs more than its 3.7 GB of the GPU: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99"
+    share = f"{0.1 / sharing.JAX_PART * 24:.1f} GB"
+    line = f"needs more than its {share} of the GPU: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99"
     assert (line in done.stdout) == limited
     xml = (tmp_path / "out.xml").read_text()
     assert ('name="needs_memory" value="test_it.py::test_too_large"' in xml) == limited

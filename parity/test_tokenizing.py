@@ -225,8 +225,9 @@ def test_processes_end_with_the_one_that_asks():
 def test_an_encoder_tokenizes_long_streams_in_processes(tmp_path, monkeypatch):
     """And the same embeddings come of it; its processes end with it."""
     folder = checkpoints.write(tmp_path / "checkpoint", max_length=20)
-    encoder, sentences = Encoder.from_pretrained(folder), SENTENCES * 3
-    expected = encoder.encode(sentences)
+    sentences = SENTENCES * 3
+    expected = Encoder.from_pretrained(folder).encode(sentences)
+    encoder = Encoder.from_pretrained(folder)  # that has not asked yet how many processes it may start
     asked: list[int] = []
     ask = tokenizing.Processes.__call__
 
