@@ -15,6 +15,7 @@ from pallas_models import ops, training
 from pallas_models._modules import Embedding, GatedMLP, Params, Projection, bind, call_layers, init_params, look_up
 from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 
 Table = tuple[jax.Array, jax.Array]
 
@@ -92,8 +93,8 @@ class Layer(nnx.Module):
         x: jax.Array,
         global_table: Table,
         local_table: Table,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
+        mask: Array | None,
+        segment_ids: Array | None,
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
@@ -136,9 +137,9 @@ class ModernBert(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
+        ids: Array,
+        mask: Array | None,
+        segment_ids: Array | None,
         *,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -172,10 +173,10 @@ def init(
 
 def encode(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Array | None = None,
     config: ModernBertConfig = ModernBertConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
