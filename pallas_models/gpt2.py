@@ -31,6 +31,7 @@ from pallas_models._modules import (
 )
 from pallas_models._shardings import over_groups
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.embedding import first_rows
 
@@ -106,7 +107,7 @@ class Embeddings(nnx.Module):
         self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.position = Embedding(config.max_positions, config.hidden_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, ids: jax.Array, mask: jax.Array | None, positions: jax.Array | None) -> jax.Array:
+    def __call__(self, ids: Array, mask: Array | None, positions: Array | None) -> jax.Array:
         words, table = look_up(self.word.embedding[...], ids), self.position.embedding[...]
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
@@ -152,8 +153,8 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
-        mask: jax.Array | None = None,
+        x: Array,
+        mask: Array | None = None,
         *,
         causal: bool = True,
         precision: jax.lax.PrecisionLike = None,
@@ -161,7 +162,7 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Computes the block; arguments and errors are those of `block`."""
 
-        def norm(x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
+        def norm(x: Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
             # With x itself, whose gradient the norm's kernel then adds to its own.
             return ops.layer_norm(
                 x,
@@ -172,7 +173,7 @@ class Block(nnx.Module):
                 implementation=implementation,
             )
 
-        def linear(x: jax.Array, linear: Linear, residual: jax.Array | None = None) -> jax.Array:
+        def linear(x: Array, linear: Linear, residual: Array | None = None) -> jax.Array:
             return ops.matmul(
                 x,
                 linear.kernel[...],
@@ -223,10 +224,10 @@ class GPT2(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None = None,
+        ids: Array,
+        mask: Array | None = None,
         *,
-        positions: jax.Array | None = None,
+        positions: Array | None = None,
         last_only: bool = False,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -313,10 +314,10 @@ def group_heads(params: Params, config: GPT2Config, groups: int) -> tuple[Params
 
 def block(
     params: Params,
-    x: jax.Array,
+    x: Array,
     *,
     causal: bool = True,
-    mask: jax.Array | None = None,
+    mask: Array | None = None,
     num_heads: int | None = None,
     epsilon: float = 1e-5,
     activation: Activation = "gelu_tanh",
@@ -363,10 +364,10 @@ def block(
 
 def logits(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None = None,
+    ids: Array,
+    mask: Array | None = None,
     *,
-    positions: jax.Array | None = None,
+    positions: Array | None = None,
     last_only: bool = False,
     config: GPT2Config = GPT2Config(),
     implementation: Implementation | None = None,
@@ -406,11 +407,11 @@ def logits(
 
 def loss(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None = None,
+    ids: Array,
+    mask: Array | None = None,
     *,
-    weights: jax.Array | None = None,
-    positions: jax.Array | None = None,
+    weights: Array | None = None,
+    positions: Array | None = None,
     config: GPT2Config = GPT2Config(),
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",

@@ -15,6 +15,7 @@ from pallas_models import ops, training
 from pallas_models._modules import Embedding, GatedMLP, Params, Projection, bind, call_layers, init_params, look_up
 from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
 
 Table = tuple[jax.Array, jax.Array]
@@ -95,8 +96,8 @@ class Layer(nnx.Module):
         x: jax.Array,
         global_table: Table,
         local_table: Table,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
+        mask: Array | None,
+        segment_ids: Array | None,
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
@@ -139,9 +140,9 @@ class ModernBert(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
+        ids: Array,
+        mask: Array | None,
+        segment_ids: Array | None,
         *,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -175,10 +176,10 @@ def init(
 
 def encode(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Array | None = None,
     config: ModernBertConfig = ModernBertConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:

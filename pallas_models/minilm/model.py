@@ -22,6 +22,7 @@ from pallas_models import ops, training
 from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layers, init_params
 from pallas_models.minilm import packing
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
 
 
@@ -108,9 +109,9 @@ class Embeddings(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        token_type_ids: jax.Array | None,
-        position_ids: jax.Array | None,
+        ids: Array,
+        token_type_ids: Array | None,
+        position_ids: Array | None,
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
@@ -206,10 +207,10 @@ class MiniLM(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None,
-        token_type_ids: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        ids: Array,
+        mask: Array | None,
+        token_type_ids: Array | None = None,
+        segment_ids: Array | None = None,
         *,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -260,11 +261,11 @@ def init(key: jax.Array, config: EncoderConfig = MiniLMConfig(), *, dtype: DType
 
 def encode(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
     *,
-    token_type_ids: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
+    segment_ids: Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -299,17 +300,17 @@ def encode(
     return bind(MiniLM, config, params)(ids, mask, token_type_ids, segment_ids, implementation=implementation)
 
 
-def _check_ids(ids: jax.Array) -> None:
+def _check_ids(ids: Array) -> None:
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
 
 
 def embed(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array,
+    ids: Array,
+    mask: Array,
     *,
-    token_type_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -329,11 +330,11 @@ def embed(
 
 def embed_packed(
     params: Params,
-    ids: jax.Array,
-    segment_ids: jax.Array,
+    ids: Array,
+    segment_ids: Array,
     *,
     num_segments: int,
-    token_type_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:

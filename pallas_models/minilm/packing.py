@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_models.ops._checks import Array
+
 # Results have a size that is known beforehand: one for so many tokens of a batch. Sentences are longer on average;
 # where all are shorter, a batch is full before its tokens are.
 _TOKENS_PER_SEGMENT = 8
@@ -38,7 +40,7 @@ class Batch:
     sentences: np.ndarray
 
 
-def position_ids(segment_ids: jax.Array) -> jax.Array:
+def position_ids(segment_ids: Array) -> jax.Array:
     """The index of each token in its segment, of ids (B, S); 0 for padding, which has negative ids."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]

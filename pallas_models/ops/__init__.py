@@ -1,5 +1,7 @@
 """Operations with hand-written kernels: formula, checks, plain-XLA reference and gradient of each.
 
+`Array` in what they take is a `jax.Array` or a NumPy array; they give a `jax.Array`.
+
 Every op, and every model made of them, takes `implementation`:
 
 - None: the best kernel for the target GPU, which is decided where a program is lowered; plain XLA on other

@@ -1,5 +1,7 @@
 """Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
+from __future__ import annotations
+
 import functools
 import math
 import operator
@@ -17,6 +19,7 @@ from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _products
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
@@ -25,10 +28,10 @@ from pallas_models.tuning import Chooser
 class _Options(TypedDict, total=False):
     causal: bool
     window: int | None
-    mask: jax.Array | None
-    bias: jax.Array | None
-    segment_ids: jax.Array | None
-    sm_scale: float | jax.Array | None
+    mask: Array | None
+    bias: Array | None
+    segment_ids: Array | None
+    sm_scale: float | Array | None
     precision: jax.lax.PrecisionLike
     config: triton.Config | mosaic.Config | Chooser | None
     implementation: Implementation | None
@@ -36,11 +39,11 @@ class _Options(TypedDict, total=False):
 
 @overload
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    kv_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: Array | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[_Options],
 ) -> jax.Array: ...
@@ -48,28 +51,28 @@ def attention(
 
 @overload
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    kv_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: Array | None = ...,
     return_lse: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     window: int | None = None,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    sm_scale: float | jax.Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    sm_scale: float | Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -151,7 +154,7 @@ def attention(
 
 @overload
 def attention_qkv(
-    qkv: jax.Array,
+    qkv: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = ...,
@@ -162,7 +165,7 @@ def attention_qkv(
 
 @overload
 def attention_qkv(
-    qkv: jax.Array,
+    qkv: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = ...,
@@ -172,16 +175,16 @@ def attention_qkv(
 
 
 def attention_qkv(
-    qkv: jax.Array,
+    qkv: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
     causal: bool = False,
     window: int | None = None,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    sm_scale: float | jax.Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    segment_ids: Array | None = None,
+    sm_scale: float | Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -231,7 +234,7 @@ def attention_qkv(
     )
 
 
-def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
+def segment_ids_from_cu_seqlens(cu_seqlens: Array, total: int) -> jax.Array:
     """The segment ids of sequences joined in one row, from their cumulative lengths.
 
     Args:
@@ -251,7 +254,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     return jnp.cumsum(ended, dtype=jnp.int32)  # how many sequences end at a position or before it
 
 
-def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
+def merged_heads(q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], dict[str, int]]:
     """Checks operands of `attention`; gives them as (B, S, heads * D), and the sizes of their heads."""
     for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
         _checks.check_float(name, x)
@@ -266,7 +269,7 @@ def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Ar
     return tuple(x.reshape(*x.shape[:2], x.shape[2] * head_dim) for x in (q, k, v)), sizes
 
 
-def _as_int32(*ids: jax.Array) -> list[jax.Array]:
+def _as_int32(*ids: Array) -> list[Array]:
     """Ids that are the same where those given are; those of 64 bits are numbered anew, in their order."""
     if all(x.dtype.itemsize <= 4 for x in ids):
         return [x.astype(jnp.int32) for x in ids]
@@ -276,7 +279,7 @@ def _as_int32(*ids: jax.Array) -> list[jax.Array]:
 
 
 def _attend(
-    qkv: tuple[jax.Array, ...],
+    qkv: tuple[Array, ...],
     *,
     config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
@@ -291,18 +294,18 @@ def _attend(
 
 
 def operands(
-    qkv: tuple[jax.Array, ...],
+    qkv: tuple[Array, ...],
     *,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     causal: bool,
     window: int | None,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    sm_scale: float | jax.Array | None,
+    mask: Array | None,
+    bias: Array | None,
+    segment_ids: Array | None,
+    kv_segment_ids: Array | None,
+    sm_scale: float | Array | None,
     return_lse: bool,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -352,8 +355,8 @@ def operands(
 
 
 def _of_keys_or_pairs(
-    mask: jax.Array, bias: jax.Array | None, shape: tuple[int, ...]
-) -> tuple[jax.Array | None, jax.Array | None]:
+    mask: Array, bias: Array | None, shape: tuple[int, ...]
+) -> tuple[Array | None, Array | None]:
     """The mask as kernels take it, of keys, (B, Skv), and the bias, which one of pairs goes into.
 
     Args:
@@ -375,7 +378,7 @@ def _of_keys_or_pairs(
     return _checks.as_int32(mask), bias
 
 
-def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
+def _split(qkv: tuple[Any, ...], num_heads: int, num_kv_heads: int) -> tuple[Any, ...]:
     """Queries, keys and values, of a buffer that holds all three too."""
     if len(qkv) > 1:
         return qkv
@@ -383,9 +386,7 @@ def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tup
     return tuple(jnp.split(qkv[0], [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1))
 
 
-def _scaled(
-    qkv: tuple[jax.Array, ...], sm_scale: jax.Array, num_heads: int, num_kv_heads: int
-) -> tuple[jax.Array, ...]:
+def _scaled(qkv: tuple[Array, ...], sm_scale: Array, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
     """The same with the scale in the queries, rounded to their dtype."""
     q, k, v = _split(qkv, num_heads, num_kv_heads)
     return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v

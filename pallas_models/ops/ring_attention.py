@@ -1,5 +1,7 @@
 """Attention of sequences that are spread over devices: keys and values go from device to device in a ring."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any
@@ -11,22 +13,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models.kernels._common import NO_KEY
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
 from pallas_models.ops._sharding import varying_alike
 from pallas_models.ops.attention import OP, merged_heads, operands
 
 
 def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     axis_name: str,
     causal: bool = False,
-    mask: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    sm_scale: float | jax.Array | None = None,
+    mask: Array | None = None,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    sm_scale: float | Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
