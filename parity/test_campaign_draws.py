@@ -120,6 +120,8 @@ def test_symbols_stand_for_batches_and_lengths():
     symbols = [{name for names in p.axes for name in names if name} for p in drawn]
     assert {"b"} in symbols and {"s"} in symbols and {"b", "s"} in symbols
     p = next(p for p in drawn if p.name == "gpt2.logits" and p.axes[0] == ("b", "s"))
+    (gated,) = {p.axes[2] for p in drawn if p.name == "gated_matmul"}
+    assert gated == ("", "")  # gate and up are no batch of two
     (ids, *_) = p.sized({"b": 3, "s": 5, "t": 1})
     assert ids.shape == (3, 5)
     np.testing.assert_array_equal(ids[2], ids[0])

@@ -32,7 +32,7 @@ from parity import campaign
 # begin in this order.
 _CHUNKS = {
     "ops": 16,
-    "transformations": 16,
+    "transformations": 32,
     "shardings": 8,
     "encoders": 16,
     "exports": 4,

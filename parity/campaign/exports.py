@@ -98,14 +98,18 @@ class Program:
         return found
 
 
-def _call(pick: Pick) -> tuple[str, Callable[..., Any], tuple[Any, ...], int, dict[int, str]]:
-    """One of `CALLS`, and which of its sizes are lengths."""
+# Name, function, arrays, how many of them are differentiated, which have a batch, and which sizes are lengths.
+_Drawn = tuple[str, Callable[..., Any], tuple[Any, ...], int, tuple[int, ...], dict[int, str]]
+
+
+def _call(pick: Pick) -> _Drawn:
+    """One of `CALLS`."""
     call = pick.of(CALLS)
     lengths = {LENGTH: "s"} | ({KEYS: "t"} if call.name in ("attention", "softmax", "softmax_split") else {})
-    return call.name, call.function, call.arrays(), call.floats, lengths
+    return call.name, call.function, call.arrays(), call.floats, call.batched, lengths
 
 
-def _attention(pick: Pick) -> tuple[str, Callable[..., Any], tuple[Any, ...], int, dict[int, str]]:
+def _attention(pick: Pick) -> _Drawn:
     """Attention of a sequence to itself with some of its masks."""
     rng = pick.rng
     options: dict[str, Any] = {"causal": True} if pick.chance(0.5) else {}
@@ -119,7 +123,7 @@ def _attention(pick: Pick) -> tuple[str, Callable[..., Any], tuple[Any, ...], in
         named = dict(zip(masks, rows, strict=True))
         return ops.attention(q, k, v, **named, **options, implementation=implementation)
 
-    return f"attention {options}", attention, (*qkv, *rows), 3, {LENGTH: "s"}
+    return f"attention {options}", attention, (*qkv, *rows), 3, (0, 1, 2, 3, 4), {LENGTH: "s"}
 
 
 MODELS = (
@@ -131,7 +135,7 @@ _SIZES: dict[str, Any] = dict(
 )
 
 
-def _model(pick: Pick) -> tuple[str, Callable[..., Any], tuple[Any, ...], int, dict[int, str]]:
+def _model(pick: Pick) -> _Drawn:
     name = pick.of(MODELS)
     rng = pick.rng
     ids = rng.integers(4, 40, (BATCH, LENGTH)).astype(np.int32)
@@ -139,7 +143,7 @@ def _model(pick: Pick) -> tuple[str, Callable[..., Any], tuple[Any, ...], int, d
     if name == "trimul":
         params = random_params(trimul.TriMulConfig(channels=16, hidden=16), init=trimul.init)
         x = rng.normal(size=(BATCH, LENGTH, LENGTH, 16)).astype(np.float32)
-        return name, functools.partial(trimul.trimul, params, direction="outgoing"), (x,), 0, {LENGTH: "s"}
+        return name, functools.partial(trimul.trimul, params, direction="outgoing"), (x,), 0, (0,), {LENGTH: "s"}
     config: Any
     if name.startswith("qwen3"):
         config, module = qwen3.Qwen3Config(**_SIZES, num_kv_heads=1, head_dim=16), qwen3
@@ -156,21 +160,23 @@ def _model(pick: Pick) -> tuple[str, Callable[..., Any], tuple[Any, ...], int, d
         def contrastive(ids: Any, mask: Any, **options: Any) -> Any:
             return minilm.contrastive_loss(params, (ids, mask), (ids[::-1], mask[::-1]), config=config, **options)
 
-        return name, contrastive, (ids, mask), 0, {LENGTH: "s"}
+        return name, contrastive, (ids, mask), 0, (0, 1), {LENGTH: "s"}
     if name == "embed_packed":
         segments = np.where(mask == 1, [[0], [1]], -1).astype(np.int32)
         packed = functools.partial(minilm.embed_packed, params, num_segments=3, config=config)
-        return name, packed, (ids, segments), 0, {LENGTH: "s"}
+        return name, packed, (ids, segments), 0, (0, 1), {LENGTH: "s"}
     function = {"modernbert": "encode", "mpnet": "embed", "minilm.embed": "embed"}.get(name) or name.split(".")[1]
     masked = pick.chance(0.6) or function == "embed"
     applied = functools.partial(getattr(module, function), params, config=config)
-    return name, applied, (ids, mask) if masked else (ids,), 0, {LENGTH: "s"}
+    return name, applied, (ids, mask) if masked else (ids,), 0, (0, 1), {LENGTH: "s"}
 
 
 def program(seed: int, index: int) -> Program:
     """Program `index` of a campaign."""
     pick = Pick(np.random.default_rng([seed, index, 7]))
-    name, function, arrays, floats, lengths = pick.by({_call: 0.45, _attention: 0.15, _model: 0.4})(pick)
+    name, function, arrays, floats, with_batch, lengths = pick.by({_call: 0.45, _attention: 0.15, _model: 0.4})(
+        pick
+    )
     arrays = tuple(map(np.asarray, arrays))
     # The number of segments is one of `CALLS`' batch, and is to be known.
     kinds = "s" if name == "segment_mean_pool" else pick.of(("b", "b", "s", "bs"))
@@ -179,9 +185,10 @@ def program(seed: int, index: int) -> Program:
     symbols = lengths if "s" in kinds else {}
     axes = tuple(
         tuple(
-            (batched if axis == 0 and x.ndim > 1 else symbols).get(size, "") for axis, size in enumerate(x.shape)
+            (batched if axis == 0 and i in with_batch else symbols).get(size, "")
+            for axis, size in enumerate(x.shape)
         )
-        for x in arrays
+        for i, x in enumerate(arrays)
     )
     differentiated = floats if pick.chance(0.25) else 0
     platforms = pick.of((("cpu",), ("cpu",), ("cpu", "cuda")))

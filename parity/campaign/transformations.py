@@ -26,7 +26,7 @@ from parity.common import random_params
 from parity.tolerances import DEEP, MODEL_GRADIENT, OP
 from weights import tree
 
-DRAWS = 16
+DRAWS = 32
 MODELS = 0.2  # the share of models among the calls
 # As many of an op and its derivatives follow one another: more of them compile for long.
 DEEPEST, ORDERS = 3, 2
