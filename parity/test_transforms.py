@@ -266,3 +266,12 @@ def test_export_for_cuda(implementation):
     assert 7 <= kernels <= 9
     if ON_GPU:
         assert_close(restored.call(*arrays), jax.jit(embed("xla"))(*arrays), CHAIN)
+
+
+def test_mapped_kernels_count_in_32_bits():
+    """JAX traces a Mosaic kernel anew to map over it: under the settings of whoever does."""
+    x, w_up, w_down = (jnp.ones(shape, "float16") for shape in ((3, 8, 512), (3, 512, 192), (3, 192, 448)))
+    mapped = jax.vmap(lambda *arrays: ops.mlp(*arrays, implementation="mosaic"))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), cuda_device("NVIDIA H200", 132):
+        text = jax.jit(mapped).trace(x, w_up, w_down).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernel_calls(text) >= 2

@@ -49,7 +49,10 @@ def launch(
         if not interpret:
             _prepare_module(name)
         absent = dict.fromkeys((*operands, *out_type))
-        body(types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch))
+        refs = types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch)
+        # JAX traces a kernel anew where it is mapped over, under the user's settings.
+        with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            body(refs)
 
     kernel.__name__ = name
     results = plgpu.kernel(
