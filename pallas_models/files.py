@@ -28,7 +28,8 @@ def replacing(
     is written to directly.
 
     Args:
-      follow_links: whether a link stays a link, and the file that it names is replaced; else the link is.
+      follow_links: whether a link stays a link, and the file that it names is replaced; else the link is, and so
+        is what is no regular file.
       mode: access to the file, less what the umask takes.
 
     Raises:
@@ -36,14 +37,13 @@ def replacing(
         that no work is done in vain; or the disk is full.
     """
     path = Path(path)
-    if follow_links or not path.is_symlink():
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; expected a file, or nothing there")
+    if path.is_dir() and (follow_links or not path.is_symlink()):
+        raise IsADirectoryError(f"{path} is a folder; expected a file, or nothing there")
+    if follow_links:
         if path.exists() and not path.is_file():
             with path.open("wb") as device:
                 yield device
             return
-    if follow_links:
         path = Path(os.path.realpath(path))
     _remove_abandoned(path.parent)
     try:

@@ -546,6 +546,20 @@ def test_who_does_not_read_on_sees_no_error(lines):
     assert child.returncode == 141
 
 
+def test_an_interrupt_is_not_passed_over():
+    """Python passes over an exception in what garbage collection calls, as JAX has it call something."""
+    code = f"""
+import gc, os, runpy, signal, time
+def main():
+    gc.callbacks.append(lambda *_: gc.callbacks.clear() or os.kill(os.getpid(), signal.SIGINT))
+    gc.collect()
+    time.sleep(60)
+runpy.run_path({_host.__file__!r})["run_program"](main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 @pytest.mark.parametrize("ends", ["raise KeyboardInterrupt", "return 130"])
 def test_an_interrupted_program_waits_for_no_thread(ends):
     """Python would join what compiles, and abort where a second signal ends that."""

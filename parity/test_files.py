@@ -86,6 +86,9 @@ def test_a_link_can_be_replaced(tmp_path):
         assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
         (tmp_path / "a").unlink()
     assert (tmp_path / "b").read_text() == "other" and names(tmp_path) == ["b", "folder"]
+    os.mkfifo(tmp_path / "a")  # to which nobody listens
+    files.write(tmp_path / "a", "x", follow_links=False)
+    assert (tmp_path / "a").read_text() == "x"
     with pytest.raises(IsADirectoryError):
         files.write(tmp_path / "folder", "x", follow_links=False)
 
