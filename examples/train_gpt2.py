@@ -9,9 +9,10 @@ shows how well it does on others.
 
 import argparse
 import functools
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,48 @@ from pallas_models.gpt2 import GPT2Config
 State = tuple[Any, Any]  # parameters and the state of the optimiser
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer of the command line that is no less."""
+
+    def integer(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value}; expected at least {least}")
+        return value
+
+    return integer
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT-2 on the bytes of texts.")
     root = Path(__file__).parents[1]
     texts = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
     parser.add_argument("--text", type=Path, nargs="+", default=texts, help="files; the documentation here")
     parser.add_argument("--checkpoints", type=Path, help="folder to keep checkpoints in and to go on from")
-    parser.add_argument("--steps", type=int, default=300, help="to have taken at the end")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences a step")
-    parser.add_argument("--length", type=int, default=256, help="bytes of a sequence")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256, help="of the model, a multiple of 64")
+    parser.add_argument("--steps", type=at_least(1), default=300, help="to have taken at the end")
+    parser.add_argument("--save-every", type=at_least(1), default=100, help="steps between checkpoints")
+    parser.add_argument("--batch-size", type=at_least(1), default=32, help="sequences a step")
+    parser.add_argument("--length", type=at_least(2), default=256, help="bytes of a sequence")
+    parser.add_argument("--layers", type=at_least(1), default=4)
+    parser.add_argument("--width", type=at_least(1), default=256, help="of the model, a multiple of 64")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products")
-    parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
-    return parser.parse_args(arguments)
+    parser.add_argument("--sample", type=at_least(0), default=200, help="bytes to write at the end")
+    args = parser.parse_args(arguments)
+    if args.width % gpt2.HEAD_DIM:
+        parser.error(f"argument --width: {args.width}; expected a multiple of {gpt2.HEAD_DIM}")
+    return args
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Ends the program where the checkpoints are of a model of other sizes; notes the sizes of the first."""
+    sizes = {f"--{name}": getattr(args, name) for name in ("layers", "width", "length")}
+    path = args.checkpoints / "model.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(sizes))
+    elif (found := json.loads(path.read_text())) != sizes:
+        of, given = (" ".join(f"{name} {size}" for name, size in each.items()) for each in (found, sizes))
+        sys.exit(f"{args.checkpoints} has checkpoints of a model with {of}; got {given}")
 
 
 def batch(data: np.ndarray, step: int, batch_size: int, length: int) -> np.ndarray:
@@ -75,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
     cut = len(data) * 9 // 10
     if len(data) - cut < args.length:
         sys.exit(f"the texts have {len(data)} bytes; expected at least {10 * args.length}, ten times --length")
+    if args.checkpoints is not None:
+        check_model(args)
     held_out = batch(data[cut:], 0, args.batch_size, args.length)
     config = GPT2Config(
         vocab_size=256,
@@ -126,4 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"error: {error}")

@@ -1,6 +1,53 @@
 """Hand-written Pallas GPU kernels and the models made from them."""
 
-from pallas_models import gpt2, minilm, ops, qwen3, training, trimul
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["gpt2", "minilm", "ops", "qwen3", "training", "trimul"]
+if TYPE_CHECKING:
+    from pallas_models import (
+        compilation_cache,
+        corpus,
+        exporting,
+        files,
+        gpt2,
+        minilm,
+        modernbert,
+        ops,
+        quantization,
+        qwen3,
+        ray,
+        target,
+        training,
+        trimul,
+        tuning,
+    )
+
+__all__ = [
+    "compilation_cache",
+    "corpus",
+    "exporting",
+    "files",
+    "gpt2",
+    "minilm",
+    "modernbert",
+    "ops",
+    "quantization",
+    "qwen3",
+    "ray",
+    "target",
+    "training",
+    "trimul",
+    "tuning",
+]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The modules above, imported when they are wanted: `python -m pallas_models --help` needs no JAX."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models import ops, training
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import check_implementation
 from pallas_models.ops.embedding import rows_of
 
@@ -76,7 +77,7 @@ class Embedding(nnx.Module):
         self.embedding = _random(rngs, (rows, features), dtype)
 
 
-def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+def look_up(table: jax.Array, ids: Array) -> jax.Array:
     """The rows `ids` (B, S) of `table` (V, H); TypeError or ValueError where ids are not valid indices."""
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
@@ -84,20 +85,20 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     return rows_of(table, ids)
 
 
-def last_tokens(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+def last_tokens(x: jax.Array, mask: Array | None) -> jax.Array:
     """The last position of each sequence in x (B, S, H), or the last whose mask is not 0: (B, H)."""
     if mask is None:
         return x[:, -1]
-    last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1] != 0, axis=1)
+    last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1].astype(bool), axis=1)
     return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
 
 def next_token_loss(
     x: jax.Array,
     kernel: jax.Array,
-    ids: jax.Array,
-    mask: jax.Array | None,
-    weights: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
+    weights: Array | None,
     *,
     tied: bool,
     implementation: Any,
@@ -117,9 +118,10 @@ def next_token_loss(
     counts = jnp.ones(ids.shape, jnp.float32)
     if weights is not None:
         _checks.check_shape("weights", weights, ids.shape, "the shape of ids")
-        counts = weights.astype(jnp.float32)
+        counts = jnp.asarray(weights, jnp.float32)
     if mask is not None:
-        both = (mask != 0) & (jnp.roll(mask, 1, axis=1) != 0)
+        is_token = mask.astype(bool)  # strict promotion has no comparison of a bool with 0
+        both = is_token & jnp.roll(is_token, 1, axis=1)
         counts = jnp.where(both, counts, 0.0)
     return ops.linear_cross_entropy(
         x,

@@ -9,7 +9,6 @@ file that does not belong to the user, or that others can write; a warning says 
 folders and files are the user's alone.
 """
 
-import argparse
 import contextlib
 import errno
 import functools
@@ -28,33 +27,11 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 from pallas_models import files, target, tuning
+from pallas_models._options import add_arguments, default_folder
+
+__all__ = ["Executables", "add_arguments", "default_folder", "enable", "jax_has_one", "jax_setting"]
 
 _PACKAGE = Path(__file__).parent
-
-
-def default_folder() -> Path:
-    """The folder that programs use unless told otherwise."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "pallas_models" / "compilation"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares `--compilation-cache DIR` and `--no-compilation-cache`, both as `args.compilation_cache`."""
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--compilation-cache",
-        metavar="DIR",
-        type=Path,
-        default=default_folder(),
-        help="keep compiled code here for the next run (%(default)s)",
-    )
-    choice.add_argument(
-        "--no-compilation-cache",
-        dest="compilation_cache",
-        action="store_const",
-        const=None,
-        help="compile anew, and keep nothing",
-    )
 
 
 def enable(folder: Path | None) -> None:

@@ -41,7 +41,12 @@ class Artefact:
         return self.programs[platform].call(*args)
 
     def serialize(self) -> bytes:
-        """The artefact as bytes, for `deserialize`. Needs the package flatbuffers."""
+        """The artefact as bytes, for `deserialize`.
+
+        Raises:
+          ImportError: the package flatbuffers is not installed; the extra `export` brings it.
+        """
+        _check_available()
         parts = {platform: bytes(program.serialize()) for platform, program in self.programs.items()}
         head = json.dumps({platform: len(part) for platform, part in parts.items()}).encode()
         return _MAGIC + head + b"\n" + b"".join(parts.values())
@@ -101,6 +106,7 @@ def deserialize(data: bytes) -> Artefact:
     """Reads what `Artefact.serialize` gave.
 
     Raises:
+      ImportError: the package flatbuffers is not installed.
       ValueError: the data are something else, or cut short.
     """
     head, _, rest = data.removeprefix(_MAGIC).partition(b"\n")
@@ -110,11 +116,21 @@ def deserialize(data: bytes) -> Artefact:
         sizes = None
     if not isinstance(sizes, dict) or sum(sizes.values()) != len(rest):
         raise ValueError(f"{len(data)} bytes are no artefact of pallas_models, or were cut short")
+    _check_available()
     programs, start = {}, 0
     for platform, size in sizes.items():
         programs[platform] = jax.export.deserialize(bytearray(rest[start : start + size]))
         start += size
     return Artefact(programs=programs)
+
+
+def _check_available() -> None:
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "jax.export serialises with flatbuffers: pip install 'pallas-models[export]', or flatbuffers alone"
+        ) from error
 
 
 def _platform(args: Any) -> str:

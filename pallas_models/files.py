@@ -2,7 +2,7 @@
 
 What is written lies in a draft beside, `.<random>.draft`, and takes the final name once it is on the disk. A
 writer that fails removes its draft. A killed one leaves it behind, and the next writer in the folder removes it:
-it can tell, as the lock on a draft ends with its writer.
+it can tell, as the lock on a draft ends with its writer. `locked` keeps a folder for one job in the same way.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -105,6 +106,53 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         os.close(descriptor)
     _sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keeps a folder for this job, for as long as the context lasts.
+
+    The lock, on the file `.lock` in the folder, ends with the process, however that ends: a file that a killed
+    job leaves is free to be taken, and removed by who takes it. Where the file system has no locks, or nothing can
+    be written, there is none.
+
+    Raises:
+      BlockingIOError: another job has the folder.
+    """
+    try:
+        path, descriptor = _take(Path(folder))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        yield
+        return
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take(folder: Path) -> tuple[Path, int]:
+    path = folder / ".lock"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace") or "another job"
+            os.close(descriptor)
+            raise BlockingIOError(
+                f"{folder} is being written by {holder}; expected a folder that no other job writes to"
+            ) from None
+        except OSError:  # a file system without locks
+            return path, descriptor
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return path, descriptor
+        os.close(descriptor)  # who had it before has removed it
 
 
 def _link(source: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2: a decoder of pre-norm transformer blocks, with learned positions and a head tied to the word embeddings.
+"""GPT-2: a decoder of pre-norm transformer blocks, with learned positions.
 
 The model, in its four published sizes, is that of
 [Language Models are Unsupervised Multitask Learners](https://github.com/openai/gpt-2).
@@ -21,6 +21,7 @@ from pallas_models._modules import (
     LayerNorm,
     Linear,
     Params,
+    Projection,
     bind,
     call_layers,
     init_params,
@@ -30,13 +31,24 @@ from pallas_models._modules import (
 )
 from pallas_models._shardings import over_groups
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
+from pallas_models.ops.activations import Activation
+from pallas_models.ops.embedding import first_rows
 
 HEAD_DIM = 64  # of every published size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Config:
-    """Sizes of the model; the defaults are those of GPT-2 small."""
+    """Sizes of the model; the defaults are those of GPT-2 small.
+
+    Attributes:
+      activation: of the MLPs, as in `ops.mlp`.
+      tie_embeddings: whether the head is the table of word embeddings.
+      scale_attn_weights, scale_attn_by_inverse_layer_idx: by what a checkpoint scales scores of attention: 1 over
+        the root of the head size, and 1 over the layer's number. Here it is always the first alone: `weights`
+        multiplies the queries of a checkpoint by the rest, and `weights.export` divides them again.
+    """
 
     head_groups = 1  # no field of what files describe: see `group_heads`
 
@@ -47,6 +59,10 @@ class GPT2Config:
     intermediate_size: int = 3072
     max_positions: int = 1024
     epsilon: float = 1e-5
+    activation: Activation = "gelu_tanh"
+    tie_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.hidden_size % self.num_heads:
@@ -91,15 +107,15 @@ class Embeddings(nnx.Module):
         self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.position = Embedding(config.max_positions, config.hidden_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, ids: jax.Array, mask: jax.Array | None, positions: jax.Array | None) -> jax.Array:
+    def __call__(self, ids: Array, mask: Array | None, positions: Array | None) -> jax.Array:
         words, table = look_up(self.word.embedding[...], ids), self.position.embedding[...]
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
         if positions is None:
-            if ids.shape[1] > len(table):
+            if _checks.is_over(ids.shape[1], len(table)):
                 raise ValueError(f"ids has length {ids.shape[1]}; expected at most {len(table)} positions")
             if mask is None:
-                return words + table[None, : ids.shape[1]]
+                return words + first_rows(table, ids.shape[1])[None]
             positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         else:
             _checks.check_integer("positions", positions)
@@ -117,7 +133,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Parameters of the feed-forward half: up, GELU by its tanh approximation, down."""
+    """Parameters of the feed-forward half: up, activation, down."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.up = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
@@ -128,7 +144,8 @@ class Block(nnx.Module):
     """One pre-norm transformer block: (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.num_heads, self.head_groups, self.epsilon = config.num_heads, config.head_groups, config.epsilon
+        self.num_heads, self.head_groups = config.num_heads, config.head_groups
+        self.activation, self.epsilon = config.activation, config.epsilon
         self.attention_norm = LayerNorm(config.hidden_size)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = LayerNorm(config.hidden_size)
@@ -136,8 +153,8 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
-        mask: jax.Array | None = None,
+        x: Array,
+        mask: Array | None = None,
         *,
         causal: bool = True,
         precision: jax.lax.PrecisionLike = None,
@@ -145,7 +162,7 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Computes the block; arguments and errors are those of `block`."""
 
-        def norm(x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
+        def norm(x: Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
             # With x itself, whose gradient the norm's kernel then adds to its own.
             return ops.layer_norm(
                 x,
@@ -156,7 +173,7 @@ class Block(nnx.Module):
                 implementation=implementation,
             )
 
-        def linear(x: jax.Array, linear: Linear, residual: jax.Array | None = None) -> jax.Array:
+        def linear(x: Array, linear: Linear, residual: Array | None = None) -> jax.Array:
             return ops.matmul(
                 x,
                 linear.kernel[...],
@@ -187,7 +204,7 @@ class Block(nnx.Module):
             down.kernel[...],
             bias_up=up.bias[...],
             bias_down=down.bias[...],
-            activation="gelu_tanh",
+            activation=self.activation,
             residual=x,
             precision=precision,
             implementation=implementation,
@@ -195,20 +212,22 @@ class Block(nnx.Module):
 
 
 class GPT2(nnx.Module):
-    """The language model without its head, which is the table of word embeddings."""
+    """The language model without its head: the kernel is that of `head`, or the table of word embeddings."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = LayerNorm(config.hidden_size)
+        if not config.tie_embeddings:
+            self.head = Projection(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None = None,
+        ids: Array,
+        mask: Array | None = None,
         *,
-        positions: jax.Array | None = None,
+        positions: Array | None = None,
         last_only: bool = False,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -225,6 +244,10 @@ class GPT2(nnx.Module):
             epsilon=self.config.epsilon,
             implementation=implementation,
         )
+
+    def head_kernel(self) -> jax.Array:
+        """The kernel of the head: (H, V), or (V, H) where it is tied to the embeddings."""
+        return self.embeddings.word.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
 
 
 def init(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
@@ -291,18 +314,19 @@ def group_heads(params: Params, config: GPT2Config, groups: int) -> tuple[Params
 
 def block(
     params: Params,
-    x: jax.Array,
+    x: Array,
     *,
     causal: bool = True,
-    mask: jax.Array | None = None,
+    mask: Array | None = None,
     num_heads: int | None = None,
     epsilon: float = 1e-5,
+    activation: Activation = "gelu_tanh",
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes one transformer block.
 
-    `y = x + attention(layer_norm(x))`, then `y + mlp(layer_norm(y))`: seven kernels, with biases, GELU and
+    `y = x + attention(layer_norm(x))`, then `y + mlp(layer_norm(y))`: seven kernels, with biases, activation and
     the two residuals in the epilogues of the matrix products.
 
     Args:
@@ -313,6 +337,7 @@ def block(
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed, or None.
       num_heads: number of heads; H / 64 when None, which is that of every published size.
       epsilon: added to the variance in the layer norms.
+      activation: of the MLP, as in `ops.mlp`.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
@@ -332,16 +357,17 @@ def block(
         num_heads=x.shape[-1] // HEAD_DIM if num_heads is None else num_heads,
         intermediate_size=params["mlp"]["up"]["kernel"].shape[-1],
         epsilon=epsilon,
+        activation=activation,
     )
     return bind(Block, config, params)(x, mask, causal=causal, precision=precision, implementation=implementation)
 
 
 def logits(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None = None,
+    ids: Array,
+    mask: Array | None = None,
     *,
-    positions: jax.Array | None = None,
+    positions: Array | None = None,
     last_only: bool = False,
     config: GPT2Config = GPT2Config(),
     implementation: Implementation | None = None,
@@ -372,8 +398,8 @@ def logits(
     x = model(ids, mask, positions=positions, last_only=last_only, implementation=implementation)
     return ops.matmul(
         x,
-        model.embeddings.word.embedding[...].astype(x.dtype),
-        transpose_w=True,
+        model.head_kernel().astype(x.dtype),
+        transpose_w=config.tie_embeddings,
         out_dtype=jnp.float32,
         implementation=implementation,
     )
@@ -381,11 +407,11 @@ def logits(
 
 def loss(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None = None,
+    ids: Array,
+    mask: Array | None = None,
     *,
-    weights: jax.Array | None = None,
-    positions: jax.Array | None = None,
+    weights: Array | None = None,
+    positions: Array | None = None,
     config: GPT2Config = GPT2Config(),
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
@@ -415,11 +441,11 @@ def loss(
     model = bind(GPT2, config, params)
     return next_token_loss(
         model(ids, mask, positions=positions, remat=remat, implementation=implementation),
-        model.embeddings.word.embedding[...],
+        model.head_kernel(),
         ids,
         mask,
         weights,
-        tied=True,
+        tied=config.tie_embeddings,
         label_smoothing=label_smoothing,
         reduction=reduction,
         implementation=implementation,

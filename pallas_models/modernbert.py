@@ -15,6 +15,8 @@ from pallas_models import ops, training
 from pallas_models._modules import Embedding, GatedMLP, Params, Projection, bind, call_layers, init_params, look_up
 from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
+from pallas_models.ops.activations import Activation
 
 Table = tuple[jax.Array, jax.Array]
 
@@ -28,6 +30,7 @@ class ModernBertConfig:
       global_every: of so many layers the first attends to all tokens.
       global_theta: base of the rotary frequencies of these layers.
       local_theta: that of the others.
+      activation: of the gates of the MLPs, as in `ops.gated_mlp`.
     """
 
     vocab_size: int = 50368
@@ -41,6 +44,7 @@ class ModernBertConfig:
     global_theta: float = 160_000.0
     local_theta: float = 10_000.0
     epsilon: float = 1e-5
+    activation: Activation = "gelu"
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
@@ -78,7 +82,7 @@ class Layer(nnx.Module):
     """One pre-norm layer: (B, S, H) to (B, S, H). The first of a model has no norm before its attention."""
 
     def __init__(self, config: ModernBertConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.num_heads = config.num_heads
+        self.num_heads, self.activation = config.num_heads, config.activation
         self.is_global = index % config.global_every == 0
         self.window = None if self.is_global else config.local_attention // 2 + 1
         if index > 0:
@@ -92,8 +96,8 @@ class Layer(nnx.Module):
         x: jax.Array,
         global_table: Table,
         local_table: Table,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
+        mask: Array | None,
+        segment_ids: Array | None,
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
@@ -118,7 +122,7 @@ class Layer(nnx.Module):
             self.mlp_norm(x, implementation=implementation),
             self.mlp.gate_up.kernel[...],
             self.mlp.down.kernel[...],
-            activation="gelu",
+            activation=self.activation,
             residual=x,
             implementation=implementation,
         )
@@ -136,9 +140,9 @@ class ModernBert(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None,
-        segment_ids: jax.Array | None,
+        ids: Array,
+        mask: Array | None,
+        segment_ids: Array | None,
         *,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -148,7 +152,7 @@ class ModernBert(nnx.Module):
         x = look_up(self.word.embedding[...], ids)
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
-        if segment_ids is None and length > config.max_positions:
+        if segment_ids is None and _checks.is_over(length, config.max_positions):
             raise ValueError(f"length {length} is too long; expected at most {config.max_positions} positions")
         positions = jnp.arange(length) if segment_ids is None else position_ids(segment_ids)
         tables = (
@@ -172,10 +176,10 @@ def init(
 
 def encode(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Array | None = None,
     config: ModernBertConfig = ModernBertConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:

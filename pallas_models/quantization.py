@@ -20,7 +20,10 @@ def ranges_of(embeddings: np.ndarray) -> np.ndarray:
       ValueError: there are fewer than two, which span no range.
     """
     if len(embeddings) < 2:
-        raise ValueError(f"embeddings has {len(embeddings)} rows; expected at least 2 to take ranges from")
+        raise ValueError(
+            f"embeddings has {len(embeddings)} rows; expected at least 2 to take ranges from: "
+            "to quantize fewer, give `quantize_embeddings` the `ranges` of others"
+        )
     return np.stack([embeddings.min(axis=0), embeddings.max(axis=0)])
 
 

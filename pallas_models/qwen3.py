@@ -34,6 +34,7 @@ from pallas_models._modules import (
 from pallas_models._shardings import over_groups
 from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 
 Table = tuple[jax.Array, jax.Array]
 
@@ -129,10 +130,10 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Array,
         table: Table,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        mask: Array | None = None,
+        segment_ids: Array | None = None,
         *,
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation | None = None,
@@ -176,11 +177,11 @@ class Qwen3(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None = None,
+        ids: Array,
+        mask: Array | None = None,
         *,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
         last_only: bool = False,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -201,9 +202,9 @@ class Qwen3(nnx.Module):
         return self.word.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
 
 
-def _table(positions: jax.Array | None, shape: tuple[int, ...], config: Qwen3Config) -> Table:
+def _table(positions: Array | None, shape: tuple[int, ...], config: Qwen3Config) -> Table:
     """cos and sin for tokens of this shape, (B, S)."""
-    if positions is None and shape[1] > config.max_positions:
+    if positions is None and _checks.is_over(shape[1], config.max_positions):
         raise ValueError(f"length {shape[1]} is too long; expected at most {config.max_positions} positions")
     if positions is None:
         positions = jnp.arange(shape[1])
@@ -257,10 +258,10 @@ def group_heads(params: Params, config: Qwen3Config, groups: int) -> tuple[Param
 
 def layer(
     params: Params,
-    x: jax.Array,
+    x: Array,
     *,
-    mask: jax.Array | None = None,
-    positions: jax.Array | None = None,
+    mask: Array | None = None,
+    positions: Array | None = None,
     config: Qwen3Config = Qwen3Config(),
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
@@ -296,10 +297,10 @@ def layer(
 
 def encode(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Array | None = None,
     config: Qwen3Config = Qwen3EncoderConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -327,10 +328,10 @@ def encode(
 
 def logits(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None = None,
+    ids: Array,
+    mask: Array | None = None,
     *,
-    positions: jax.Array | None = None,
+    positions: Array | None = None,
     last_only: bool = False,
     config: Qwen3Config = Qwen3Config(),
     implementation: Implementation | None = None,
@@ -370,11 +371,11 @@ def logits(
 
 def loss(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None = None,
+    ids: Array,
+    mask: Array | None = None,
     *,
-    weights: jax.Array | None = None,
-    positions: jax.Array | None = None,
+    weights: Array | None = None,
+    positions: Array | None = None,
     config: Qwen3Config = Qwen3Config(),
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",

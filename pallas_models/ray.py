@@ -62,6 +62,14 @@ class Embed:
         return batch | {self._output_column: writing.convert(embeddings, self._dtype, self._ranges)}
 
 
+def check_available() -> None:
+    """Raises ImportError unless Ray is installed."""
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise ImportError("embedding on a Ray cluster needs Ray: pip install 'pallas-models[ray]'") from error
+
+
 def embed_files(
     corpus: Corpus,
     embedder: Embedder,
@@ -85,8 +93,11 @@ def embed_files(
       workers: how many at a time; when None, one for each GPU, or one. Each takes a GPU where there are any.
 
     Raises:
+      ImportError: Ray is not installed.
+      OSError: the folder cannot be written, or another job writes to it.
       ValueError: an input cannot be read, the folder holds something else, int8 and uint8 have no ranges.
     """
+    check_available()
     import ray
 
     _check_ranges(layout.dtype, planned.ranges)
@@ -96,7 +107,22 @@ def embed_files(
     gpus = int(ray.cluster_resources().get("GPU", 0))
     resources = {"num_gpus": 1 if gpus else 0}
     planned.environment = ray.get(ray.remote(**resources)(manifest.describe_environment).remote())
-    begun = job.begin(folder, planned)
+    with job.begin(folder, planned) as begun:
+        _embed_missing(corpus, embedder, folder, begun, layout, workers or gpus or 1, resources)
+    return begun
+
+
+def _embed_missing(
+    corpus: Corpus,
+    embedder: Embedder,
+    folder: Path,
+    begun: Manifest,
+    layout: Layout,
+    workers: int,
+    resources: dict[str, int],
+) -> None:
+    import ray
+
     files = {f"{i:06d}.{layout.format}": str(Path(path).resolve()) for i, path in enumerate(corpus.paths)}
     embedded = {shard.file: shard for shard in begun.shards}
     for name in embedded.keys() - files.keys():
@@ -106,7 +132,7 @@ def embed_files(
         _EmbedFile,
         fn_constructor_args=(corpus, embedder, folder.resolve(), embedded, begun.ranges, layout),
         # One file each at a time, so that nobody waits for one that another has not begun.
-        compute=ray.data.ActorPoolStrategy(size=workers or gpus or 1, max_tasks_in_flight_per_actor=1),
+        compute=ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=1),
         **resources,
     )
     for row in shards.iter_rows():
@@ -116,7 +142,6 @@ def embed_files(
         if shard.file not in embedded:
             begun.add(shard, folder)
     job.finish(folder, begun)
-    return begun
 
 
 class _EmbedFile:
@@ -143,16 +168,28 @@ class _EmbedFile:
 
     def _embed(self, path: str, name: str) -> Shard:
         digest = Digest()
-        sentences = digest.of(self._corpus.only(path))
+        only, keep = self._corpus.only(path), self._layout.keep
+        sentences = digest.of(only)
+        kept = [] if keep is None else list(only.kept(keep))
         if earlier := self._embedded.get(name):
             collections.deque(sentences, 0)  # reads them
+            if keep is not None:
+                digest.keep(kept)
             job.check_source(self._folder, earlier, digest)
             return earlier
         embeddings = self._embedder.embed(sentences)
+        if keep is not None:
+            digest.keep(kept)
         written = writing.convert(embeddings, self._layout.dtype, self._ranges)
-        return job.write_shard(self._folder / name, [written], embeddings.shape[1], digest, self._layout.format)
+        beside = self._layout.beside(kept)
+        return job.write_shard(
+            self._folder / name, [written], embeddings.shape[1], digest, self._layout.format, beside
+        )
 
 
 def _check_ranges(dtype: str, ranges: Ranges) -> None:
     if dtype in writing.RANGED and ranges is None:
-        raise ValueError(f"{dtype=} needs ranges that all workers share; expected those of a sample, not None")
+        raise ValueError(
+            f"{dtype=} needs ranges that all workers share; expected those of a sample, as a folder that "
+            "was written before has them (`--ranges FOLDER` of the command), not None"
+        )

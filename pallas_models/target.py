@@ -46,7 +46,7 @@ _CAPABILITIES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The GPU that is compiled for.
+    """The GPU that a program is for.
 
     Attributes:
       name: as JAX has it in `device_kind`, e.g. `"NVIDIA H200"`; empty where it is not known.

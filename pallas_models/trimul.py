@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from pallas_models import ops
 from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, init_params
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops.trimul import Direction
 
 
@@ -50,8 +51,8 @@ class TriMul(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
-        mask: jax.Array | None = None,
+        x: Array,
+        mask: Array | None = None,
         *,
         direction: Direction,
         compute_dtype: DTypeLike = jnp.float16,
@@ -104,8 +105,8 @@ def init(key: jax.Array, config: TriMulConfig = TriMulConfig(), *, dtype: DTypeL
 
 def trimul(
     params: Params,
-    x: jax.Array,
-    mask: jax.Array | None = None,
+    x: Array,
+    mask: Array | None = None,
     *,
     direction: Direction,
     epsilon: float = 1e-5,

@@ -3,6 +3,9 @@
 Runs the whole suite on CUDA, then every benchmark shortened, and leaves logs, results, a page with plots and a
 summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there is no CUDA device.
 
+The processes of the suite share the GPU's memory: a test that needs more than its part runs again with fewer
+beside it, in the end alone. What they compile is kept beside the folder, for the other processes and the next run.
+
 `python -m parity campaign`, `sanitize` and `mutate` are programs of their own; each has `--help`.
 """
 
@@ -17,10 +20,15 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parity import sharing
+from parity.sharing import GB
+
 ROOT = Path(__file__).parent.parent
+# Every test fits into as much, alone on the GPU: where one does not, it fails.
+ENOUGH = 22 * GB
 
 PROGRAMS = {"campaign": "parity.campaign.__main__", "sanitize": "parity.sanitize", "mutate": "parity.mutate"}
 
@@ -36,15 +44,24 @@ print(f"{device.device_kind}, compute capability {device.compute_capability}, JA
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A program to run; one that is not `needed` may fail."""
+    """A program to run, with what is added to its environment; one that is not `needed` may fail."""
 
     name: str
     command: Sequence[str]
     needed: bool = True
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of the GPU: `usable` by the suite, of `total`."""
+
+    usable: float
+    total: float
 
 
 def environment() -> dict[str, str]:
-    """That of the programs: this checkout before anything installed, and no model hub."""
+    """The environment of the programs: this checkout before anything installed, and no model hub."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -63,14 +80,29 @@ def describe_gpu() -> str:
     return done.stdout.strip()
 
 
-def steps(folder: Path, workers: int) -> list[Step]:
-    """What is run."""
-    python = [sys.executable, "-m"]
-    suite = [*python, "pytest", str(ROOT / "parity"), "-q", f"--junitxml={folder / 'parity.xml'}"]
-    suite += ["-n", str(workers)] if workers and importlib.util.find_spec("xdist") else []
-    results = str(folder / "bench")
+def suite(
+    folder: Path, workers: int, memory: Memory, chosen: Sequence[str] = (), tests: Sequence[str] = ()
+) -> Step:
+    """The suite, or those tests of it again, in so many processes."""
+    name = f"parity-{workers}" if tests else "parity"
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={folder / name}.xml"]
+    if tests:  # too many for a command line
+        given = folder / f"{name}.tests"
+        given.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+        command += [f"@{given}"]
+    else:
+        command += chosen or [str(ROOT / "parity")]
+    if workers > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(workers), "--dist", "worksteal"]
+    share = sharing.fraction(workers, memory.usable, memory.total)
+    compiled = str(folder.parent / "compilation")
+    return Step(name, command, environment={sharing.COMPILED: compiled, sharing.FRACTION: str(share)})
+
+
+def benchmarks(folder: Path) -> list[Step]:
+    """The benchmarks, and what is made of their results."""
+    python, results = [sys.executable, "-m"], str(folder / "bench")
     return [
-        Step("parity", suite),
         Step("bench", [*python, "bench", "all", "--quick", "--show-results", "--output", results]),
         Step("report", [*python, "bench", "report", "--results", results, "--no-readme"], needed=False),
     ]
@@ -79,7 +111,12 @@ def steps(folder: Path, workers: int) -> list[Step]:
 def run(step: Step, log: Path) -> int:
     """Runs a program; what it prints is shown and kept. Returns its exit code."""
     program = subprocess.Popen(
-        step.command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        step.command,
+        cwd=ROOT,
+        env=environment() | step.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     with log.open("w", encoding="utf-8") as file, program:
         try:
@@ -94,17 +131,70 @@ def run(step: Step, log: Path) -> int:
             raise
 
 
-def counts(path: Path) -> str:
-    """How many tests passed, failed and were skipped, and which failed, from a JUnit file."""
-    try:
-        cases = list(ElementTree.parse(path).iter("testcase"))
-    except (OSError, ElementTree.ParseError):
+def outcomes(paths: Sequence[Path]) -> dict[str, ElementTree.Element]:
+    """The last outcome of each test in JUnit files, by its name."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ElementTree.ParseError):
+            for case in ElementTree.parse(path).iter("testcase"):
+                found[f"{case.get('classname')}::{case.get('name')}"] = case
+    return found
+
+
+def has_failed(case: ElementTree.Element) -> bool:
+    return case.find("failure") is not None or case.find("error") is not None
+
+
+def needs_memory(case: ElementTree.Element) -> str | None:
+    """How pytest calls a test that ran out of its share of memory; None for any other."""
+    names = [p.get("value") for p in case.iter("property") if p.get("name") == "needs_memory"]
+    return names[0] if names else None
+
+
+def counts(paths: Sequence[Path]) -> str:
+    """How many tests passed, failed and were skipped, and which failed, from JUnit files."""
+    cases = outcomes(paths)
+    if not cases:
         return "no tests were recorded"
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
+    failed = [name for name, case in cases.items() if has_failed(case)]
+    skipped = sum(case.find("skipped") is not None for case in cases.values())
     lines = [f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped"]
-    lines += [f"  {case.get('classname')}::{case.get('name')}" for case in failed[:20]]
-    return "\n".join(lines)
+    lines += [f"  {name}" for name in failed[:20]]
+    too_large = [name for name, case in cases.items() if needs_memory(case)]
+    lines += [f"{len(too_large)} of the skipped need more memory than there is:"] if too_large else []
+    return "\n".join([*lines, *(f"  {name}" for name in too_large)])
+
+
+def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str]) -> tuple[int, list[str]]:
+    """Runs the suite or what is chosen of it, and again what lacked memory; the exit code and lines to print."""
+    code, lines, paths, tests = 0, [], [], []
+    with sharing.watch() as most:
+        while True:
+            step = suite(folder, workers, memory, chosen, tests)
+            started = time.monotonic()
+            status = run_step(step, folder)
+            seconds = time.monotonic() - started
+            paths.append(folder / f"{step.name}.xml")
+            tests = [name for case in outcomes(paths).values() if (name := needs_memory(case))]
+            lines.append(said(step, status, f"{seconds:.0f} s, workers: {workers}", folder))
+            code = code or int(status != 0)
+            if not tests or workers == 1:
+                break
+            lines[-1] += f"; {len(tests)} tests need more memory"
+            workers = max(1, workers // 4)
+    used = f"at most {most.bytes / GB:.1f} GB of the GPU in use, {memory.usable / GB:.1f} GB to be used"
+    return code or int(bool(tests) and memory.usable >= ENOUGH), [*lines, counts(paths), used]
+
+
+def run_step(step: Step, folder: Path) -> int:
+    print(f"\n== {step.name}: {' '.join(step.command)}", flush=True)
+    return run(step, folder / f"{step.name}.log")
+
+
+def said(step: Step, status: int, details: str, folder: Path) -> str:
+    """A line of the summary."""
+    word = "ok" if status == 0 else f"FAILED (exit code {status})" if step.needed else "left out"
+    return f"{step.name:<8} {word}, {details}, see {folder / step.name}.log"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,12 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
     parser.add_argument("--output", type=Path, help="folder of logs and results; a new one under build/check")
     parser.add_argument("--only", choices=("parity", "bench"), help="one half of it")
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="files or tests of the suite; all of it")
     parser.add_argument(
         "--workers",
         type=int,
-        default=min(os.cpu_count() or 1, 8),
         metavar="N",
-        help="processes of the suite, where pytest-xdist is installed; one a core, at most 8",
+        help="processes of the suite, where pytest-xdist is installed; one a core, if the GPU's memory has room",
+    )
+    parser.add_argument(
+        "--memory", type=float, metavar="GB", help="of the GPU's memory, how much the suite may use (all)"
     )
     args = parser.parse_args(arguments)
     try:
@@ -128,27 +221,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LookupError as error:
         print(error, file=sys.stderr)
         return 2
+    total = (sharing.gpu_memory() or (0.0, 80 * GB))[1]
+    memory = Memory(min(total, args.memory * GB) if args.memory else total, total)
+    workers = args.workers or sharing.workers(os.cpu_count() or 1, memory.usable)
     now = datetime.datetime.now()
     folder = (args.output or ROOT / "build" / "check" / f"{now:%Y-%m-%d-%H%M%S}").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    skipped = {"parity": ("bench", "report"), "bench": ("parity",)}.get(args.only, ())
     lines, code = [f"{gpu}, {now:%Y-%m-%d %H:%M}"], 0
-    for step in steps(folder, args.workers):
-        if step.name in skipped:
-            continue
-        print(f"\n== {step.name}: {' '.join(step.command)}", flush=True)
-        log, started = folder / f"{step.name}.log", time.monotonic()
-        try:
-            status = run(step, log)
-        except KeyboardInterrupt:
-            lines.append(f"{step.name:<8} interrupted")
-            code = 130
-            break
-        word = "ok" if status == 0 else f"FAILED (exit code {status})" if step.needed else "left out"
-        lines.append(f"{step.name:<8} {word}, {time.monotonic() - started:.0f} s, see {log}")
-        if step.name == "parity":
-            lines.append(counts(folder / "parity.xml"))
-        code = code or int(status != 0 and step.needed)
+    try:
+        if args.only != "bench":
+            code, found = run_suite(folder, workers, memory, args.tests)
+            lines += found
+        for step in benchmarks(folder) if args.only != "parity" else ():
+            started = time.monotonic()
+            status = run_step(step, folder)
+            lines.append(said(step, status, f"{time.monotonic() - started:.0f} s", folder))
+            code = code or int(status != 0 and step.needed)
+    except KeyboardInterrupt:
+        lines.append("interrupted")
+        code = 130
     lines += [f"page: {path}" for path in sorted(folder.glob("bench/*/report/index.html"))]
     lines.append(f"all in {folder}: {'everything passed' if code == 0 else 'NOT everything passed'}")
     summary = "\n".join(lines)

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +58,22 @@ def array(x: Any, dtype: Any = None) -> jax.Array:
     return jax.device_put(np.asarray(x, dtype and jnp.dtype(dtype)))
 
 
+# Arrays of more elements are drawn and compared on the GPU: the host takes seconds and gigabytes, in each worker.
+_LARGE = 2**24
+
+
 def normal(
     rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0, shift: float = 0.0
 ) -> jax.Array:
     """Normal random numbers, rounded to `dtype`: both sides of a comparison start from these."""
+    if ON_GPU and math.prod(shape) > _LARGE:
+        return _normal(jax.random.key(rng.integers(2**31)), shape, dtype, scale, shift)
     return array(rng.normal(shift, scale, shape), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float, shift: float) -> jax.Array:
+    return (shift + scale * jax.random.normal(key, shape)).astype(dtype)
 
 
 def random_mask(rng: np.random.Generator, batch: int, seq: int) -> jax.Array:
@@ -103,18 +115,53 @@ def relative_error(out: Any, expected: Any) -> float:
 
 def assert_close(out: Any, expected: Any, tolerance: float) -> None:
     """Asserts that `out` is finite and near `expected`, as a whole and element by element."""
-    out, expected = float64(out), float64(expected)
+    out, expected = (x if isinstance(x, jax.Array) else np.asarray(x) for x in (out, expected))
     assert out.shape == expected.shape, f"shape {out.shape}, expected {expected.shape}"
-    assert np.all(np.isfinite(expected)), "the reference itself is not finite"
-    assert np.all(np.isfinite(out)), f"{np.sum(~np.isfinite(out))} of {out.size} values are not finite"
-    error = relative_error(out, expected)
-    assert error <= tolerance, f"relative error {error:.2e} is over {tolerance:.0e}"
+    found = _compared(out, expected)
+    assert found.all_expected, "the reference itself is not finite"
+    assert not found.infinite, f"{found.infinite} of {out.size} values are not finite"
+    assert found.error <= tolerance, f"relative error {found.error:.2e} is over {tolerance:.0e}"
     # The norm would hide one wrong element among a million.
-    rms = np.sqrt(np.mean(np.square(expected)))
-    excess = np.abs(out - expected) / (rms + np.abs(expected))
-    worst = np.unravel_index(np.argmax(excess), excess.shape)
-    place = tuple(map(int, worst))
-    assert excess[worst] <= 8 * tolerance, f"at {place}: {out[worst]:.6g}, expected {expected[worst]:.6g}"
+    place = tuple(map(int, np.unravel_index(int(found.worst), out.shape)))
+    values = f"{float(out[place]):.6g}, expected {float(expected[place]):.6g}"
+    assert found.excess <= 8 * tolerance, f"at {place}: {values}"
+
+
+class _Comparison(NamedTuple):
+    """Of a result with what is expected."""
+
+    all_expected: Any  # whether all that is expected is finite
+    infinite: Any  # how many values of the result are not
+    error: Any  # ||out - expected|| / ||expected||
+    excess: Any  # the largest error of an element, in relation to its size and the root mean square of all
+    worst: Any  # where that is, in the flat array
+
+
+def _compared(out: Any, expected: Any) -> _Comparison:
+    if ON_GPU and out.size > _LARGE:
+        with jax.enable_x64(True):
+            return jax.device_get(_on_device(out, expected))
+    with np.errstate(all="ignore"):  # what is not finite is counted
+        return _compare(np, np.asarray(out), np.asarray(expected))
+
+
+def _compare(xp: Any, out: Any, expected: Any) -> _Comparison:
+    """In float64, with numpy or jax.numpy."""
+    out, expected = out.astype("float64").ravel(), expected.astype("float64").ravel()
+    error, size = xp.abs(out - expected), xp.abs(expected)
+    norm = xp.sqrt(xp.sum(xp.square(expected)))
+    excess = error / (norm / math.sqrt(out.size) + size)
+    worst = xp.argmax(excess)
+    return _Comparison(
+        all_expected=xp.all(xp.isfinite(expected)),
+        infinite=xp.sum(~xp.isfinite(out)),
+        error=xp.sqrt(xp.sum(xp.square(error))) / norm,
+        excess=excess[worst],
+        worst=worst,
+    )
+
+
+_on_device = jax.jit(functools.partial(_compare, jnp))
 
 
 def assert_gradients_close(
@@ -140,6 +187,11 @@ def assert_gradients_close(
 
 def assert_equal(a: Any, b: Any) -> None:
     """Asserts that two results are bit for bit the same, and not NaN."""
+    if ON_GPU and a.size > _LARGE:
+        assert a.shape == b.shape, f"shape {a.shape}, expected {b.shape}"
+        differing, infinite = jnp.sum(a != b), jnp.sum(~jnp.isfinite(a))
+        assert not differing and not infinite, f"{differing} of {a.size} values differ, {infinite} are not finite"
+        return
     np.testing.assert_array_equal(float64(a), float64(b))
     assert np.all(np.isfinite(float64(a)))
 

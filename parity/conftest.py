@@ -4,6 +4,8 @@ import gc
 import importlib.metadata
 import os
 
+from parity import sharing
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: there is a worker for each core
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
@@ -12,6 +14,12 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do no
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
+# XLA's own products are only compared with: it need not compile and time dozens of kernels for each.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false {os.environ.get('XLA_FLAGS', '')}"
+)
+os.environ.update(sharing.limits())
+
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -19,6 +27,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from parity import quick
 from parity.common import IMPLEMENTATIONS, KERNEL, ON_GPU
@@ -30,7 +39,13 @@ if not ON_GPU and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
 
-if not jax.config.jax_compilation_cache_dir:
+pytest_runtest_makereport = sharing.pytest_runtest_makereport
+pytest_testnodedown = sharing.pytest_testnodedown
+
+if kept := os.environ.get(sharing.COMPILED):
+    jax.config.update("jax_compilation_cache_dir", kept)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+elif not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
 quick.share_contexts()
 if not ON_GPU:
@@ -79,12 +94,30 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    """What was compiled goes, a thousand programs at a time: all of the suite's take more than 5 GB a worker."""
+    """What was compiled goes, many programs at a time: all of the suite's take more than 5 GB a worker."""
     global _compiled
     yield
-    if _compiled > 1000:
+    if _compiled > (400 if ON_GPU else 1000):
         _compiled = 0
         quick.forget()
+
+
+@pytest.fixture(autouse=True)
+def share() -> None:
+    """PyTorch keeps to its share of the GPU's memory, as JAX does."""
+    if ON_GPU:
+        sharing.hold_torch()
+
+
+@pytest.fixture(scope="module")
+def without_jax_cache() -> Iterator[None]:
+    """JAX's own cache of compiled programs is off, also where the suite has one."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it keeps to the setting that it found first
+    yield
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -419,6 +420,24 @@ def loaded() -> dict[str, Any]:
     )
 
 
+def few_heads(num_kv_heads: int) -> dict[str, Any]:
+    """Attention of projections that are spread over more devices than there are heads: those are gathered."""
+    # The last axis: a part of it is what JAX cannot name.
+    mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(3)
+    arrays = [normal(rng, 2, 5, heads * 16) for heads in (4, num_kv_heads, num_kv_heads)]
+
+    def attend(implementation: str, *projections: jax.Array) -> jax.Array:
+        heads = (x.reshape(*x.shape[:2], -1, 16) for x in projections)
+        return ops.attention(*heads, implementation=implementation)
+
+    expected = jax.jit(attend, static_argnums=0)("xla", *arrays)
+    out = jax.jit(attend, static_argnums=0)(
+        "interpret", *jax.device_put(arrays, NamedSharding(mesh, P(None, None, "data")))
+    )
+    return dict(errors=[relative_error(out, expected)], collectives={}, is_spread=True)
+
+
 def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
     """Attention whose sequence is spread over 4 devices and whose heads over 2, against all of it in float64."""
     mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
@@ -465,9 +484,23 @@ def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
 
 
 def example(code: str) -> dict[str, Any]:
-    """A program of docs/meshes.md, as it stands: whether what it computes is finite."""
+    """A program of docs/meshes.md, with a small Qwen3 for a large one: whether what it computes is finite."""
     names: dict[str, Any] = {}
-    exec(code, names)
+    config = qwen3.Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=128,
+    )
+
+    def load(_: str, sharding: Any) -> Any:
+        return jax.device_put(qwen3.init(jax.random.key(0), config), sharding)
+
+    with mock.patch.multiple(weights, load_qwen3_config=lambda _: config, load_qwen3=load):
+        exec(code, names)
     results = ("logits", "gradients", "params", "out")
     arrays = jax.tree.leaves([names[name] for name in results if name in names])
     assert arrays and len(arrays[0].devices()) == jax.device_count()
@@ -485,6 +518,8 @@ def main() -> None:
         for (kind, name), (case, reference) in all_cases().items()
     }
     runs["loaded"] = {}, loaded
+    for heads in (1, 2):
+        runs[f"attention, {heads} heads of keys"] = {}, functools.partial(few_heads, heads)
     # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.
     passed = {"collective-permute": 3 * (4 + 4 + 2)}
     runs["ring, causal"] = passed, functools.partial(ring, causal=True, implementation="interpret")

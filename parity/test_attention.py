@@ -53,6 +53,8 @@ SHAPES = by_device(  # batch, seq, heads, head_dim
         (2, 77, 12, 64),
         (2, 257, 3, 128),
         (2, 100, 2, 80),
+        (2, 77, 3, 20),
+        (2, 130, 2, 5),
         (1, 65, 2, 256),
         (2, 1, 1, 16),
     ],
@@ -160,7 +162,7 @@ def test_any_mask(reference, mask, seed):
             assert_close(out[row], expected[row], LONG)
 
 
-@hypothesis.given(st.integers(1, 70), st.sampled_from([16, 32, 48]), st.integers(0, 9))
+@hypothesis.given(st.integers(1, 70), st.sampled_from([5, 16, 20, 48]), st.integers(0, 9))
 def test_any_length(reference, seq, head_dim, seed):
     qkv, mask = qkv_of((2, seq, 1, head_dim), seed=seed), random_mask(np.random.default_rng(seed), 2, seq)
     out = kernel(qkv, num_heads=1, mask=mask, config=SMALL)
@@ -267,12 +269,46 @@ CASES = {
     "one head of keys, negative scale": (19, 70, 4, 1, 32, {"sm_scale": -0.2}),
     "cross attention, masked": (5, 70, 2, 2, 16, {"mask": True}),
     "bias": (37, 70, 4, 2, 16, {"bias": (2, 4)}),
+    "heads of 20": (37, 70, 4, 2, 20, {"causal": True, "mask": True}),
+    "heads of 5, bias": (19, 40, 4, 2, 5, {"bias": (1, 4)}),
     "bias of all heads and rows": (37, 64, 2, 2, 16, {"bias": (1, 1)}),
     "segments": (70, 70, 2, 1, 16, {"segments": True}),
     "segments of queries and keys": (37, 300, 2, 2, 16, {"segments": True}),
     "long mask, blocks searched": (37, 300, 2, 2, 16, {"mask": True}),
     "all": (150, 165, 4, 2, 16, {"causal": True, "window": 41, "mask": True, "bias": (1, 4), "segments": True}),
 }
+
+
+# The axes of a mask of pairs that are not broadcast.
+PAIRS = {"keys": "bk", "keys of all": "k", "queries": "bqk", "heads": "bhk", "pairs": "bhqk", "pairs of all": "qk"}
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_masks_as_jax_takes_them(implementation, name, with_bias):
+    rng = np.random.default_rng(70)
+    sizes = dict(b=2, h=4, q=9, k=21)
+    shape = [n if axis in PAIRS[name] else 1 for axis, n in sizes.items()]
+    mask = rng.integers(0, 4, shape) > 0
+    if name != "keys of all":
+        mask[0, 0, 0] = False  # queries that no key is left for
+    q, k, v = normal(rng, 2, 9, 4, 16), *(normal(rng, 2, 21, 2, 16) for _ in range(2))
+    floats = (q, k, v, normal(rng, 1, 4, 9, 21)) if with_bias else (q, k, v)
+    left = np.broadcast_to(mask, tuple(sizes.values())).any(axis=-1).swapaxes(1, 2)[..., None]
+    cotangent = jnp.where(left, normal(rng, *q.shape), 0.0)  # of others jax.nn takes the mean of all values
+
+    def pulled(attend, *floats):
+        out, pull = jax.vjp(lambda q, k, v, bias=None: attend(q, k, v, bias=bias, mask=jnp.asarray(mask)), *floats)
+        return jnp.where(left, out, 0.0), *pull(cotangent)
+
+    attend = functools.partial(ops.attention, implementation=implementation)
+    out = attend(q, k, v, bias=floats[-1] if with_bias else None, mask=mask.astype(np.int32))
+    assert np.all(float64(out)[~np.broadcast_to(left, out.shape)] == 0.0)
+    found = jax.jit(functools.partial(pulled, attend))(*floats)
+    assert_close(out, found[0], SAME)
+    expected = jax.jit(functools.partial(pulled, jax.nn.dot_product_attention))(*floats)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, GRADIENT)
 
 
 def operands(

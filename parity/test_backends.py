@@ -1,9 +1,14 @@
 """What each backend needs of JAX: one that is absent is missed by its own kernels only."""
 
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+import pallas_models
 
 WITHOUT_TRITON = """
 import importlib, pkgutil, sys
@@ -77,6 +82,8 @@ import sys
 def check(*names):
     assert not {*names} & sys.modules.keys(), {*names} & sys.modules.keys()
 backends = [f"jax.experimental.pallas.{name}" for name in ("mosaic_gpu", "triton")]
+import pallas_models
+check("jax", "flax", "numpy")
 import pallas_models.minilm, pallas_models.__main__
 from pallas_models.minilm import Encoder
 check("weights", "tokenizers", "safetensors", "huggingface_hub", *backends)
@@ -85,6 +92,16 @@ check(*backends)
 """
     done = run(program)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_public_module_is_there():
+    """As an attribute, by itself."""
+    public = {module.name for module in pkgutil.iter_modules(pallas_models.__path__) if module.name[0] != "_"}
+    assert {*pallas_models.__all__} == public - {"kernels"} and public <= {*dir(pallas_models), "kernels"}
+    done = run("import pallas_models\nprint(pallas_models.modernbert.ModernBertConfig().num_layers)")
+    assert done.stdout == "22\n", done.stderr
+    with pytest.raises(AttributeError, match="module 'pallas_models' has no attribute 'bert'"):
+        pallas_models.bert  # noqa: B018
 
 
 def test_no_backend_imports_another():

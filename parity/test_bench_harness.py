@@ -305,7 +305,7 @@ def test_capture():
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_operations(monkeypatch, tmp_path, name, shapes, dtype):
+def test_operations(monkeypatch, tmp_path, on_cpu, name, shapes, dtype):
     """XLA's and torch's figures are for the same computation; each benchmark registers and takes shapes."""
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
     monkeypatch.setattr(timing, "QUICK", FAST)

@@ -13,10 +13,11 @@ import pytest
 from bench import __main__ as cli
 from bench.measuring import results
 from bench.measuring.results import Accuracy, Case, Kernel, Result
-from bench.reporting import report
+from bench.reporting import drawing, plots, readme, report, tables
 from parity.test_bench import entry, make_result
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")
+Image, PngImagePlugin = (pytest.importorskip(f"PIL.{name}") for name in ("Image", "PngImagePlugin"))
 
 ALL = ("speedup", "roofline")
 MINILM = ("speedup-device", "speedup-wall", "time-device-fp16", "time-wall-fp16", "share", "roofline")
@@ -110,21 +111,22 @@ def test_every_plot_is_there(folder, page):
         ElementTree.parse(folder / f"{name}.svg")
     labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', page)
     assert len(labels) == len(NAMES) and all(len(label) > 30 for label in labels)
-    assert "minilm 2.00 over XLA" in labels[0] and "softmax 2.00 over peers" in labels[0]
+    assert "minilm 2.00 over XLA" in labels[0] and "softmax 2.00 over peers (jax-pallas)" in labels[0]
+    assert "minilm 2.00 over the best of all others; softmax 1.20 over the best of all others" in labels[0]
     assert "softmax" in labels[1] and "minilm" in labels[1]
     assert "geometric mean 2.00 over XLA, 2.00 over torch" in labels[len(ALL)]
 
 
 def test_axes_have_labels_with_units(folder):
     expected = {
-        "minilm-speedup-wall": ["speed-up of ours (times)", "1x16", "64x128"],
+        "minilm-speedup-wall": ["speed-up of ours (times)", "batch x seq, fp16", "1x16", "64x128"],
         "minilm-time-device-fp16": ["tokens a call", "device time (us)"],
         "all-speedup": ["speed-up of ours (times)", "minilm", "softmax"],
         "softmax-rate-memory": ["bandwidth (TB/s)", "ours", "XLA", "torch", "peers"],
         "softmax-time-device-bf16": ["elements a call", "device time (us)", "naive", "jax-pallas"],
         "minilm-rate-matmul": ["rate (TFLOP/s)"],
         "minilm-share": ["share of the ceiling (%)"],
-        "minilm-roofline": ["arithmetic intensity (flop/byte)", "rate (TFLOP/s)"],
+        "minilm-roofline": ["arithmetic intensity (flop/byte)", "rate (TFLOP/s)", "share of ceiling (%)"],
         "minilm-breakdown": ["share of the device time (%)", "matmul", "matmul 2", "attention", "layer_norm"],
         "sts-throughput": ["thousand sentences a second"],
         "sts-accuracy": ["largest 1 - cosine (no unit)"],
@@ -285,5 +287,64 @@ def test_corrupt_result_beside_a_good_one(tmp_path, capsys):
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     results.save(minilm_result(), tmp_path)
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 1
-    assert "matplotlib is not installed" in capsys.readouterr().err
+    assert cli.main(["report", "--results", str(tmp_path), "--no-readme"]) == 0
+    said = capsys.readouterr().err
+    assert "left out, as matplotlib is not installed" in said and str(tmp_path / "nvidia-h200" / "report") in said
+    assert sorted(path.name for path in (tmp_path / "nvidia-h200").iterdir()) == ["README.md", "minilm.json"]
+
+
+def test_plots_in_the_repository_are_those_of_the_committed_results():
+    """Run `python -m bench report` after a new result, or a change to a plot."""
+    folder = results.DEFAULT_FOLDER / report.README_GPU
+    found, _ = report.load_all(folder)
+    drawn = {plot.name: plot.drawing for plot in plots.headlines(found) if plot.name in readme.PLOTS}
+    assert drawn.keys() == readme.PLOTS.keys()
+    assert drawn == {name: drawing.drawing_of(folder / report.PLOTS / f"{name}.png") for name in drawn}
+
+
+def test_a_plot_is_drawn_anew_only_where_it_shows_something_else(tmp_path):
+    def save(**changes):
+        plots.speedup(minilm_result(**changes), "plot", tables.device, "device time").save_png(tmp_path)
+        return (tmp_path / "plot.png").read_bytes()
+
+    first = save()
+    (tmp_path / "plot.png").unlink()
+    assert save() == first  # the same bytes from the same version of matplotlib
+    with Image.open(tmp_path / "plot.png") as image:
+        said = PngImagePlugin.PngInfo()
+        said.add_text(drawing.DRAWING, image.info[drawing.DRAWING])
+        image.resize((50, 50)).save(tmp_path / "plot.png", pnginfo=said)  # as another one would draw it
+    other = (tmp_path / "plot.png").read_bytes()
+    assert save() == other
+    cases = minilm_result().cases
+    slower = dataclasses.replace(cases[0], entries=[entry("ours", 81.0), *cases[0].entries[1:]])
+    assert save(cases=[slower, *cases[1:]]) not in (first, other)
+    (tmp_path / "plot.png").write_bytes(b"no picture")
+    assert save() == first
+
+
+def test_kinds_of_what_is_shown_are_told_apart():
+    """Ten benchmarks have ten pairs of colour and mark, and each family has one colour everywhere."""
+    found, _ = report.load_all(results.DEFAULT_FOLDER / report.README_GPU)
+    (overview,) = [plot for plot in plots.headlines(found) if plot.name == "all-roofline"]
+    rates = overview.figure.axes[0].lines[1:]
+    assert len(rates) >= 9 and len({line.get_color() for line in rates}) == len(rates)
+    assert len({line.get_marker() for line in rates}) == len(rates)
+    shares = [y for line in overview.figure.axes[1].lines[1:] for y in line.get_ydata()]
+    assert len(shares) > 60 and all(0 < share < 103 for share in shares)
+    colors = {}
+    for plot in plots.headlines(found):
+        for axes in plot.figure.axes if "speedup" in plot.name else ():
+            for bar, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                colors.setdefault(label.partition(" (")[0], set()).add(bar.patches[0].get_facecolor())
+    assert {"over the best of all others", "over XLA", "over torch", "over peers"} == colors.keys()
+    assert all(len(of) == 1 for of in colors.values()) and len(set.union(*colors.values())) == 4
+
+
+def test_a_legend_fits_below_its_plot():
+    found, _ = report.load_all(results.DEFAULT_FOLDER / report.README_GPU)
+    for plot in plots.overview(found):
+        plot.figure.draw_without_rendering()
+        for legend in plot.figure.legends:
+            box = legend.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= plot.figure.bbox.x1, plot.name

@@ -4,6 +4,8 @@ import hashlib
 import io
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +15,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pallas_models import _host
-from pallas_models.__main__ import EXAMPLES, main
+import pallas_models
+import weights.__main__
+from pallas_models import _host, files
+from pallas_models.__main__ import main
 from pallas_models._host import run_program
+from pallas_models.corpus.command import EXAMPLES
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder, programs
+from pallas_models.quantization import ranges_of
 from parity import checkpoints
 
 
@@ -38,8 +44,15 @@ def folder(tmp_path: Path) -> Path:
     return checkpoints.write(tmp_path / "checkpoint")
 
 
+@pytest.fixture
+def examples(tmp_path: Path) -> str:
+    """The built-in sentences as a file."""
+    (tmp_path / "examples.txt").write_text("\n".join(EXAMPLES))
+    return str(tmp_path / "examples.txt")
+
+
 def test_file_to_npy(folder, tmp_path, capsys):
-    text, output = tmp_path / "sentences.txt", tmp_path / "embeddings"
+    text, output = tmp_path / "sentences.txt", tmp_path / "embeddings.npy"
     text.write_text("a man\n\nthe guitar is playing\n", encoding="utf-8")
     assert main(["embed", str(text), "--model", str(folder), "--output", str(output), "--batch-size", "2"]) == 0
     expected = Encoder.from_pretrained(folder).encode(["a man", "", "the guitar is playing"], batch_size=2)
@@ -57,11 +70,44 @@ def test_stdin_to_table(folder, capsys, monkeypatch):
     assert [cell.strip() for cell in second.split("│")[1:-1]] == ["2", "a woman", f"{similarity:.2f}", "1.00"]
 
 
-def test_table_and_file_both(folder, tmp_path, capsys):
+def test_table_and_file_both(folder, examples, tmp_path, capsys):
     output = tmp_path / "out.npy"
-    assert main(["embed", "--model", str(folder), "--output", str(output), "--similarities"]) == 0
+    assert main(["embed", examples, "--model", str(folder), "--output", str(output), "--similarities"]) == 0
     out = capsys.readouterr().out
     assert all(sentence in out for sentence in EXAMPLES) and f"{output}: {len(EXAMPLES)} x 64" in out
+
+
+def test_nothing_is_embedded_in_place_of_what_is_piped(folder, tmp_path, capsys, monkeypatch):
+    """The `-` or the file's name is forgotten."""
+    for options, message in [
+        (["--output", "out.npy"], "error: --output is given and no FILE; expected files or folders, or - for"),
+        (["--column", "text"], "error: --column is given and no FILE"),
+        (["--input-format", "csv"], "error: --input-format is given and no FILE"),
+    ]:
+        assert embed(folder, *options) == 1
+        assert message in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("a man\n")
+    with (tmp_path / "text.txt").open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert embed(folder) == 1
+        assert "error: standard input is a pipe or a file and no FILE" in capsys.readouterr().err
+        assert embed(folder, "-") == 0
+        assert "a man" in capsys.readouterr().out
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert embed(folder) == 0
+        assert EXAMPLES[0] in capsys.readouterr().out
+
+
+def test_to_standard_output(folder, examples, tmp_path, capsysbinary, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert embed(folder, examples, "--output", "-") == 0
+    out, err = capsysbinary.readouterr()
+    np.testing.assert_array_equal(np.load(io.BytesIO(out)), Encoder.from_pretrained(folder).encode(EXAMPLES))
+    assert err == b"-: 5 x 64 float32\n" and not Path("-").exists()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert embed(folder, examples, "--output", "-") == 1
+    assert b"standard output, a terminal; expected a pipe" in capsysbinary.readouterr().err
 
 
 def test_table_of_many_sentences_is_cut(folder, tmp_path, capsys):
@@ -80,15 +126,22 @@ def test_lines(folder, tmp_path, content, rows):
     assert np.load(output).shape == (rows, 64)
 
 
-def test_dtype_and_implementation(folder, tmp_path):
+@pytest.mark.parametrize("program", [main, weights.__main__.main])
+def test_version(capsys, program):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        program(["--version"])
+    assert capsys.readouterr().out == f"pallas_models {pallas_models.__version__}\n"
+
+
+def test_dtype_and_implementation(folder, examples, tmp_path):
     output = tmp_path / "out.npy"
     options = ["--dtype", "bfloat16", "--implementation", "xla"]
-    assert main(["embed", "--model", str(folder), "--output", str(output), *options]) == 0
+    assert main(["embed", examples, "--model", str(folder), "--output", str(output), *options]) == 0
     expected = Encoder.from_pretrained(folder, dtype="bfloat16", implementation="xla").encode(EXAMPLES)
     np.testing.assert_array_equal(np.load(output), expected)
 
 
-def test_errors(folder, tmp_path, capsys):
+def test_errors(folder, examples, tmp_path, capsys):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\xfa")
     for arguments, message in [
@@ -96,7 +149,7 @@ def test_errors(folder, tmp_path, capsys):
         ([str(binary), "--model", str(folder)], "codec can't decode"),
         (["--model", str(tmp_path)], "config.json is missing"),
         (["--model", "nothing"], "no model name"),
-        (["--model", str(folder), "--output", str(tmp_path / "absent" / "out.npy")], "out.npy"),
+        ([examples, "--model", str(folder), "--output", str(tmp_path / "absent" / "out.npy")], "out.npy"),
     ]:
         assert main(["embed", *arguments]) == 1
         error = capsys.readouterr().err
@@ -110,11 +163,24 @@ def test_errors(folder, tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             main(["embed", *arguments])
         assert stop.value.code == 2
+        error, where = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: ") and arguments[0] in error
+        assert where.startswith("see python -m pallas_models") and where.endswith("--help")
 
 
-def test_compiled_code_is_kept(folder, tmp_path, cache, monkeypatch):
+@pytest.mark.usefixtures("without_jax_cache")
+def test_compiled_code_is_kept(folder, examples, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(programs, "_COMPILED", {})
-    embed = ["embed", "--model", str(folder), "--implementation", "xla", "--output", str(tmp_path / "out.npy")]
+    embed = [
+        "embed",
+        examples,
+        "--model",
+        str(folder),
+        "--implementation",
+        "xla",
+        "--output",
+        str(tmp_path / "out.npy"),
+    ]
     assert main([*embed, "--no-compilation-cache"]) == 0
     before = set(cache.iterdir()) if cache.exists() else set()
     assert main([*embed, "--compilation-cache", str(tmp_path / "here")]) == 0
@@ -124,25 +190,26 @@ def test_compiled_code_is_kept(folder, tmp_path, cache, monkeypatch):
     assert set(cache.iterdir()) - before == {cache / kept.name}
 
 
-def test_a_full_disk_leaves_the_older_file(folder, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_leaves_the_older_file(folder, examples, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out" / "embeddings.npy"
     output.parent.mkdir()
-    assert main(["embed", "--model", str(folder), "--output", str(output)]) == 0
+    command = ["embed", examples, "--model", str(folder), "--output", str(output)]
+    assert main(command) == 0
     before = output.read_bytes()
 
     def no_space(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    assert main(["embed", "--model", str(folder), "--output", str(output), "--no-compilation-cache"]) == 1
+    assert main([*command, "--no-compilation-cache"]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert output.read_bytes() == before and list(output.parent.iterdir()) == [output]
 
 
 @pytest.mark.parametrize("path", ["absent/out.npy", "checkpoint", "checkpoint/config.json/out.npy"])
-def test_an_impossible_output_is_found_before_the_work(folder, tmp_path, capsys, monkeypatch, path):
+def test_an_impossible_output_is_found_before_the_work(folder, examples, tmp_path, capsys, monkeypatch, path):
     monkeypatch.setattr(Encoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded"))
-    assert main(["embed", "--model", str(folder), "--output", str(tmp_path / path)]) == 1
+    assert main(["embed", examples, "--model", str(folder), "--output", str(tmp_path / path)]) == 1
     assert str(tmp_path / path) in capsys.readouterr().err
 
 
@@ -246,6 +313,32 @@ def test_folder_to_folder(folder, table, tmp_path, capsys, monkeypatch):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.parametrize("output", ["out.parquet", "out/"])
+def test_a_column_is_kept_to_join_by(folder, table, tmp_path, output):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    options = ("--format", "parquet", "--shard-size", 20) if output == "out/" else ()
+    command = (table, "--column", "text", "--keep", "id", "--output", f"{tmp_path}/{output}", *options)
+    assert embed(folder, *command) == 0
+    files = sorted((tmp_path / "out").glob("*.parquet")) if options else [tmp_path / output]
+    tables = [parquet.read_table(path) for path in files]
+    assert [len(table) for table in tables] == ([20, 20, 10] if options else [50])
+    assert [id for table in tables for id in table["id"].to_pylist()] == [str(i) for i in range(50)]
+    found = np.array([row for table in tables for row in table["embedding"].to_pylist()], np.float32)
+    expected = Encoder.from_pretrained(folder).encode(sentences_of(table))
+    assert np.all(np.sum(found * expected, axis=1) > 1 - 1e-6)  # other batches, other rounding
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out/"])
+def test_a_column_that_is_not_there_is_found_before_the_work(folder, table, tmp_path, capsys, monkeypatch, output):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(Encoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded"))
+    options = ("--format", "parquet") if output == "out/" else ()
+    command = (table, "--column", "text", "--keep", "key", "--output", f"{tmp_path}/{output}", *options)
+    assert embed(folder, *command) == 1
+    assert "a.csv has the columns 'id', 'text'; expected 'key' once" in capsys.readouterr().err
+    assert not (tmp_path / output).exists()
+
+
 def test_ranges_of_a_sample(folder, table, tmp_path):
     sample = (table / "b.csv", "--column", "text", "--dtype", "int8", "--output", f"{tmp_path}/sample/")
     assert embed(folder, *sample) == 0
@@ -258,16 +351,91 @@ def test_ranges_of_a_sample(folder, table, tmp_path):
         np.testing.assert_array_equal(np.load(tmp_path / found), convert(expected, "uint8", ranges))
 
 
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "parquet"])
+def test_a_file_holds_its_ranges(folder, table, tmp_path, capsys, suffix):
+    """What a query is to be quantized by; few sentences are no good measure, which is said."""
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    corpus, queries = tmp_path / f"corpus.{suffix}", tmp_path / "queries.npy"
+    assert embed(folder, table, "--column", "text", "--dtype", "int8", "--output", corpus) == 0
+    assert "warning: the ranges of int8 are those of 50 sentences" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("the guitar\n")
+    options = ("--dtype", "int8", "--ranges", corpus, "--output", queries)
+    assert embed(folder, tmp_path / "text.txt", *options) == 0
+    assert capsys.readouterr().err == ""
+    encoder = Encoder.from_pretrained(folder)
+    ranges = ranges_of(np.concatenate(list(encoder.encode_iter(sentences_of(table)))))
+    np.testing.assert_array_equal(
+        np.load(queries), convert(encoder.encode(["the guitar"]), "int8", ranges.tolist())
+    )
+
+
+def test_ranges_that_are_none(folder, examples, tmp_path, capsys):
+    np.savez(tmp_path / "none.npz", embeddings=np.eye(3))
+    np.savez(tmp_path / "odd.npz", ranges=[[0.0, 1.0], [1.0, np.inf]])
+    np.savez(tmp_path / "objects.npz", ranges=np.array([{}, []], object))
+    np.save(tmp_path / "bare.npy", np.eye(3))
+    (tmp_path / "broken.safetensors").write_bytes(b"x" * 20)
+    for name, message in [
+        ("none.npz", "none.npz holds no ranges"),
+        ("odd.npz", "odd.npz: ranges is [[0.0, 1.0], [1.0, inf]] of type list; expected two lists"),
+        ("objects.npz", "objects.npz cannot be read"),
+        ("bare.npy", "bare.npy holds no ranges; expected .npz, .safetensors or .parquet"),
+        ("broken.safetensors", "broken.safetensors cannot be read"),
+    ]:
+        options = ("--dtype", "int8", "--ranges", tmp_path / name, "--output", tmp_path / "out.npy")
+        assert embed(folder, examples, *options) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_two_jobs_in_one_folder(folder, table, tmp_path, capsys):
+    run = (table, "--column", "text", "--output", f"{tmp_path}/out/")
+    (tmp_path / "out").mkdir()
+    with files.locked(tmp_path / "out"):
+        assert embed(folder, *run) == 1
+    other = f"process {os.getpid()} on {socket.gethostname()}"
+    expected = (
+        f"error: {tmp_path}/out is being written by {other}; expected a folder that no other job writes to\n"
+    )
+    assert capsys.readouterr().err == expected
+    assert not any((tmp_path / "out").iterdir())
+    assert embed(folder, *run) == 0
+    assert capsys.readouterr().out.endswith(" in 1 file\n")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000000.npy", "manifest.json"]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         (
             ["--output", "out.npy", "--shard-size", "5"],
-            "--output out.npy names one file; --format, --shard-size and",
+            "--shard-size expects a folder as --output, such as embeddings/; --output out.npy names one file",
         ),
-        (["--output", "out.npy", "--format", "npz"], "expect a folder, such as embeddings/"),
-        (["--output", "out.npy", "--ray"], "expect a folder"),
-        (["--shard-size", "5"], "expect a folder"),
+        (["--output", "out.npy", "--format", "npz"], "--format expects a folder as --output"),
+        (["--output", "out.npy", "--ray"], "--ray expects a folder as --output"),
+        (["--shard-size", "5"], "--shard-size expects a folder as --output, such as embeddings/\n"),
+        (["--ray"], "--ray expects a folder as --output, such as embeddings/\n"),
+        (["--workers", "2", "--output", "out/"], "--workers is an option of --ray; expected both"),
+        (["--output", "out/", "--ray", "--dtype", "int8"], "--dtype int8 with --ray expects --ranges"),
+        (
+            ["--output", "out.npy", "--ranges", "table"],
+            "--ranges is an option of --dtype int8 and uint8, not float32",
+        ),
+        (["--output", "out.npy", "--dtype", "uint8"], "--output out.npy has no place for them; expected .npz"),
+        (["--output", "-", "--dtype", "int8"], "--output - has no place for them"),
+        (["--output", "out.npz", "--keep", "id"], "--keep expects Parquet: an --output of .parquet, or --format"),
+        (
+            ["--output", "out/", "--format", "parquet", "--keep", "embedding"],
+            "--keep embedding names the column of",
+        ),
+        (["--output", "-", "--similarities"], "--similarities goes without --output -"),
+        (
+            ["--output", "x.csv"],
+            "--output x.csv ends in .csv; expected one of .npy, .npz, .parquet, .safetensors, or",
+        ),
+        (["--output", "x.npz.gz"], "--output x.npz.gz ends in .gz; expected one of .npy"),
+        (["--output", "new"], "--output new is no folder and has no suffix; expected one of .npy, .npz, "),
         (["--output", "out/", "--ray", "--shard-size", "5"], "--shard-size goes without --ray"),
         (["--output", "out/", "--similarities"], "--similarities is for one file as --output; out/ is a folder"),
         (["--output", "table/out/"], "--output table/out lies in table, which is read"),
@@ -340,12 +508,31 @@ def test_killed_it_continues_to_the_same_bytes(folder, tmp_path):
 
 
 def test_help(capsys):
-    command = [sys.executable, "-m", "pallas_models", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0 and "embed" in done.stdout and not done.stderr
+    """At once: JAX is imported when there is work to do."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-X", "importtime", "-m", "pallas_models", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "embed" in done.stdout
+    assert "pallas_models" in imported and not {"jax", "flax", "weights"} & imported
     with pytest.raises(SystemExit, match="0"):
         main(["embed", "--help"])
     assert "--no-compilation-cache" in capsys.readouterr().out
+
+
+def test_ray_that_is_not_installed(folder, table, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert embed(folder, table, "--column", "text", "--output", f"{tmp_path}/out/", "--ray") == 1
+    assert "needs Ray: pip install 'pallas-models[ray]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("cuda, message", [("99", "CUDA=99; expected 12 or 13"), ("13", "")])
+def test_make_knows_the_versions_of_cuda(cuda, message):
+    command = ["make", "--dry-run", "help", f"CUDA={cuda}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert bool(done.returncode) == bool(message) and message in done.stderr
 
 
 @pytest.mark.parametrize("lines", [1, 10**5])  # written when the program ends; while it runs

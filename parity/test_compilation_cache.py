@@ -20,6 +20,7 @@ from pallas_models.minilm import Encoder, programs
 from parity import checkpoints
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 
 @pytest.fixture

@@ -2,7 +2,10 @@
 
 import collections
 import contextlib
+import functools
 import json
+import operator
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -61,7 +64,8 @@ def run(
     plan: Manifest | None = None,
 ) -> Encode:
     encode = Encode()
-    job.embed_to_folder(sentences, encode, folder, job.begin(folder, plan or planned()), layout)
+    with job.begin(folder, plan or planned()) as begun:
+        job.embed_to_folder(sentences, encode, folder, begun, layout)
     return encode
 
 
@@ -136,12 +140,12 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     replacing, written = files.replacing, 0
 
     @contextlib.contextmanager
-    def interrupted(path):
+    def interrupted(path, **options):
         nonlocal written
         written += 1
         if 2 * (written - 1) >= moment:
             raise Killed
-        with replacing(path) as file:
+        with replacing(path, **options) as file:
             yield file
         if 2 * (written - 1) + 1 >= moment:
             raise Killed
@@ -177,17 +181,18 @@ def test_a_shard_that_is_lost_is_made_again(tmp_path):
     whole = contents(tmp_path)
     (tmp_path / "000000.npy").unlink()
     (tmp_path / "000002.npy").write_bytes(whole["000002.npy"][:-1])
-    assert not job.begin(tmp_path, planned()).complete
+    with job.begin(tmp_path, planned()) as begun:
+        assert not begun.complete
     assert run(tmp_path, layout).sentences == 10
     assert contents(tmp_path) == whole
 
 
 @pytest.mark.parametrize("index", range(5))
 def test_a_file_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, index):
-    def full(path, parts, format):
+    def full(path, parts, format, beside):
         if path.name == f"{index:06d}.npy":
             raise OSError("no space left")
-        return write(path, parts, format)
+        return write(path, parts, format, beside)
 
     write = writing.write
     monkeypatch.setattr(writing, "write", full)
@@ -265,6 +270,85 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
             run(tmp_path)
     with pytest.raises(OSError, match="absent"):
         run(tmp_path / "absent" / "out")
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("", [], "it is [] of type list; expected an object"),
+        ("model", 5, "model is 5 of type int; expected an object"),
+        ("model files", ["a"], "model.files is ['a'] of type list; expected an object of strings"),
+        ("model files", None, "model.files is None of type NoneType"),
+        ("model name", ..., "model.name is missing"),
+        ("settings", "float32", "settings is 'float32' of type str; expected an object"),
+        ("environment", [], "environment is [] of type list; expected an object"),
+        ("ranges", "wide", "ranges is 'wide' of type str; expected null or two lists"),
+        ("ranges", [[0.0] * 16], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [None]], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [float("inf")]], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [float("nan")]], "ranges is "),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [1e30]], "finite and within 65504"),
+        ("ranges", [[0.0] * 16, [1.0] * 15 + [-1.0]], "ranges is "),
+        ("shards", {}, "shards is {} of type dict; expected a list"),
+        ("shards 1", "000001.npy", "shards[1] is '000001.npy' of type str; expected an object"),
+        ("shards 1 file", "../secret", "shards[1].file is '../secret' of type str; expected the name of a shard"),
+        ("shards 1 file", "000004.npy", "shards has another file after '000004.npy' than one of a later name"),
+        ("shards 2 sentences", 2.5, "shards[2].sentences is 2.5 of type float; expected a whole number"),
+        ("shards 2 dimension", True, "shards[2].dimension is True of type bool"),
+        ("shards 2 bytes", -1, "shards[2].bytes is -1 of type int"),
+        ("shards 0 sha256", "abc", "shards[0].sha256 is 'abc' of type str; expected 64 hexadecimal digits"),
+        ("shards 0 source", None, "shards[0].source is None"),
+        ("shards 0 rows", 5, "shards[0].rows is unknown; expected file, sentences"),
+        ("complete", "yes", "complete is 'yes' of type str; expected true or false"),
+        ("complete", ..., "complete is missing"),
+    ],
+)
+def test_an_edited_manifest_is_refused_by_the_name_of_its_field(tmp_path, path, value, message):
+    run(tmp_path, Layout("int8", "npy", 5))
+    content = {"": json.loads((tmp_path / "manifest.json").read_text())}
+    *parents, name = ["", *(int(part) if part.isdigit() else part for part in path.split())]
+    inner = functools.reduce(operator.getitem, parents, content)
+    if value is ...:
+        del inner[name]
+    else:
+        inner[name] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(content[""]))
+    for use in (run, manifest.read_ranges):
+        with pytest.raises(
+            ValueError, match=re.escape("manifest.json is no manifest: ") + f".*{re.escape(message)}"
+        ) as error:
+            use(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_what_is_kept_beside_embeddings_continues_too(tmp_path):
+    """To the same bytes; with other texts kept, or another column, it is refused."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    layout, ids = Layout("float32", "parquet", 5, "id"), [f"id {i}" for i in range(23)]
+
+    def embed(folder: Path, kept: list[str], sentences: list[str] = SENTENCES) -> None:
+        with job.begin(folder, planned(keep=layout.keep)) as begun:
+            job.embed_to_folder(sentences, Encode(), folder, begun, layout, kept)
+
+    def failing() -> Iterator[str]:
+        yield from SENTENCES[:12]
+        raise ValueError("line 13 is not UTF-8")
+
+    embed(tmp_path / "whole", ids)
+    with pytest.raises(ValueError, match="line 13"):
+        embed(tmp_path / "out", ids, failing())
+    embed(tmp_path / "out", ids)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("*.parquet"))]
+    assert [text for table in tables for text in table["id"].to_pylist()] == ids
+    np.testing.assert_array_equal(load(tmp_path / "out" / "000001.parquet"), embeddings_of(SENTENCES[5:10]))
+    with pytest.raises(ValueError, match=r"000001\.parquet was made from other"):
+        embed(tmp_path / "out", [*ids[:7], "another", *ids[8:]])
+    with pytest.raises(ValueError, match="the column that is kept has 2 rows beside 3 sentences"):
+        embed(tmp_path / "new", ids[:22])
+    with pytest.raises(ValueError, match="keep was 'id' and is now None"):
+        run(tmp_path / "out", layout, plan=planned(keep=None))
 
 
 def test_what_a_killed_writer_leaves_is_no_obstacle(tmp_path):

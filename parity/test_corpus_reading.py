@@ -66,6 +66,20 @@ def test_formats(tmp_path, monkeypatch, format, compression):
     assert list(corpus) == SENTENCES and corpus.size is None
 
 
+@pytest.mark.parametrize("format", ["csv", "tsv", "jsonl", "parquet"])
+def test_a_column_beside_the_sentences(tmp_path, format):
+    """Whole numbers as text, as a join by strings takes them; other numbers, and what comes once, are refused."""
+    (tmp_path / f"x.{format}").write_bytes(written(format, SENTENCES))
+    corpus = Corpus([tmp_path], "text")
+    assert list(corpus.kept("id")) == [str(i) for i in range(7)]
+    assert list(corpus.kept("text")) == list(corpus) == SENTENCES
+    if format in ("jsonl", "parquet"):
+        with pytest.raises(ValueError, match=r"expected (a )?string"):
+            list(corpus.kept("score"))
+    with pytest.raises(ValueError, match="the column 'id' of standard input cannot be kept; expected files"):
+        Corpus(["-"], "text", format).kept("id")
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("format", ["txt", "csv", "tsv", "jsonl"])
 def test_line_ends_and_byte_order_mark(tmp_path, format, ending):
@@ -171,6 +185,13 @@ def test_how_far_it_is(tmp_path):
         ("x.jsonl", '"a"\n\n{"a": \n', None, "x.jsonl, line 3 is no JSON"),
         ("x.jsonl", "[" * 100_000 + "\n", None, "x.jsonl, line 1 is no JSON"),
         ("x.jsonl", '"ok"\n"\\ud800"\n', None, "line 2 holds '\\ud800', half of a surrogate pair"),
+        (
+            "x.jsonl",
+            '{"a": "x"}\n{"b": "y"}\n',
+            None,
+            "line 2 has the column 'b'; expected 'a' as the rows before it",
+        ),
+        ("x.jsonl", '{"": "x"}\n"y"\n{"b": "y"}\n', None, "line 3 has the column 'b'; expected ''"),
         ("x.jsonl", "{}\n", None, "line 1 has the columns none"),
         ("x.txt", "a\n", "text", "x.txt is text, which has no column='text'"),
         ("x.txt", b"a\r\nb\rcaf\xe9\n", None, "x.txt, line 3: 'utf-8' codec can't decode byte 0xe9"),

@@ -142,6 +142,7 @@ def test_kinds_of_results(tmp_path):
     assert isinstance(tensor, jax.Array) and isinstance(rows, list) and isinstance(rows[0], jax.Array)
     np.testing.assert_array_equal(tensor, expected)
     np.testing.assert_array_equal(np.stack(rows), expected)
+    np.testing.assert_array_equal(ours.predict(inputs=PAIRS), expected)
     assert ours.max_length == ours.max_seq_length == 24
 
 
@@ -172,6 +173,9 @@ def test_length_can_be_set(tmp_path):
         ([("a", "b"), ("a", 3)], {}, TypeError, r"pairs\[1\] is of type int; expected str"),
         ([("a", "\ud800")], {}, ValueError, "half of a surrogate pair"),
         ([("a", "b")], {"batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
+        ([("a", "b")], {"batch_size": 1.5}, TypeError, "batch_size=1.5 is of type float; expected an integer"),
+        ([("a", "b")], {"inputs": [("a", "b")]}, TypeError, "pairs and inputs are both given"),
+        (None, {}, TypeError, "pairs is of type NoneType; expected an iterable of pairs of str"),
     ],
 )
 def test_errors(tmp_path, pairs, options, error, message):

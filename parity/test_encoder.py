@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -18,7 +20,8 @@ import pytest
 
 import weights
 from pallas_models import gpt2, minilm, target
-from pallas_models.__main__ import EXAMPLES
+from pallas_models.corpus.command import EXAMPLES
+from pallas_models.corpus.embedder import Embedder
 from pallas_models.minilm import CrossEncoder, Encoder, packing, pipeline, programs
 from parity import checkpoints
 from parity.checkpoints import CONFIG, WORDS, bert_tensors
@@ -96,7 +99,27 @@ def test_kinds_of_input(encoder):
     np.testing.assert_allclose(both[0], one, atol=1e-6)
     for given in (("a man", "a woman"), iter(["a man", "a woman"]), np.array(["a man", "a woman"])):
         np.testing.assert_array_equal(encoder.encode(given), both)
+    np.testing.assert_array_equal(encoder.encode(inputs=["a man", "a woman"]), both)
+    np.testing.assert_array_equal(encoder.encode_query(inputs="a man"), one)
+    np.testing.assert_array_equal(encoder.encode_document(sentences="a man"), one)
     assert encoder.encode([]).shape == (0, 64) and encoder.encode([]).dtype == np.float32
+
+
+def test_columns_of_tables(encoder):
+    pyarrow, pandas = pytest.importorskip("pyarrow"), pytest.importorskip("pandas")
+    expected = encoder.encode(["a man", "a woman", "an onion"])
+    for given in (
+        pyarrow.array(["a man", "a woman", "an onion"]),
+        pyarrow.chunked_array([["a man"], ["a woman", "an onion"]]),
+        pyarrow.array(["a man", "a woman", "an onion"]).dictionary_encode(),
+        pandas.Series(["a man", "a woman", "an onion"], index=[5, 3, 1]),
+    ):
+        np.testing.assert_array_equal(encoder.encode(given), expected)
+        assert_close(np.concatenate(list(encoder.encode_iter(given))), expected, 1e-6)
+    with pytest.raises(TypeError, match=r"sentences\[1\] is of type NoneType; expected str"):
+        encoder.encode(pyarrow.array(["a man", None]))
+    with pytest.raises(TypeError, match="sentences is of type Table; expected an iterable of str"):
+        encoder.encode(pyarrow.table({"text": ["a man"]}))
 
 
 def test_empty_sentence_is_the_special_tokens_alone(encoder):
@@ -140,6 +163,43 @@ def test_limit_of_the_model_holds(folder):
     encoder = Encoder.from_pretrained(folder)
     assert encoder.max_length == CONFIG.max_positions
     assert encoder.encode(" ".join(WORDS * 10)).shape == (64,)
+
+
+def test_the_dtype_of_a_converted_folder(folder, tmp_path, capsys):
+    from weights.__main__ import main
+
+    sentences = random_sentences(6)
+    expected = Encoder.from_pretrained(folder, dtype="float16").encode(sentences)
+    assert Encoder.from_pretrained(folder).dtype == np.float32
+    assert main(["minilm", str(folder), str(tmp_path / "half"), "--dtype", "float16"]) == 0
+    half = Encoder.from_pretrained(tmp_path / "half")
+    assert half.dtype == np.float16
+    np.testing.assert_array_equal(half.encode(sentences), expected)
+    assert Encoder.from_pretrained(tmp_path / "half", dtype="float32").dtype == np.float32
+    for load in (weights.load_minilm, weights.load_encoder):
+        assert load(tmp_path / "half")["layers"]["0"]["mlp"]["up"]["kernel"].dtype == np.float16
+    embedder = Embedder(str(tmp_path / "half"))
+    assert embedder.settings["compute_dtype"] == "float16" and embedder.load().dtype == np.float16
+    assert Embedder(str(folder)).settings["compute_dtype"] == "float32"
+
+
+def test_half(folder):
+    encoder = Encoder.from_pretrained(folder)
+    sentences = random_sentences(6)
+    expected = Encoder.from_pretrained(folder, dtype="float16").encode(sentences)
+    encoder.encode(sentences)
+    assert encoder.half() is encoder and encoder.dtype == np.float16
+    np.testing.assert_array_equal(encoder.encode(sentences), expected)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(encoder)).encode(sentences), expected)
+    assert encoder.params["embeddings"]["norm"]["scale"].dtype == np.float32
+    params = weights.load_minilm(folder)
+    params["embeddings"]["word"]["embedding"] *= 1e6
+    large = Encoder(params, encoder.tokenizer, config=CONFIG)
+    with pytest.raises(
+        weights.CheckpointError, match=r"embeddings\.word\.embedding with values up to .*at most 65504"
+    ):
+        large.half()
+    assert large.dtype == np.float32
 
 
 def test_it_is_pickled_and_copied(folder, tmp_path):
@@ -228,7 +288,7 @@ def test_few_shapes(folder, calls):
 
 def test_batch_size_bounds_the_tokens_of_a_batch(folder, calls):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
-    sentences = random_sentences(100)
+    sentences = random_sentences(50)
     expected = encoder.encode(sentences, batch_size=1)
     assert {call for call in calls if call != "read"} == {(2, 1, 20)}
     calls.clear()
@@ -248,6 +308,20 @@ def test_a_stream_is_read_as_it_is_needed(encoder, monkeypatch):
     chunks += list(stream)
     assert [len(rows) for rows in chunks] == [4] * 12 + [2]
     np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
+
+
+def test_a_stream_can_be_ended(encoder, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 128)
+    before, read = set(threading.enumerate()), []
+    sentences = itertools.cycle(random_sentences(50))
+    chunks = (random_sentences(128) for _ in itertools.count())
+    for stream in (encoder.encode_iter(read.append(s) or s for s in sentences), encoder.encode_chunks(chunks)):
+        assert len(next(stream)) == 128
+        assert set(threading.enumerate()) > before
+        stream.close()
+        assert set(threading.enumerate()) == before
+        assert list(stream) == []
+    assert 128 <= len(read) <= 128 * 12
 
 
 PROGRAM = """
@@ -379,6 +453,72 @@ def test_programs_are_compiled_side_by_side_while_the_first_runs(folder, compile
     assert np.all(np.isfinite(embeddings))
 
 
+def test_a_list_is_packed_while_its_program_is_compiled(folder, compiled, monkeypatch):
+    sentences, packed = random_sentences(200), []
+    expected = Encoder.from_pretrained(folder, implementation="xla").encode(sentences)
+    all_packed = threading.Event()
+    compile_, pack = programs.Programs._compile, packing.pack
+
+    def compiles(self, lowered, name):
+        assert all_packed.wait(10)
+        return compile_(self, lowered, name)
+
+    def packs(*args):
+        packed.append(args)
+        if len(packed) == 50:
+            all_packed.set()
+        return pack(*args)
+
+    monkeypatch.setattr(programs, "_COMPILED", {})
+    monkeypatch.setattr(programs.Programs, "_compile", compiles)
+    monkeypatch.setattr(packing, "pack", packs)
+    monkeypatch.setattr(pipeline, "CHUNK", 4)
+    monkeypatch.setattr(pipeline, "_BATCHES_IN_FLIGHT", 2)
+    found = Encoder.from_pretrained(folder, implementation="xla").encode(sentences)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_long_list_s_program_is_lowered_while_its_first_texts_are_tokenized(folder, compiled, monkeypatch):
+    encoder, seen = Encoder.from_pretrained(folder, implementation="xla"), []
+    tokenized = pipeline._tokenized
+
+    def after(*args):
+        for tokens in tokenized(*args):
+            seen.append(list(compiled))
+            yield tokens
+
+    monkeypatch.setattr(pipeline, "MANY", 50)
+    monkeypatch.setattr(pipeline, "CHUNK", 20)
+    monkeypatch.setattr(pipeline, "_tokenized", after)
+    monkeypatch.setattr(Encoder, "_elsewhere", lambda self, call, count: None)
+    encoder.encode(["a man" if i % 2 else "a man is playing" for i in range(100)], batch_size=8)
+    assert seen[0] == [(2, 8, 20)]
+
+
+def test_what_a_list_has_left_over_has_no_program_of_its_own(folder, compiled, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 36)
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    assert encoder.encode(["a man is playing the guitar"] * 73, batch_size=8).shape == (73, 64)
+    assert compiled == [(2, 8, 20)]
+
+
+def test_an_error_ends_what_is_tokenized_ahead(folder, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 4)
+    monkeypatch.setattr(pipeline, "_FEW", 0)
+    monkeypatch.setattr(pipeline, "_THREADS", 1)
+    encoder, seen = Encoder.from_pretrained(folder, implementation="xla"), []
+
+    def tokenizes(self, texts):
+        seen.append(texts)
+        time.sleep(0.01)  # less than it takes to see the error
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Encoder, "_tokenize", tokenizes)
+    with pytest.raises(ZeroDivisionError):
+        encoder.encode(random_sentences(200))
+    assert len(seen) < 10
+
+
 def test_a_failure_to_compile_is_not_kept(folder, compiled, monkeypatch):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
     with monkeypatch.context() as patch:
@@ -452,6 +592,15 @@ def test_progress_bar(encoder, capsys):
         ({"sentences": [["a", "b"]]}, TypeError, r"sentences\[0\] is of type list"),
         ({"sentences": {"a": "b"}}, TypeError, "sentences is of type dict; expected an iterable of str"),
         ({"sentences": "a", "batch_size": 0}, ValueError, "batch_size=0; expected at least 1"),
+        ({"batch_size": 1.5}, TypeError, "batch_size=1.5 is of type float; expected an integer"),
+        ({"truncate_dim": 8.0}, TypeError, "truncate_dim=8.0 is of type float; expected an integer"),
+        ({"inputs": ["a"]}, TypeError, "sentences and inputs are both given; expected one of them"),
+        ({"sentences": None}, TypeError, "sentences is of type NoneType; expected an iterable of str"),
+        (
+            {"sentences": "a", "precision": "int8"},
+            ValueError,
+            "has 1 rows; expected at least 2 .* `ranges` of others",
+        ),
     ],
 )
 def test_encode_checks_its_arguments(encoder, given, error, message):

@@ -55,6 +55,39 @@ def test_against_transformers(tmp_path, kind):
     assert_close(np.concatenate([packed[segments == i] for i in range(4)]), expected, DEEP)
 
 
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        ("bert", {"hidden_act": "relu"}),
+        ("bert", {"hidden_act": "gelu_new"}),
+        ("bert", {"hidden_act": "silu"}),
+        ("distilbert", {"activation": "relu"}),
+        ("modernbert", {"hidden_activation": "silu"}),
+        ("roberta", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("bert", {"num_attention_heads": 8}),
+        ("modernbert", {"num_attention_heads": 8}),
+        ("roberta", {"pad_token_id": 0}),
+        ("xlm-roberta", {"pad_token_id": 3}),
+    ],
+    ids=str,
+)
+def test_configs_that_people_have(tmp_path, kind, change):
+    """As transformers computes it, and once more from what export and save write."""
+    source = encoder_checkpoints.write(tmp_path / "source", kind, **change)
+    params, config = weights.load_encoder(source), weights.load_encoder_config(source)
+    ids, mask = batch()
+    if "pad_token_id" in change:  # from whose places transformers knows the positions
+        ids = np.where(mask == 1, ids, change["pad_token_id"])
+    expected = torch_states(source, ids, mask)
+    states = families.of(config).encode(params, jnp.asarray(ids), jnp.asarray(mask), config=config)
+    assert_close(np.asarray(states)[mask == 1], expected, DEEP)
+    weights.export(params, tmp_path / "export", config=config)
+    assert_close(torch_states(tmp_path / "export", ids, mask), expected, 1e-6)
+    for folder in (tmp_path / "export", weights.save(params, tmp_path / "own", config=config)):
+        assert weights.load_encoder_config(folder) == config
+        assert_trees_equal(weights.load_encoder(folder), params)
+
+
 @every_family
 def test_files_come_back(tmp_path, kind):
     """What export writes, transformers and this library read; what save writes, this library reads."""
@@ -101,9 +134,10 @@ def test_products_and_attention_are_kernels_of_ours(config):
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("roberta", {"pad_token_id": 0}, "pad_token_id is 0; expected 1"),
+        ("roberta", {"pad_token_id": None}, "pad_token_id is None; expected an integer of at least 0"),
+        ("bert", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; expected 'gelu' or 'gelu_python' or"),
         ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets is 16; expected 32"),
-        ("distilbert", {"activation": "relu"}, "activation is 'relu'; expected 'gelu'"),
+        ("distilbert", {"activation": "mish"}, "activation is 'mish'; expected 'gelu' or"),
         ("modernbert", {"norm_bias": True}, "norm_bias is True; expected False"),
         (
             "modernbert",

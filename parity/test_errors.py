@@ -12,7 +12,8 @@ from pallas_models import minilm, ops
 from pallas_models.kernels.triton.attention import Config as Blocks
 from pallas_models.ops import _dispatch
 from parity.calls import CALLS, Call, layer
-from parity.common import ON_GPU, normal, random_params
+from parity.common import MOSAIC_CALL, ON_GPU, assert_close, cuda_device, normal, random_params
+from parity.tolerances import OP
 
 RNG = np.random.default_rng(60)
 X, W = normal(RNG, 5, 6), normal(RNG, 6, 8)
@@ -184,14 +185,26 @@ CASES = {
             "num_heads=4 is not a positive multiple of num_kv_heads=3",
         ),
         (lambda: attention(k=Q4[:, :, :0], v=Q4[:, :, :0]), ValueError, "num_kv_heads=0"),
+        (lambda: attention(*[Q4[..., :0]] * 3), ValueError, "head_dim=0 must be positive"),
         (
-            lambda: attention(*[Q4[..., :8]] * 3),
+            lambda: attention(*[jnp.tile(Q4, 20)] * 3, implementation="interpret"),
             NotImplementedError,
-            "head_dim=8 is not supported; expected a mul",
+            "takes heads of up to 256, not head_dim=320",
         ),
         (lambda: attention(causal=True, window=0), ValueError, "window=0 must be positive"),
+        (lambda: attention(sm_scale=np.ones(2)), ValueError, "sm_scale has shape (2,); expected one number"),
         (lambda: attention(causal=True, window=1.5), TypeError, "float"),
         (lambda: attention(mask=MASK), ValueError, "mask has shape (2, 4); expected (2, 3), (B, Skv)"),
+        (
+            lambda: attention(mask=MASK[:, None, None]),
+            ValueError,
+            "mask has shape (2, 1, 1, 4); expected (2, 1, 1, 3), (B or 1, Hq or 1, Sq or 1, Skv)",
+        ),
+        (
+            lambda: attention(mask=-MASK[:, None, None, :3]),
+            ValueError,
+            "mask has values from -1 to 0; expected only",
+        ),
         (lambda: attention(mask=MASK[:, :3] * 0.5), TypeError, "mask has dtype float32; expected bool or an int"),
         (lambda: attention(bias=INTS), TypeError, "bias has dtype int32; expected float16"),
         (
@@ -249,14 +262,9 @@ CASES = {
         (lambda: attention_qkv(num_heads=2, num_kv_heads=0), ValueError, "num_kv_heads=0"),
         (lambda: attention_qkv(num_heads=2, num_kv_heads=4), ValueError, "width to be (num_heads=2 + 2 * num_kv"),
         (
-            lambda: attention_qkv(num_heads=4),
+            lambda: attention_qkv(jnp.tile(QKV, 9), 1, implementation="triton"),
             NotImplementedError,
-            "head_dim=8 is not supported; expected a multiple",
-        ),
-        (
-            lambda: attention_qkv(jnp.tile(QKV, 9), 1),
-            NotImplementedError,
-            "head_dim=288 is not supported; expected",
+            "takes heads of up to 256, not head_dim=288",
         ),
         (lambda: attention_qkv(mask=[1, 1]), TypeError, "mask must be an array, got list"),
         (lambda: attention_qkv(mask=MASK * 1.0), TypeError, "mask has dtype float32; expected bool or an integer"),
@@ -297,6 +305,7 @@ CASES = {
         (lambda: ops.softmax(X, 2), ValueError, "axis=2 is out of range for x of shape (5, 6)"),
         (lambda: ops.softmax(X, -3), ValueError, "axis=-3 is out of range for x of shape (5, 6)"),
         (lambda: ops.softmax(X, algorithm="fast"), ValueError, "algorithm='fast' is unknown; expected None or"),
+        (lambda: ops.softmax(X, scale=jnp.ones(6)), ValueError, "scale has shape (6,); expected one number"),
         (lambda: ops.softmax(X, where=[1]), TypeError, "where must be an array, got list"),
         (lambda: ops.softmax(X, where=X), TypeError, "where has dtype float32; expected bool or an integer"),
         (lambda: ops.softmax(X, where=MASK[:, :3]), ValueError, "where has shape (2, 3); expected one broad"),
@@ -449,11 +458,37 @@ def test_what_is_counted_in_32_bits(shape, dtype, rows):
     assert _dispatch._most_rows(jax.ShapeDtypeStruct(shape, dtype)) == rows
 
 
+NO_CUDA = re.escape(
+    "runs on NVIDIA GPUs, not on the platform cpu, which this program is lowered for; expected None"
+)
+
+
 @pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_triton_does_not_fall_back_on_a_cpu(call: Call):
-    with pytest.raises(Exception, match=r"(?i)interpret|gpu|cuda|platform"):
-        jax.block_until_ready(call("triton")(*call.arrays()))
+    with pytest.raises(NotImplementedError, match=f"^implementation='triton' {NO_CUDA}"):
+        call("triton")(*call.arrays())
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a machine without CUDA")
+@pytest.mark.parametrize("names", ["mosaic", ("mosaic", "triton")])
+def test_a_kernel_for_gpus_is_refused_where_a_program_is_lowered_for_a_cpu(names):
+    """Under transformations too; for CUDA it is lowered anywhere, and a sequence may say what runs elsewhere."""
+    x, w = jax.random.normal(jax.random.key(0), (2, 128, 128), jnp.bfloat16)
+
+    def loss(x, names):
+        return jnp.sum(ops.matmul(x, w, activation="gelu", implementation=names).astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match=f"^implementation={re.escape(repr(names))} {NO_CUDA}"):
+        jax.jit(jax.vmap(jax.grad(functools.partial(loss, names=names))))(x[None])
+    with pytest.raises(NotImplementedError, match=NO_CUDA):
+        jax.export.export(jax.jit(lambda x: loss(x, names)), platforms=("cpu", "cuda"))(x)
+    with cuda_device("NVIDIA H200", 132):
+        program = jax.jit(jax.grad(functools.partial(loss, names=names))).trace(x)
+        assert MOSAIC_CALL in program.lower(lowering_platforms=("cuda",)).as_text()
+    or_xla = (*(names if isinstance(names, tuple) else (names,)), "xla")
+    np.testing.assert_array_equal(loss(x, or_xla), loss(x, "xla"))
+    assert_close(jax.grad(loss)(x, or_xla), jax.grad(loss)(x, "xla"), OP["bfloat16"])
 
 
 CONFIG = minilm.MiniLMConfig(

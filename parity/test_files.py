@@ -1,5 +1,6 @@
 """How files are written: whole or not at all, by one writer or many, killed or not."""
 
+import errno
 import os
 import re
 import signal
@@ -226,6 +227,56 @@ def test_many_writers_of_one_file(tmp_path):
             assert writer.wait() == 0
     assert found <= {digit * 300_000 for digit in "0123"} and len(found) > 1
     assert names(tmp_path) == ["a"]
+
+
+def test_a_folder_is_locked_for_as_long_as_a_job_lives(tmp_path):
+    """Another job names the one that has it; once that is killed, the next one takes it and leaves nothing."""
+    holder = start("with files['locked'](sys.argv[1]):\n    print('has it', flush=True)\n    input()", tmp_path)
+    with holder:
+        assert holder.stdout.readline() == "has it\n"
+        message = f"{re.escape(str(tmp_path))} is being written by process {holder.pid} on .+; expected a folder"
+        with pytest.raises(BlockingIOError, match=message), files.locked(tmp_path):
+            pass
+        holder.kill()
+    assert names(tmp_path) == [".lock"]
+    with files.locked(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert names(tmp_path) == []
+
+
+def test_a_lock_that_is_given_back_while_another_job_waits_for_it_is_taken_anew(tmp_path, monkeypatch):
+    flock, removed = files.fcntl.flock, []
+
+    def late(descriptor, operation):
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    with files.locked(tmp_path), pytest.raises(BlockingIOError), files.locked(tmp_path):
+        pass
+    assert removed and names(tmp_path) == []
+
+
+def test_no_lock_where_there_is_none_to_be_had(tmp_path, monkeypatch):
+    """On a file system without locks, and in a folder that cannot be written; no link is written through."""
+
+    def without(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.fcntl, "flock", without)
+        with files.locked(tmp_path), files.locked(tmp_path):
+            pass
+    monkeypatch.setattr(files.os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+    with files.locked(tmp_path):
+        assert names(tmp_path) == []
+    monkeypatch.undo()
+    (tmp_path / "thesis").write_text("whole")
+    (tmp_path / ".lock").symlink_to("thesis")
+    with pytest.raises(OSError, match="Too many levels"), files.locked(tmp_path):
+        pass
+    assert (tmp_path / "thesis").read_text() == "whole"
 
 
 ROOT = Path(__file__).parents[1]

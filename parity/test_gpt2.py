@@ -28,7 +28,7 @@ from parity.common import (
 )
 from parity.decoder_checkpoints import gpt2_json, gpt2_tensors
 from parity.test_lowering import DEVICES, HOPPER, lowered_for_cuda
-from parity.tolerances import CHAIN, DEEP, LONG, MODEL, MODEL_GRADIENT, OP
+from parity.tolerances import CHAIN, DEEP, LONG, MODEL, MODEL_GRADIENT, OP, SAME
 
 SMALL = GPT2Config(
     vocab_size=60, hidden_size=96, num_layers=2, num_heads=3, intermediate_size=80, max_positions=40
@@ -305,7 +305,9 @@ def test_the_state_of_a_module_as_parameters():
         for params in (state, nnx.to_pure_dict(state))
     ]
     assert isinstance(gradients[0], nnx.State)
-    jax.tree.map(assert_equal, nnx.to_pure_dict(gradients[0]), gradients[1])
+    # XLA adds up the gradient of the embedding in any order on a GPU.
+    same = functools.partial(assert_close, tolerance=SAME) if ON_GPU else assert_equal
+    jax.tree.map(same, nnx.to_pure_dict(gradients[0]), gradients[1])
 
 
 def logits(ids=IDS, mask=MASK, config=SMALL, **options):

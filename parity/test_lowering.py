@@ -66,6 +66,7 @@ def test_the_default_is_a_kernel_on_cuda_and_xla_elsewhere(call: Call):
         ("float16", 1, 3001, 4, 4, 80, {"mask": True}),
         ("float32", 2, 300, 4, 1, 256, {"segment_ids": True, "return_lse": True}),
         ("float16", 512, 16, 12, 12, 32, {"mask": True}),
+        ("bfloat16", 2, 300, 6, 3, 5, {"mask": True, "causal": True}),
     ],
 )
 def test_attention_lowers_on_every_device(device, dtype, batch, seq, heads, kv_heads, head_dim, options):

@@ -158,6 +158,18 @@ def test_a_short_sentence_is_three_kernels():
         assert min(kernels(17), kernels(16, "triton"), kernels(16, dtype="float32")) > 12
 
 
+@needs_inline
+def test_more_layers_make_no_longer_kernel():
+    """Each layer beyond the first adds where its arrays are: the first call does not wait for more than that."""
+
+    def length(count):
+        arrays = jax.eval_shape(functools.partial(operands, 1, 16, 128, 512, count, "float16"))
+        return len(lowered_for_cuda(lambda a: ops.post_norm_layers(**a, num_heads=4), arrays))
+
+    with cuda_device(*HOPPER):
+        assert length(6) < 1.45 * length(1)
+
+
 def test_sequences_are_split_over_devices():
     x, layers, mask = operands(2, 8, 128, 512, 2).values()
     static = dict(num_heads=4, activation="gelu", epsilon=1e-12, precision=None)

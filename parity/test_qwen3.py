@@ -39,7 +39,9 @@ SMALL = Qwen3Config(
     max_positions=64,
     rope_theta=1e4,
 )
-CONFIG = Qwen3Config(hidden_size=1024, num_layers=2, num_heads=16, intermediate_size=3072) if ON_GPU else SMALL
+# Of the smallest model but for layers and vocabulary: logits of all of that would be gigabytes in float64.
+LARGE = Qwen3Config(vocab_size=32_003, hidden_size=1024, num_layers=2, num_heads=16, intermediate_size=3072)
+CONFIG = LARGE if ON_GPU else SMALL
 SHAPES = by_device(cpu=[(2, 19)], gpu=[(1, 128), (2, 1024), (5, 77), (3, 1)])
 
 

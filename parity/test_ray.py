@@ -1,5 +1,6 @@
 """On a Ray cluster: actors that embed batches, and files to files while a worker is killed."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -10,9 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pallas_models.corpus.embedder import Embedder
+from pallas_models.corpus.job import Layout
+from pallas_models.corpus.manifest import Shard
+from pallas_models.corpus.reading import Corpus
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder
-from pallas_models.ray import Embed
+from pallas_models.ray import Embed, _EmbedFile
 from parity import checkpoints
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -37,6 +42,22 @@ def test_batches(folder):
         np.testing.assert_array_equal(found["e"], convert(expected, dtype, ranges))
 
 
+def test_a_worker_keeps_a_column(folder, tmp_path):
+    """What a worker does with a file, without a cluster: again, once it is embedded, and with another column."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.csv").write_text("id,text\n7,a man\n8,the guitar\n")
+    given = Corpus([tmp_path / "a.csv"], "text"), Embedder(model=str(folder)), tmp_path
+    row = {"path": str(tmp_path / "a.csv"), "name": "000000.parquet"}
+    layout = Layout("float32", "parquet", None, "id")
+    done = _EmbedFile(*given, {}, None, layout)(row)
+    assert done["error"] is None
+    assert parquet.read_table(tmp_path / "000000.parquet")["id"].to_pylist() == ["7", "8"]
+    embedded = {row["name"]: Shard(**done["shard"])}
+    assert _EmbedFile(*given, embedded, None, layout)(row) == done
+    other = dataclasses.replace(layout, keep="text")
+    assert "was made from other sentences" in _EmbedFile(*given, embedded, None, other)(row)["error"]
+
+
 def test_refused(folder):
     with pytest.raises(ValueError, match="dtype='uint8' needs ranges that all workers share"):
         Embed("text", dtype="uint8", model=str(folder))
@@ -52,6 +73,7 @@ from pathlib import Path
 import numpy as np
 import ray
 from pallas_models import __main__ as cli
+from pallas_models.corpus import command as work
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.reading import Corpus
 from pallas_models.ray import Embed
@@ -74,7 +96,7 @@ class EmbedThatEnds(Embed):
         return super().__call__({name: list(map(end_once, column)) for name, column in batch.items()})
 
 ray.init(num_cpus=2, include_dashboard=False)
-cli.Embedder = EmbedderThatEnds
+work.Embedder = EmbedderThatEnds
 command = ["embed", folder + "/in", "--column", "text", "--output", folder + "/out/", "--format", "npy"]
 assert cli.main([*command, "--model", checkpoint, "--ray", "--workers", "2"]) == 0
 os.rmdir(marker)  # it is there: a worker ended

@@ -160,6 +160,47 @@ def test_lower_case(tmp_path):
         assert_close(ours.encode(["A Man is Playing"] * 2), theirs.encode(["A Man is Playing"] * 2), DEEP)
 
 
+# Folders that are written
+
+
+@pytest.mark.parametrize("kind", encoder_checkpoints.FAMILIES)
+def test_a_saved_encoder_is_read_by_sentence_transformers(tmp_path, kind):
+    library = pytest.importorskip("sentence_transformers")
+    pooling = "lasttoken" if kind == "qwen3" else "mean"
+    following = dense(32, 24, activation="GELU"), normalize(), dense(24, 24, bias=False, use_residual=True)
+    theirs = write(tmp_path, kind, pooling, *following, prompts=PROMPTS, similarity_fn_name="dot")
+    encoder = Encoder.from_pretrained(tmp_path / "model")
+    encoder.max_seq_length = 9
+    encoder.save_pretrained(tmp_path / "saved")
+    again, other = (
+        Encoder.from_pretrained(tmp_path / "saved"),
+        library.SentenceTransformer(str(tmp_path / "saved"), device="cpu"),
+    )
+    assert repr(again) == repr(encoder) and again.similarity_fn_name == other.similarity_fn_name == "dot"
+    np.testing.assert_array_equal(again.encode_query(SENTENCES), encoder.encode_query(SENTENCES))
+    theirs.max_seq_length = 9
+    assert_close(other.encode_query(SENTENCES), theirs.encode_query(SENTENCES), DEEP)
+
+
+def test_poolings_in_an_order_of_their_own(tmp_path):
+    write(tmp_path, "bert", ("mean", "cls"))
+    encoder = Encoder.from_pretrained(tmp_path / "model")
+    encoder.save(tmp_path / "saved")
+    saved = pytest.importorskip("sentence_transformers").SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert_close(saved.encode(SENTENCES), encoder.encode(SENTENCES), DEEP)
+
+
+def test_saved_over_what_was_converted(tmp_path):
+    from weights.__main__ import main
+
+    source = encoder_checkpoints.write(tmp_path / "source", "bert")
+    assert main(["minilm", str(source), str(tmp_path / "own")]) == 0
+    other = Encoder.from_pretrained(encoder_checkpoints.write(tmp_path / "other", "bert", seed=1))
+    other.half().save(tmp_path / "own")
+    again = Encoder.from_pretrained(tmp_path / "own", dtype=jnp.float16)
+    np.testing.assert_array_equal(again.encode(SENTENCES), other.encode(SENTENCES))
+
+
 # Options of a call
 
 
@@ -246,7 +287,7 @@ def test_similarity(both, measure):
         assert_close(ours.similarity_pairwise(a, b), theirs.similarity_pairwise(a, b).numpy(), 1e-6)
         assert_close(ours.similarity(a[0], b), theirs.similarity(a[0], b).numpy(), 1e-6)
         one = ours.similarity_pairwise(a[0], b[0])
-        assert one.shape == () and abs(one - theirs.similarity_pairwise(a[0], b[0]).item()) < 1e-5
+        assert one.shape == () and abs(one - theirs.similarity_pairwise(a[:1], b[:1]).item()) < 1e-5
     finally:
         theirs.similarity_fn_name = ours.similarity_fn_name = "cosine"
 
@@ -285,7 +326,11 @@ def test_kinds_of_results(both):
     states = ours.encode(SENTENCES, output_value="token_embeddings", convert_to_tensor=True)
     assert isinstance(states, list) and all(isinstance(state, jax.Array) for state in states)
     for device in ("cpu", "cpu:0", jax.devices("cpu")[0], ["cpu"]):
-        np.testing.assert_array_equal(ours.encode(SENTENCES, device=device), expected)
+        on_device = ours.encode(SENTENCES, device=device)
+        if ON_GPU:  # `expected` is the GPU's
+            assert_close(on_device, expected, DEEP)
+        else:
+            np.testing.assert_array_equal(on_device, expected)
     assert "BertConfig" not in repr(ours) and "MiniLMConfig(vocab_size=40" in repr(ours)
     assert "max_seq_length=24" in repr(ours) and "passage" in repr(ours)
 

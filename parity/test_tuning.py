@@ -611,8 +611,11 @@ class TestShipped:
         import zipfile
 
         (path,) = wheel.WheelBuilder(str(Path(__file__).parent.parent)).build(directory=str(tmp_path))
-        names = zipfile.ZipFile(path).namelist()
+        archive = zipfile.ZipFile(path)
+        names = archive.namelist()
         assert self.PATHS and {f"pallas_models/tuning/tables/{path.name}" for path in self.PATHS} <= set(names)
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        assert b"\nAuthor: The pallas_models developers\n" in archive.read(metadata)
 
 
 class TestSearchSpaces:

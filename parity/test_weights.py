@@ -254,7 +254,7 @@ def test_folder_without_tensors(folder):
     [
         ({"model_type": "roberta"}, "model of type 'roberta'; expected 'bert'"),
         ({"model_type": None}, "model of type None; expected 'bert'"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'; expected 'gelu'"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; expected 'gelu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"is_decoder": True}, "is_decoder is True; expected False"),
         ({"hidden_size": "64"}, "hidden_size is '64'; expected a positive integer"),
@@ -273,7 +273,7 @@ def test_config_is_checked(tmp_path, change, message):
 
 
 def test_every_problem_of_a_config_is_listed(tmp_path):
-    folder = checkpoints.write(tmp_path, config={"model_type": "bert", "hidden_act": "silu", "hidden_size": 64})
+    folder = checkpoints.write(tmp_path, config={"model_type": "bert", "hidden_act": "mish", "hidden_size": 64})
     with pytest.raises(weights.CheckpointError) as error:
         weights.load_minilm(folder)
     for key in ("hidden_act", "vocab_size", "num_hidden_layers", "intermediate_size"):

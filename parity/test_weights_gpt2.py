@@ -1,5 +1,6 @@
 """GPT-2 checkpoints to parameters: names, files, the tied head, the flat buffer, and errors that list all."""
 
+import json
 import re
 
 import jax
@@ -53,20 +54,85 @@ def test_tree_is_that_of_init(folder, dtype):
     )
 
 
-def test_a_checkpoint_of_hugging_face(tmp_path):
+IDS = np.random.default_rng(1).integers(0, 30, (2, 9))
+
+
+def of_hugging_face(folder, **changes):
+    """Writes a random model with transformers, in several files; returns its logits of IDS."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2_json(CONFIG) | {"n_inner": None})).eval()
+    stated = gpt2_json(CONFIG) | {"n_inner": None} | changes
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**stated)).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "ln_" in name and "weight" in name else 0.0, 0.1)
-    model.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    ids = np.random.default_rng(1).integers(0, 30, (2, 9))
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return torch_logits(folder)
+
+
+def torch_logits(folder):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     with torch.no_grad():
-        expected = model(torch.tensor(ids)).logits
-    params, config = weights.load_gpt2(tmp_path), weights.load_gpt2_config(tmp_path)
+        return transformers.GPT2LMHeadModel.from_pretrained(folder).eval()(torch.tensor(IDS)).logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"activation_function": "gelu"},
+        {"activation_function": "relu"},
+        {"activation_function": "silu"},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"tie_word_embeddings": False},
+        {"n_head": 8},
+        {"n_head": 4, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_hugging_face(tmp_path, change):
+    """The same logits, and from what export writes of it, with its config.json and without."""
+    expected = of_hugging_face(tmp_path / "theirs", **change)
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    params, config = weights.load_gpt2(tmp_path / "theirs"), weights.load_gpt2_config(tmp_path / "theirs")
     assert config.intermediate_size == 256
-    assert_close(gpt2.logits(params, jnp.asarray(ids), config=config, implementation="xla"), expected, 1e-5)
+    assert_close(gpt2.logits(params, jnp.asarray(IDS), config=config, implementation="xla"), expected, 1e-5)
+    for like in (None, tmp_path / "theirs"):
+        weights.export(params, tmp_path / "export", config=config, like=like)
+        assert_close(torch_logits(tmp_path / "export"), expected, 1e-5)
+    assert weights.load_config(weights.save(params, tmp_path / "own", config=config)) == config
+
+
+def test_a_head_of_its_own_is_learned(tmp_path):
+    of_hugging_face(tmp_path, tie_word_embeddings=False)
+    params, config = weights.load_gpt2(tmp_path), weights.load_gpt2_config(tmp_path)
+    logits = gpt2.logits(params, jnp.asarray(IDS), config=config)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), IDS[:, 1:, None], axis=-1)
+    loss, gradients = jax.value_and_grad(gpt2.loss)(params, jnp.asarray(IDS), config=config)
+    assert_close(loss, -jnp.mean(picked), 1e-5)
+    assert gradients["head"]["kernel"].shape == (64, 30) and jnp.any(gradients["head"]["kernel"])
+
+
+def test_an_old_config(tmp_path):
+    """Of the first versions, which called the number of positions n_ctx."""
+    stated = gpt2_json(CONFIG)
+    folder = write(tmp_path, TENSORS, stated | {"n_ctx": stated.pop("n_positions")})
+    assert weights.load_gpt2_config(folder) == CONFIG
+    assert_trees_equal(weights.load_gpt2(folder), PARAMS)
+
+
+def test_a_stored_file_of_before(tmp_path):
+    """Fields that are newer than a file of `save` are what was computed then."""
+    from safetensors import safe_open
+
+    path = weights.save(PARAMS, tmp_path, config=CONFIG)
+    with safe_open(path, "numpy") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    fields = json.loads(metadata["config"])
+    for name in ("activation", "tie_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"):
+        del fields[name]
+    save_file(tensors, path, metadata | {"config": json.dumps(fields)})
+    assert weights.load_config(path) == CONFIG
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,16 +175,11 @@ def test_every_disagreement_of_config_and_tensors_is_listed(tmp_path):
     "change, message",
     [
         ({"model_type": "bert"}, "model of type 'bert'; expected 'gpt2'"),
-        (
-            {"activation_function": "relu"},
-            "activation_function is 'relu'; expected 'gelu_new' or 'gelu_pytorch_tanh'",
-        ),
-        (
-            {"activation_function": "gelu"},
-            "activation_function is 'gelu'; expected 'gelu_new' or 'gelu_pytorch_tanh'",
-        ),  # erf's
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; expected False"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False; expected True"),
+        ({"activation_function": "mish"}, "activation_function is 'mish'; expected 'gelu' or 'gelu_python' or"),
+        ({"activation_function": ["gelu"]}, "activation_function is ['gelu']; expected 'gelu' or"),
+        ({"activation_function": "gelu_tanh"}, "activation_function is 'gelu_tanh'; expected 'gelu' or"),  # ours
+        ({"scale_attn_by_inverse_layer_idx": 1}, "scale_attn_by_inverse_layer_idx is 1; expected true or false"),
+        ({"add_cross_attention": True}, "add_cross_attention is True; expected False"),
         ({"n_embd": "64", "n_inner": None}, "n_embd is '64'; expected a positive integer"),
         ({"n_layer": 0}, "n_layer is 0; expected a positive integer"),
         ({"n_head": 5}, "hidden_size=64 is not a multiple of num_heads=5"),

@@ -14,6 +14,11 @@ def _roundings(count: int) -> float:
     return math.sqrt(count / 3) * _HALF_ULP["float32"]
 
 
+def products(count: int) -> float:
+    """A float32 sum of so many products, one after another: a rounding each for product and sum."""
+    return _roundings(2 * count)
+
+
 # Rounding a result to its dtype: half an ulp at most.
 ROUNDED = _HALF_ULP
 # One op. In float32: sums of up to 4096 products, a rounding each for product and sum. In half precision rounding

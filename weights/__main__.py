@@ -6,7 +6,7 @@ import gc
 import sys
 from pathlib import Path
 
-from pallas_models import files
+from pallas_models import __version__, files
 from pallas_models._host import run_program
 from weights import hub, loading, store
 from weights.checkpoint import CheckpointError
@@ -36,6 +36,7 @@ def _convert(family: Family, src: str, dst: Path, dtype: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m weights", description="Convert PyTorch checkpoints.")
+    parser.add_argument("--version", action="version", version=f"pallas_models {__version__}")
     models = parser.add_subparsers(dest="model", required=True)
     for family in FAMILIES.values():
         model = models.add_parser(family.name, help=family.description)

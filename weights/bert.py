@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pallas_models.minilm import model as minilm
 from pallas_models.minilm.model import DistilBertConfig, EncoderConfig, MPNetConfig, RobertaConfig
+from weights import configs
+from weights.checkpoint import shown
 from weights.families import Family, Part, Shape, joined, linear, register, same
 
-# RoBERTa counts positions from 2: row 1 stands for padding, and row 0 for nothing.
-_UNUSED_POSITIONS = 2
+# MPNet, and RoBERTa as a rule, count positions from 2: row 1 stands for padding, and row 0 for nothing.
+_FIRST_POSITION = 2
 KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -19,9 +22,11 @@ KEYS = {
     "intermediate_size": "intermediate_size",
     "max_positions": "max_position_embeddings",
     "epsilon": "layer_norm_eps",
+    "activation": "hidden_act",
 }
+OPTIONAL = ("activation",)
+SPELLINGS = {"activation": configs.ACTIVATIONS}
 VALUES = {
-    "hidden_act": ("gelu",),
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
     "add_cross_attention": (False,),
@@ -94,10 +99,23 @@ def _rows_from(first: int, name: str, rows: int, features: int) -> Part:
     return Part({name: (first + rows, features)}, lambda tensor: tensor[first:], split)
 
 
-def _used_positions(config: dict[str, object], step: int = -_UNUSED_POSITIONS) -> dict[str, object]:
+def _used_positions(config: dict[str, Any], unused: int = _FIRST_POSITION) -> dict[str, Any]:
     """Takes the rows that are not used off the number of positions."""
     positions = config.get("max_position_embeddings")
-    return config | {"max_position_embeddings": positions + step} if type(positions) is int else config
+    return config | {"max_position_embeddings": positions - unused} if type(positions) is int else config
+
+
+def _adapt_roberta(config: dict[str, Any]) -> dict[str, Any]:
+    """Positions are counted from the row after that of padding, whose number is the padding token's id."""
+    padding = config.get("pad_token_id", _FIRST_POSITION - 1)
+    if type(padding) is not int or padding < 0:
+        raise ValueError(f"pad_token_id is {shown(padding)}; expected an integer of at least 0")
+    return _used_positions(config, padding + 1) | {"first_position": padding + 1}
+
+
+def _describe_roberta(config: dict[str, Any]) -> dict[str, Any]:
+    first = config.pop("first_position")
+    return _used_positions(config, -first) | {"pad_token_id": first - 1}
 
 
 register(
@@ -107,12 +125,14 @@ register(
         config=RobertaConfig,
         init=minilm.init,
         model_types=("roberta", "xlm-roberta", "camembert"),
-        keys=KEYS | {"num_token_types": "type_vocab_size"},
+        keys=KEYS | {"num_token_types": "type_vocab_size", "first_position": "first_position"},
         defaults={"epsilon": 1e-12},
-        values=VALUES | {"pad_token_id": (1,)},
-        adapt=_used_positions,
-        describe=lambda config: _used_positions(config, _UNUSED_POSITIONS) | {"pad_token_id": 1},
-        parts=lambda config: parts(config, unused_positions=_UNUSED_POSITIONS),
+        optional=(*OPTIONAL, "first_position"),
+        spellings=SPELLINGS,
+        values=VALUES,
+        adapt=_adapt_roberta,
+        describe=_describe_roberta,
+        parts=lambda config: parts(config, unused_positions=config.first_position),
         prefix="roberta.",
         ignored=lambda config: UNUSED,
         encode=minilm.encode,
@@ -128,9 +148,11 @@ register(
         model_types=("mpnet",),
         keys=KEYS,
         defaults={"epsilon": 1e-12},
+        optional=OPTIONAL,
+        spellings=SPELLINGS,
         values=VALUES | {"relative_attention_num_buckets": (MPNetConfig().relative_buckets,)},
         adapt=_used_positions,
-        describe=lambda config: _used_positions(config, _UNUSED_POSITIONS),
+        describe=lambda config: _used_positions(config, -_FIRST_POSITION),
         parts=lambda config: parts(
             config,
             Names(
@@ -138,7 +160,7 @@ register(
                 attention_out="attention.attn.o",
                 attention_norm="attention.LayerNorm",
             ),
-            unused_positions=_UNUSED_POSITIONS,
+            unused_positions=_FIRST_POSITION,
         ),
         prefix="mpnet.",
         ignored=lambda config: UNUSED,
@@ -159,9 +181,12 @@ register(
             "num_layers": "n_layers",
             "num_heads": "n_heads",
             "intermediate_size": "hidden_dim",
+            "activation": "activation",
         },
         defaults={"epsilon": 1e-12},
-        values={"activation": ("gelu",)},  # sinusoidal positions are in the table like any other
+        optional=OPTIONAL,
+        spellings=SPELLINGS,
+        values={},  # sinusoidal positions are in the table like any other
         parts=lambda config: parts(
             config,
             Names(

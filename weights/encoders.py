@@ -3,18 +3,18 @@
 import os
 from typing import Any
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from weights import hub, loading
 
 
-def load_encoder(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+def load_encoder(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dict[str, Any]:
     """Loads the weights of an encoder of sentences as parameters.
 
     Args:
       path_or_name: as in `weights.load_minilm`, of a model that docs/models.md lists.
-      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation.
+      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation. None is that in which
+        `weights.save` stored them, and float32 for checkpoints of PyTorch.
 
     Returns:
       Nested dict of arrays on the default device, for `minilm.encode`, `modernbert.encode` or `qwen3.encode`,

@@ -91,6 +91,10 @@ class Family:
       model_types: what config.json calls it; the first is what export writes.
       keys: what config.json calls each field of the config.
       defaults: the values of those fields whose key may be absent.
+      optional: the fields that config.json and files of `weights.save` may lack, which have the default of the
+        class then.
+      spellings: for fields whose values config.json calls by other names, ours by each of those; export writes
+        the first.
       values: the values of other keys in config.json that the forward pass implements; an absent key means the
         first of them.
       adapt: brings all of these keys to the top level of config.json; ValueError where they are not what they
@@ -115,6 +119,8 @@ class Family:
     parts: Callable[[Any], dict[str, Part]]
     prefix: str
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    optional: Collection[str] = ()
+    spellings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     unbounded: Collection[str] = ()
     adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     describe: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config

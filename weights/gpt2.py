@@ -1,5 +1,6 @@
 """GPT-2 checkpoints of Hugging Face, and single blocks in a flat buffer, to parameters of `pallas_models.gpt2`."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from jax.typing import DTypeLike
 
 from pallas_models import gpt2
 from pallas_models.gpt2 import GPT2Config
-from weights import checkpoint, loading, tree
+from weights import checkpoint, configs, loading, tree
 from weights.checkpoint import CheckpointError
-from weights.families import Family, Part, register, same
+from weights.families import Family, Part, linear, register, same
 
 
 def load_gpt2(
-    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32, sharding: Any = None
+    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None
 ) -> dict[str, Any]:
     """Loads the weights of GPT-2, of any size, as parameters.
 
@@ -26,7 +27,8 @@ def load_gpt2(
         pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a hub id such as
         `"openai-community/gpt2"`.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
-        scales stay float32.
+        scales stay float32. None is that in which `weights.save` stored them, and float32 for checkpoints
+        of PyTorch.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `gpt2.shardings` gives it; the
         default device when None. Each device is sent its part alone: a model may be larger than any of them.
 
@@ -37,7 +39,7 @@ def load_gpt2(
     Raises:
       FileNotFoundError: a file or the name was not found.
       CheckpointError: a file is truncated or corrupt, the config is of another architecture, tensors are
-        missing, unexpected or misshapen (all are listed), or the head is not the word embeddings.
+        missing, unexpected or misshapen (all are listed), or a tied head is not the word embeddings.
       ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
       TypeError: `dtype` is none of the above.
       ValueError: `sharding` is a tree unlike the parameters.
@@ -92,13 +94,33 @@ def _read_buffer(path: Path) -> np.ndarray:
 
 
 def _adapt(config: dict[str, Any]) -> dict[str, Any]:
+    if "n_ctx" in config:  # what the first versions wrote
+        config = {"n_positions": config["n_ctx"]} | config
     if config.get("n_inner") is None and isinstance(config.get("n_embd"), int):
         return config | {"n_inner": 4 * config["n_embd"]}
     return config
 
 
+def _with_queries_times(part: Part, h: int, factor: float) -> Part:
+    """A parameter of queries, keys and values, (..., 3 h), whose queries are multiplied by what scores are."""
+    if factor == 1.0:
+        return part
+
+    def times(factor: float, array: np.ndarray) -> np.ndarray:
+        scaled = np.array(array, np.float32)
+        scaled[..., :h] *= factor
+        return scaled.astype(array.dtype)
+
+    return Part(
+        part.tensors,
+        lambda tensor: times(factor, part.join(tensor)),
+        lambda parameter, shapes: part.split(times(1.0 / factor, parameter), shapes),
+    )
+
+
 def _parts(config: GPT2Config) -> dict[str, Part]:
     h, f = config.hidden_size, config.intermediate_size
+    unscaled = 1.0 if config.scale_attn_weights else math.sqrt(h // config.num_heads)
 
     def norm(parameter: str, name: str) -> dict[str, Part]:
         return {
@@ -117,9 +139,13 @@ def _parts(config: GPT2Config) -> dict[str, Part]:
         "embeddings.position.embedding": same("wpe.weight", config.max_positions, h),
         **norm("norm", "ln_f"),
     }
+    if not config.tie_embeddings:
+        parts["head.kernel"] = linear({"lm_head.weight": (config.vocab_size, h)})
     for i in range(config.num_layers):
         parts |= norm(f"layers.{i}.attention_norm", f"h.{i}.ln_1")
-        parts |= conv1d(f"layers.{i}.attention.qkv", f"h.{i}.attn.c_attn", h, 3 * h)
+        factor = unscaled / (i + 1 if config.scale_attn_by_inverse_layer_idx else 1)
+        qkv = conv1d(f"layers.{i}.attention.qkv", f"h.{i}.attn.c_attn", h, 3 * h)
+        parts |= {name: _with_queries_times(part, h, factor) for name, part in qkv.items()}
         parts |= conv1d(f"layers.{i}.attention.out", f"h.{i}.attn.c_proj", h, h)
         parts |= norm(f"layers.{i}.mlp_norm", f"h.{i}.ln_2")
         parts |= conv1d(f"layers.{i}.mlp.up", f"h.{i}.mlp.c_fc", h, f)
@@ -142,15 +168,15 @@ _FAMILY = register(
             "intermediate_size": "n_inner",
             "max_positions": "n_positions",
             "epsilon": "layer_norm_epsilon",
+            "activation": "activation_function",
+            "tie_embeddings": "tie_word_embeddings",
+            "scale_attn_weights": "scale_attn_weights",
+            "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
         },
         defaults={"epsilon": 1e-5},
-        values={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-            "tie_word_embeddings": (True,),
-        },
+        optional=("activation", "tie_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+        spellings={"activation": configs.ACTIVATIONS},
+        values={"add_cross_attention": (False,)},
         adapt=_adapt,
         parts=_parts,
         prefix="transformer.",
@@ -158,6 +184,6 @@ _FAMILY = register(
         ignored=lambda config: {
             f"h.{i}.attn.{b}" for i in range(config.num_layers) for b in ("bias", "masked_bias")
         },
-        tied=lambda config: {"lm_head.weight": "wte.weight"},
+        tied=lambda config: {"lm_head.weight": "wte.weight"} if config.tie_embeddings else {},
     )
 )

@@ -15,17 +15,22 @@ from weights.families import FAMILIES, Family, Part, named
 
 
 def load(
-    family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike, sharding: Any = None
+    family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike | None, sharding: Any = None
 ) -> dict[str, Any]:
     """Loads the parameters of a model of `family`: a nested dict of arrays, placed as `store.load` has it."""
-    target = checkpoint.float_dtype(dtype)
     path = hub.resolve(path_or_name)
+    target = checkpoint.float_dtype(default_dtype(path) if dtype is None else dtype)
     if store.is_stored(path):
         store.load_config_of(family, path)
         return store.load(path, dtype=target, sharding=sharding)
     config = configs.read(family, _config_path(path))
     with lazy.open_tensors(path) as tensors:
         return convert(family, tensors, config, dtype=target, source=path, sharding=sharding)
+
+
+def default_dtype(path: Path) -> str:
+    """In what the model at `path` is computed where nothing is asked for: what `save` stored it in, or float32."""
+    return store.dtype_of(path) if store.is_stored(path) else "float32"
 
 
 def load_config(family: Family, path_or_name: str | os.PathLike[str]) -> Any:

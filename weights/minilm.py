@@ -15,7 +15,7 @@ from weights.families import Family, register
 
 
 def load_minilm(
-    path_or_name: str | os.PathLike[str] = hub.DEFAULT, *, dtype: DTypeLike = jnp.float32, sharding: Any = None
+    path_or_name: str | os.PathLike[str] = hub.DEFAULT, *, dtype: DTypeLike | None = None, sharding: Any = None
 ) -> dict[str, Any]:
     """Loads the weights of all-MiniLM-L6-v2, or of another BERT encoder, as parameters.
 
@@ -24,7 +24,8 @@ def load_minilm(
         pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a name that
         `weights.resolve` knows.
       dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
-        scales stay float32.
+        scales stay float32. None is that in which `weights.save` stored them, and float32 for checkpoints
+        of PyTorch.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them; the default device when None.
 
     Returns:
@@ -74,6 +75,8 @@ _FAMILY = register(
         model_types=("bert",),
         keys=bert.KEYS | {"num_token_types": "type_vocab_size"},
         defaults={"epsilon": 1e-12},
+        optional=bert.OPTIONAL,
+        spellings=bert.SPELLINGS,
         values=bert.VALUES,
         parts=bert.parts,
         prefix="bert.",

@@ -7,6 +7,7 @@ import numpy as np
 
 from pallas_models import modernbert
 from pallas_models.modernbert import ModernBertConfig
+from weights import configs
 from weights.checkpoint import shown
 from weights.families import Family, Part, Shape, linear, register, same
 
@@ -105,7 +106,10 @@ register(
             "global_theta": "global_rope_theta",
             "local_theta": "local_rope_theta",
             "epsilon": "norm_eps",
+            "activation": "hidden_activation",
         },
+        optional=("activation",),
+        spellings={"activation": configs.ACTIVATIONS},
         defaults={
             "local_attention": 128,
             "global_every": 3,
@@ -115,7 +119,6 @@ register(
         },
         unbounded=("max_positions", "local_attention", "global_every"),
         values={
-            "hidden_activation": ("gelu",),
             "norm_bias": (False,),
             "attention_bias": (False,),
             "mlp_bias": (False,),

@@ -27,6 +27,13 @@ _OLD_POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# What sentence-transformers calls the activations of a Dense.
+_TORCH_ACTIVATIONS = {
+    "identity": "torch.nn.modules.linear.Identity",
+    **{
+        name.lower(): f"torch.nn.modules.activation.{name}" for name in ("Tanh", "ReLU", "Sigmoid", "SiLU", "GELU")
+    },
+}
 _EMBEDDING = "sentence_embedding"
 
 
@@ -127,12 +134,7 @@ def load_head(description: Description, dtype: DTypeLike) -> dict[str, Any]:
     for index, path in description.dense.items():
         layer = description.head.layers[index]
         assert isinstance(layer, Dense)
-        sizes = layer.out_features, layer.in_features
-        parts: dict[str, Part] = {"kernel": linear({"linear.weight": sizes})}
-        if layer.use_bias:
-            parts["bias"] = same("linear.bias", layer.out_features)
-        if layer.residual and layer.in_features != layer.out_features:
-            parts["residual"] = linear({"residual.weight": sizes})
+        parts = dense_parts(layer)
         with lazy.open_tensors(path) as tensors:
             expected = {name: shape for part in parts.values() for name, shape in part.tensors.items()}
             checkpoint.check_tensors(path, tensors, expected)
@@ -140,6 +142,36 @@ def load_head(description: Description, dtype: DTypeLike) -> dict[str, Any]:
                 loading.read_parameters(parts, tensors, checkpoint.float_dtype(dtype), path)
             )
     return params
+
+
+def dense_parts(layer: Dense) -> dict[str, Part]:
+    """How the parameters of a dense layer are made."""
+    sizes = layer.out_features, layer.in_features
+    parts = {"kernel": linear({"linear.weight": sizes})}
+    if layer.use_bias:
+        parts["bias"] = same("linear.bias", layer.out_features)
+    if layer.residual and layer.in_features != layer.out_features:
+        parts["residual"] = linear({"residual.weight": sizes})
+    return parts
+
+
+def describe_pooling(pooling: tuple[Pooling, ...], width: int) -> dict[str, Any]:
+    """The config.json of a Pooling, as all versions read it unless it joins results in an order of its own."""
+    stated: dict[str, Any] = {key: mode in pooling for key, mode in _OLD_POOLING.items()}
+    if pooling != tuple(mode for mode in _OLD_POOLING.values() if mode in pooling):
+        stated = {"pooling_mode": list(pooling)}
+    return {"word_embedding_dimension": width, **stated}
+
+
+def describe_dense(layer: Dense) -> dict[str, Any]:
+    """The config.json of a Dense."""
+    return {
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        "bias": layer.use_bias,
+        "activation_function": _TORCH_ACTIVATIONS[layer.activation],
+        "use_residual": layer.residual,
+    }
 
 
 def _modules(folder: Path) -> tuple[Path, Head, dict[int, Path]]:

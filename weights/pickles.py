@@ -1,4 +1,4 @@
-"""Reads PyTorch's own files, .bin and .pt, without running, or allocating, what they merely claim."""
+"""Reads PyTorch's own files, .bin and .pt, without running their code or allocating the sizes that they state."""
 
 import mmap
 import pickle

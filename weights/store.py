@@ -125,6 +125,13 @@ def model_name(path: Path) -> str | None:
     return _metadata(file_of(path)).get("model")
 
 
+def dtype_of(path: Path) -> str:
+    """The dtype of the matrices in the file of `save`; path and errors as in `load`."""
+    with lazy.open_tensors(file_of(path)) as tensors:
+        found = {tensor.dtype.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    return found.pop() if len(found) == 1 else "float32"
+
+
 def is_stored(path: Path) -> bool:
     """Whether `path` is a file of `save`, or a folder that holds one as params.safetensors."""
     path = file_of(path)

@@ -141,9 +141,9 @@ def embed(
     for number in range(passes):
         os.sync()  # what was written before is on the disk
         watch, target = Watch(), folder / str(number)
-        begun = job.begin(target, manifest.Manifest({}, dataclasses.asdict(layout)))
-        start = time.perf_counter()
-        with watch:
+        planned = manifest.Manifest({}, dataclasses.asdict(layout))
+        with job.begin(target, planned) as begun, watch:
+            start = time.perf_counter()
             job.embed_to_folder(corpus, lambda chunks: map(watch, embedder(chunks)), target, begun, layout)  # noqa: B023
         rates.append(begun.sentences / (time.perf_counter() - start))
     rate = {"sentences_per_s": float(np.median(rates)), "slowest_sentences_per_s": min(rates)}

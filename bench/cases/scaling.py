@@ -347,7 +347,7 @@ def headline(result: Result) -> tables.Headline | None:
     ratios = {label: xla.median_us / ours.median_us for label, (ours, xla) in found.items()}
     label = SHOWN if SHOWN in found else next(iter(found))
     ours, xla = (f"{tables.format_us(time)} us" for time in found[label])
-    mean = tables.geometric_mean(list(ratios.values())) if len(ratios) > 1 else None
+    mean = tables.mean(list(ratios.values()))
     return tables.Headline(case=label, ours=ours, baseline=f"XLA, {xla}", ratio=ratios[label], mean=mean)
 
 

@@ -39,6 +39,7 @@ LIMIT_S = 300.0  # of one process
 CORES = 8  # of a program that is compiled beside others: XLA's own keeps nine busy
 QUICK_SENTENCES = 64
 EAGER_SIZE = 64
+MANY = 100_000  # sentences of a corpus that is embedded without a cache too, and its seconds shown part by part
 FAMILIES: dict[str, Family] = {
     "pallas": "ours",
     "pallas-bound": "ours",
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Family] = {
     "one-kernel": "xla",
     "torch-graph": "torch",
 }
+PARTS = ("programs", "corpus", "latency")
 IMPLEMENTATIONS = {"pallas": None, "xla": "xla", "triton": "triton"}
 
 
@@ -66,7 +68,7 @@ class Program:
 
 
 PROGRAMS = (
-    *(Program("minilm", "fp16", sizes) for sizes in ((32, 32), (512, 64), (64, 128))),
+    *(Program("minilm", "fp16", sizes) for sizes in ((1, 16), (32, 32), (512, 64), (64, 128))),
     Program("gpt2", "bf16", (8, 1024)),
     Program("qwen3", "bf16", (1, 2048)),
     Program("trimul", "bf16", (1, 512, 512, 128)),
@@ -75,9 +77,26 @@ QUICK_PROGRAMS = (Program("gpt2", "bf16", (8, 1024)),)
 CPU_PROGRAMS = (Program("gpt2", "bf16", (1, 16)), Program("trimul", "bf16", (1, 32, 32, 64)))
 
 
+COLUMNS = (  # of a pass, by their metrics' names
+    "encode",
+    "processes up at",
+    "tokenized at",
+    "compiled at",
+    "collected at",
+    "lowering",
+    "tokens awaited",
+    "packing",
+    "batches started",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench startup`."""
     parser.add_argument("--data", type=Path, help=f"folder with {' and '.join(sts.FILES)}; without it no corpus")
+    parser.add_argument(
+        "--sentences", type=int, help="of the corpus: those there over and over; all of them, once"
+    )
+    parser.add_argument("--only", choices=PARTS, help="measure no more than this")
     parser.add_argument("--weights", help="what Encoder.from_pretrained takes; all-MiniLM-L6-v2")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
     parser.add_argument("--show-results", action="store_true", help="print the tables, not only the file's name")
@@ -152,19 +171,20 @@ def program_case(program: Program, *, gpu: bool) -> Case:
     return Case(label=program.label, dtype=program.dtype, shape=shape, flop=None, entries=entries)
 
 
-def corpus_case(sentences: Sequence[str], model: str | None) -> Case:
-    """Embeds a corpus in a new process, with an empty and then with a filled compilation cache."""
+def corpus_case(sentences: Sequence[str], count: int, model: str | None) -> Case:
+    """Embeds a corpus, sentences over and over, in a new process, with an empty and a filled compilation cache."""
     with tempfile.TemporaryDirectory() as folder:
         file, cache = Path(folder, "sentences.json"), Path(folder, "cache")
         file.write_text(json.dumps(list(sentences)), encoding="utf-8")
         cache.mkdir()
 
-        def measure() -> dict[str, float]:
-            options = {"sentences": str(file), "weights": model, "dtype": "float16", "cache": str(cache)}
-            return measured("encode", **options, started=time.time())
+        def measure(state: str) -> dict[str, float]:
+            options = {"sentences": str(file), "weights": model, "dtype": "float16", "count": count}
+            return measured("encode", **options, cache=None if state == "no" else str(cache), started=time.time())
 
-        entries = [entry(f"{state}-cache", measure) for state in ("empty", "filled")]
-    return Case(label="corpus fp16", dtype="fp16", shape={"sentences": len(sentences)}, flop=None, entries=entries)
+        states = (*(["no"] if count >= MANY else []), "empty", "filled")
+        entries = [entry(f"{state}-cache", functools.partial(measure, state)) for state in states]
+    return Case(label="corpus fp16", dtype="fp16", shape={"sentences": count}, flop=None, entries=entries)
 
 
 def embed_case(dtype: str, *, gpu: bool) -> Case:
@@ -230,21 +250,22 @@ def plan(args: argparse.Namespace, *, gpu: bool) -> dict[str, Callable[[], Case]
       OSError, ValueError: of `read_corpus`.
     """
     programs = CPU_PROGRAMS if not gpu else QUICK_PROGRAMS if args.quick else PROGRAMS
-    found: dict[str, Callable[[], Case]] = {
-        program.label: functools.partial(program_case, program, gpu=gpu) for program in programs
-    }
+    found: dict[str, dict[str, Callable[[], Case]]] = {part: {} for part in PARTS}
+    found["programs"] = {program.label: functools.partial(program_case, program, gpu=gpu) for program in programs}
     sentences = [] if args.data is None else read_corpus(args.data)[: QUICK_SENTENCES if args.quick else None]
+    count = args.sentences or len(sentences)
     there = has_weights(args.weights)
     if args.data is None:
         print("corpus: left out, as it needs --data")
     elif there:
-        found[f"corpus of {len(sentences)} sentences"] = lambda: corpus_case(sentences, args.weights)
-    found["embed"] = lambda: embed_case("fp16", gpu=gpu)
+        found["corpus"][f"corpus of {count} sentences"] = lambda: corpus_case(sentences, count, args.weights)
+    found["latency"]["embed"] = lambda: embed_case("fp16", gpu=gpu)
     if there:
-        found["encode one sentence"] = lambda: sentence_case(args.weights)
+        found["latency"]["encode one sentence"] = lambda: sentence_case(args.weights)
     for platform in ("cpu", "cuda") if gpu else ("cpu",):
-        found[f"eager matmul, {platform}"] = functools.partial(eager_case, platform)
-    return found
+        found["latency"][f"eager matmul, {platform}"] = functools.partial(eager_case, platform)
+    chosen = PARTS if args.only is None else (args.only,)
+    return {title: measure for part in chosen for title, measure in found[part].items()}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -262,7 +283,8 @@ def run(args: argparse.Namespace) -> int:
         result.cases.append(case)
         results.save(result, args.output)  # kept, should the run be interrupted
         say(f"{number} of {len(todo)}: {title}: {summary(case)}")
-    if gpu and not args.quick and {"corpus fp16", "encode one sentence fp16"} <= {c.label for c in result.cases}:
+    whole = gpu and not args.quick and not args.sentences
+    if whole and {"corpus fp16", "encode one sentence fp16"} <= {c.label for c in result.cases}:
         result = results.complete(result, args.output)
     if args.show_results:
         print(f"\n{table(result)}\n\n{tables.conditions(result)}")
@@ -294,17 +316,37 @@ def ratio(found: dict[str, dict[str, float]], baseline: str, metric: str) -> flo
     return ours / theirs if ours and theirs else None
 
 
+# What of ours is compared with what, and whose that is.
+RIVALS = (("pallas", "xla", "XLA"), ("pallas-bound", "xla-bound", "XLA"), ("pallas", "torch-graph", "torch"))
+METRICS = {"total_s": "first call", "queued_us": "queued calls", "synchronised_us": "calls one at a time"}
+
+
+def comparisons(result: Result) -> list[tables.Comparison]:
+    """Ours against XLA's program of the same form, and against torch."""
+    return [
+        tables.Comparison(clock=title, case=case.label, rival=rival, ratio=of[theirs][metric] / of[ours][metric])
+        for case, of in ((case, metrics_of(case)) for case in result.cases)
+        for metric, title in METRICS.items()
+        for ours, theirs, rival in RIVALS
+        if metric in of.get(ours, {}) and metric in of.get(theirs, {})
+    ]
+
+
 def headline(result: Result) -> tables.Headline | None:
     """Seconds of tracing, lowering and compiling, against XLA's own program."""
-    found = {case.label: metrics_of(case) for case in result.cases}
-    ratios = {label: 1 / of for label, figures in found.items() if (of := ratio(figures, "xla", "total_s"))}
+    ratios = {row.case: row.ratio for row in comparisons(result) if row.clock == METRICS["total_s"]}
     if not ratios:
         return None
     label = SHOWN if SHOWN in ratios else next(iter(ratios))
-    ours, theirs = (found[label][name]["total_s"] for name in ("pallas", "xla"))
-    mean = tables.geometric_mean(list(ratios.values())) if len(ratios) > 1 else None
-    figures = {"ours": f"{ours:.1f} s before it runs", "baseline": f"XLA, {theirs:.1f} s"}
-    return tables.Headline(case=label, **figures, ratio=ratios[label], mean=mean)
+    found = next(metrics_of(case) for case in result.cases if case.label == label)
+    ours, theirs = (f"{found[name]['total_s']:.1f} s" for name in ("pallas", "xla"))
+    return tables.Headline(
+        case=label,
+        ours=f"{ours} before it runs",
+        baseline=f"XLA, {theirs}",
+        ratio=ratios[label],
+        mean=tables.mean(list(ratios.values())),
+    )
 
 
 def table(result: Result) -> str:
@@ -312,6 +354,7 @@ def table(result: Result) -> str:
     sections = {
         "Trace, lower and compile in a new process, seconds": program_table(result),
         "A new process embeds a corpus with `Encoder.encode`, seconds": corpus_table(result),
+        "Where these seconds go: of the main thread, and at which others were done": parts_table(result),
         "Short calls, microseconds": latency_table(result),
     }
     return "\n\n".join(f"{title}:\n\n{text}" for title, text in sections.items() if text)
@@ -346,6 +389,22 @@ def corpus_table(result: Result) -> str:
     ]
     header = ["corpus", "import", "load", "first encode", "process start to embeddings", "second encode"]
     return tables.markdown(header, rows) if rows else ""
+
+
+def parts_table(result: Result) -> str:
+    """The seconds of what `startup_programs.Parts` finds in the first and the second pass over a long corpus."""
+    rows = [
+        [
+            f"{which}, {name.replace('-', ' ')}",
+            f"{case.shape['sentences'] / figures[f'{which}_encode_s']:,.0f}",
+            *(decimal(figures.get(f"{which}_{column.replace(' ', '_')}_s")) for column in COLUMNS),
+        ]
+        for case in result.cases
+        if case.shape.get("sentences", 0) >= MANY
+        for name, figures in metrics_of(case).items()
+        for which in ("first", "second")
+    ]
+    return tables.markdown(["pass", "sentences/s", *COLUMNS], rows) if rows else ""
 
 
 def latency_table(result: Result) -> str:

@@ -338,7 +338,7 @@ def headline(result: Result) -> tables.Headline | None:
         ours=f"{rate(case, ours):,.0f} {unit(case)}/s",
         baseline=f"{tables.NAMES[other.family]}, {rate(case, other):,.0f} {unit(case)}/s",
         ratio=ratio,
-        mean=tables.geometric_mean([of[3] for of in found.values()]) if len(found) > 1 else None,
+        mean=tables.mean([of[3] for of in found.values()]),
     )
 
 

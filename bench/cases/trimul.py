@@ -259,7 +259,7 @@ def kernel_table(result: Result) -> str:
 def table(result: Result) -> str:
     """Every table of the benchmark: the seven shapes, the others, growth, and the kernels."""
     others = [case for case in result.cases if case.label not in SEVEN_LABELS]
-    forward = [case for case in result.cases if not {"backward", "both"} & case.shape.keys()]
+    forward = tables.forward(result.cases)
     square = [case for case in forward if (case.shape["batch"], case.shape["channels"]) == (1, 128)]
     sections = {
         "The seven shapes of the competition": comparison(

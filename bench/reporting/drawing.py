@@ -6,10 +6,12 @@ text around the plot, so that one drawing serves light and dark pages.
 
 import dataclasses
 import functools
+import hashlib
 import html
 import io
 import itertools
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ COLORS: dict[Family, str] = {
     "torch": "#cc79a7",
     "peer": "#009e73",
 }
-PALETTE = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#8c7ae6", "#d55e00", "#56b4e9", "#a6a000", "#8d99a6")
+CLOSEST = "#5c6770"  # of the best of all other families
+# Of what is no family: no two are of one hue.
+PALETTE = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#6a51c7", "#d55e00", "#8b5a2b", "#a6a000", "#8d99a6")
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
@@ -92,15 +96,66 @@ class Plot:
         self.save_png(folder)
 
     def save_png(self, folder: Path) -> None:
-        """Writes NAME.png, on white, with a palette: drawings have few colors, and a file is a third as large."""
-        from PIL import Image  # matplotlib needs it
+        """Writes NAME.png, with the title, on white and with a palette: a file is a third as large.
 
+        It says what is drawn, and stays as it is where that is the same: another version of matplotlib draws the
+        same in other pixels.
+        """
+        from PIL import Image, PngImagePlugin  # matplotlib needs it
+
+        path = folder / f"{self.name}.png"
+        if path.is_file() and drawing_of(path) == self.drawing:
+            return
         drawn = io.BytesIO()
         with style():
-            self.figure.savefig(drawn, format="png", dpi=130, facecolor="white")
+            heading = self.figure.suptitle(textwrap.fill(self.title, 48), fontsize=10)
+            self.figure.savefig(drawn, format="png", dpi=DPI, facecolor="white")
+            heading.set(visible=False, in_layout=False)
         image = Image.open(drawn).convert("RGB").quantize(16, Image.Quantize.FASTOCTREE)
-        with files.replacing(folder / f"{self.name}.png") as file:
-            image.save(file, format="png", optimize=True)
+        said = PngImagePlugin.PngInfo()
+        said.add_text(DRAWING, self.drawing)
+        with files.replacing(path) as file:
+            image.save(file, format="png", optimize=True, pnginfo=said)
+
+    @functools.cached_property
+    def drawing(self) -> str:
+        """A digest of the title, the style and what is drawn: the same from any version of matplotlib."""
+        from matplotlib.ticker import FixedFormatter
+
+        parts: list[Any] = [self.title, self.alt, STYLE, DPI, self.figure.get_size_inches().tolist()]
+        for axes in self.figure.axes:
+            parts += [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), axes.get_xscale(), axes.get_yscale()]
+            parts += [(bar.get_bbox().bounds, bar.get_facecolor(), bar.get_label()) for bar in axes.patches]
+            for line in axes.lines:
+                parts += [line.get_xydata().tolist(), line.get_color(), line.get_linestyle(), line.get_label()]
+                parts += [line.get_marker(), line.get_markersize()]
+            parts += [(text.get_text(), text.get_position()) for text in axes.texts]
+            names = axes.yaxis.get_major_formatter()
+            parts += names.seq if isinstance(names, FixedFormatter) else []
+        return hashlib.sha256(repr(_rounded(parts)).encode()).hexdigest()
+
+
+DRAWING = "drawing"  # the text of a PNG file with `Plot.drawing`
+DPI = 130
+
+
+def drawing_of(path: Path) -> str | None:
+    """What a PNG file says that it draws; None where it says nothing, or is none."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            found = image.info.get(DRAWING)
+    except OSError:
+        return None
+    return str(found) if found else None
+
+
+def _rounded(value: Any) -> Any:
+    """The value with six digits of each number in it."""
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def style() -> Any:
@@ -110,13 +165,13 @@ def style() -> Any:
     return matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def axes_of(height: float) -> tuple[Any, Any]:
-    """An empty figure of that height in inches, and its axes."""
+def axes_of(height: float, rows: Sequence[int] = (1,)) -> tuple[Any, Any]:
+    """An empty figure of that height in inches, and its axes: an array of those of several rows, `rows` high."""
     from matplotlib.figure import Figure
 
     with style():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        return figure, figure.subplots()
+        return figure, figure.subplots(len(rows), sharex=True, height_ratios=rows)
 
 
 def plain_ticks(axis: Any) -> None:
@@ -130,15 +185,24 @@ def plain_ticks(axis: Any) -> None:
 
 
 def legend(figure: Any, columns: int) -> None:
-    """Puts the legend below the axes."""
+    """Puts the legend below the axes, in as many columns at most as fit the longest label."""
+    labels = [label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]]
+    columns = max(1, min(columns, len(labels), 68 // (max(map(len, labels), default=0) + 6)))
     with style():
         figure.legend(loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.2)
 
 
 def bars(
-    cases: Sequence[str], series: dict[str, tuple[str, list[float | None]]], label: str, form: str
+    cases: Sequence[str], series: dict[str, tuple[str, list[float | None]]], label: str, form: str, key: str = ""
 ) -> tuple[Any, Any]:
-    """Horizontal bars, a group a case with those that it has; `series`: colour and values by name."""
+    """Horizontal bars, a group a case with those that it has.
+
+    Args:
+      series: colour and values by name.
+      label: of the values.
+      form: how they are written.
+      key: what the names of cases say.
+    """
     groups = [[n for n, (_, values) in series.items() if values[i] is not None] for i in range(len(cases))]
     ends = list(itertools.accumulate(len(names) + 0.8 for names in groups))
     starts = [end - 0.8 - len(names) for end, names in zip(ends, groups, strict=True)]
@@ -154,5 +218,6 @@ def bars(
         axes.grid(False, axis="y")
         axes.margins(x=0.14, y=0.02)
         axes.set_xlabel(label)
-    legend(figure, min(3, len(series)))
+        axes.set_ylabel(key)
+    legend(figure, 3)
     return figure, axes

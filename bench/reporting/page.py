@@ -30,10 +30,16 @@ def table(markdown: str) -> str:
     )
 
 
+def items(markdown: str) -> str:
+    """An HTML list made from a Markdown one."""
+    lines = (html.escape(line.removeprefix("- ")) for line in markdown.splitlines())
+    return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
+
+
 def to_html(text: str) -> str:
-    """Tables and paragraphs, from text in which an empty line separates them."""
-    paragraphs = text.split("\n\n")
-    return "\n".join(table(p) if p.startswith("|") else f"<p>{html.escape(p)}</p>" for p in paragraphs)
+    """Tables, lists and paragraphs, from text in which an empty line separates them."""
+    forms = {"| ": table, "- ": items}
+    return "\n".join(forms.get(p[:2], lambda p: f"<p>{html.escape(p)}</p>")(p) for p in text.split("\n\n"))
 
 
 def figure(plot: Plot) -> str:
@@ -46,9 +52,8 @@ def figure(plot: Plot) -> str:
 
 def headline(result: Result) -> str:
     """The geometric means of the speed-ups, large."""
-    clocks: list[tuple[str, tables.Clock]] = [("device time", tables.device), ("wall time", tables.wall)]
     cards = []
-    for kind, clock in clocks:
+    for kind, clock in tables.CLOCKS.items():
         for family in tables.BASELINES:
             if mean := tables.mean_speedup(result.cases, family, clock):
                 cards.append(f"<li><b>{mean:.2f}&times;</b> over the best of {tables.NAMES[family]}, {kind}</li>")

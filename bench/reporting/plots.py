@@ -2,13 +2,25 @@
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from bench.measuring import roofline
 from bench.measuring.results import Case, Entry, Family, Result, slug
 from bench.reporting import tables
-from bench.reporting.drawing import COLORS, INK, PALETTE, Plot, axes_of, bars, legend, plain_ticks, style
+from bench.reporting.drawing import (
+    CLOSEST,
+    COLORS,
+    INK,
+    PALETTE,
+    Plot,
+    axes_of,
+    bars,
+    legend,
+    plain_ticks,
+    style,
+)
 from bench.reporting.tables import NAMES
 
 
@@ -17,6 +29,22 @@ def labels_of(cases: Sequence[Case]) -> list[str]:
     if len({case.dtype for case in cases}) > 1:
         return [case.label for case in cases]
     return [case.label.removesuffix(f" {case.dtype}") for case in cases]
+
+
+def key_of(cases: Sequence[Case]) -> str:
+    """What the numbers in the labels of cases are, and their dtype where all have one."""
+    numbers = re.findall(r"\d+", re.split("[ +]", cases[0].label)[0])
+    sizes = [name.replace("_", " ") for name in cases[0].shape][: len(numbers)]
+    dtypes = {case.dtype for case in cases}
+    return ", ".join([" x ".join(sizes), *(dtypes if len(dtypes) == 1 else ())])
+
+
+def named(family: Family, cases: Sequence[Case]) -> str:
+    """The name of a family; of peers, with those that are the best in a case."""
+    if family != "peer":
+        return NAMES[family]
+    found = (tables.best(case, family, tables.device) or tables.best(case, family, tables.wall) for case in cases)
+    return f"peers ({', '.join(sorted({pair[0].name for pair in found if pair}))})"
 
 
 def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot | None:
@@ -28,17 +56,17 @@ def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot |
         return None
     labels = labels_of(result.cases)
     series: dict[str, tuple[str, list[float | None]]] = {
-        f"over {NAMES[f]}": (COLORS[f], [tables.speedup(case, f, clock) for case in result.cases])
+        f"over {named(f, result.cases)}": (COLORS[f], [tables.speedup(case, f, clock) for case in result.cases])
         for f in families
     }
-    figure, axes = bars(labels, series, "speed-up of ours (times)", ".2f")
+    figure, axes = bars(labels, series, "speed-up of ours (times)", ".2f", key_of(result.cases))
     with style():
         axes.axvline(1, color=INK, linewidth=1)
     means = {f: tables.mean_speedup(result.cases, f, clock) for f in families}
     said = ", ".join(f"{mean:.2f} over {NAMES[f]}" for f, mean in means.items() if mean)
     return Plot(
         name=name,
-        title=f"Speed-up, {kind}",
+        title=f"Speed-up of {result.benchmark}, {kind}",
         alt=f"bars for {len(labels)} cases; geometric mean {said or 'not known, as some were not measured'}",
         note="Time of the best candidate of each family over that of ours. Right of the line, ours is faster.",
         figure=figure,
@@ -161,77 +189,94 @@ def rates(result: Result, name: str, by: str) -> Plot | None:
 
 
 def rooflines(results: Sequence[Result], name: str) -> Plot | None:
-    """Rate against arithmetic intensity under the measured ceilings: of one result by family, of several ours."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    colors: dict[str, str] = {}
-    ceilings: dict[str, float] = {}
-    for number, result in enumerate(results):
+    """Rate against arithmetic intensity under the measured ceilings: of one result by family, of several ours.
+
+    Below it the shares of the ceilings, as a logarithmic axis has no room for them.
+    """
+    points: dict[str, list[tuple[float, float, float]]] = {}  # flop/byte, TFLOP/s, % of the ceiling
+    ceilings: list[tuple[float, float]] = []
+    for result in results:
         for case in result.cases:
             flop_a_byte = roofline.intensity(case)
             if flop_a_byte is None or len(roofline.floors(case, result.ceilings)) < 2:
                 continue
-            ceilings = ceilings or result.ceilings
+            ceilings.append((result.ceilings["matmul_bf16_tflop_per_s"], result.ceilings["copy_tb_per_s"]))
             for family in tables.FAMILIES if len(results) == 1 else ("ours",):
-                if case.flop and (pair := tables.best(case, family, tables.device)):
-                    label = NAMES[family] if len(results) == 1 else result.benchmark
-                    colors[label] = COLORS[family] if len(results) == 1 else PALETTE[number % len(PALETTE)]
-                    points.setdefault(label, []).append((flop_a_byte, case.flop / pair[1].median_us / 1e6))
+                pair = tables.best(case, family, tables.device)
+                reached = roofline.share(case, result.ceilings, pair[1]) if pair else None
+                if case.flop and pair and reached:
+                    label = named(family, result.cases) if len(results) == 1 else result.benchmark
+                    rate = case.flop / pair[1].median_us / 1e6
+                    points.setdefault(label, []).append((flop_a_byte, rate, 100 * reached))
     if not points:
         return None
-    matmul, copy = (ceilings[key] for key in ("matmul_bf16_tflop_per_s", "copy_tb_per_s"))
-    figure, axes = axes_of(3.8)
-    xs = [x for found in points.values() for x, _ in found]
+    families = {named(f, results[0].cases): COLORS[f] for f in tables.FAMILIES} if len(results) == 1 else {}
+    colors = families or dict(zip(points, itertools.cycle(PALETTE), strict=False))
+    matmul, copy = (tables.geometric_mean(found) for found in zip(*ceilings, strict=True))
+    figure, (rates, shares) = axes_of(5.6, rows=(3, 2))
+    xs = [x for found in points.values() for x, *_ in found]
     ridge = matmul / copy
     low, high = min(*xs, ridge) / 2, max(*xs, ridge) * 2
     with style():
-        axes.plot([low, ridge, high], [low * copy, matmul, matmul], color=INK, linewidth=1.5, label="ceilings")
-        for (label, found), mark in zip(points.items(), itertools.cycle("os^Dv"), strict=False):
-            axes.plot(*zip(*found, strict=True), mark, color=colors[label], markersize=5, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop/byte)", ylabel="rate (TFLOP/s)")
-        plain_ticks(axes.xaxis)
-        plain_ticks(axes.yaxis)
-        above = {"textcoords": "offset points", "xytext": (0, 4), "fontsize": 8}
-        axes.annotate(f"{matmul:.0f} TFLOP/s", (high, matmul), ha="right", **above)
-        axes.annotate(f"{copy:.2f} TB/s", (low, low * copy), **{**above, "xytext": (8, 0)})
-        axes.margins(y=0.12)
+        rates.plot([low, ridge, high], [low * copy, matmul, matmul], color=INK, linewidth=1.2, label="ceilings")
+        shares.axhline(100, color=INK, linewidth=1.2)
+        for (label, found), mark in zip(points.items(), itertools.cycle("os^Dvp<>h"), strict=False):
+            x, rate, share = zip(*found, strict=True)
+            form = dict(color=colors[label], markersize=5, markeredgecolor="white", markeredgewidth=0.3)
+            rates.plot(x, rate, mark, label=label, **form)
+            shares.plot(x, share, mark, **form)
+        rates.set(xscale="log", yscale="log", ylabel="rate (TFLOP/s)")
+        shares.set(xlabel="arithmetic intensity (flop/byte)", ylabel="share of ceiling (%)", ylim=(0, 108))
+        plain_ticks(rates.xaxis)
+        plain_ticks(rates.yaxis)
+        rates.set_title(f"ceilings: products {matmul:.0f} TFLOP/s, copies {copy:.2f} TB/s", fontsize=8)
+        rates.margins(y=0.12)
     legend(figure, 4)
     count = sum(map(len, points.values()))
+    of = "families" if len(results) == 1 else "benchmarks"
     return Plot(
         name=name,
-        title="Roofline",
+        title=f"Roofline of {results[0].benchmark}" if len(results) == 1 else "Roofline of our kernels",
         alt=f"{count} points of {', '.join(points)} under ceilings of {copy:.2f} TB/s and {matmul:.0f} TFLOP/s",
-        note="Bytes are what the whole call must move at the least, had it no intermediate results; both ceilings"
-        " are measured in the same run.",
+        note=f"A mark for each case, a colour for each of the {of}. Bytes are what the whole call must move at the"
+        " least, had it no intermediate results. A share is that of the ceilings of the same run; of several runs"
+        " the line is their mean.",
         figure=figure,
     )
 
 
 def means(results: Sequence[Result], name: str) -> Plot | None:
-    """Geometric means of the speed-ups of every benchmark, device time."""
-    found = {
-        f: [tables.mean_speedup(result.cases, f, tables.device) for result in results] for f in tables.BASELINES
+    """Geometric means of the speed-ups of every benchmark, forward passes, device time."""
+    cases = {result.benchmark: tables.forward(result.cases) for result in results}
+    every = [case for of in cases.values() for case in of]
+    found: dict[str, tuple[str, list[float | None]]] = {
+        "over the best of all others": (CLOSEST, [tables.closest(of, tables.device) for of in cases.values()])
     }
-    kept = [i for i in range(len(results)) if any(values[i] for values in found.values())]
+    for f in tables.BASELINES:
+        ratios = [[r for case in of if (r := tables.speedup(case, f, tables.device))] for of in cases.values()]
+        found[f"over {named(f, every)}"] = COLORS[f], [tables.geometric_mean(r) if r else None for r in ratios]
+    kept = [i for i in range(len(results)) if any(values[i] for _, values in found.values())]
     series: dict[str, tuple[str, list[float | None]]] = {
-        f"over {NAMES[f]}": (COLORS[f], [values[i] for i in kept]) for f, values in found.items() if any(values)
+        label: (color, [values[i] for i in kept]) for label, (color, values) in found.items() if any(values)
     }
     if not series:
         return None
-    figure, axes = bars([results[i].benchmark for i in kept], series, "speed-up of ours (times)", ".2f")
+    names = [results[i].benchmark for i in kept]
+    figure, axes = bars(names, series, "speed-up of ours (times)", ".2f")
     with style():
         axes.axvline(1, color=INK, linewidth=1)
     said = "; ".join(
-        f"{results[i].benchmark} {value:.2f} over {NAMES[f]}"
-        for f, values in found.items()
-        for i, value in enumerate(values)
+        f"{of} {value:.2f} {label}"
+        for label, (_, values) in series.items()
+        for of, value in zip(names, values, strict=True)
         if value
     )
     return Plot(
         name=name,
-        title="Speed-up by benchmark",
+        title="Speed-up of forward passes, device time",
         alt=f"bars of geometric means: {said}",
-        note="Geometric mean over the cases of each benchmark of the best of the family's time over that of ours,"
-        " where each case has a figure.",
+        note="Geometric mean over the forward cases of each benchmark of the other's time over that of ours: the"
+        " best of all others in each case, then the best of each family, in the cases that it has.",
         figure=figure,
     )
 
@@ -311,7 +356,8 @@ def _metric(result: Result, family: Family, name: str) -> list[float | None]:
 def throughput(result: Result, name: str) -> Plot | None:
     """Sentences a second by dtype."""
     series = {
-        "ours, text in": ("#56b4e9", _metric(result, "ours", "encode_sentences_per_s")),
+        "ours, text in": ("#7fc4f0", _metric(result, "ours", "encode_sentences_per_s")),
+        "sentence-transformers": (COLORS["peer"], _metric(result, "peer", "encode_sentences_per_s")),
         "ours, ids in": (COLORS["ours"], _metric(result, "ours", "forward_sentences_per_s")),
         "torch eager, ids in": (COLORS["torch"], _metric(result, "torch", "forward_sentences_per_s")),
     }
@@ -328,7 +374,8 @@ def throughput(result: Result, name: str) -> Plot | None:
         name=name,
         title="Sentences a second",
         alt=f"bars by dtype; {best}",
-        note="Text in: with tokenisation on the host. Ids in: the forward pass on ids that lie on the device.",
+        note="Text in, as sentence-transformers has it: with tokenisation on the host. Ids in: the forward pass on"
+        " ids that lie on the device.",
         figure=figure,
     )
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from bench.__main__ import BENCHMARKS
 from bench.measuring import results
 from bench.measuring.results import Result
-from bench.reporting import readme, tables
+from bench.reporting import readme, reasons, tables
+from bench.reporting.reasons import ReasonError, Reasons
 from pallas_models import files
 
 HELP = "make pages with tables and plots from the results, and the summary in README.md"
@@ -48,12 +49,25 @@ def load_all(folder: Path) -> tuple[list[Result], bool]:
     return [found[name] for name in sorted(found)], failed
 
 
-def write_markdown(complete: list[Result], folder: Path) -> bool:
+def load_reasons(complete: list[Result], folder: Path) -> tuple[Reasons, bool]:
+    """Why ours is the slower in some rows, and whether that could be read; prints which of it is out of date."""
+    try:
+        found = reasons.load(folder)
+    except ReasonError as error:
+        print(error, file=sys.stderr)
+        return {}, False
+    slower = {result.benchmark: readme.slower(result) for result in complete}
+    for row in reasons.unused(found, slower):
+        print(f"{folder / reasons.NAME}: ours is not the slower in {', '.join(row)}", file=sys.stderr)
+    return found, True
+
+
+def write_markdown(complete: list[Result], folder: Path, why: Reasons) -> bool:
     """Writes the Markdown page of a GPU from its complete results; returns whether it could be written."""
     path = folder / readme.NAME
     try:
         there = [name for name in readme.PLOTS if (folder / PLOTS / f"{name}.png").is_file()]
-        files.write(path, readme.page(complete, there))
+        files.write(path, readme.page(complete, there, why))
     except OSError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return False
@@ -80,17 +94,24 @@ def write_readme(path: Path, complete: list[Result], folder: Path) -> bool:
     return True
 
 
-def write_html(found: list[Result], complete: list[Result], folder: Path) -> bool:
-    """Writes the HTML page of a GPU and the plots of Markdown files; returns whether that could be done."""
+def write_html(found: list[Result], complete: list[Result], folder: Path, why: Reasons) -> bool:
+    """Writes the HTML page of a GPU and the plots of Markdown files; returns whether that could be done.
+
+    Without matplotlib they are left out, which is said.
+    """
     if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "matplotlib is not installed, so no page was made: pip install 'pallas-models[bench]'", file=sys.stderr
-        )
-        return False
+        left_out = f"{folder / FOLDER}, and new plots"
+        print(f"left out, as matplotlib is not installed: {left_out}; pip install '.[bench]'", file=sys.stderr)
+        return True
     from bench.reporting import page, plots
 
     try:
-        summaries = [tables.full(result, readme.own_tables(result)) for result in found]
+        summaries = [
+            "\n\n".join(
+                filter(None, [tables.full(r, readme.own_tables(r)), reasons.listed(r, readme.slower(r), why)])
+            )
+            for r in found
+        ]
         print(f"wrote {page.write(found, summaries, folder / FOLDER)}")
         shown = [plot for plot in plots.headlines(complete) if plot.name in readme.PLOTS]
         if shown:
@@ -114,10 +135,12 @@ def run(args: argparse.Namespace) -> int:
         complete = [result for result in found if not result.partial]
         good &= not failed
         any_result |= bool(found)
+        why, readable = load_reasons(complete, folder)
+        good &= readable
         if found and not args.no_html:
-            good &= write_html(found, complete, folder)
+            good &= write_html(found, complete, folder, why)
         if complete:
-            good &= write_markdown(complete, folder)
+            good &= write_markdown(complete, folder, why)
         if gpu == readme_gpu and not args.no_readme:
             good &= write_readme(args.readme, complete, folder)
     if not any_result:

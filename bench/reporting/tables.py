@@ -24,6 +24,9 @@ def wall(entry: Entry) -> Timing | None:
     return entry.wall
 
 
+CLOCKS: dict[str, Clock] = {"device time": device, "wall time": wall}
+
+
 def best(case: Case, family: Family, clock: Clock) -> tuple[Entry, Timing] | None:
     """The entry of a family with the lowest median, and its time; None where none was timed."""
     timed = [(entry, time) for entry in case.entries if entry.family == family and (time := clock(entry))]
@@ -47,6 +50,11 @@ def mean_speedup(cases: Sequence[Case], family: Family, clock: Clock) -> float |
     return geometric_mean(ratios) if ratios and len(ratios) == len(cases) else None
 
 
+def forward(cases: Sequence[Case]) -> list[Case]:
+    """The cases without a backward pass."""
+    return [case for case in cases if not {"backward", "both"} & case.shape.keys()]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Headline:
     """A benchmark in one line.
@@ -56,6 +64,7 @@ class Headline:
       ours, baseline: the figures of ours and of the fastest baseline in it, with their units.
       ratio: how many times faster ours is in that case.
       mean: the geometric mean of that over all cases that have both; None if only one has.
+      wall_mean: the same by wall time, where `mean` is by device time.
     """
 
     case: str
@@ -63,6 +72,62 @@ class Headline:
     baseline: str
     ratio: float
     mean: float | None
+    wall_mean: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Ours and the fastest of the others in one row of a table.
+
+    Attributes:
+      clock: what they are compared by, such as "device time".
+      case: the row.
+      rival: the family of the other, or the name of a peer.
+      ratio: how many times faster ours is.
+      overlaps: whether their ranges from the 20th to the 80th percentile overlap.
+    """
+
+    clock: str
+    case: str
+    rival: str
+    ratio: float
+    overlaps: bool = False
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether ours is the slower, as far as a table shows it."""
+        return float(format_ratio(self.ratio)) < 1
+
+
+def closest(cases: Sequence[Case], clock: Clock) -> float | None:
+    """Geometric mean over the cases of the best of all others over ours; None where no case has both."""
+    pairs = [(best(case, "ours", clock), best_baseline(case, clock)) for case in cases]
+    ratios = [other[1].median_us / ours[1].median_us for ours, other in pairs if ours and other]
+    return geometric_mean(ratios) if ratios else None
+
+
+def comparisons(result: Result) -> list[Comparison]:
+    """Ours against the best of all others in every case, by device time and then by wall time."""
+    found = []
+    for name, clock in CLOCKS.items():
+        for case in result.cases:
+            ours, other = best(case, "ours", clock), best_baseline(case, clock)
+            if ours and other:
+                found.append(
+                    Comparison(
+                        clock=name,
+                        case=case.label,
+                        rival=rival(other[0]),
+                        ratio=other[1].median_us / ours[1].median_us,
+                        overlaps=ours[1].p20_us <= other[1].p80_us and other[1].p20_us <= ours[1].p80_us,
+                    )
+                )
+    return found
+
+
+def rival(entry: Entry) -> str:
+    """What an entry of another family is called: XLA, torch, or its own name."""
+    return entry.name if entry.family == "peer" else NAMES[entry.family]
 
 
 def best_baseline(case: Case, clock: Clock) -> tuple[Entry, Timing] | None:
@@ -73,25 +138,39 @@ def best_baseline(case: Case, clock: Clock) -> tuple[Entry, Timing] | None:
 
 def headline(result: Result, label: str) -> Headline | None:
     """The device times of one case, of that label if there is one; None if no case has ours and a baseline."""
-    found = {
-        case.label: (ours[1], other)
-        for case in result.cases
-        if (ours := best(case, "ours", device)) and (other := best_baseline(case, device))
-    }
-    if not found:
+    found = comparisons(result)
+    ratios = {row.case: row.ratio for row in found if row.clock == "device time"}
+    if not ratios:
         return None
-    ratios = {name: theirs.median_us / time.median_us for name, (time, (_, theirs)) in found.items()}
-    case = next((case for case in result.cases if case.label == label and label in found), None)
-    case = case or next(case for case in result.cases if case.label in found)
-    time, (entry, theirs) = found[case.label]
-    name = entry.name if entry.family == "peer" else NAMES[entry.family]
+    shown = label if label in ratios else next(iter(ratios))
+    case = next(case for case in result.cases if case.label == shown)
+    ours, other = best(case, "ours", device), best_baseline(case, device)
+    assert ours and other
     return Headline(
-        case=case.label,
-        ours=f"{format_us(time)} us, {roofline.rate(case, result.ceilings, time)}",
-        baseline=f"{name}, {format_us(theirs)} us",
-        ratio=ratios[case.label],
-        mean=geometric_mean(list(ratios.values())) if len(ratios) > 1 else None,
+        case=shown,
+        ours=f"{format_us(ours[1])} us, {roofline.rate(case, result.ceilings, ours[1])}",
+        baseline=f"{rival(other[0])}, {format_us(other[1])} us",
+        ratio=ratios[shown],
+        mean=mean(list(ratios.values())),
+        wall_mean=mean([row.ratio for row in found if row.clock == "wall time"]),
     )
+
+
+def mean(ratios: Sequence[float]) -> float | None:
+    """Their geometric mean, if there are several."""
+    return geometric_mean(ratios) if len(ratios) > 1 else None
+
+
+def means(result: Result) -> str:
+    """A sentence with the geometric means of the speed-ups by both clocks; empty where one is not known."""
+    found: dict[Family, list[float]] = {}
+    for family in BASELINES:
+        if all(values := [mean_speedup(result.cases, family, clock) for clock in CLOCKS.values()]):
+            found[family] = [value for value in values if value]
+    if not found:
+        return ""
+    by = [", ".join(f"{values[i]:.2f} over {NAMES[f]}" for f, values in found.items()) for i in range(2)]
+    return f"Geometric means: {by[0]} by device time; {by[1]} by wall time, in which a call's dispatch counts."
 
 
 def summary(case: Case, clock: Clock) -> str:
@@ -158,8 +237,8 @@ def present(result: Result, clock: Clock) -> list[Family]:
 
 def comparison(result: Result) -> str:
     """Ours against the best of each other family, device time and wall time: see `compared`."""
-    clocks: list[tuple[str, Clock]] = [("Device time", device), ("Wall time a call, many queued", wall)]
-    tables = [(title, compared(result, clock)) for title, clock in clocks]
+    titles = ("Device time", "Wall time a call, many queued")
+    tables = [(title, compared(result, clock)) for title, clock in zip(titles, CLOCKS.values(), strict=True)]
     return "\n\n".join(f"{title}:\n\n{table}" for title, table in tables if table)
 
 
@@ -230,8 +309,8 @@ def ladder(result: Result) -> str:
 
 
 def brief(result: Result) -> str:
-    """What a GPU's page has of an operation: device time against the baselines, and the ladder."""
-    found = [compared(result, device) or compared(result, wall), ladder(result)]
+    """What a GPU's page has of an operation: both times against the baselines, and the ladder."""
+    found = [comparison(result), ladder(result)]
     return f"\n\n{LADDER}:\n\n".join(filter(None, found))
 
 

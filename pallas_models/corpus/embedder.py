@@ -21,7 +21,8 @@ class Embedder:
 
     Attributes:
       model: what `Encoder.from_pretrained` takes.
-      compute_dtype: float16, bfloat16 or float32, that of the parameters and the computation.
+      compute_dtype: float16, bfloat16 or float32, that of the parameters and the computation; None as in
+        `Encoder.from_pretrained`.
       implementation, compilation_cache: as in `Encoder.from_pretrained`.
       batch_size, prompt, prompt_name: as in `Encoder.encode_iter`.
       devices: as in `Encoder.from_pretrained`, by their names.
@@ -29,7 +30,7 @@ class Embedder:
     """
 
     model: str = "all-MiniLM-L6-v2"
-    compute_dtype: str = "float32"
+    compute_dtype: str | None = None
     implementation: Any = None
     compilation_cache: Path | None = None
     batch_size: int | None = None
@@ -61,9 +62,11 @@ class Embedder:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the values, apart from the model."""
+        from weights import hub, loading
+
         # As JSON gives them back.
         return {
-            "compute_dtype": self.compute_dtype,
+            "compute_dtype": self.compute_dtype or loading.default_dtype(hub.resolve(self.model)),
             "implementation": list(self.implementation or ()),
             "batch_size": self.batch_size,
             "prompt": self.prompt,

@@ -1,6 +1,7 @@
 """From a corpus to files of embeddings; a folder of them is continued where an earlier run was stopped."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pallas_models import quantization
+from pallas_models import files, quantization
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
-from pallas_models.corpus.writing import Parts
+from pallas_models.corpus.writing import Beside, Parts, Ranges
 from pallas_models.minilm import pipeline
 
 # Shards that are written side by side. Parquet takes 5 us of one core for 384 values; the rest is disk and hash.
@@ -30,32 +31,48 @@ class Layout:
       dtype: one of `writing.DTYPES`.
       format: one of `writing.FORMATS`.
       shard_size: sentences of a file of a folder; None for a file of embeddings for each file of sentences.
+      keep: the column of the input that a Parquet file has beside the embeddings.
     """
 
     dtype: str
     format: str
     shard_size: int | None
+    keep: str | None = None
+
+    def beside(self, texts: list[str], ranges: Ranges = None) -> Beside:
+        """What a file has beside embeddings: ranges, and what is kept of the column of that name."""
+        return Beside(ranges, None if self.keep is None else (self.keep, texts))
 
 
-def begin(folder: Path, planned: Manifest) -> Manifest:
-    """Returns the manifest to go on with: that of an earlier run where the folder has one, else `planned`.
+@contextlib.contextmanager
+def begin(folder: Path, planned: Manifest) -> Iterator[Manifest]:
+    """Gives the manifest to go on with: that of an earlier run where the folder has one, else `planned`.
+
+    The folder is locked for as long as the context lasts.
 
     Raises:
-      OSError: the folder cannot be made or written.
+      OSError: the folder cannot be made or written, or another job writes to it.
       ValueError: it holds something else, or was begun with another model or other settings.
     """
     folder.mkdir(exist_ok=True)
-    earlier = manifest.read(folder)
-    if earlier is None:
-        planned.write(folder)  # so that what a killed run leaves is known for what it is
-        return planned
-    planned.check_continues(earlier, folder)
-    there = [shard for shard in earlier.shards if _is_there(folder, shard)]
-    return dataclasses.replace(earlier, shards=there, complete=earlier.complete and there == earlier.shards)
+    with files.locked(folder):
+        earlier = manifest.read(folder)
+        if earlier is None:
+            planned.write(folder)  # so that what a killed run leaves is known for what it is
+            yield planned
+            return
+        planned.check_continues(earlier, folder)
+        there = [shard for shard in earlier.shards if _is_there(folder, shard)]
+        yield dataclasses.replace(earlier, shards=there, complete=earlier.complete and there == earlier.shards)
 
 
 def embed_to_folder(
-    sentences: Iterable[str], encode: Encode, folder: Path, begun: Manifest, layout: Layout
+    sentences: Iterable[str],
+    encode: Encode,
+    folder: Path,
+    begun: Manifest,
+    layout: Layout,
+    kept: Iterable[str] = (),
 ) -> None:
     """Embeds sentences into the shards that a folder does not have yet.
 
@@ -66,8 +83,9 @@ def embed_to_folder(
       sentences: all of them, those that are embedded already too.
       encode: makes the embeddings; it is called once, for all shards.
       folder: where to.
-      begun: what `begin` returned for the folder; it is kept up to date, in the folder too.
+      begun: what `begin` gave for the folder; it is kept up to date, in the folder too.
       layout: how to write.
+      kept: of the column that the layout keeps, a text for each sentence.
 
     Raises:
       OSError: a file cannot be written.
@@ -75,7 +93,7 @@ def embed_to_folder(
     """
     embedded = {shard.file: shard for shard in begun.shards}
     given: collections.deque[_Part] = collections.deque()  # to `encode`, which has not given it back
-    parts = _missing(iter(sentences), folder, embedded, layout)
+    parts = _missing(iter(sentences), iter(kept), folder, embedded, layout)
     failures: list[Exception] = []
     found: list[np.ndarray] = []  # what is not converted yet, since ranges follow from a whole shard
     shard: list[Future[np.ndarray]] = []
@@ -97,7 +115,8 @@ def embed_to_folder(
     def write(part: _Part, rows: list[Future[np.ndarray]], dimension: int) -> None:
         converted = [future.result() for future in rows]
         rows.clear()  # so that nothing but the list that is written keeps them
-        shard = write_shard(folder / part.file, converted, dimension, part.digest, layout.format)
+        beside = layout.beside(part.kept)
+        shard = write_shard(folder / part.file, converted, dimension, part.digest, layout.format, beside)
         with listing:
             begun.add(shard, folder)
 
@@ -128,19 +147,28 @@ def embed_to_folder(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A list of sentences of one shard, and whether it is the shard's last."""
+    """A list of sentences of one shard, and whether it is the shard's last, with what is kept beside them all."""
 
     sentences: list[str]
     file: str
     digest: Digest
     ends: bool
+    kept: list[str]
 
 
 def _missing(
-    sentences: Iterator[str], folder: Path, embedded: dict[str, Shard], layout: Layout
+    sentences: Iterator[str], kept: Iterator[str], folder: Path, embedded: dict[str, Shard], layout: Layout
 ) -> Iterator[_Part]:
     """Yields the parts of the shards that are not among `embedded`; takes from there what it finds unchanged."""
     others = None if layout.shard_size is None else layout.shard_size - 1
+
+    def kept_beside(digest: Digest) -> list[str]:
+        if layout.keep is None:
+            return []
+        texts = list(itertools.islice(kept, digest.count))
+        digest.keep(texts)
+        return texts
+
     for name in (f"{i:06d}.{layout.format}" for i in itertools.count()):
         if (first := next(sentences, None)) is None:
             return
@@ -148,13 +176,14 @@ def _missing(
         own = digest.of(itertools.chain((first,), itertools.islice(sentences, others)))
         if earlier := embedded.pop(name, None):
             collections.deque(own, 0)  # reads them
+            kept_beside(digest)
             check_source(folder, earlier, digest)
             continue
         chunks = pipeline.chunks(own, pipeline.CHUNK)
         chunk = next(chunks)
         while chunk:
             following = next(chunks, [])
-            yield _Part(chunk, name, digest, ends=not following)
+            yield _Part(chunk, name, digest, not following, [] if following else kept_beside(digest))
             chunk = following
 
 
@@ -167,9 +196,9 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
         )
 
 
-def write_shard(path: Path, parts: Parts, dimension: int, digest: Digest, format: str) -> Shard:
+def write_shard(path: Path, parts: Parts, dimension: int, digest: Digest, format: str, beside: Beside) -> Shard:
     """Writes the embeddings of the sentences of `digest`, converted and of so many values before, to one file."""
-    sha256 = writing.write(path, parts, format)
+    sha256 = writing.write(path, parts, format, beside)
     return Shard(path.name, digest.count, dimension, path.stat().st_size, sha256, str(digest))
 
 

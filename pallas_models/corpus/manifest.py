@@ -5,7 +5,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 
 import pallas_models
 from pallas_models import files
+from pallas_models.corpus import writing
+from pallas_models.corpus.reading import short
 
 NAME = "manifest.json"
 
@@ -97,38 +100,122 @@ def read(folder: Path) -> Manifest | None:
     """Returns the manifest of a folder, None where the folder is empty or absent.
 
     Raises:
-      ValueError: the folder holds files and no manifest, or one that cannot be read.
+      ValueError: the folder holds files and no manifest, or one that cannot be read or that we have not written;
+        the message names the field.
     """
     path = folder / NAME
     try:
-        fields = json.loads(path.read_bytes())
-        return Manifest(**fields | {"shards": [Shard(**shard) for shard in fields["shards"]]})
+        fields = _checked(json.loads(path.read_bytes()), _MANIFEST, "")
+        _checked(fields["model"], _MODEL, "model.")
+        shards = [Shard(**_checked(x, _SHARD, f"shards[{i}].")) for i, x in enumerate(fields["shards"])]
+        if wrong := [x.file for x, y in itertools.pairwise(shards) if x.file >= y.file]:
+            raise ValueError(f"shards has another file after {wrong[0]!r} than one of a later name")
+        return Manifest(**fields | {"shards": shards})
     except FileNotFoundError:
         if folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir()):
             raise ValueError(
                 f"{folder} holds files and no {NAME}; expected an empty folder, or one to continue"
             ) from None
         return None
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is no manifest: {error}") from error
 
 
-def read_ranges(folder: Path) -> list[list[float]]:
-    """Returns the ranges that the embeddings in a folder are relative to.
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9]{6,}[.][a-z]+", value) is not None
+
+
+def _are_ranges(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(row, list) for row in value):
+        return False
+    if not all(type(x) in (int, float) and abs(x) <= _LARGEST for row in value for x in row):  # a NaN is not
+        return False
+    low, high = value
+    return 0 < len(low) == len(high) and all(a <= b for a, b in zip(low, high, strict=True))
+
+
+# No value of an embedding is larger: models compute in float16 too.
+_LARGEST = float(np.finfo(np.float16).max)
+# What a field is expected to be, in words and as a test.
+_Kind = tuple[str, Callable[[Any], bool]]
+_TEXT: _Kind = "a string", lambda value: isinstance(value, str)
+_OBJECT: _Kind = "an object", lambda value: isinstance(value, dict)
+_COUNT: _Kind = "a whole number from 0 on", _is_count
+_DIGEST: _Kind = "64 hexadecimal digits", _is_digest
+_RANGES: _Kind = (
+    f"two lists, the smallest and the largest value of each dimension, finite and within {_LARGEST:.0f}",
+    _are_ranges,
+)
+_MANIFEST: dict[str, _Kind] = {
+    "model": _OBJECT,
+    "settings": _OBJECT,
+    "ranges": (f"null or {_RANGES[0]}", lambda value: value is None or _are_ranges(value)),
+    "environment": _OBJECT,
+    "shards": ("a list", lambda value: isinstance(value, list)),
+    "complete": ("true or false", lambda value: isinstance(value, bool)),
+}
+_MODEL: dict[str, _Kind] = {"name": _TEXT, "files": ("an object of strings", _are_texts)}
+_SHARD: dict[str, _Kind] = {
+    "file": ("the name of a shard, such as 000000.npy", _is_shard),
+    "sentences": _COUNT,
+    "dimension": _COUNT,
+    "bytes": _COUNT,
+    "sha256": _DIGEST,
+    "source": _DIGEST,
+}
+
+
+def _checked(value: Any, kinds: Mapping[str, _Kind], where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where.removesuffix('.') or 'it'} is {short(value)}; expected an object")
+    for name in (*kinds, *value):
+        if name not in value:
+            raise ValueError(f"{where}{name} is missing")
+        if name not in kinds:
+            raise ValueError(f"{where}{name} is unknown; expected {', '.join(kinds)}")
+        expected, holds = kinds[name]
+        if not holds(value[name]):
+            raise ValueError(f"{where}{name} is {short(value[name])}; expected {expected}")
+    return value
+
+
+def read_ranges(path: Path) -> list[list[float]]:
+    """Returns the ranges that the embeddings in a folder, or in a file that holds its own, are relative to.
 
     Raises:
-      ValueError: there are none.
+      ImportError: it is a Parquet file, and pyarrow is not installed.
+      OSError: it cannot be read.
+      ValueError: there are none, or they are no ranges.
     """
-    found = read(folder)
-    if found is None or found.ranges is None:
-        raise ValueError(f"{folder} holds no ranges; expected a folder of int8 or uint8 embeddings")
-    return found.ranges
+    if path.is_file():
+        ranges = writing.read_ranges(path)
+        if ranges is not None and not _are_ranges(ranges):
+            raise ValueError(f"{path}: ranges is {short(ranges)}; expected {_RANGES[0]}")
+    else:
+        found = read(path)
+        ranges = None if found is None else found.ranges
+    if ranges is None:
+        raise ValueError(f"{path} holds no ranges; expected a folder or a file of int8 or uint8 embeddings")
+    return ranges
 
 
 class Digest:
     """The sha256 of sentences and how many there were, both of those that were taken from `of`.
 
-    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8.
+    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8; after them likewise what
+    is kept beside them.
     """
 
     def __init__(self) -> None:
@@ -138,11 +225,25 @@ class Digest:
         """Yields the sentences."""
         sentences = iter(sentences)
         while block := list(itertools.islice(sentences, 4096)):
-            # The lengths keep "ab", "c" apart from "a", "bc".
-            self._hash.update(np.fromiter(map(len, block), "<i8", len(block)).tobytes())
-            self._hash.update("".join(block).encode())
+            self._update(block)
             self.count += len(block)
             yield from block
+
+    def keep(self, texts: list[str]) -> None:
+        """Hashes what is kept beside the sentences, once these are taken.
+
+        Raises:
+          ValueError: there is not one text for each sentence.
+        """
+        if len(texts) != self.count:
+            raise ValueError(f"the column that is kept has {len(texts)} rows beside {self.count} sentences")
+        for start in range(0, len(texts), 4096):
+            self._update(texts[start : start + 4096])
+
+    def _update(self, block: list[str]) -> None:
+        # The lengths keep "ab", "c" apart from "a", "bc".
+        self._hash.update(np.fromiter(map(len, block), "<i8", len(block)).tobytes())
+        self._hash.update("".join(block).encode())
 
     def __str__(self) -> str:
         return self._hash.hexdigest()

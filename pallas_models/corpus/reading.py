@@ -24,7 +24,8 @@ _READ = 1 << 16
 # Sentences that a reader takes from a table before it hands them on.
 _BLOCK = 1024
 
-Reader = Callable[[IO[bytes], str, str | None], Iterator[list[str]]]
+# Of a stream, by its name and the column's: its sentences, or what is kept beside them, for which numbers do too.
+Reader = Callable[[IO[bytes], str, str | None, bool], Iterator[list[str]]]
 
 
 class Corpus:
@@ -52,7 +53,7 @@ class Corpus:
         """
         if format is not None and not _is_known(f".{format}"):
             raise ValueError(f"{format=}; expected one of {', '.join(FORMATS)}, with .gz or .zst or without")
-        self._column, self._format = column, format
+        self._column, self._format, self._is_kept = column, format, False
         self.paths = [path for given in inputs for path in _expand(str(given), format)]
         self.size = None if "-" in self.paths else sum(Path(path).stat().st_size for path in self.paths)
         self.done = 0
@@ -60,6 +61,18 @@ class Corpus:
     def only(self, path: str) -> "Corpus":
         """Returns one of the files, to be read in the same way."""
         return Corpus([path], self._column, self._format)
+
+    def kept(self, column: str) -> "Corpus":
+        """Returns another column of the same files, one value for each sentence, whole numbers as text.
+
+        Raises:
+          ValueError: standard input, which can be read but once, is among the files.
+        """
+        if "-" in self.paths:
+            raise ValueError(f"the column {column!r} of standard input cannot be kept; expected files")
+        other = Corpus(self.paths, column, self._format)
+        other._is_kept = True
+        return other
 
     def __iter__(self) -> Iterator[str]:
         """Yields the sentences.
@@ -81,7 +94,7 @@ class Corpus:
                 raw = sys.stdin.buffer if path == "-" else stack.enter_context(Path(path).open("rb"))
                 with _named_errors(name):
                     stream = _decompressed(raw, compression)
-                    for block in FORMATS[format](stream, name, self._column):
+                    for block in FORMATS[format](stream, name, self._column, self._is_kept):
                         if self.size is not None:
                             self.done = behind + raw.tell()
                         yield block
@@ -166,7 +179,7 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[str]:
     return itertools.chain.from_iterable(map(_LINE.findall, _texts(stream, name)))
 
 
-def _text(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+def _text(stream: IO[bytes], name: str, column: str | None, _: bool) -> Iterator[list[str]]:
     if column is not None:
         raise ValueError(f"{name} is text, which has no {column=}; expected a table")
     for text in _texts(stream, name):
@@ -174,11 +187,12 @@ def _text(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str
         yield text.removesuffix("\n").split("\n") if text else []
 
 
-def _json_lines(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
-    return _blocks(_json_values(_lines(stream, name), name, column))
+def _json_lines(stream: IO[bytes], name: str, column: str | None, kept: bool) -> Iterator[list[str]]:
+    return _blocks(_json_values(_lines(stream, name), name, column, kept))
 
 
-def _json_values(lines: Iterator[str], name: str, column: str | None) -> Iterator[str]:
+def _json_values(lines: Iterator[str], name: str, column: str | None, kept: bool) -> Iterator[str]:
+    only = column  # where none is named, the first object's only key is that of all
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
@@ -188,17 +202,21 @@ def _json_values(lines: Iterator[str], name: str, column: str | None) -> Iterato
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is no JSON: {error}") from error
         if isinstance(row, dict):
-            row = row[_choose(list(row), column, where)]
+            key = _choose(list(row), column, where)
+            only = key if only is None else only
+            if key != only:
+                raise ValueError(f"{where} has the column {key!r}; expected {only!r} as the rows before it")
+            row = row[key]
         elif column is not None:
-            raise ValueError(f"{where} holds {_short(row)}; expected an object with the key {column!r}")
-        yield _check(row, where)
+            raise ValueError(f"{where} holds {short(row)}; expected an object with the key {column!r}")
+        yield _check(str(row) if kept and type(row) is int else row, where)
 
 
-def _csv(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+def _csv(stream: IO[bytes], name: str, column: str | None, _: bool) -> Iterator[list[str]]:
     return _blocks(_cells(stream, name, column, delimiter=",", quoting=csv.QUOTE_MINIMAL))
 
 
-def _tsv(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+def _tsv(stream: IO[bytes], name: str, column: str | None, _: bool) -> Iterator[list[str]]:
     return _blocks(_cells(stream, name, column, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
@@ -228,7 +246,7 @@ def _cells(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> 
         raise ValueError(f"{name}, line {rows.line_num}: {error}") from error
 
 
-def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[str]]:
+def _parquet(stream: IO[bytes], name: str, column: str | None, kept: bool) -> Iterator[list[str]]:
     pa = pyarrow("Parquet")
     try:
         # What is not a file on a disk cannot be read from its end, where Parquet keeps its index.
@@ -241,7 +259,9 @@ def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[
         schema = file.schema_arrow
         chosen = _choose(schema.names, column, name)
         kind = schema.field(chosen).type
-        if not any(kind_of(kind) for kind_of in (pa.types.is_string, pa.types.is_large_string, _is_dictionary)):
+        is_number = kept and pa.types.is_integer(kind)
+        is_text = any(kind_of(kind) for kind_of in (pa.types.is_string, pa.types.is_large_string, _is_dictionary))
+        if not (is_text or is_number):
             raise ValueError(f"{name}: the column {chosen!r} is of type {kind}; expected strings")
         row = 0
         for batch in file.iter_batches(_PARQUET_ROWS, columns=[chosen]):
@@ -249,7 +269,7 @@ def _parquet(stream: IO[bytes], name: str, column: str | None) -> Iterator[list[
             if None in values:
                 _check(None, f"{name}, row {row + values.index(None) + 1}")
             row += len(values)
-            yield values
+            yield list(map(str, values)) if is_number else values
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{name} cannot be read as Parquet: {error}") from error
 
@@ -276,7 +296,7 @@ def _choose(names: list[str], column: str | None, where: str) -> str:
 
 def _check(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} holds {_short(value)}; expected a string")
+        raise ValueError(f"{where} holds {short(value)}; expected a string")
     if not value.isascii():
         try:
             value.encode()
@@ -286,7 +306,8 @@ def _check(value: Any, where: str) -> str:
     return value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value and its type, for a message."""
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:40] + '...'} of type {type(value).__name__}"
 

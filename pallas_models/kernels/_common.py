@@ -28,6 +28,8 @@ class Backend:
 
 # What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
 LOWEST = float(np.finfo(np.float32).min)
+# The log-sum-exp of a query that no key is left for: finite, as jax_debug_infs takes every infinity for a mistake.
+NO_KEY = LOWEST
 # A bias of this and below counts for -inf.
 MASKING_BIAS = -1e30
 
@@ -137,7 +139,7 @@ def rows_of_backward(
 
     Args:
       out: (B, Sq, heads * head_dim), the results.
-      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, -inf for queries without a key.
+      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, `NO_KEY` for queries without one.
       dout: gradient of `out`.
       dlse: gradient of `lse`; None for zeros.
 
@@ -147,7 +149,7 @@ def rows_of_backward(
     by_head = (*out.shape[:2], -1, head_dim)
     product = out.astype(jnp.float32) * dout.astype(jnp.float32)
     delta = jnp.sum(product.reshape(by_head), axis=-1).swapaxes(1, 2)
-    empty = jnp.isneginf(lse)
+    empty = lse == NO_KEY
     if dlse is not None:  # the gradient of lse is the weights themselves
         delta = jnp.where(empty, 0.0, delta - dlse)
     return jnp.where(empty, -jnp.inf, lse * -math.log2(math.e)), delta

@@ -11,8 +11,9 @@ from pallas_models import ops, training
 from pallas_models._modules import Params, bind
 from pallas_models.minilm.model import EncoderConfig, MiniLM, MiniLMConfig
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
 
-Tokens = tuple[jax.Array, jax.Array]
+Tokens = tuple[Array, Array]
 
 
 def contrastive_loss(
@@ -21,7 +22,7 @@ def contrastive_loss(
     positives: Tokens,
     negatives: Tokens | None = None,
     *,
-    scale: float | jax.Array = 20.0,
+    scale: float | Array = 20.0,
     symmetric: bool = False,
     config: EncoderConfig = MiniLMConfig(),
     remat: training.Remat = "none",
@@ -55,6 +56,7 @@ def contrastive_loss(
         raise ValueError(
             f"positives has {positives[0].shape[0]} sentences; expected {anchors[0].shape[0]}, a pair each"
         )
+    factor = _checks.as_scalar("scale", scale)
     model = bind(MiniLM, config, params)
 
     def embed(tokens: Tokens) -> jax.Array:
@@ -65,9 +67,9 @@ def contrastive_loss(
         return ops.mean_pool(hidden, mask, implementation=implementation)
 
     def rank(queries: jax.Array, candidates: jax.Array) -> jax.Array:
-        labels = jnp.arange(len(queries))
+        labels = jnp.arange(queries.shape[0])
         return ops.linear_cross_entropy(
-            queries * scale, candidates, labels, transposed=True, implementation=implementation
+            queries * factor, candidates, labels, transposed=True, implementation=implementation
         )
 
     if anchors[0].shape == positives[0].shape:  # one pass is faster than two

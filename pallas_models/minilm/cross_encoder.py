@@ -1,7 +1,6 @@
 """Scores of pairs of sentences, each pair read together: rerankers, with the values of sentence-transformers."""
 
 import functools
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models.minilm import inputs, packing, pipeline
+from pallas_models.minilm import inputs as checks
+from pallas_models.minilm import packing, pipeline
 from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, begin_loading
 from pallas_models.minilm.heads import Head
 from pallas_models.minilm.model import Params
@@ -98,7 +98,7 @@ class CrossEncoder:
         self._tokenizer.no_padding()
         self.max_seq_length = config.max_positions if max_length is None else max_length
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
-        inputs.find_prompt(self.prompts, default_prompt_name, None)
+        checks.find_prompt(self.prompts, default_prompt_name, None)
         folder = caches.default_folder() if compilation_cache is True else compilation_cache
         self._given: dict[str, Any] = dict(
             forward=forward, implementation=implementation, compilation_cache=folder
@@ -164,7 +164,7 @@ class CrossEncoder:
 
     def predict(
         self,
-        pairs: Pair | Iterable[Pair],
+        pairs: Pair | Iterable[Pair] | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
         batch_size: int | None = None,
@@ -173,6 +173,8 @@ class CrossEncoder:
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
+        *,
+        inputs: Pair | Iterable[Pair] | None = None,
     ) -> Any:
         """Computes the scores of pairs of sentences.
 
@@ -183,6 +185,7 @@ class CrossEncoder:
           activation_fn: applied to scores, (number of pairs, num_labels) float32, in place of the model's own.
           apply_softmax: whether the scores of a pair that has several are made to sum to 1.
           convert_to_numpy, convert_to_tensor: as in `Encoder.encode`.
+          inputs: what sentence-transformers calls `pairs` since version 6, in place of it.
 
         Returns:
           float32 (number of pairs,) where a pair has one score, else (number of pairs, num_labels); without the
@@ -192,20 +195,18 @@ class CrossEncoder:
           TypeError: a pair is not one of two str.
           ValueError: `batch_size` is below 1, there is no such prompt, or a sentence is no valid Unicode.
         """
-        given: list[Any] = list(pairs)
+        given: list[Any] = list(checks.either("pairs", pairs, inputs, "pairs of str"))
         single = len(given) == 2 and all(isinstance(sentence, str) for sentence in given)
         checked = (_checked(pair, i) for i, pair in enumerate([given] if single else given))
         name = self.default_prompt_name if prompt_name is None else prompt_name
-        before = inputs.find_prompt(self.prompts, name, prompt)
+        before = checks.find_prompt(self.prompts, name, prompt)
         texts: list[Any] = [(before + first, second) for first, second in checked]
         budget = packing.budget(self._programs.platform)
         if batch_size is not None:
-            if operator.index(batch_size) < 1:
-                raise ValueError(f"{batch_size=}; expected at least 1")
-            budget = batch_size * self._max_length
+            budget = checks.check_count("batch_size", batch_size) * self._max_length
         scores = np.empty((len(texts), self.num_labels), np.float32)
-        show = inputs.shows(show_progress_bar, len(texts) >= SENTENCES_WORTH_A_BAR)
-        with inputs.progress("pairs", len(texts), show) as advance:
+        show = checks.shows(show_progress_bar, len(texts) >= SENTENCES_WORTH_A_BAR)
+        with checks.progress("pairs", len(texts), show) as advance:
             for rows in pipeline.run(
                 pipeline.chunks(texts, pipeline.CHUNK),
                 self._tokenize,
@@ -309,5 +310,5 @@ def _with_token_types(forward: Callable[..., jax.Array]) -> Callable[..., jax.Ar
 def _checked(pair: Pair, index: int) -> tuple[str, str]:
     if isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"pairs[{index}] is {pair!r}; expected two str")
-    first, second = (inputs.check_sentence(sentence, f"pairs[{index}]") for sentence in pair)
+    first, second = (checks.check_sentence(sentence, f"pairs[{index}]") for sentence in pair)
     return first, second

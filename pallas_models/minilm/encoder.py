@@ -8,10 +8,9 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -23,7 +22,8 @@ from numpy.typing import ArrayLike
 
 from pallas_models import compilation_cache as caches
 from pallas_models import target as targets
-from pallas_models.minilm import inputs, model, packing, pipeline, tokenizing
+from pallas_models.minilm import inputs as checks
+from pallas_models.minilm import model, packing, pipeline, tokenizing
 from pallas_models.minilm import similarity as similarities
 from pallas_models.minilm.heads import HEAD, Head
 from pallas_models.minilm.model import MiniLMConfig, Params
@@ -57,6 +57,8 @@ class Encoder:
     Attributes:
       params: the parameters of the model, as `weights.load_minilm` returns them.
       config: the model's sizes.
+      dtype: that of the matrices, and so of the computation.
+      tokenizer: a `tokenizers.Tokenizer`, not to be changed.
       head: what follows the model: pooling, dense layers, normalisation.
       max_seq_length: tokens kept of a sentence, special ones included; what is beyond is cut off. Can be set.
         `max_length` is the same.
@@ -73,6 +75,7 @@ class Encoder:
         "_implementation",
         "_max_length",
         "_params",
+        "_places",
         "_processes",
         "_programs",
         "_programs_elsewhere",
@@ -122,14 +125,14 @@ class Encoder:
         implementation = check_implementation(implementation) or None
         if (size := tokenizer.get_vocab_size()) > config.vocab_size:
             raise ValueError(f"the tokenizer has {size} ids, the model only {config.vocab_size}")
-        self._params, self._config, self._implementation, self._head = params, config, implementation, head
+        self._config, self._implementation, self._head = config, implementation, head
         # A copy, as the caller's tokenizer keeps its own limits. Padding is done here, to shapes that repeat.
         self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
         self._tokenizer.no_padding()
         self.max_length = config.max_positions if max_length is None else max_length
         self.prompts = {"query": "", "document": "", **(prompts or {})}
         self.default_prompt_name, self.truncate_dim = default_prompt_name, truncate_dim
-        inputs.find_prompt(self.prompts, default_prompt_name, None)
+        checks.find_prompt(self.prompts, default_prompt_name, None)
         self.similarity_fn_name = similarity_fn_name
         folder = caches.default_folder() if compilation_cache is True else compilation_cache
         self._start = functools.partial(
@@ -139,10 +142,8 @@ class Encoder:
             implementation=implementation,
             folder=None if folder is None else Path(folder),
         )
-        given = (params, head_params or {})
-        places = _devices(devices, mesh)
-        self._programs = [self._start(jax.device_put(given, place)) for place in places] or [self._start(given)]
-        self._programs_elsewhere: dict[jax.Device, Programs] = {}
+        self._places = _devices(devices, mesh)
+        self._take(params, head_params or {})
         self._processes: tokenizing.Processes | None = None
 
     @classmethod
@@ -150,7 +151,7 @@ class Encoder:
         cls,
         path: str | os.PathLike[str] = "all-MiniLM-L6-v2",
         *,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         max_length: int | None = None,
         truncate_dim: int | None = None,
         implementation: Implementation | None = None,
@@ -167,7 +168,8 @@ class Encoder:
         Args:
           path: a folder of sentence-transformers, of transformers or of `python -m weights`, a hub id, or
             `"all-MiniLM-L6-v2"`. docs/models.md lists the models that are run.
-          dtype: float16, bfloat16 or float32, that of parameters and computation.
+          dtype: float16, bfloat16 or float32, that of parameters and computation. None is the `--dtype` of a
+            folder of `python -m weights`, and float32 for checkpoints of PyTorch, whatever they are stored in.
           max_length: tokens kept of a sentence. When None, as in sentence-transformers, `max_seq_length` of
             sentence_bert_config.json (256 for all-MiniLM-L6-v2), or `model_max_length` of tokenizer_config.json;
             without both the model's positions. A limit in tokenizer.json itself is not used.
@@ -198,6 +200,7 @@ class Encoder:
         family = loading.find_encoder(source)
         assert family.encode is not None
         config = loading.load_config(family, source)
+        dtype = loading.default_dtype(source) if dtype is None else dtype
         if max_length is None and described.max_length is not None:
             max_length = min(described.max_length, config.max_positions)
         tokenizer = text.read_tokenizer(described.transformer, lower_case=described.lower_case)
@@ -218,6 +221,14 @@ class Encoder:
             mesh=mesh,
             forward=family.encode,
         )
+
+    def _take(self, params: Params, head_params: Params) -> None:
+        """Computes with these parameters from now on."""
+        given = (params, head_params)
+        self._params = params
+        self._programs = [self._start(jax.device_put(given, place)) for place in self._places]
+        self._programs = self._programs or [self._start(given)]
+        self._programs_elsewhere: dict[jax.Device, Programs] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled or copied, it is made anew of its parts, where JAX puts arrays."""
@@ -241,9 +252,8 @@ class Encoder:
         return parts, ()
 
     def __repr__(self) -> str:
-        dtype = next(leaf.dtype for leaf in jax.tree.leaves(self._params) if leaf.ndim > 1)
         return (
-            f"Encoder({self._config}, {self._head}, max_seq_length={self._max_length}, dtype={dtype}, "
+            f"Encoder({self._config}, {self._head}, max_seq_length={self._max_length}, dtype={self.dtype}, "
             f"prompts={self.prompts}, default_prompt_name={self.default_prompt_name!r})"
         )
 
@@ -254,6 +264,14 @@ class Encoder:
     @property
     def config(self) -> Any:
         return self._config
+
+    @property
+    def dtype(self) -> np.dtype:
+        return next(leaf.dtype for leaf in jax.tree.leaves(self._params) if leaf.ndim > 1)
+
+    @property
+    def tokenizer(self) -> "tokenizers.Tokenizer":
+        return self._tokenizer
 
     @property
     def head(self) -> Head:
@@ -301,6 +319,49 @@ class Encoder:
 
     truncate_sentence_embeddings = truncate_embeddings
 
+    def half(self) -> "Encoder":
+        """Computes in float16 from now on, as with this `dtype` of `from_pretrained`; returns itself.
+
+        Raises:
+          CheckpointError: a number is beyond what float16 can hold.
+        """
+        _check_weights_package()
+        from weights import checkpoint, tree
+
+        given = (self._params, self._programs[0].params[1])
+        for params in given:
+            flat = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
+            checkpoint.check_range("the encoder", flat, jnp.float16)
+        self._take(*jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf.astype(jnp.float16), given))
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a folder that `from_pretrained`, sentence-transformers and transformers load.
+
+        Matrices are in the encoder's dtype. Files of the same names are replaced, all at once.
+
+        Raises:
+          OSError: the folder cannot be written.
+          TypeError: `config` is of none of the families that `weights` knows.
+        """
+        _check_weights_package()
+        from weights import exporting
+
+        exporting.export_encoder(
+            self._params,
+            path,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            head=self._head,
+            head_params=self._programs[0].params[1],
+            max_length=self._max_length,
+            prompts=self.prompts,
+            default_prompt_name=self.default_prompt_name,
+            similarity=self._similarity_fn_name,
+        )
+
+    save_pretrained = save
+
     def get_max_seq_length(self) -> int:
         """The attribute `max_seq_length`."""
         return self.max_seq_length
@@ -314,7 +375,7 @@ class Encoder:
 
     def encode(
         self,
-        sentences: str | Iterable[str],
+        sentences: str | Iterable[str] | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
         batch_size: int | None = None,
@@ -326,6 +387,8 @@ class Encoder:
         device: Device | Sequence[Device] | None = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        *,
+        inputs: str | Iterable[str] | None = None,
     ) -> Any:
         """Computes the embeddings of sentences.
 
@@ -334,7 +397,8 @@ class Encoder:
         computes.
 
         Args:
-          sentences: one sentence or many. An empty one is embedded as its special tokens, [CLS] [SEP].
+          sentences: one sentence or many: a list, an array of NumPy or pyarrow, a column of pandas, or another
+            iterable. An empty one is embedded as its special tokens, [CLS] [SEP].
           prompt_name: of the prompt that is put before each sentence; the default prompt when None.
           prompt: the text to put there, in place of a named one.
           batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have. When
@@ -343,7 +407,7 @@ class Encoder:
           output_value: "token_embeddings" asks for the hidden states of all tokens, special ones and those of the
             prompt included.
           precision: "float32", or "int8", "uint8", "binary", "ubinary" as `quantization.quantize_embeddings` has
-            them, with ranges taken from these sentences.
+            them, with ranges taken from these sentences; those of one are none, which is refused.
           convert_to_numpy: whether the result is one NumPy array; a list of JAX arrays otherwise.
           convert_to_tensor: whether it is one JAX array instead.
           device: where to compute, `"cpu"`, `"cuda:1"` or one of `jax.devices()`, or several of them, which take
@@ -351,6 +415,7 @@ class Encoder:
           normalize_embeddings: whether embeddings have unit L2 norm where the model's own modules do not see to
             that already, or after truncation.
           truncate_dim: dimensions kept, the first ones; the attribute of that name when None.
+          inputs: what sentence-transformers calls `sentences` since version 6, in place of it.
 
         Returns:
           (D,) for a single string, else (number of sentences, D), float32 unless `precision` says otherwise, rows
@@ -358,15 +423,17 @@ class Encoder:
           (tokens, hidden_size), or one for a single string.
 
         Raises:
-          TypeError: a sentence is not a string, sentences are a mapping or a table, or a number is no integer.
+          TypeError: a sentence is not a string, sentences are a mapping or a table, `inputs` is given beside them,
+            or a number is no integer.
           ValueError: `batch_size` or `truncate_dim` is below 1, a name is unknown, there is no such device, or a
             sentence is no valid Unicode.
         """
+        sentences = checks.either("sentences", sentences, inputs)
         call = self._call(batch_size, prompt, prompt_name, device, normalize_embeddings, truncate_dim)
         check_precision(precision)
         single = isinstance(sentences, str)
-        given = [inputs.check_sentence(sentences, "sentences")] if isinstance(sentences, str) else sentences
-        chunks = list(inputs.checked(given))
+        given = [checks.check_sentence(sentences, "sentences")] if isinstance(sentences, str) else sentences
+        chunks = pipeline.joined(list(checks.checked(given)))
         if output_value != "sentence_embedding":
             if output_value != "token_embeddings" or precision != "float32":
                 raise ValueError(
@@ -387,7 +454,7 @@ class Encoder:
 
     def encode_query(
         self,
-        sentences: str | Iterable[str],
+        sentences: str | Iterable[str] | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
         *args: Any,
@@ -398,7 +465,7 @@ class Encoder:
 
     def encode_document(
         self,
-        sentences: str | Iterable[str],
+        sentences: str | Iterable[str] | None = None,
         prompt_name: str | None = None,
         prompt: str | None = None,
         *args: Any,
@@ -418,7 +485,7 @@ class Encoder:
         device: Device | Sequence[Device] | None = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
-    ) -> Iterator[np.ndarray]:
+    ) -> Generator[np.ndarray]:
         """Computes the embeddings of sentences as they come, in memory that does not grow with their number.
 
         Args:
@@ -426,15 +493,16 @@ class Encoder:
           batch_size, prompt_name, prompt, device, normalize_embeddings, truncate_dim: as in `encode`.
 
         Yields:
-          float32 (sentences of a chunk, D), chunk by chunk in the order of the sentences.
+          float32 (sentences of a chunk, D), chunk by chunk in the order of the sentences. `close()` ends what was
+          started for those that are not wanted any more.
 
         Raises:
           TypeError, ValueError: as `encode`; about a sentence once it is read.
         """
         call = self._call(batch_size, prompt, prompt_name, device, normalize_embeddings, truncate_dim)
-        return map(call.finish, self._rows(inputs.checked(sentences), call))
+        return self._finished(checks.checked(sentences), call)
 
-    def encode_chunks(self, chunks: Iterable[list[str]], **options: Any) -> Iterator[np.ndarray]:
+    def encode_chunks(self, chunks: Iterable[list[str]], **options: Any) -> Generator[np.ndarray]:
         """Computes the embeddings of lists of sentences as they come: those of a list do not depend on the others.
 
         Args:
@@ -449,7 +517,7 @@ class Encoder:
           TypeError, ValueError: as `encode`; about a sentence once it is read.
         """
         call = self._call(**options)
-        return map(call.finish, self._rows(inputs.checked_chunks(chunks), call))
+        return self._finished(checks.checked_chunks(chunks), call)
 
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> np.ndarray:
         """The similarity of each of embeddings1, (N, D) or (D,), with each of embeddings2: (N, M) float32.
@@ -468,7 +536,7 @@ class Encoder:
 
     def tokenize(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
         """The tokens of texts: `input_ids` and `attention_mask`, (texts, longest) int32, 0 where there is none."""
-        ids = self._tokenize(list(itertools.chain.from_iterable(inputs.checked(texts, "texts"))))
+        ids = self._tokenize(list(itertools.chain.from_iterable(checks.checked(texts, "texts"))))
         mask = np.arange(max(map(len, ids), default=0)) < np.array([len(row) for row in ids])[:, None]
         padded = np.zeros(mask.shape, np.int32)
         padded[mask] = list(itertools.chain.from_iterable(ids))
@@ -512,11 +580,11 @@ class Encoder:
             shapes |= {(2, *shape): None for shape in batches}
             shapes |= {(1, packing.padded_length(length, limit)): None}
         if sentences is not None:
-            for chunk in inputs.checked(sentences):
+            for chunk in checks.checked(sentences):
                 tokens, counts = tokenizing.tokens(self._tokenize, chunk)
                 shapes |= {b.tokens.shape: None for b in packing.pack(tokens, counts, limit, budget)}
-        show = inputs.shows(show_progress_bar, len(shapes) > 1)
-        with inputs.progress("programs", len(shapes) * len(call.programs), show) as advance:
+        show = checks.shows(show_progress_bar, len(shapes) > 1)
+        with checks.progress("programs", len(shapes) * len(call.programs), show) as advance:
             started = [program for programs in call.programs for program in programs.prepare(shapes, call.head)]
             advance(len(shapes) * len(call.programs) - len(started))
             for program in started:
@@ -532,15 +600,31 @@ class Encoder:
             padded[0, : len(tokens)] = tokens
             return call.finish(np.array(call.programs[0](padded, call.head)))
         embeddings = np.empty((count, self._head.features(self._config.hidden_size)), np.float32)
-        show = inputs.shows(show_progress_bar, count >= SENTENCES_WORTH_A_BAR)
-        with inputs.progress("sentences", count, show) as advance:
+        show = checks.shows(show_progress_bar, count >= SENTENCES_WORTH_A_BAR)
+        with checks.progress("sentences", count, show) as advance:
             for rows in self._rows(chunks, call, embeddings):
                 advance(len(rows))
         return call.finish(embeddings)
 
+    def _finished(self, chunks: Iterable[list[str]], call: "_Call") -> Generator[np.ndarray]:
+        with contextlib.closing(self._rows(chunks, call)) as parts:
+            for rows in parts:
+                yield call.finish(rows)
+
+    def _prepare_likely(self, sample: list[str], call: "_Call") -> None:
+        """Has the program of a long list's full batches compiled while its first chunk is tokenized."""
+        lengths = tokenizing.tokens(self._tokenize, call.prompted(sample)).lengths
+        row_length, sizes = next(iter(packing.shapes(self._max_length, call.budget).items()))
+        if 2 * np.count_nonzero(lengths <= row_length) >= len(lengths):
+            for programs in call.programs:
+                programs.prepare([(2, *sizes[-1])], call.head)
+
     def _rows(
         self, chunks: Iterable[list[str]], call: "_Call", out: np.ndarray | None = None
-    ) -> Iterator[np.ndarray]:
+    ) -> Generator[np.ndarray]:
+        begun = None
+        if out is not None and isinstance(chunks, list) and len(out) > pipeline.MANY:
+            begun = functools.partial(self._prepare_likely, chunks[0][:: max(len(chunks[0]) // 64, 1)], call)
         return pipeline.run(
             map(call.prompted, chunks),
             self._tokenize,
@@ -549,7 +633,8 @@ class Encoder:
             limit=self._max_length,
             budget=call.budget,
             out=out,
-            elsewhere=self._elsewhere(call.platform, len(call.programs)),
+            elsewhere=self._elsewhere(call, 0 if out is None else len(out)),
+            begun=begun,
         )
 
     def _hidden_states(self, chunks: list[list[str]], call: "_Call") -> list[np.ndarray]:
@@ -566,11 +651,13 @@ class Encoder:
             states += of
         return states
 
-    def _elsewhere(self, platform: str, devices: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
-        """What tokenizes in processes, of which each is started when it is first needed."""
-        if not (count := tokenizing.count(platform, devices)):
+    def _elsewhere(self, call: "_Call", count: int) -> Callable[[list[str]], tokenizing.Tokens] | None:
+        """What tokenizes in processes, which start now for so many sentences, or else when they are needed."""
+        if not (processes := tokenizing.count(call.platform, len(call.programs))):
             return None
-        self._processes = self._processes or tokenizing.Processes(self._tokenizer, count)
+        self._processes = self._processes or tokenizing.Processes(self._tokenizer, processes)
+        if count > pipeline.MANY:
+            self._processes.start()
         return functools.partial(self._processes, limit=self._max_length)
 
     def _tokenize(self, sentences: list[str]) -> list[list[int]]:
@@ -586,14 +673,14 @@ class Encoder:
         truncate_dim: int | None = None,
     ) -> "_Call":
         truncate_dim = self.truncate_dim if truncate_dim is None else truncate_dim
-        if truncate_dim is not None and operator.index(truncate_dim) < 1:
-            raise ValueError(f"{truncate_dim=}; expected at least 1")
+        if truncate_dim is not None:
+            checks.check_count("truncate_dim", truncate_dim)
         programs = self._programs_on(device)
         return _Call(
             programs=programs,
             head=self._head.normalized() if normalize_embeddings and truncate_dim is None else self._head,
             budget=self._budget(batch_size, programs[0].platform),
-            prompt=inputs.find_prompt(
+            prompt=checks.find_prompt(
                 self.prompts, self.default_prompt_name if prompt_name is None else prompt_name, prompt
             ),
             truncate_dim=truncate_dim,
@@ -604,9 +691,7 @@ class Encoder:
         """The most tokens of a batch."""
         if batch_size is None:
             return packing.budget(platform)
-        if operator.index(batch_size) < 1:
-            raise ValueError(f"{batch_size=}; expected at least 1")
-        return batch_size * self._max_length
+        return checks.check_count("batch_size", batch_size) * self._max_length
 
     def _first_prompt(self, name: str | None, *names: str) -> str | None:
         return next((name for name in names if name in self.prompts), None) if name is None else name

@@ -140,7 +140,9 @@ def apply(
     else:
         if mask is not None:
             num_segments = len(mask)
-            segment_ids = jnp.where(mask != 0, jnp.arange(num_segments, dtype=jnp.int32)[:, None], num_segments)
+            segment_ids = jnp.where(
+                mask.astype(bool), jnp.arange(num_segments, dtype=jnp.int32)[:, None], num_segments
+            )
         assert segment_ids is not None and num_segments is not None
         x = _pool(head.pooling, hidden, segment_ids, num_segments, mean)
     for index, layer in layers:

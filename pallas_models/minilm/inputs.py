@@ -2,14 +2,27 @@
 
 import collections.abc
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from pallas_models.minilm import pipeline
 
 
+def either(name: str, given: Any, inputs: Any, of: str = "str") -> Any:
+    """The argument of that name, or `inputs`, as sentence-transformers calls it since version 6."""
+    if given is not None and inputs is not None:
+        raise TypeError(f"{name} and inputs are both given; expected one of them")
+    if given is None and inputs is None:
+        raise TypeError(f"{name} is of type NoneType; expected an iterable of {of}")
+    return given if inputs is None else inputs
+
+
 def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[list[str]]:
     """The sentences in chunks of `pipeline.CHUNK`; TypeError and ValueError where one is no text."""
+    if hasattr(sentences, "to_pylist") and not hasattr(sentences, "columns"):  # an array of pyarrow
+        sentences = sentences.to_pylist()
     refused = isinstance(sentences, str | bytes | collections.abc.Mapping) or hasattr(sentences, "columns")
     if refused or not isinstance(sentences, collections.abc.Iterable) or getattr(sentences, "ndim", 1) == 0:
         raise TypeError(f"{name} is of type {type(sentences).__name__}; expected an iterable of str")
@@ -43,6 +56,17 @@ def check_sentence(sentence: str, name: str) -> str:
                 f"{name} holds {found} at {error.start}, half of a surrogate pair; expected valid Unicode"
             ) from error
     return sentence
+
+
+def check_count(name: str, value: int) -> int:
+    """The value; TypeError where it is no integer, ValueError where it is below 1."""
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; expected an integer") from error
+    if count < 1:
+        raise ValueError(f"{name}={value}; expected at least 1")
+    return count
 
 
 def find_prompt(prompts: Mapping[str, str], name: str | None, prompt: str | None) -> str:

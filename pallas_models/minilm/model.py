@@ -22,6 +22,8 @@ from pallas_models import ops, training
 from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layers, init_params
 from pallas_models.minilm import packing
 from pallas_models.ops import Implementation, _checks
+from pallas_models.ops._checks import Array
+from pallas_models.ops.activations import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,7 @@ class EncoderConfig:
       num_token_types: rows of the table of token types; 0 for a family that has none.
       relative_buckets: of the distances between tokens, each with a bias of attention for each head; 0 for a
         family that has none.
+      activation: of the MLPs, as in `ops.mlp`.
     """
 
     vocab_size: int
@@ -43,6 +46,7 @@ class EncoderConfig:
     epsilon: float = 1e-12
     num_token_types: int = 0
     relative_buckets: int = 0
+    activation: Activation = "gelu"
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -62,11 +66,17 @@ class MiniLMConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RobertaConfig(EncoderConfig):
-    """RoBERTa and XLM-RoBERTa; the defaults are those of multilingual-e5-base. Positions are counted from 0."""
+    """RoBERTa and XLM-RoBERTa; the defaults are those of multilingual-e5-base. Positions are counted from 0.
+
+    Attributes:
+      first_position: the row of a checkpoint's table that is position 0, one more than `pad_token_id`; parameters
+        do not have the rows before it.
+    """
 
     vocab_size: int = 250002
     epsilon: float = 1e-5
     num_token_types: int = 1
+    first_position: int = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +109,9 @@ class Embeddings(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        token_type_ids: jax.Array | None,
-        position_ids: jax.Array | None,
+        ids: Array,
+        token_type_ids: Array | None,
+        position_ids: Array | None,
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
@@ -130,7 +140,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Parameters of the feed-forward half: up, exact GELU, down."""
+    """Parameters of the feed-forward half: up, activation, down."""
 
     def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.up = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
@@ -141,7 +151,7 @@ class Layer(nnx.Module):
     """One post-norm transformer layer: (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: EncoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.num_heads, self.epsilon = config.num_heads, config.epsilon
+        self.num_heads, self.activation, self.epsilon = config.num_heads, config.activation, config.epsilon
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.attention_norm = LayerNorm(config.hidden_size)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
@@ -181,7 +191,8 @@ class Layer(nnx.Module):
 def _run_layers(layers: Sequence[Layer], x: jax.Array, **options: Any) -> jax.Array:
     first, arrays = layers[0], [layer.arrays() for layer in layers]
     x = x.astype(arrays[0]["w_qkv"].dtype)
-    return ops.post_norm_layers(x, arrays, num_heads=first.num_heads, epsilon=first.epsilon, **options)
+    options |= dict(num_heads=first.num_heads, activation=first.activation, epsilon=first.epsilon)
+    return ops.post_norm_layers(x, arrays, **options)
 
 
 class MiniLM(nnx.Module):
@@ -196,10 +207,10 @@ class MiniLM(nnx.Module):
 
     def __call__(
         self,
-        ids: jax.Array,
-        mask: jax.Array | None,
-        token_type_ids: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        ids: Array,
+        mask: Array | None,
+        token_type_ids: Array | None = None,
+        segment_ids: Array | None = None,
         *,
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
@@ -229,13 +240,13 @@ def _relative_bias(table: jax.Array, length: int) -> jax.Array:
     """
     side, furthest = len(table) // 2, 128
     alone = side // 2
-    distance = np.arange(1 - length, length)  # of the key from the query
+    distance = np.arange(-furthest, furthest + 1)  # of the key from the query; as far away, all are alike
     away = np.abs(distance)
     growth = np.log(np.maximum(away, alone).astype(np.float32) / alone) / math.log(furthest / alone)
     ranged = np.minimum(alone + (growth * (side - alone)).astype(np.int32), side - 1)
     buckets = np.where(away < alone, away, ranged) + np.where(distance > 0, side, 0)
     index = jnp.arange(length)
-    pairs = index[None, :] - index[:, None] + length - 1
+    pairs = jnp.clip(index[None, :] - index[:, None], -furthest, furthest) + furthest
     return table[buckets].T[:, pairs][None]
 
 
@@ -250,11 +261,11 @@ def init(key: jax.Array, config: EncoderConfig = MiniLMConfig(), *, dtype: DType
 
 def encode(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array | None,
+    ids: Array,
+    mask: Array | None,
     *,
-    token_type_ids: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
+    segment_ids: Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -289,17 +300,17 @@ def encode(
     return bind(MiniLM, config, params)(ids, mask, token_type_ids, segment_ids, implementation=implementation)
 
 
-def _check_ids(ids: jax.Array) -> None:
+def _check_ids(ids: Array) -> None:
     _checks.check_integer("ids", ids)
     _checks.check_rank("ids", ids, 2, "(B, S)")
 
 
 def embed(
     params: Params,
-    ids: jax.Array,
-    mask: jax.Array,
+    ids: Array,
+    mask: Array,
     *,
-    token_type_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -319,11 +330,11 @@ def embed(
 
 def embed_packed(
     params: Params,
-    ids: jax.Array,
-    segment_ids: jax.Array,
+    ids: Array,
+    segment_ids: Array,
     *,
     num_segments: int,
-    token_type_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
     config: EncoderConfig = MiniLMConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_models.ops._checks import Array
+
 # Results have a size that is known beforehand: one for so many tokens of a batch. Sentences are longer on average;
 # where all are shorter, a batch is full before its tokens are.
 _TOKENS_PER_SEGMENT = 8
@@ -38,7 +40,7 @@ class Batch:
     sentences: np.ndarray
 
 
-def position_ids(segment_ids: jax.Array) -> jax.Array:
+def position_ids(segment_ids: Array) -> jax.Array:
     """The index of each token in its segment, of ids (B, S); 0 for padding, which has negative ids."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
@@ -156,8 +158,8 @@ def _divide(
     first, last = 0, len(counts)
     while first < last:
         needed = max(last - first, (segments[last] - segments[first]) * _TOKENS_PER_SEGMENT // row_length)
-        # A batch that is a quarter full is cheaper than one more program.
-        shape = next((size for size in reversed(sizes) if 4 * needed >= size[0]), sizes[0])
+        # A batch that is a quarter full, or comes after four full ones, is cheaper than one more program.
+        shape = next((size for size in reversed(sizes) if 4 * needed >= size[0] or first >= 4 * size[0]), sizes[0])
         room = np.searchsorted(segments, segments[first] + num_segments(shape), side="right") - 1
         end = min(first + shape[0], int(room), last)
         part = slice(*np.searchsorted(row, [first, end]))

@@ -1,9 +1,11 @@
 """From texts to rows of embeddings: tokenizing, packing, computing and collecting, each while the others work."""
 
 import collections
+import contextlib
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -18,13 +20,17 @@ from pallas_models.minilm.tokenizing import Tokenize, Tokens
 CHUNK = 16384
 # Chunks that are tokenized while another is computed, for each device.
 _AHEAD = 2
+# The same of a list, which is there already. While a program is traced and lowered, for a second, none is taken.
+_AHEAD_IN_A_LIST = 16
+# Tokens of batches of a list that wait for their programs: a million short texts, in 128 MB.
+_HELD = 2**24
 # Pieces of a chunk are tokenized side by side. A thread each waits for a process, which has one piece more than it
 # is at.
 _PIECE = 1024
 _THREADS = max(8, 2 * cores())
 _FEW = 64  # texts are tokenized before a thread is started
-# Texts that come after so many are tokenized by processes, which take half a second to start.
-_MANY = 2 * CHUNK
+# Texts that come after so many are tokenized by processes: these are up when so many have been tokenized here.
+MANY = 2 * CHUNK
 # Batches in flight on a device: enough to keep it busy while the next are packed, few enough that neither inputs
 # nor results pile up on it.
 _BATCHES_IN_FLIGHT = 8
@@ -39,6 +45,27 @@ class Forward(Protocol):
 
     def prepare(self, shapes: Iterable[tuple[int, ...]]) -> object: ...
 
+    def is_ready(self, shape: tuple[int, ...]) -> bool:
+        """Whether a batch of this shape does not wait for its program."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Chunk:
+    """The rows of a chunk, and those of its batches that are started."""
+
+    rows: np.ndarray
+    batches: int
+    started: list[Future[None]] = dataclasses.field(default_factory=list)
+
+    def is_done(self) -> bool:
+        return len(self.started) == self.batches and all(batch.done() for batch in self.started)
+
+    def result(self) -> np.ndarray:
+        for batch in self.started:
+            batch.result()
+        return self.rows
+
 
 def run(
     chunks: Iterable[list[Any]],
@@ -50,7 +77,8 @@ def run(
     budget: int,
     out: np.ndarray | None = None,
     elsewhere: Callable[[list[Any]], Tokens] | None = None,
-) -> Iterator[np.ndarray]:
+    begun: Callable[[], object] | None = None,
+) -> Generator[np.ndarray]:
     """Computes a row for each text.
 
     Memory does not grow with the number of chunks, which are read as they are needed, in this thread. No batch
@@ -65,40 +93,60 @@ def run(
       limit: the most tokens that a text has.
       budget: the most tokens that a batch has.
       out: float32 (texts, width), which rows are written into, where there is a place for all; else each chunk has
-        an array of its own.
+        an array of its own. With it, chunks are taken for a list, which costs nothing to read: while programs are
+        compiled, it is tokenized and packed far ahead.
       elsewhere: gives the tokens of texts where there are many; called in other threads.
+      begun: called while the first texts are being tokenized.
 
     Yields:
       float32 (texts of the chunk, width), in the order of the texts, for each chunk.
     """
-    started: collections.deque[tuple[np.ndarray, list[Future[None]]]] = collections.deque()
+    chunks_begun: collections.deque[_Chunk] = collections.deque()
+    packed: collections.deque[tuple[Forward, packing.Batch, _Chunk]] = collections.deque()
     in_flight: collections.deque[Future[None]] = collections.deque()
     turns = itertools.cycle(forwards)
-    done = 0
-    with ThreadPoolExecutor(_THREADS) as pool, ThreadPoolExecutor(1) as collector:
-        for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere, _AHEAD * len(forwards)):
+    done = held = 0
+    is_list = out is not None
+    ahead = max(_AHEAD * len(forwards), _AHEAD_IN_A_LIST if is_list else 0)
+
+    def start(most: int) -> None:
+        """Starts batches until the next waits for its program, and no more than `most` tokens are held."""
+        nonlocal held
+        while packed and (held > most or packed[0][0].is_ready(packed[0][1].tokens.shape)):
+            forward, batch, chunk = packed.popleft()
+            held -= batch.tokens[0].size
+            in_flight.append(collector.submit(_collect, forward(batch.tokens), batch, chunk.rows))
+            chunk.started.append(in_flight[-1])
+            if len(in_flight) > _BATCHES_IN_FLIGHT * len(forwards):
+                in_flight.popleft().result()
+
+    with _threads(_THREADS) as pool, _threads(1) as collector:
+        for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere, ahead, begun):
             batches = list(zip(packing.pack(ids, lengths, limit, budget), turns))  # noqa: B905
             for forward in forwards:
                 forward.prepare(batch.tokens.shape for batch, other in batches if other is forward)
             rows = np.empty((len(lengths), width), np.float32) if out is None else out[done : done + len(lengths)]
             rows[lengths == 0] = 0.0  # of texts that are in no batch
             done += len(rows)
-            started.append((rows, []))
-            for batch, forward in batches:
-                in_flight.append(collector.submit(_collect, forward(batch.tokens), batch, rows))
-                started[-1][1].append(in_flight[-1])
-                if len(in_flight) > _BATCHES_IN_FLIGHT * len(forwards):
-                    in_flight.popleft().result()
-            while len(started) > 1 and all(batch.done() for batch in started[0][1]):
-                yield _finished(*started.popleft())
-        while started:
-            yield _finished(*started.popleft())
+            chunks_begun.append(_Chunk(rows, len(batches)))
+            packed.extend((forward, batch, chunks_begun[-1]) for batch, forward in batches)
+            held += sum(batch.tokens[0].size for batch, _ in batches)
+            start(_HELD if is_list else 0)
+            while len(chunks_begun) > 1 and chunks_begun[0].is_done():
+                yield chunks_begun.popleft().result()
+        start(0)
+        while chunks_begun:
+            yield chunks_begun.popleft().result()
 
 
-def _finished(rows: np.ndarray, batches: list[Future[None]]) -> np.ndarray:
-    for batch in batches:
-        batch.result()
-    return rows
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool that is ended with the context; what it has not begun by then is not done."""
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _collect(result: jax.Array, batch: packing.Batch, rows: np.ndarray) -> None:
@@ -115,6 +163,7 @@ def _tokenized(
     tokenize: Tokenize,
     elsewhere: Callable[[list[Any]], Tokens] | None,
     count: int,
+    begun: Callable[[], object] | None,
 ) -> Iterator[Tokens]:
     """The tokens of each chunk; those of the next `count` are being made then."""
     seen = 0
@@ -124,16 +173,26 @@ def _tokenized(
         here = functools.partial(tokenizing.tokens, tokenize)
         if len(chunk) <= _FEW:
             return [functools.partial(here, chunk)]
-        call = elsewhere if elsewhere and seen >= _MANY else here
+        call = elsewhere if elsewhere and seen >= MANY else here
         seen += len(chunk)
         return [pool.submit(call, piece).result for piece in chunks(chunk, _PIECE)]
 
     ahead = map(start, given)
     waiting = collections.deque(itertools.islice(ahead, count))
+    if begun:
+        begun()
     while waiting:
         waiting.extend(itertools.islice(ahead, 1))
         ids, lengths = zip(*(piece() for piece in waiting.popleft()), strict=True)
         yield Tokens(np.concatenate(ids), np.concatenate(lengths))
+
+
+def joined(lists: list[list[Any]]) -> list[list[Any]]:
+    """Chunks with what is left over in the last but one, so that it has no shape of its own to be compiled."""
+    if len(lists) > 1 and 2 * len(lists[-1]) < len(lists[-2]):
+        *first, last, rest = lists
+        return [*first, last + rest]
+    return lists
 
 
 def chunks(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:

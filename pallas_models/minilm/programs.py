@@ -132,6 +132,11 @@ class Programs:
             pool.shutdown(wait=False)
         return [self._programs(shape)[_key(shape, head)] for shape in missing]
 
+    def is_ready(self, shape: Shape, head: Head | None) -> bool:
+        """Whether a call with this shape does not wait until a program is compiled."""
+        program = self._programs(shape).get(_key(shape, head))
+        return program is None or program.done()  # None where nothing is compiled ahead
+
     def _programs(self, shape: Shape) -> dict[Any, Program]:
         """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
         short = len(shape) == 2 and shape[1] <= _MOST_TOKENS_BOUND
@@ -166,6 +171,9 @@ class Forward:
 
     def prepare(self, shapes: Iterable[Shape]) -> list[Program]:
         return self.programs.prepare(shapes, self.head)
+
+    def is_ready(self, shape: Shape) -> bool:
+        return self.programs.is_ready(shape, self.head)
 
 
 def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:

@@ -60,58 +60,77 @@ class Processes:
     """Processes that tokenize; they end when this object does."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", count: int):
-        """Makes place for `count` of them; each is started when it is needed."""
+        """Makes place for `count` of them, which the first call starts, or `start` before it."""
         self._tokenizer: tokenizers.Tokenizer | str = tokenizer
-        self._reading = threading.Lock()
-        self._free: queue.SimpleQueue[_Place] = queue.SimpleQueue()
-        for place in [_Place() for _ in range(count)] * _ASKED:
-            self._free.put(place)
+        self._changing = threading.Lock()
+        self._missing = count
+        # Those that are up, each as often as it may be asked, and errors of those that did not come up.
+        self._free: queue.SimpleQueue[_Process | Exception] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Starts all that are missing at once, and returns before they are up."""
+        with self._changing:
+            missing, self._missing = self._missing, 0
+            if missing and not isinstance(self._tokenizer, str):
+                self._tokenizer = self._tokenizer.to_str()
+        for _ in range(missing):  # a thread each, which waits until it is up
+            threading.Thread(target=_start, args=(self._tokenizer, self._free), daemon=True).start()
 
     def __call__(self, texts: list[str], limit: int) -> Tokens:
-        """Tokenizes texts, up to `limit` tokens of each; waits for a process that is free.
+        """Tokenizes texts, up to `limit` tokens of each, in the first process that is free.
 
         Raises:
-          ChildProcessError: the process ended. Another takes its place in the next call.
+          ChildProcessError: the process ended. Another takes its place.
         """
-        place = self._free.get()
+        plain = list(map(str.__str__, texts))  # of a subclass of str, the text alone
+        self.start()
+        process = self._next()
         try:
-            answer = place.ask(texts, limit, self._json)
-        finally:
-            self._free.put(place)
+            answer = process.ask((plain, limit))
+        except BaseException:
+            self._replace(process)
+            raise
+        self._free.put(process)
         if isinstance(answer, Exception):
             raise answer
         ids, lengths = (np.frombuffer(numbers, np.int32) for numbers in answer)
         return Tokens(ids, lengths.astype(np.int64))
 
-    def _json(self) -> str:
-        with self._reading:  # once, as it takes up to a second
-            if not isinstance(self._tokenizer, str):
-                self._tokenizer = self._tokenizer.to_str()
-            return self._tokenizer
+    def _next(self) -> "_Process":
+        while True:
+            process = self._free.get()
+            if isinstance(process, Exception):
+                self._replace()
+                raise process
+            if not process.is_lost:
+                return process
 
-
-class _Place:
-    """Where there is one process at a time."""
-
-    def __init__(self) -> None:
-        self.process: _Process | None = None
-        self._changing = threading.Lock()
-
-    def ask(self, texts: list[str], limit: int, tokenizer: Callable[[], str]) -> Any:
+    def _replace(self, process: "_Process | None" = None) -> None:
+        """Has another started in place of one that is lost, at once: others may wait for one."""
         with self._changing:
-            process = self.process = self.process or _Process(tokenizer())
-        try:
-            return process.ask(texts, limit)
-        except BaseException:
-            with self._changing:
-                self.process = None if self.process is process else self.process
-            raise
+            if process is None or not process.is_lost:
+                self._missing += 1
+            if process is not None:
+                process.is_lost = True
+        self.start()
+
+
+def _start(tokenizer: str, free: "queue.SimpleQueue[_Process | Exception]") -> None:
+    try:
+        process = _Process(tokenizer)
+    except Exception as error:  # for whoever waits for it
+        free.put(error)
+        return
+    for _ in range(_ASKED):
+        free.put(process)
 
 
 class _Process:
     """One process, which has the next list of texts when it is done with one."""
 
     def __init__(self, tokenizer: str):
+        """Returns when it is up."""
+        self.is_lost = False
         self._asking, self._answered = threading.Lock(), threading.Lock()
         # Of the files of this package it runs one, which must not see the others as modules of their own (-P).
         self._process = subprocess.Popen(
@@ -123,12 +142,16 @@ class _Process:
             process_group=0,  # an interrupt from the keyboard is for this process alone
         )
         weakref.finalize(self, _end, self._process)
-        self._send(tokenizer)
+        self.ask(tokenizer)
 
-    def ask(self, texts: list[str], limit: int) -> Any:
-        plain = list(map(str.__str__, texts))  # of a subclass of str, the text alone
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, request: object) -> Any:
+        """What the process answers; waits until it has answered what it was asked before."""
         with self._asking:
-            self._send((plain, limit))
+            self._send(request)
             self._answered.acquire()  # in the order of the questions
         try:
             return pickle.load(self._process.stdout)  # type: ignore[arg-type]

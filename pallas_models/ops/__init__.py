@@ -1,8 +1,10 @@
 """Operations with hand-written kernels: formula, checks, plain-XLA reference and gradient of each.
 
+`Array` in what they take is a `jax.Array` or a NumPy array; they give a `jax.Array`.
+
 Every op, and every model made of them, takes `implementation`:
 
-- None: the best kernel for the GPU that is compiled for, decided where a program is lowered; plain XLA on other
+- None: the best kernel for the target GPU, which is decided where a program is lowered; plain XLA on other
   platforms, and where no kernel serves the call;
 - `"triton"`: Pallas Triton kernels, for NVIDIA GPUs from Ampere on; every op runs, some in those of others;
 - `"mosaic"`: Pallas Mosaic GPU kernels, for Hopper GPUs; products with and without a norm, MLPs, encoder layers,
@@ -10,12 +12,14 @@ Every op, and every model made of them, takes `implementation`:
 - `"xla"`: the same computation in plain JAX, which also defines the gradient of the kernels;
 - `"interpret"` and `"mosaic_interpret"`: the bodies of the Triton and Mosaic kernels in Pallas's interpreters, to
   try and to test them on any machine;
-- a sequence of these: the first that serves the call. `("mosaic", "triton")` is Mosaic wherever it has a kernel.
+- a sequence of these: the first that serves the call. `("mosaic", "triton")` is Mosaic wherever it has a kernel;
+  with `"xla"` among them, XLA also on platforms other than CUDA.
 
-A name that cannot serve a call raises NotImplementedError; no other implementation takes its place.
+A name that cannot serve a call raises NotImplementedError; no other implementation takes its place. `"triton"` and
+`"mosaic"` raise it where a program is lowered for anything but CUDA; for CUDA it may be lowered on any machine.
 """
 
-from pallas_models.ops._dispatch import IMPLEMENTATIONS, Implementation
+from pallas_models._implementation import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation
 from pallas_models.ops.attention import attention, attention_qkv, segment_ids_from_cu_seqlens
 from pallas_models.ops.embedding import embed_tokens

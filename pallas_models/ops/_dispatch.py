@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,7 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_models import target as targets
+from pallas_models._implementation import Implementation, Name, check_implementation
 from pallas_models.ops._linear import linear
+from pallas_models.ops._platform import by_platform, on_cuda
 from pallas_models.ops._sharding import (
     Layout,
     Options,
@@ -30,9 +31,6 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Table
 from pallas_models.tuning.table import installed
 
-Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
-Implementation = Name | Sequence[Name]
-IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
 # What a name stands for: the backend, and whether its interpreter runs the kernel.
 _BACKENDS = {
     "mosaic": ("mosaic", False),
@@ -125,20 +123,6 @@ class Op:
     contracted: Callable[..., Any] | None = None
 
 
-def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:
-    """The names that are given, in order of preference; none for None.
-
-    Raises:
-      ValueError: a name is unknown, or a sequence is empty.
-    """
-    if implementation is None:
-        return ()
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    if not names or not set(names) <= set(IMPLEMENTATIONS):
-        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}, or several")
-    return names
-
-
 def run(
     op: Op,
     *arrays: Any,
@@ -161,11 +145,11 @@ def run(
       ValueError: `implementation` is not one of the above.
       TypeError: `config` is of none of the kernels.
       NotImplementedError: nothing that `implementation` names serves the call: there is no such kernel, or an
-        array is larger than it can index.
+        array is larger than it can index. Where the program is lowered: kernels for GPUs are named alone, and it
+        is for another platform than CUDA.
     """
     names = check_implementation(implementation)
     target = targets.current()
-    _accept_triton()
     traced = {name: value for name, value in static.items() if isinstance(value, jax.Array)}
     # Where users debug their own functions step by step, an op is one step: a compiled kernel has no smaller ones.
     whole = jax.disable_jit(False) if _debugging() else contextlib.nullcontext()
@@ -210,13 +194,14 @@ def run_backward(
         if found is None:
             return reference(arrays, kept, cotangents)
         in_kernels = functools.partial(_pull, op, static, config, target, *found, wanted)
-        return (in_kernels if names else functools.partial(_by_platform, in_kernels, reference))(
-            arrays, kept, cotangents
-        )
+        anywhere = found[1] or found[0].backend == "xla"
+        return _on_platforms(in_kernels, reference, names, anywhere)(arrays, kept, cotangents)
 
 
 def has_backward(op: Op, *arrays: Any, implementation: Implementation | None, **static: Any) -> bool:
     """Whether kernels compute a call, of arrays like these, and its gradient."""
+    if _obstacle(static, arrays) is not None:  # kernels that are asked need sizes that are numbers
+        return False
     names, target = check_implementation(implementation), targets.current()
     with _plain_settings(arrays):
         found = _choose_backward(op, arrays, static, names, target)
@@ -236,7 +221,7 @@ def serves(op: Op, *arrays: Any, implementation: Implementation | None, **static
     names, target = check_implementation(implementation), targets.current()
     reference = functools.partial(op.reference, **static)
     # Before the reference is traced for the shapes of its results.
-    if _obstacle(arrays) is not None or all(k.refuses(*arrays, **static) for k in op.kernels):
+    if _obstacle(static, arrays) is not None or all(k.refuses(*arrays, **static) for k in op.kernels):
         return False
     with _plain_settings(arrays):
         try:
@@ -271,19 +256,6 @@ def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -
 
 def _debugging() -> bool:
     return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
-
-
-_TRITON_WARNING = "The Pallas Triton backend is deprecated"
-
-
-def _accept_triton() -> None:
-    """Keeps JAX's warning about Triton kernels from those who make warnings errors.
-
-    JAX gives it where a kernel is lowered, which is after the call of an op, and who calls one cannot heed it.
-    """
-    kinds = (kind for _, pattern, kind, *_ in warnings.filters[:1] if pattern and pattern.match(_TRITON_WARNING))
-    if DeprecationWarning not in kinds:
-        warnings.filterwarnings("ignore", _TRITON_WARNING, DeprecationWarning)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "static", "config", "names", "target", "tables"))
@@ -375,19 +347,19 @@ def _choose(
     config: Any,
     names: tuple[Name, ...],
     target: Target,
-    reference: Callable[..., Any],
-) -> Callable[..., Any]:
+    reference: functools.partial[Any],
+) -> functools.partial[Any]:
     """What computes the result: the reference or a kernel."""
     by_hand = config is not None and not isinstance(config, Chooser)
     takers = [k for k in op.kernels if not by_hand or (k.config is not None and isinstance(config, k.config))]
     if not takers:
         expected = " or ".join(f"{k.config.__module__}.{k.config.__qualname__}" for k in op.kernels if k.config)
         raise TypeError(f"config is a {type(config).__name__}; expected {expected}, a tuning.Table or None")
-    obstacle = _obstacle(arrays, jax.eval_shape(reference, *arrays))
+    obstacle = _obstacle(static, arrays, jax.eval_shape(reference, *arrays))
     if obstacle == "":
         return reference
 
-    def call(kernel: Kernel, interpret: bool) -> Callable[..., Any]:
+    def call(kernel: Kernel, interpret: bool) -> functools.partial[Any]:
         return functools.partial(kernel.call, config=config, target=target, interpret=interpret, **static)
 
     if not names:
@@ -420,10 +392,10 @@ def _choose(
     raise NotImplementedError(f"{'; '.join(reasons)}; use another implementation, such as 'xla', or None")
 
 
-def _obstacle(*trees: Any) -> str | None:
-    """What no kernel serves among the arrays; the empty string for axes of size 0, over which there is no grid."""
+def _obstacle(static: Mapping[str, Any], *trees: Any) -> str | None:
+    """What no kernel serves among options and arrays; the empty string for axes of size 0, which have no grid."""
     leaves = jax.tree.leaves(trees)
-    if any(not isinstance(size, int) for leaf in leaves for size in leaf.shape):
+    if any(map(jax.export.is_symbolic_dim, itertools.chain(static.values(), *(leaf.shape for leaf in leaves)))):
         return "takes no symbolic sizes"
     if any(leaf.dtype.itemsize == 8 for leaf in leaves):
         return "takes no 64-bit operands"
@@ -501,8 +473,8 @@ def _differentiable(
             full = [jnp.zeros_like(y) if c is None else c for y, c in zip(out, given, strict=True)]
             return jax.tree.leaves(pullback(full))
 
-        by_platform = functools.partial(_by_platform, in_kernels, in_reference)
-        gradient = _with_derivative(in_kernels if names else by_platform, in_reference)
+        anywhere = interpret or backward.backend == "xla"
+        gradient = _with_derivative(_on_platforms(in_kernels, in_reference, names, anywhere), in_reference)
         return gradient(arrays, kept, cotangents)
 
     return _with_derivative(forward, derivative, keep, pull)
@@ -552,20 +524,31 @@ def _forward(
     config: Any,
     names: tuple[Name, ...],
     target: Target,
-    reference: Callable[..., Any],
+    reference: functools.partial[Any],
 ) -> Callable[..., Any]:
     """What computes the result: the reference, a kernel on each device, or the choice of them by platform."""
     kernel = _choose(op, arrays, static, config, names, target, reference)
     if kernel is reference:
         return reference
-    if can_spread():
-        layout, tree = _layout(op, arrays, static)
-        part = functools.partial(_part, op, jax.tree.structure(arrays), _compute_part, config, names, target)
+    anywhere = kernel.keywords["interpret"]
+    if not can_spread():
+        return _on_platforms(kernel, reference, names, anywhere)
+    layout, tree = _layout(op, arrays, static)
+    part = functools.partial(_part, op, jax.tree.structure(arrays), _compute_part, config, names, target)
 
-        def kernel(*arrays: Any) -> Any:
-            return tree.unflatten(spread(part, layout, jax.tree.leaves(arrays), static))
+    def on_devices(*arrays: Any) -> Any:
+        return tree.unflatten(spread(part, layout, jax.tree.leaves(arrays), static))
 
-    return kernel if names else functools.partial(_by_platform, kernel, reference)
+    return _on_platforms(on_devices, reference, names, anywhere)
+
+
+def _on_platforms(
+    kernel: Callable[..., Any], reference: Callable[..., Any], names: tuple[Name, ...], anywhere: bool
+) -> Callable[..., Any]:
+    """`kernel` on CUDA devices; elsewhere too where it runs `anywhere`, else what the names have for there."""
+    if names and anywhere:
+        return kernel
+    return on_cuda(kernel, names) if names and "xla" not in names else by_platform(kernel, reference)
 
 
 def _compute_part(
@@ -574,10 +557,6 @@ def _compute_part(
     """The result for what one device has, by the kernel that is best for its sizes; not differentiated."""
     reference = functools.partial(op.reference, **static)
     return _choose(op, arrays, static, config, names, target, reference)(*arrays)
-
-
-def _by_platform(kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Any:
-    return jax.lax.platform_dependent(*operands, cuda=kernel, default=reference)
 
 
 def _choose_backward(

@@ -100,17 +100,20 @@ class Layout:
         given, gives = (side.split(",") for side in sharding.equation.split("->"))
         leaves = jax.tree.leaves(arrays, is_leaf=lambda x: x is None)
         sizes = dict(sharding.sizes)
+        single = {name for name, size in sizes.items() if size == 1}
         operands = []
         for term, leaf in zip(given, leaves, strict=True):
             if leaf is None:
                 continue
             axes = zip(_axes(term), leaf.shape, strict=True)
-            # One of size 1 is broadcast or cannot be split.
-            operands.append(tuple(None if size == 1 else name for name, size in axes))
+            # One of size 1 is broadcast or cannot be split; nor can one of a single part, which Shardy refuses.
+            operands.append(tuple(None if size == 1 or name in single else name for name, size in axes))
             for name, size in zip(operands[-1], leaf.shape, strict=True):
                 if name is not None:
                     sizes.setdefault(name, size)
-        named = [tuple(a if a in sizes else None for a in _axes(term)) for term in gives[:results]]
+        named = [
+            tuple(a if a in sizes and a not in single else None for a in _axes(term)) for term in gives[:results]
+        ]
         return cls(
             operands=tuple(operands),
             results=tuple(named),
@@ -344,11 +347,12 @@ def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[...,
 def _spec(sharding: Any, mesh: Any) -> PartitionSpec:
     """The axes of the mesh that an array is split over; none where it is split over a part of one.
 
-    JAX decodes shardings for a partitioning too, but fails on the latter, which XLA makes of a reshape.
+    JAX decodes shardings for a partitioning too, but fails on the latter, in any of these ways. XLA makes it of a
+    reshape: of projections over 4 devices that are 2 heads, say.
     """
     try:
         return sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
-    except ValueError:
+    except (ValueError, LookupError, AssertionError, NotImplementedError):
         return PartitionSpec()
 
 

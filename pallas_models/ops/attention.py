@@ -1,5 +1,7 @@
 """Multi-head and grouped-query attention, over separate queries, keys and values or one fused buffer."""
 
+from __future__ import annotations
+
 import functools
 import math
 import operator
@@ -10,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS
+from pallas_models.kernels._common import LOWEST, MASKING_BIAS, NO_KEY
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _products
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
@@ -25,10 +28,10 @@ from pallas_models.tuning import Chooser
 class _Options(TypedDict, total=False):
     causal: bool
     window: int | None
-    mask: jax.Array | None
-    bias: jax.Array | None
-    segment_ids: jax.Array | None
-    sm_scale: float | jax.Array | None
+    mask: Array | None
+    bias: Array | None
+    segment_ids: Array | None
+    sm_scale: float | Array | None
     precision: jax.lax.PrecisionLike
     config: triton.Config | mosaic.Config | Chooser | None
     implementation: Implementation | None
@@ -36,11 +39,11 @@ class _Options(TypedDict, total=False):
 
 @overload
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    kv_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: Array | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[_Options],
 ) -> jax.Array: ...
@@ -48,28 +51,28 @@ def attention(
 
 @overload
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    kv_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: Array | None = ...,
     return_lse: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     window: int | None = None,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    sm_scale: float | jax.Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    sm_scale: float | Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -79,8 +82,9 @@ def attention(
 
     Softmax runs online over blocks of keys in float32 ([FlashAttention](https://arxiv.org/abs/2205.14135)),
     so any length works. The kernel skips blocks of keys that `causal` and `window` rule out, and of long
-    rows those that `mask` and the segment ids do. A key that is masked has exactly zero weight, and with `mask`
-    it may be anything, NaN too, but its value must be finite; a query that no key is left for gets zeros.
+    rows those that a `mask` of keys and the segment ids do. A key that is masked has exactly zero weight, and
+    with a `mask` of keys it may be anything, NaN too, but its value must be finite; a query that no key is left
+    for gets zeros, where `jax.nn.dot_product_attention` gives the mean of all values.
 
     Gradients come from kernels too. They compute scores again, so that memory grows with the lengths, not with
     their product, and add up in a fixed order: the same operands give the same bits. In XLA queries are taken a
@@ -93,7 +97,7 @@ def attention(
     `ids = segment_ids_from_cu_seqlens(cu_seqlens, total)`.
 
     Args:
-      q: (B, Sq, Hq, D), float16, bfloat16 or float32. D is a multiple of 16 up to 256.
+      q: (B, Sq, Hq, D), float16, bfloat16 or float32. Kernels take D up to 256; powers of two are fastest.
       k: (B, Skv, Hkv, D) in the dtype of q. Hq is a multiple of Hkv: head h of q attends to head
         h // (Hq // Hkv) of k and v.
       v: as k.
@@ -101,13 +105,15 @@ def attention(
       window: a query sees only keys that are fewer positions than this away, or all where it is None: that at its
         position, `window - 1` before it and, without `causal`, as many after it.
       mask: (B, Skv), bool or integer, 1 for a key that takes part and 0 for padding (holes allowed), or None.
+        Or of pairs, (B or 1, Hq or 1, Sq or 1, Skv), as `jax.nn.dot_product_attention` takes it: where it is not
+        of keys alone, (B or 1, 1, 1, Skv), a bias is made of it.
       bias: added to the scaled scores; (B or 1, Hq or 1, Sq, Skv), float16, bfloat16 or float32. -1e30 and
         below count for -inf, which masks a pair.
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
         but no block is skipped where ids are not sorted. `causal` compares positions in the row.
       kv_segment_ids: (B, Skv); `segment_ids` when None.
-      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array, as when traced, q is scaled
-        and rounded to its dtype first.
+      sm_scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q
+        is scaled and rounded to its dtype first.
       return_lse: whether to return the logarithm of the sum of the exponentials of the scores too.
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
@@ -123,8 +129,7 @@ def attention(
         or segment ids are not integers.
       ValueError: shapes do not fit, Hq is no multiple of Hkv, `window` is not positive, or a concrete `mask`
         holds anything but 0 and 1.
-      NotImplementedError: D is not a multiple of 16 or over 256, or the kernel that `implementation` names does
-        not serve the call.
+      NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     qkv, heads = merged_heads(q, k, v)
     result = _attend(
@@ -149,7 +154,7 @@ def attention(
 
 @overload
 def attention_qkv(
-    qkv: jax.Array,
+    qkv: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = ...,
@@ -160,7 +165,7 @@ def attention_qkv(
 
 @overload
 def attention_qkv(
-    qkv: jax.Array,
+    qkv: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = ...,
@@ -170,16 +175,16 @@ def attention_qkv(
 
 
 def attention_qkv(
-    qkv: jax.Array,
+    qkv: Array,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
     causal: bool = False,
     window: int | None = None,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    sm_scale: float | jax.Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    segment_ids: Array | None = None,
+    sm_scale: float | Array | None = None,
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -229,7 +234,7 @@ def attention_qkv(
     )
 
 
-def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
+def segment_ids_from_cu_seqlens(cu_seqlens: Array, total: int) -> jax.Array:
     """The segment ids of sequences joined in one row, from their cumulative lengths.
 
     Args:
@@ -245,10 +250,11 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total: int) -> jax.Array:
     """
     _checks.check_integer("cu_seqlens", cu_seqlens)
     _checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(total), side="right").astype(jnp.int32)
+    ended = jnp.zeros(total, jnp.int32).at[cu_seqlens[1:].astype(jnp.int32)].add(1, mode="drop")
+    return jnp.cumsum(ended, dtype=jnp.int32)  # how many sequences end at a position or before it
 
 
-def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
+def merged_heads(q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], dict[str, int]]:
     """Checks operands of `attention`; gives them as (B, S, heads * D), and the sizes of their heads."""
     for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
         _checks.check_float(name, x)
@@ -263,7 +269,7 @@ def merged_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Ar
     return tuple(x.reshape(*x.shape[:2], x.shape[2] * head_dim) for x in (q, k, v)), sizes
 
 
-def _as_int32(*ids: jax.Array) -> list[jax.Array]:
+def _as_int32(*ids: Array) -> list[Array]:
     """Ids that are the same where those given are; those of 64 bits are numbered anew, in their order."""
     if all(x.dtype.itemsize <= 4 for x in ids):
         return [x.astype(jnp.int32) for x in ids]
@@ -273,29 +279,33 @@ def _as_int32(*ids: jax.Array) -> list[jax.Array]:
 
 
 def _attend(
-    qkv: tuple[jax.Array, ...],
+    qkv: tuple[Array, ...],
     *,
     config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     arrays, static = operands(qkv, **options)
-    return run(OP, *arrays, config=config, implementation=implementation, **static)
+    result = run(OP, *arrays, config=config, implementation=implementation, **static)
+    if not static["return_lse"]:
+        return result
+    out, lse = result
+    return out, jnp.where(lse == NO_KEY, -jnp.inf, lse)
 
 
 def operands(
-    qkv: tuple[jax.Array, ...],
+    qkv: tuple[Array, ...],
     *,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     causal: bool,
     window: int | None,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    sm_scale: float | jax.Array | None,
+    mask: Array | None,
+    bias: Array | None,
+    segment_ids: Array | None,
+    kv_segment_ids: Array | None,
+    sm_scale: float | Array | None,
     return_lse: bool,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -303,22 +313,22 @@ def operands(
     (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")
-    if head_dim % 16 or head_dim > 256:
-        raise NotImplementedError(f"{head_dim=} is not supported; expected a multiple of 16 up to 256")
+    if head_dim < 1:
+        raise ValueError(f"{head_dim=} must be positive")
     if window is not None:
         if operator.index(window) < 1:
             raise ValueError(f"{window=} must be positive")
-        # It leaves out nothing, and need not fit into the 32 bits that kernels count in.
-        if window >= (kv_seq if causal else max(seq, kv_seq)):
+        # It leaves out nothing, and need not fit into the 32 bits that positions are counted in.
+        longest = (kv_seq,) if causal else (seq, kv_seq)
+        if window >= np.iinfo(np.int32).max or all(_checks.is_over(window + 1, length) for length in longest):
             window = None
-    if mask is not None:
-        _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
-        mask = _checks.as_int32(mask)
     if bias is not None:
         _checks.check_float("bias", bias)
         _checks.check_rank("bias", bias, 4, "(B or 1, Hq or 1, Sq, Skv)")
         leading = tuple(1 if b == 1 else a for a, b in zip((batch, num_heads), bias.shape, strict=False))
         _checks.check_shape("bias", bias, (*leading, seq, kv_seq), "(B or 1, Hq or 1, Sq, Skv)")
+    if mask is not None:
+        mask, bias = _of_keys_or_pairs(mask, bias, (batch, num_heads, seq, kv_seq))
     if segment_ids is None and kv_segment_ids is not None:
         raise ValueError("kv_segment_ids is given without segment_ids")
     if segment_ids is not None:
@@ -328,23 +338,47 @@ def operands(
             _checks.check_integer(name, ids)
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
         segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
+    sm_scale = head_dim**-0.5 if sm_scale is None else _checks.as_scalar("sm_scale", sm_scale)
     if isinstance(sm_scale, jax.Array):  # kernels have their scale built in
         qkv, sm_scale = _scaled(qkv, sm_scale, num_heads, num_kv_heads), 1.0
-    sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     static: dict[str, Any] = dict(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         causal=causal,
         window=window,
-        sm_scale=sm_scale,
+        sm_scale=float(sm_scale),
         return_lse=return_lse,
         precision=_checks.as_precision(precision),
     )
     return (qkv, mask, bias, segment_ids, kv_segment_ids), static
 
 
-def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[jax.Array, ...]:
+def _of_keys_or_pairs(
+    mask: Array, bias: Array | None, shape: tuple[int, ...]
+) -> tuple[Array | None, Array | None]:
+    """The mask as kernels take it, of keys, (B, Skv), and the bias, which one of pairs goes into.
+
+    Args:
+      shape: (B, Hq, Sq, Skv).
+    """
+    batch, _, seq, kv_seq = shape
+    if getattr(mask, "ndim", 2) == 4:
+        leading = tuple(1 if m == 1 else n for m, n in zip(mask.shape, shape[:3], strict=False))
+        _checks.check_mask("mask", mask, (*leading, kv_seq), "(B or 1, Hq or 1, Sq or 1, Skv)")
+        if mask.shape[1:3] != (1, 1):
+            # Half the memory of float32, with its range.
+            dtype = jnp.bfloat16 if bias is None else jnp.promote_types(bias.dtype, jnp.bfloat16)
+            kept = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)
+            bias = jnp.where(mask.astype(bool), kept, jnp.asarray(2 * MASKING_BIAS, dtype))
+            return None, jnp.broadcast_to(bias, (*bias.shape[:2], seq, kv_seq))
+        mask = jnp.broadcast_to(mask[:, 0, 0], (batch, kv_seq))
+    else:
+        _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
+    return _checks.as_int32(mask), bias
+
+
+def _split(qkv: tuple[Any, ...], num_heads: int, num_kv_heads: int) -> tuple[Any, ...]:
     """Queries, keys and values, of a buffer that holds all three too."""
     if len(qkv) > 1:
         return qkv
@@ -352,9 +386,7 @@ def _split(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tup
     return tuple(jnp.split(qkv[0], [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1))
 
 
-def _scaled(
-    qkv: tuple[jax.Array, ...], sm_scale: jax.Array, num_heads: int, num_kv_heads: int
-) -> tuple[jax.Array, ...]:
+def _scaled(qkv: tuple[Array, ...], sm_scale: Array, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
     """The same with the scale in the queries, rounded to their dtype."""
     q, k, v = _split(qkv, num_heads, num_kv_heads)
     return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v
@@ -449,7 +481,10 @@ def _attend_block(
     sm_scale: float,
     precision: jax.lax.Precision,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys."""
+    """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys.
+
+    The log-sum-exp of a query that no key is left for is `NO_KEY`.
+    """
     (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     head_dim = q.shape[-1] // num_heads
@@ -487,7 +522,7 @@ def _attend_block(
     total = jnp.where(empty, 1.0, total)
     weights = (weights / total).astype(dtype).reshape(batch, *grouped, seq, kv_seq)
     out = einsum("bhgqk,bkhd->bqhgd", weights, v).astype(dtype).reshape(batch, seq, num_heads * head_dim)
-    return out, jnp.where(empty, -jnp.inf, peak * late + jnp.log(total))[..., 0]
+    return out, jnp.where(empty, NO_KEY, peak * late + jnp.log(total))[..., 0]
 
 
 def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:
@@ -519,7 +554,7 @@ OP = Op(
             refuses=mosaic_resident.unsupported,
             preferred=mosaic_resident.prefer,
         ),
-        Kernel(backend="triton", call=triton.attention, config=triton.Config),
+        Kernel(backend="triton", call=triton.attention, config=triton.Config, refuses=triton.unsupported),
     ),
     backward=(
         Backward(

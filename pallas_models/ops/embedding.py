@@ -1,5 +1,7 @@
 """Token embeddings of BERT: three look-ups, their sum, and the layer norm after it."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 
@@ -8,21 +10,22 @@ import jax.numpy as jnp
 
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
 def embed_tokens(
-    ids: jax.Array,
-    word: jax.Array,
-    position: jax.Array,
-    token_type: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    ids: Array,
+    word: Array,
+    position: Array,
+    token_type: Array,
+    scale: Array,
+    bias: Array,
     *,
-    token_type_ids: jax.Array | None = None,
-    position_ids: jax.Array | None = None,
+    token_type_ids: Array | None = None,
+    position_ids: Array | None = None,
     epsilon: float = 1e-12,
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
@@ -64,7 +67,7 @@ def embed_tokens(
     for name, vector in (("scale", scale), ("bias", bias)):
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, word.shape[1:], "(D,)")
-    if position_ids is None and ids.shape[1] > position.shape[0]:
+    if position_ids is None and _checks.is_over(ids.shape[1], position.shape[0]):
         raise ValueError(f"ids has length {ids.shape[1]}; expected at most {position.shape[0]} positions")
     looked_up = [("word", word), ("token_type", token_type)]
     looked_up += [] if position_ids is None else [("position", position)]
@@ -96,18 +99,25 @@ def embed_tokens(
     )
 
 
-def _signed(ids: jax.Array, table: jax.Array) -> jax.Array:
+def _signed(ids: Array, table: Array) -> Array:
     """Ids that int32 holds: under jit they may be any, and those beyond the last row look that up."""
     last = jnp.iinfo(ids.dtype).max
     return ids if last < 2**31 else jnp.clip(ids, 0, max(len(table) - 1, 0)).astype(jnp.int32)
 
 
-def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+def rows_of(table: jax.Array, ids: Array) -> jax.Array:
     """The rows of table (V, D) at ids, (*ids.shape, D), spread over an explicit mesh as the ids are."""
     spec = jax.typeof(ids).sharding.spec
     if all(axis is None for axis in spec):
         return jnp.take(table, ids, axis=0, mode="clip")
     return table.at[ids].get(mode="clip", out_sharding=jax.sharding.PartitionSpec(*spec, None))
+
+
+def first_rows(table: jax.Array, count: int) -> jax.Array:
+    """The first rows of table (V, D), (count, D); NaN past its end, where a symbolic count may turn out to be."""
+    if isinstance(count, int):
+        return table[:count]
+    return jnp.take(table, jnp.arange(count), axis=0, mode="fill", fill_value=jnp.nan)
 
 
 def reference(
@@ -139,7 +149,7 @@ def _sum(
 ) -> jax.Array:
     """What is normalised, in float32."""
     types = token_type[:1] if token_type_ids is None else rows_of(token_type, token_type_ids)
-    positions = position[: ids.shape[1]] if position_ids is None else rows_of(position, position_ids)
+    positions = first_rows(position, ids.shape[1]) if position_ids is None else rows_of(position, position_ids)
     total = rows_of(word, ids).astype(jnp.float32)
     return total + (positions.astype(jnp.float32) + types.astype(jnp.float32))
 

@@ -1,5 +1,7 @@
 """Gated matrix product, and the gated MLP that a down projection makes of it (SwiGLU and its kin)."""
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import Any
@@ -13,6 +15,7 @@ from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic import matmul as mosaic_matmul
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.ops import _checks, _products, activations
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
@@ -33,11 +36,11 @@ def stack_gate_up(gate: Any, up: Any) -> Any:
 
 
 def gated_matmul(
-    x: jax.Array,
-    w_gate_up: jax.Array,
+    x: Array,
+    w_gate_up: Array,
     *,
     activation: Activation | None = "silu",
-    bias: jax.Array | None = None,
+    bias: Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
@@ -161,11 +164,11 @@ _OP = Op(
 
 
 def gated_mlp(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    x: Array,
+    w_gate_up: Array,
+    w_down: Array,
     *,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     activation: Activation | None = "silu",
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,

@@ -1,5 +1,7 @@
 """Cross entropy of a linear layer over a large vocabulary, whose logits never exist as a whole."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding, varying_alike
 from pallas_models.target import Target
@@ -27,12 +30,12 @@ _LOGITS = 2**26
 
 
 def linear_cross_entropy(
-    x: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
+    x: Array,
+    kernel: Array,
+    labels: Array,
     *,
-    bias: jax.Array | None = None,
-    weights: jax.Array | None = None,
+    bias: Array | None = None,
+    weights: Array | None = None,
     transposed: bool = False,
     label_smoothing: float = 0.0,
     logit_softcap: float | None = None,
@@ -117,11 +120,11 @@ def linear_cross_entropy(
 
 
 def _check(
-    x: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    weights: jax.Array | None,
+    x: Array,
+    kernel: Array,
+    labels: Array,
+    bias: Array | None,
+    weights: Array | None,
     transposed: bool,
     label_smoothing: float,
     logit_softcap: float | None,

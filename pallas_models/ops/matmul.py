@@ -1,5 +1,7 @@
 """Matrix product with a fused epilogue."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from pallas_models.kernels.mosaic.matmul_backward import unsupported, weight_gra
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _products, activations
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
@@ -28,13 +31,13 @@ EQUATIONS = {False: "mk,kn->mn", True: "mk,nk->mn"}  # by transpose_w
 
 
 def matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     *,
     transpose_w: bool = False,
-    bias: jax.Array | None = None,
+    bias: Array | None = None,
     activation: Activation | None = None,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     acc_dtype: DTypeLike = jnp.float32,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
@@ -188,7 +191,7 @@ def _prefer_mosaic_backward(x: jax.Array, w: jax.Array, bias: jax.Array | None, 
 
 
 def _over_batch(
-    one: Callable[..., jax.Array], x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None
+    one: Callable[..., jax.Array], x: Array, w: Array, bias: Array | None, residual: Array | None
 ) -> jax.Array:
     """`one(x, w, bias, residual)` of the matrices of a batch; a batch axis of 1 is broadcast, and not copied."""
     rank = max(x.ndim, w.ndim)
@@ -312,11 +315,11 @@ _OP = Op(
 
 
 def check(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    w: Array,
+    bias: Array | None,
     activation: str | None,
-    residual: jax.Array | None,
+    residual: Array | None,
     acc_dtype: DTypeLike,
     *,
     transpose_w: bool = False,

@@ -1,5 +1,7 @@
 """Matrix product, residual and layer norm: the end of both halves of a post-norm transformer layer."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -10,6 +12,7 @@ from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as mosaic_cluster
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.matmul import check as check_matmul
@@ -19,13 +22,13 @@ from pallas_models.tuning import Chooser
 
 
 def matmul_layer_norm(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
+    x: Array,
+    w: Array,
+    scale: Array,
+    offset: Array,
     *,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
     epsilon: float = 1e-5,
     precision: jax.lax.PrecisionLike = None,
     config: triton.Config | mosaic.Config | mosaic_cluster.Config | Chooser | None = None,

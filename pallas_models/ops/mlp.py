@@ -1,5 +1,7 @@
 """Two products with an activation between them: the feed-forward half of a transformer block."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.ops import _checks, activations
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, differentiated_as, has_backward, run
 from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
@@ -20,14 +23,14 @@ from pallas_models.ops.matmul import reference as matmul_reference
 
 
 def mlp(
-    x: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    x: Array,
+    w_up: Array,
+    w_down: Array,
     *,
-    bias_up: jax.Array | None = None,
-    bias_down: jax.Array | None = None,
+    bias_up: Array | None = None,
+    bias_down: Array | None = None,
     activation: Activation = "gelu_tanh",
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:

@@ -1,5 +1,7 @@
 """Layer and RMS normalisation, with the residual addition that precedes them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -11,6 +13,7 @@ from pallas_models.kernels.mosaic import norm_backward as mosaic
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run, run_backward
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
@@ -18,11 +21,11 @@ from pallas_models.tuning import Chooser
 
 @overload
 def layer_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Array,
+    scale: Array,
+    bias: Array,
     *,
-    residual: jax.Array | None = ...,
+    residual: Array | None = ...,
     return_residual: Literal[False] = ...,
     epsilon: float = ...,
     config: triton.Config | Chooser | None = ...,
@@ -32,11 +35,11 @@ def layer_norm(
 
 @overload
 def layer_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Array,
+    scale: Array,
+    bias: Array,
     *,
-    residual: jax.Array | None = ...,
+    residual: Array | None = ...,
     return_residual: Literal[True],
     epsilon: float = ...,
     config: triton.Config | Chooser | None = ...,
@@ -45,11 +48,11 @@ def layer_norm(
 
 
 def layer_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Array,
+    scale: Array,
+    bias: Array,
     *,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     return_residual: bool = False,
     epsilon: float = 1e-5,
     config: triton.Config | Chooser | None = None,
@@ -82,10 +85,10 @@ def layer_norm(
 
 @overload
 def rms_norm(
-    x: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    scale: Array,
     *,
-    residual: jax.Array | None = ...,
+    residual: Array | None = ...,
     return_residual: Literal[False] = ...,
     epsilon: float = ...,
     config: triton.Config | Chooser | None = ...,
@@ -95,10 +98,10 @@ def rms_norm(
 
 @overload
 def rms_norm(
-    x: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    scale: Array,
     *,
-    residual: jax.Array | None = ...,
+    residual: Array | None = ...,
     return_residual: Literal[True],
     epsilon: float = ...,
     config: triton.Config | Chooser | None = ...,
@@ -107,10 +110,10 @@ def rms_norm(
 
 
 def rms_norm(
-    x: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    scale: Array,
     *,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     return_residual: bool = False,
     epsilon: float = 1e-6,
     config: triton.Config | Chooser | None = None,
@@ -142,10 +145,10 @@ def rms_norm(
 
 
 def _norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
+    x: Array,
+    scale: Array,
+    bias: Array | None,
+    residual: Array | None,
     return_residual: bool,
     epsilon: float,
     config: triton.Config | Chooser | None,

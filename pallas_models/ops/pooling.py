@@ -1,5 +1,7 @@
 """Sentence embeddings from token embeddings: masked mean and L2 normalisation."""
 
+from __future__ import annotations
+
 import functools
 import operator
 from collections.abc import Callable
@@ -11,14 +13,15 @@ import jax.numpy as jnp
 from pallas_models.kernels._common import TINY
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
 def mean_pool(
-    x: jax.Array,
-    mask: jax.Array,
+    x: Array,
+    mask: Array,
     *,
     normalize: bool = True,
     epsilon: float = 1e-12,
@@ -60,8 +63,8 @@ def mean_pool(
 
 
 def segment_mean_pool(
-    x: jax.Array,
-    segment_ids: jax.Array,
+    x: Array,
+    segment_ids: Array,
     *,
     num_segments: int,
     normalize: bool = True,

@@ -1,5 +1,7 @@
 """All layers of a post-norm transformer encoder, such as BERT's."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +10,7 @@ import jax
 
 from pallas_models.kernels.mosaic import post_norm_layers as mosaic
 from pallas_models.ops import _checks, activations
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import (
     Implementation,
     Kernel,
@@ -22,7 +25,7 @@ from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
 
-Layer = Mapping[str, jax.Array]
+Layer = Mapping[str, Array]
 # The arrays of a layer and their axes.
 _AXES = {
     **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
@@ -31,13 +34,13 @@ _AXES = {
 
 
 def post_norm_layers(
-    x: jax.Array,
+    x: Array,
     layers: Sequence[Layer],
     *,
     num_heads: int,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    segment_ids: Array | None = None,
     activation: Activation = "gelu",
     epsilon: float = 1e-12,
     precision: jax.lax.PrecisionLike = None,
@@ -118,7 +121,7 @@ def post_norm_layers(
     return differentiated_as(together, apart)(*arrays)
 
 
-def _check_layer(name: str, layer: Layer, x: jax.Array) -> None:
+def _check_layer(name: str, layer: Layer, x: Array) -> None:
     if layer.keys() != _AXES.keys():
         raise ValueError(f"{name} has {sorted(layer)}; expected {sorted(_AXES)}")
     sizes = {"N": x.shape[-1], "3N": 3 * x.shape[-1]}

@@ -1,5 +1,7 @@
 """What follows attention in a post-norm transformer layer: projection and MLP, each with residual and norm."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +13,7 @@ from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul_layer_norm import fills
 from pallas_models.kernels.triton import attention_matmul_layer_norm as triton
 from pallas_models.ops import _checks, activations
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
 from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
@@ -23,19 +26,19 @@ from pallas_models.ops.matmul_layer_norm import reference as norm_reference
 
 
 def post_norm_mlp(
-    y: jax.Array,
-    x: jax.Array,
-    w_out: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    y: Array,
+    x: Array,
+    w_out: Array,
+    w_up: Array,
+    w_down: Array,
     *,
-    scale_out: jax.Array,
-    offset_out: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias_out: jax.Array | None = None,
-    bias_up: jax.Array | None = None,
-    bias_down: jax.Array | None = None,
+    scale_out: Array,
+    offset_out: Array,
+    scale: Array,
+    offset: Array,
+    bias_out: Array | None = None,
+    bias_up: Array | None = None,
+    bias_down: Array | None = None,
     activation: Activation = "gelu",
     epsilon: float = 1e-12,
     attention: Mapping[str, Any] | None = None,

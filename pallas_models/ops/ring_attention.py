@@ -1,5 +1,7 @@
 """Attention of sequences that are spread over devices: keys and values go from device to device in a ring."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any
@@ -9,22 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_models.kernels._common import NO_KEY
+from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
 from pallas_models.ops._sharding import varying_alike
 from pallas_models.ops.attention import OP, merged_heads, operands
 
 
 def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     axis_name: str,
     causal: bool = False,
-    mask: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    sm_scale: float | jax.Array | None = None,
+    mask: Array | None = None,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    sm_scale: float | Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -65,6 +70,8 @@ def ring_attention(
         raise ValueError(
             f"q has {seq} tokens and k has {kv_seq} on a device; with causal=True expected the same even number"
         )
+    if mask is not None:
+        _checks.check_mask("mask", mask, k.shape[:2], "(B, Skv)")
     for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
         if ids is not None and ids.dtype.itemsize > 4:
             raise TypeError(f"{name} has dtype {ids.dtype}; expected integers of up to 32 bits")
@@ -196,7 +203,7 @@ class _Ring:
             other = [jnp.where(is_before, either, none), jnp.where(is_before, none, either)]
             return jnp.concatenate([none, second], axis=1), jnp.concatenate(other, axis=1)
 
-        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], -jnp.inf)
+        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], NO_KEY)
         return _merged(_merged(rows, (out, lse)), (other_out, other_lse))
 
 
@@ -213,7 +220,7 @@ def _merged(a: _Rows, b: _Rows) -> _Rows:
 
 def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
     """The weight of a part of the keys among all of them; 0 where there is none."""
-    return jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - lse))
+    return jnp.where(part == NO_KEY, 0.0, jnp.exp(part - lse))
 
 
 def _by_head(x: jax.Array, weights: jax.Array) -> jax.Array:

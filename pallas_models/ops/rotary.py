@@ -1,5 +1,7 @@
 """Rotary positions in a fused QKV buffer, with the RMS norm of queries and keys that precedes them."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 
@@ -10,13 +12,14 @@ import numpy as np
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
 
-def rotary_table(positions: jax.Array, head_dim: int, *, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+def rotary_table(positions: Array, head_dim: int, *, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:
     """Computes cos and sin of `positions * theta ** (-2 i / head_dim)` for i below head_dim / 2.
 
     Args:
@@ -42,14 +45,14 @@ def rotary_table(positions: jax.Array, head_dim: int, *, theta: float = 10000.0)
 
 
 def rotary(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    qkv: Array,
+    cos: Array,
+    sin: Array,
     *,
     num_heads: int,
     num_kv_heads: int,
-    q_scale: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
+    q_scale: Array | None = None,
+    k_scale: Array | None = None,
     epsilon: float = 1e-6,
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,

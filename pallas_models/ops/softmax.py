@@ -1,5 +1,7 @@
 """Softmax over any axis, with mask and scale."""
 
+from __future__ import annotations
+
 import math
 import operator
 from typing import Any
@@ -11,17 +13,18 @@ from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax import Algorithm
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
 def softmax(
-    x: jax.Array,
+    x: Array,
     axis: int = -1,
     *,
-    where: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
+    where: Array | None = None,
+    scale: float | Array | None = None,
     algorithm: Algorithm | None = None,
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
@@ -53,7 +56,7 @@ def softmax(
     Raises:
       TypeError: `x` is not floating point or `where` not bool or integer.
       ValueError: `axis` is out of range, `where` cannot be broadcast or, concrete, holds anything but 0 and
-        1, `algorithm` is unknown, or `config` does not fit it.
+        1, `scale` is not one number, `algorithm` is unknown, or `config` does not fit it.
       NotImplementedError: rows too long for `"fused"`.
     """
     _checks.check_float("x", x)
@@ -67,10 +70,11 @@ def softmax(
         _check_where(where, x.shape)
         where = where if where.dtype.itemsize <= 4 else _checks.as_int32(where)
     if x.size == 0:
-        return x
+        return jnp.asarray(x)
     dtype = x.dtype
+    scale = 1.0 if scale is None else _checks.as_scalar("scale", scale)
     if isinstance(scale, jax.Array):  # kernels have their scale built in
-        x, scale = x.astype(jnp.float32) * scale.astype(jnp.float32), 1.0
+        x, scale = x.astype(jnp.float32) * scale, 1.0
     rows = jnp.moveaxis(x, axis, -1)
     *batch, n = rows.shape
     repeat = 1
@@ -82,14 +86,14 @@ def softmax(
         where,
         config=config,
         implementation=implementation,
-        scale=1.0 if scale is None else float(scale),
+        scale=float(scale),
         repeat=repeat,
         algorithm=algorithm,
     )
     return jnp.moveaxis(out.reshape(*batch, n), -1, axis).astype(dtype)
 
 
-def _check_where(where: jax.Array, shape: tuple[int, ...]) -> None:
+def _check_where(where: Array, shape: tuple[int, ...]) -> None:
     _checks.check_mask("where", where, getattr(where, "shape", ()), "")
     if where.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(where.shape[::-1], shape[::-1], strict=False)
@@ -97,7 +101,7 @@ def _check_where(where: jax.Array, shape: tuple[int, ...]) -> None:
         raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, that of x")
 
 
-def _mask_rows(where: jax.Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:
+def _mask_rows(where: Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:
     """The mask as (W, N) for an x of `shape` as (M, N), and `repeat`: row i of x has mask i // repeat % W."""
     if where.dtype == jnp.bool_:
         where = where.astype(jnp.int8)  # Pallas holds bool as int32 in memory
@@ -117,7 +121,7 @@ def reference(
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
     kept = where[:, None, :] != 0
-    y = jnp.where(kept, x.reshape(-1, len(where), repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
+    y = jnp.where(kept, x.reshape(-1, where.shape[0], repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
     # A row with nothing left has maximum 0 and sum 1, so that its result and its gradient are 0.
     left = jnp.any(kept, axis=-1, keepdims=True)
     peak = jnp.max(jnp.where(kept, y, -jnp.inf), axis=-1, keepdims=True)

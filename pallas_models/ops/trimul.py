@@ -1,5 +1,7 @@
 """Triangle multiplicative update: each pair (i, j) of a sequence learns from every third position k."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -17,6 +19,7 @@ from pallas_models.kernels.mosaic._peers import Peers
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _checks, _products, norm
 from pallas_models.ops._by_channels import AxisNames, ByChannels
+from pallas_models.ops._checks import Array
 from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
 from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
@@ -48,20 +51,20 @@ class Config:
 
 
 def triangle_update(
-    x: jax.Array,
-    norm_scale: jax.Array,
-    norm_bias: jax.Array,
-    w_in: jax.Array,
-    out_norm_scale: jax.Array,
-    out_norm_bias: jax.Array,
-    w_gate: jax.Array,
-    w_out: jax.Array,
+    x: Array,
+    norm_scale: Array,
+    norm_bias: Array,
+    w_in: Array,
+    out_norm_scale: Array,
+    out_norm_bias: Array,
+    w_gate: Array,
+    w_out: Array,
     *,
     direction: Direction,
-    mask: jax.Array | None = None,
-    b_in: jax.Array | None = None,
-    b_gate: jax.Array | None = None,
-    b_out: jax.Array | None = None,
+    mask: Array | None = None,
+    b_in: Array | None = None,
+    b_gate: Array | None = None,
+    b_out: Array | None = None,
     gate_after: bool = False,
     epsilon: float = 1e-5,
     compute_dtype: DTypeLike = jnp.float16,
@@ -531,8 +534,8 @@ def _bounds(
 
 
 def _check(
-    x: jax.Array,
-    mask: jax.Array | None,
+    x: Array,
+    mask: Array | None,
     weights: tuple[Any, ...],
     direction: str,
     gate_after: bool,

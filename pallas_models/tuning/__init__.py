@@ -7,7 +7,7 @@ A kernel, Triton's or Mosaic's, gets the first config of these:
 3. the table that ships with this package, for the GPUs that it was tuned on;
 4. the kernel's heuristic. `config=HEURISTIC` asks for it alone.
 
-The GPU is the one that is compiled for; where that is unknown, or none, no table applies. Configs are chosen when
+The GPU is the target of the compilation; where that is unknown, or none, no table applies. Configs are chosen when
 a call is traced, and a file is read once in a process: what has been traced keeps its config, and a change of a
 file takes effect in the next process (that of `Result.save` in the next trace). Results of two configs can differ
 in rounding: to fix them to the last bit over machines, give `config`.

@@ -67,7 +67,7 @@ def lookup(
       shape: its sizes by name, e.g. `{"m": 8192, "n": 1152, "k": 384}`.
       dtype: of its operands.
       backend: the kernel's, `"mosaic"` or `"triton"`.
-      gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`; None for the one that is compiled for.
+      gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`; None for the target of the compilation.
     """
     found = (table.find(op, shape, dtype, backend=backend) for table in installed(gpu or targets.current().name))
     return next((entry for entry in found if entry is not None), None)

@@ -57,7 +57,7 @@ class Exchange:
         """Makes the barriers; all warpgroups of the cluster wait for one another."""
         if not self.interpret:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
-                lambda _, added: inline.start(added, *[self.warpgroups] * _PLACES)
+                lambda _, added: inline.start((inline.address(added), [self.warpgroups] * _PLACES))
             )(refs.added)
 
     def send(self, refs: Refs, step: jax.Array | int, piece: jax.Array, terms: Sequence[jax.Array]) -> None:
@@ -117,7 +117,7 @@ def _all_gather(ctas: int, _: Any, part: Any) -> None:
         }}""",
         "r,r",
         inline.utils.memref_ptr(part),
-        inline.utils.thread_idx(),
+        inline.thread_of_cta(),
     )
 
 
@@ -160,7 +160,7 @@ def _send(exchange: Exchange, _: Any, *operands: Any) -> None:
 def _receive(exchange: Exchange, _: Any, sums: Any, added: Any, parity: Any) -> list[Any]:
     """Each thread of a warp adds up what some warps have sent, and the warp these; all warps do the same."""
     arith, count = inline.utils.arith, exchange.count
-    inline.wait(added, parity)
+    inline.wait(inline.utils.memref_ptr(added), parity.registers.item())
     warps = exchange.ctas * exchange.warpgroups * _WARPS
     lane = inline.lane_and_warp()[0]
     totals = []

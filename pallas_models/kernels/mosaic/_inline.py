@@ -1,5 +1,6 @@
 """What Pallas has no words for: instructions of the GPU, threads, and barriers of a cluster of CTAs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -38,14 +39,21 @@ def address(ref: Any) -> Any:
     return utils.llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
 
 
+def thread_of_cta() -> Any:
+    """The thread's number in its CTA, whose threads are counted along one axis."""
+    number = utils.gpu.thread_id(utils.gpu.Dimension.x)
+    return utils.arith.index_cast(ir.IntegerType.get_signless(32), number)
+
+
 def thread() -> Any:
     """The thread's number in its warpgroup."""
-    return utils.arith.remui(utils.thread_idx(), i32(128))
+    return utils.arith.remui(thread_of_cta(), i32(128))
 
 
 def lane_and_warp() -> tuple[Any, Any]:
     """The thread's number in its warp, and that of the warp in its warpgroup."""
-    return utils.arith.remui(thread(), i32(32)), utils.arith.divui(thread(), i32(32))
+    number = thread()
+    return utils.arith.remui(number, i32(32)), utils.arith.divui(number, i32(32))
 
 
 def warp_sum(value: Any) -> Any:
@@ -59,21 +67,26 @@ def warp_sum(value: Any) -> Any:
 MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
-def start(barriers: Any, *arrivals: int) -> None:
-    """Makes barriers of 64 bits for so many arrivals each; all threads of the cluster wait for one another."""
-    inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [$0 + {8 * i}], {n};" for i, n in enumerate(arrivals))
+def start(*barriers: tuple[Any, Sequence[int]]) -> None:
+    """Makes barriers of 64 bits; all threads of the cluster wait for one another.
+
+    Args:
+      barriers: where arrays of barriers begin, and for how many arrivals each of one is.
+    """
+    places = [(j, 8 * i, n) for j, (_, arrivals) in enumerate(barriers, start=1) for i, n in enumerate(arrivals)]
+    inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [${j} + {offset}], {n};" for j, offset, n in places)
     asm(
         f"""
         {{
             .reg .pred p;
-            setp.eq.u32 p, $1, 0;
+            setp.eq.u32 p, $0, 0;
             {inits}
             @p fence.mbarrier_init.release.cluster;
             {MEET}
         }}""",
-        "r,r",
-        utils.memref_ptr(barriers),
-        utils.thread_idx(),
+        "r" + ",r" * len(barriers),
+        thread_of_cta(),
+        *(place for place, _ in barriers),
     )
 
 
@@ -82,8 +95,8 @@ def meet() -> None:
     asm(MEET, "")
 
 
-def wait(barrier: Any, parity: Any) -> None:
-    """Waits for a round of a barrier."""
+def wait(place: Any, parity: Any) -> None:
+    """Waits for a round of the barrier that lies there."""
     asm(
         """
         {
@@ -95,6 +108,6 @@ def wait(barrier: Any, parity: Any) -> None:
             DONE:
         }""",
         "r,r",
-        utils.memref_ptr(barrier),
-        parity.registers.item(),
+        place,
+        parity,
     )

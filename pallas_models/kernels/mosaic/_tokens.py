@@ -3,14 +3,20 @@
 Features are rows. For the tensor cores they lie in `x_t`, (N, 32): swizzled rows of 64 bytes, half of which tokens
 fill. What is sent are blocks of 32 features, those of a CTA, in two halves of 8 tokens, one for each warpgroup: of
 a half every lane has a feature, and every warp two tokens. What a CTA has for itself it does not send.
+
+What is in shared memory is given by its place, where it begins in bytes: for each reference that Mosaic sees, JAX
+0.11's inference of layouts has MLIR check and number the whole kernel.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
+from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Backend
+from pallas_models.kernels.mosaic import _inline
 from pallas_models.kernels.mosaic._inline import (
     add,
     address,
@@ -36,6 +42,7 @@ HALF = 8  # tokens
 ROW_BYTES = 64  # of x_t
 HALF_BYTES = 2 * FEATURES * HALF
 BLOCK_BYTES = 2 * HALF_BYTES
+BARRIER_BYTES = 8
 _MEETING = 8  # a barrier of threads; Mosaic uses the first ones, one for each warpgroup
 
 Inline = Callable[..., Any]
@@ -89,7 +96,7 @@ def _write(place: Any, offset: int, pair: Any, element: Any) -> None:
 
 def _read_vector(vector: Any, block: int) -> Any:
     """The number of a thread's feature in a block, twice."""
-    place = add(address(vector), times(lane_and_warp()[0], 4))
+    place = add(vector, times(lane_and_warp()[0], 4))
     return _pair(asm(f"ld.shared.f32 $0, [$1 + {4 * FEATURES * block}];", "=f,r", place, result="f32"))
 
 
@@ -124,8 +131,112 @@ def expect(ctas: int) -> Inline:
                 @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {(ctas - 1) * HALF_BYTES};
             }}""",
             "r,r",
-            utils.memref_ptr(barrier),
+            barrier,
             thread(),
+        )
+
+    return inline
+
+
+def start(arrivals: Iterable[Sequence[int]]) -> Inline:
+    """Makes barriers, of the first references for so many arrivals each; the places of all."""
+
+    def inline(_: Any, *shared: Any) -> list[Any]:
+        places = [address(ref) for ref in shared]
+        _inline.start(*zip(places, arrivals, strict=False))
+        return [_arrays.FragmentedArray.splat(place, (), is_signed=True) for place in places]
+
+    return inline
+
+
+def wait_for(_: Any, barrier: Any, parity: Any) -> None:
+    """Waits for a round of a barrier."""
+    wait(barrier, parity)
+
+
+def _chosen(values: Sequence[Any], index: Any) -> Any:
+    """The value of that index."""
+    arith, found = utils.arith, values[0]
+    for i, value in enumerate(values[1:], start=1):
+        found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, index, i32(i)), value, found)
+    return found
+
+
+def fetch_tiles(tile: tuple[int, int], parts: int, apart: int, place: int) -> Inline:
+    """A thread copies tiles of one of several matrices, and says at a barrier what will arrive.
+
+    Mosaic's copy is of an array that is known when it is compiled. A copy for each layer's took most of that time.
+
+    Args:
+      parts: how many tiles, in a row.
+      apart: columns from one to the next.
+      place: bytes from one to the next, where they go.
+    """
+
+    def inline(context: Any, *given: Any) -> None:
+        *matrices, there, barrier, layer, row, column = given
+        sources = [context._get_tma_desc(w, (), None, tile, ROW_BYTES, None) for w in matrices]
+        copies = "".join(
+            f"""
+                add.s32 column, $5, {part * apart};
+                add.u32 there, $1, {part * place};
+                @$0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+                    [there], [$2, {{column, $4}}], [$3];"""
+            for part in range(parts)
+        )
+        asm(
+            f"""
+            {{
+                .reg .b32 column, there;
+                @$0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {parts * 2 * math.prod(tile)};
+                {copies}
+            }}""",
+            "b,r,l,r,r,r",
+            utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
+            there,
+            _chosen(sources, layer),
+            barrier,
+            row,
+            column,
+        )
+
+    return inline
+
+
+def fetch_vectors(layers: int, names: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Inline:
+    """A thread copies pieces of vectors of a layer, and says at a barrier what will arrive.
+
+    Args:
+      layers: how many there are; of each vector those of all layers are given.
+      names: of which vector each piece is.
+      offsets, lengths: where it begins in shared memory, and how long it is.
+    """
+
+    def inline(_: Any, *given: Any) -> None:
+        vectors, (there, barrier, layer, *starts) = given[: -3 - len(names)], given[-3 - len(names) :]
+        by_name = [vectors[i : i + layers] for i in range(0, len(vectors), layers)]
+        sources = [_chosen([utils.memref_ptr(ref) for ref in refs], layer) for refs in by_name]
+        copies = "".join(
+            f"""
+                mad.wide.u32 from, ${3 + len(sources) + i}, 4, ${3 + name};
+                add.u32 to, $1, {4 * offset};
+                @$0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+                    [to], [from], {4 * length}, [$2];"""
+            for i, (name, offset, length) in enumerate(zip(names, offsets, lengths, strict=True))
+        )
+        asm(
+            f"""
+            {{
+                .reg .b32 to; .reg .b64 from;
+                @$0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], {4 * sum(lengths)};
+                {copies}
+            }}""",
+            "b,r,r" + ",l" * len(sources) + ",r" * len(starts),
+            utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
+            there,
+            barrier,
+            *sources,
+            *starts,
         )
 
     return inline
@@ -151,12 +262,12 @@ def _send(source: Any, there: Any, barrier: Any, first: Any, count: int, rank: A
             @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [from], {size}, [bar];
         }}""",
         "r,r,r,r,r,r",
-        utils.memref_ptr(source),
-        utils.memref_ptr(there),
-        utils.memref_ptr(barrier),
+        source,
+        there,
+        barrier,
         index,
         add(first, index),
-        rank.registers.item(),
+        rank,
     )
 
 
@@ -187,7 +298,7 @@ def fetch_mask(tokens: int) -> Inline:
             }}""",
             "l,r,r",
             utils.memref_ptr(mask),
-            utils.memref_ptr(there),
+            there,
             thread(),
         )
 
@@ -198,9 +309,9 @@ def fetch(tokens: int, n: int) -> Inline:
     """Copies x (tokens, n) into `x_t`, and zeros beside it: what products give for those must be finite."""
 
     def inline(_: Any, x: Any, x_t: Any, half: Any) -> None:
-        half, (lane, warp) = half.registers.item(), lane_and_warp()
+        lane, warp = lane_and_warp()
         token = add(times(half, HALF), times(warp, 2))
-        place, beside = (add(address(x_t), _place(add(half, more))) for more in (0, 2))
+        place, beside = (add(x_t, _place(add(half, more))) for more in (0, 2))
         for block in range(n // FEATURES):
             asm(
                 f"""
@@ -231,8 +342,8 @@ def fetch(tokens: int, n: int) -> Inline:
 def give(tokens: int, n: int) -> Inline:
     """Copies a block of `x_t` to o (tokens, n)."""
 
-    def inline(_: Any, x_t: Any, o: Any, block: Any, half: Any) -> None:
-        block, half, (lane, warp) = block.registers.item(), half.registers.item(), lane_and_warp()
+    def inline(_: Any, o: Any, x_t: Any, block: Any, half: Any) -> None:
+        lane, warp = lane_and_warp()
         token = add(times(half, HALF), times(warp, 2))
         asm(
             f"""
@@ -249,7 +360,7 @@ def give(tokens: int, n: int) -> Inline:
             "l,r,r,r",
             utils.memref_ptr(o),
             add(times(token, n), times(block, FEATURES), lane),
-            add(address(x_t), _place(half), times(block, FEATURES * ROW_BYTES)),
+            add(x_t, _place(half), times(block, FEATURES * ROW_BYTES)),
             token,
         )
 
@@ -299,24 +410,29 @@ def _add_product(registers: Any, left: Any, right: Any) -> Any:
     return registers
 
 
-def multiply(flipped: bool, height: int) -> Inline:
-    """Adds to sums (64, 16) the product of slots of weights, transposed, and of `right`.
+def multiply(flipped: bool, height: int, depth: int) -> Inline:
+    """Adds to sums (64, 16) the product of the next slots of weights, transposed, and of `right`.
 
     Pallas cannot say that 64 columns lie in two parts of 32.
 
     Args:
       flipped: whether `right` is tokens by features.
       height: of a slot.
+      depth: slots, which are waited for.
     """
 
-    def inline(_: Any, right: Any, weights: Any, sums: Any, *given: Any) -> Any:
-        index = ir.IndexType.get()
-        first, *slots = (utils.arith.index_cast(index, x.registers.item()) for x in given)
+    def inline(_: Any, right: Any, weights: Any, sums: Any, barriers: Any, part: Any, step: Any) -> Any:
+        arith, index = utils.arith, ir.IndexType.get()
+        part, stages, slots = arith.index_cast(index, part), i32(ir.MemRefType(weights.type).shape[0]), []
+        for i in range(depth):
+            slot, turn = (f(add(step, i), stages) for f in (arith.remui, arith.divui))
+            wait(add(barriers, times(slot, BARRIER_BYTES)), arith.andi(turn, i32(1)))
+            slots.append(arith.index_cast(index, slot))
         sums = _wgmma.wgmma_fence(sums.to_layout(_arrays.WGMMA_LAYOUT_ACC_32BIT))
         registers = sums.registers
         for i, slot in enumerate(slots):
             # Tiles of 8 rows: (2, K / 8, 8, 32), and (K / 8, 1, 8, 32) or (32 / 8, 1, 8, 32).
-            parts = (slot, utils.ds(first, 2), slice(0, height // 8), 0)
+            parts = (slot, utils.ds(part, 2), slice(0, height // 8), 0)
             left = utils.memref_transpose(utils.memref_slice(weights, parts), (0, 1, 3, 2))
             if flipped:
                 there = utils.memref_transpose(right, (1, 0, 3, 2))
@@ -331,21 +447,21 @@ def multiply(flipped: bool, height: int) -> Inline:
     return inline
 
 
-def _words(values: Any) -> Any:
-    """Row, token and both numbers of each pair of values (64, 16) that a thread has."""
-    word = ir.IntegerType.get_signless(32)
+def _words(values: Any, dtype: DTypeLike) -> Any:
+    """Row, token and both numbers of each pair of values (64, 16) that a thread has, in half precision."""
+    values, word = values.astype(utils.dtype_to_ir_type(dtype)), ir.IntegerType.get_signless(32)
     for index, register in zip(values.layout.thread_idxs(values.shape), values.registers.flat, strict=True):
         row, token = (utils.arith.index_cast(word, x) for x in index)
         yield row, token, item(utils.vector.bitcast(ir.VectorType.get((1,), word), register), 0)
 
 
-def put(columns: int) -> Inline:
+def put(columns: int, dtype: DTypeLike) -> Inline:
     """Stores values (64, 16) in rows of shared memory (rows, columns), and zeros in the next 16 columns."""
 
     def inline(_: Any, values: Any, there: Any, first: Any) -> None:
         arith = utils.arith
-        base = add(address(there), times(first.registers.item(), 2 * columns))
-        for row, token, word in _words(values.astype(there.type.element_type)):
+        base = add(there, times(first, 2 * columns))
+        for row, token, word in _words(values, dtype):
             tile, row = (f(row, i32(8)) for f in (arith.divui, arith.remui))
             which, token = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
             start = add(base, times(tile, 16 * columns), times(token, 2))
@@ -360,46 +476,50 @@ def put(columns: int) -> Inline:
     return inline
 
 
-def send_share(_: Any, values: Any, staging: Any, there: Any, barrier: Any, block: Any, rank: Any) -> None:
+def send_share(dtype: DTypeLike) -> Inline:
     """Sends values (64, 16), two blocks, to the CTAs that own these."""
-    arith, first = utils.arith, block.registers.item()
-    base = add(address(staging), times(first, BLOCK_BYTES))
-    for row, token, word in _words(values.astype(staging.type.element_type)):
-        block, row = (f(row, i32(FEATURES)) for f in (arith.divui, arith.remui))
-        half, column = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
-        sent = _place_sent(row, arith.divui(column, i32(2)))
-        place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), sent)
-        asm("st.shared.b32 [$0], $1;", "r,r", place, word)
-    utils.commit_shared()
-    _send(staging, there, barrier, first, 2, rank, BLOCK_BYTES, BLOCK_BYTES)
 
-
-def sum_up(ctas: int) -> Inline:
-    """Adds up what all CTAs have sent, bias and what the layer began with, half a block, to be sent."""
-
-    def inline(_: Any, parts: Any, staging: Any, x_t: Any, bias: Any, own: Any, barrier: Any, *rest: Any) -> None:
-        element, (rank, half) = x_t.type.element_type, (x.registers.item() for x in rest[:2])
-        before = add(address(x_t), _place(half), times(rank, FEATURES * ROW_BYTES))
-        terms = [_read(before, element), _read_vector(bias, 0)]
-        here = add(address(staging), times(rank, BLOCK_BYTES))
-        wait(barrier, rest[2])
-        terms += _received(ctas, here, address(parts), rank, half, element)
-        _write(add(address(own), _own_sent(half)), 0, _total(terms), element)
+    def inline(_: Any, values: Any, staging: Any, there: Any, barrier: Any, first: Any, rank: Any) -> None:
+        arith = utils.arith
+        base = add(staging, times(first, BLOCK_BYTES))
+        for row, token, word in _words(values, dtype):
+            block, row = (f(row, i32(FEATURES)) for f in (arith.divui, arith.remui))
+            half, column = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
+            sent = _place_sent(row, arith.divui(column, i32(2)))
+            place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), sent)
+            asm("st.shared.b32 [$0], $1;", "r,r", place, word)
+        utils.commit_shared()
+        _send(staging, there, barrier, first, 2, rank, BLOCK_BYTES, BLOCK_BYTES)
 
     return inline
 
 
-def normalise(ctas: int, epsilon: float) -> Inline:
+def sum_up(ctas: int, dtype: DTypeLike) -> Inline:
+    """Adds up what all CTAs have sent, bias and what the layer began with, half a block, to be sent."""
+
+    def inline(_: Any, parts: Any, staging: Any, x_t: Any, bias: Any, own: Any, barrier: Any, *rest: Any) -> None:
+        element, (rank, half, parity) = utils.dtype_to_ir_type(dtype), rest
+        before = add(x_t, _place(half), times(rank, FEATURES * ROW_BYTES))
+        terms = [_read(before, element), _read_vector(bias, 0)]
+        here = add(staging, times(rank, BLOCK_BYTES))
+        wait(barrier, parity)
+        terms += _received(ctas, here, parts, rank, half, element)
+        _write(add(own, _own_sent(half)), 0, _total(terms), element)
+
+    return inline
+
+
+def normalise(ctas: int, epsilon: float, dtype: DTypeLike) -> Inline:
     """Normalises the rows that all CTAs have sent, half of the tokens, into `x_t`."""
 
     def inline(_: Any, rows: Any, own: Any, scale: Any, offset: Any, x_t: Any, barrier: Any, *rest: Any) -> None:
-        arith, element, n = utils.arith, x_t.type.element_type, ctas * FEATURES
-        rank, half = (x.registers.item() for x in rest[:2])
+        arith, element, n = utils.arith, utils.dtype_to_ir_type(dtype), ctas * FEATURES
+        rank, half, parity = rest
         scales, offsets = ([_read_vector(vector, j) for j in range(ctas)] for vector in (scale, offset))
-        there = add(address(x_t), _place(half))
-        blocks = address(own), address(rows), rank
+        there = add(x_t, _place(half))
+        blocks = own, rows, rank
         begin = add(_sent_by(0, *blocks), times(half, HALF_BYTES), _place_sent(i32(0), lane_and_warp()[1]))
-        wait(barrier, rest[2])
+        wait(barrier, parity)
         # Sums about the first feature, which is within sqrt(n) standard deviations of the mean: both in one go.
         first = _read(begin, element)
         values = [arith.subf(v, first) for v in _received(ctas, *blocks, half, element)]

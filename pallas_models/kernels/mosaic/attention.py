@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels._band import Band, Runs, searched
-from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels._common import MASKING_BIAS, NO_KEY, Ref, exponents, first_heads_of, lowest_score
 from pallas_models.kernels.mosaic._common import (
     ROW_BYTES,
     check_interpreted_sizes,
@@ -432,9 +432,7 @@ def _attention_kernel(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
             o_tile[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(o_tile.dtype)
             if refs.lse is not None:
-                refs.lse_tiles[warpgroup] = jnp.where(
-                    empty, -jnp.inf, peak * (scale * math.log(2)) + jnp.log(total)
-                )
+                refs.lse_tiles[warpgroup] = jnp.where(empty, NO_KEY, peak * (scale * math.log(2)) + jnp.log(total))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_tile, refs.o.at[tile.batch, rows_of(tile), columns(0, tile.head)])
             if refs.lse is not None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels._common import NO_KEY, Ref, exponents, first_heads_of, lowest_score
 from pallas_models.kernels.mosaic._common import load, plgpu, softmax_weights, tiled
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.target import Target
@@ -168,7 +168,7 @@ def _attention_kernel(
             factor = jnp.where(empty, 0.0, 1.0 / total)
             queries[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(dtype)
             if refs.lse is not None:
-                lse = jnp.where(empty, -jnp.inf, peak * (scale * math.log(2)) + jnp.log(total))
+                lse = jnp.where(empty, NO_KEY, peak * (scale * math.log(2)) + jnp.log(total))
                 refs.lse_tiles[tile] = lse
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(queries, refs.o.at[batch, rows_of(tile), columns(0)])

@@ -6,8 +6,11 @@ of the tensor cores, which want 64 rows of it. What a CTA adds to all features i
 them; these send the sums to all, and each CTA normalises everything itself. See `_tokens.py`.
 """
 
+import functools
 import itertools
 import math
+import operator
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +18,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Backend, Ref, lowest_score
+from pallas_models.kernels._common import Backend, Ref, exponents, lowest_score
 from pallas_models.kernels.mosaic import _inline, _tokens
-from pallas_models.kernels.mosaic._common import activate, load, plgpu, softmax_weights, tiled
+from pallas_models.kernels.mosaic._common import activate, plgpu, tiled
+from pallas_models.kernels.mosaic._elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic._launch import Refs, launch
 from pallas_models.kernels.mosaic._ring import Ring
-from pallas_models.kernels.mosaic._tokens import FEATURES, HALF, ROW_BYTES, TOKENS
+from pallas_models.kernels.mosaic._tokens import (
+    BARRIER_BYTES,
+    BLOCK_BYTES,
+    FEATURES,
+    HALF,
+    HALF_BYTES,
+    ROW_BYTES,
+    TOKENS,
+)
 from pallas_models.target import Target, current
 
 _copies = Backend("jax.experimental.mosaic.gpu.launch_context")
@@ -28,6 +40,7 @@ _copies = Backend("jax.experimental.mosaic.gpu.launch_context")
 Layer = Mapping[str, jax.Array]
 
 _WIDTH = 32  # of rows in shared memory, more than there are tokens
+_MOST_PIECES = 6  # of the vectors of half a layer: those of queries, keys and values apart
 _BLOCK = 64  # rows of weights in a slot of the ring
 _COLUMNS = 128  # of weights in a slot, half of which are those of a warpgroup
 _PARTS = _COLUMNS // _WIDTH
@@ -38,8 +51,10 @@ _LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which 
 _MOST_LAYERS = 12  # whose arrays a kernel takes as arguments
 _MATRICES = ("w_qkv", "w_out", "w_up", "w_down")
 # Each CTA has its part of the biases.
-_VECTORS = ("bias_qkv", "bias_out", "bias_down", "bias_up", "scale_out", "offset_out", "scale", "offset")
-_NORMS = (("bias_out", "scale_out", "offset_out"), ("bias_down", "scale", "offset"))  # of both halves of a layer
+_VECTORS = (  # of both halves of a layer
+    ("bias_qkv", "bias_out", "scale_out", "offset_out"),
+    ("bias_up", "bias_down", "scale", "offset"),
+)
 
 
 def unsupported(
@@ -65,7 +80,7 @@ def unsupported(
     for layer in layers:
         if layer["w_up"].shape[1] != 4 * n:
             return f"takes {4 * n} hidden values, four for each of {n} columns, not {layer['w_up'].shape[1]}"
-        for name in _VECTORS:
+        for name in itertools.chain(*_VECTORS):
             if layer[name].dtype != jnp.float32:
                 return f"takes float32 vectors, not {name} of {layer[name].dtype}"
     return None
@@ -95,16 +110,20 @@ def post_norm_layers(
     head_steps, hidden_steps = steps + blocks, steps + 2 * blocks
     layer_steps = ranks * (head_steps + hidden_steps)
     batch = max(size for size in (1, 2, 3) if steps % size == 0)
-    sizes = dict(zip(_VECTORS, (_COLUMNS, FEATURES, FEATURES, _COLUMNS, n, n, n, n), strict=True))
-    places = dict(zip(_VECTORS, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    sizes = (_COLUMNS, FEATURES, n, n)  # of vectors of half a layer, what a CTA has of them
+    places = [*itertools.accumulate(sizes, initial=0)]
     scale = math.log2(math.e) / math.sqrt(FEATURES)
     splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
     tile = plgpu.RefType((plgpu.TilingTransform((8, _WIDTH)), plgpu.SwizzleTransform(ROW_BYTES)))
     sums_shape, scores_shape = (_BLOCK, TOKENS), (_BLOCK, _WIDTH)
 
+    # Barriers that copies arrive at, of 64 bits, and how many threads do.
+    barriers = dict(full=[1] * _STAGES, vectors_full=[1, 1], arrived=[_CONSUMERS, *[1] * _CONSUMERS])
+
     def body(refs: Refs) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
         ring = Ring(refs.full, refs.consumed, _STAGES)
+        div, rem = jax.lax.div, jax.lax.rem
 
         def each_rank(do: Callable[[jax.Array, jax.Array], None]) -> None:
             """Does the work of a CTA, given its rank and how many came before it here."""
@@ -113,87 +132,126 @@ def post_norm_layers(
             else:
                 do(jax.lax.axis_index("rank"), jnp.int32(0))
 
-        def call(inline: Callable[..., Any], kinds: tuple[Any, ...], *arguments: Any, result: Any = None) -> Any:
-            return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(*arguments)
+        def call(
+            inline: Callable[..., Any], *numbers: Any, given: Sequence[tuple[Any, Any]] = (), result: Any = None
+        ) -> Any:
+            """What `inline` gives, for references and arrays with what they are, and for numbers."""
+
+            def emit(context: Any, *operands: Any) -> Any:
+                values = [x.registers.item() for x in operands[len(given) :]]
+                return inline(context, *operands[: len(given)], *values)
+
+            kinds, arrays = zip(*given, strict=True) if given else ((), ())
+            kinds += (splat,) * len(numbers)
+            return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(emit)(*arrays, *numbers)
+
+        at = types.SimpleNamespace()  # where what is in shared memory begins
+        if not interpret:
+            swizzled = ("slots", "x_t", "h_t", "qkv_t")
+            plain = (*barriers, "vectors", "taken", "parts", "own", "rows")
+            given = [
+                (kind, getattr(refs, name)) for kind, names in ((ref, plain), (tile, swizzled)) for name in names
+            ]
+            kinds = [plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)] * len(given)
+            found = call(_tokens.start(barriers.values()), given=given, result=kinds)
+            at = types.SimpleNamespace(**dict(zip((*plain, *swizzled), found, strict=True)))
+
+        def vectors_of(half: Any) -> Any:
+            """Where those of half a layer begin."""
+            return at.vectors + half * (4 * sum(sizes))
+
+        def of_layers(name: str) -> list[Ref]:
+            return [getattr(refs, f"{name}_{i}") for i in range(count)]
 
         def produce() -> None:
             def stream(
-                w: Ref,
+                name: str,
+                i: Any,
                 first: jax.Array,
                 steps: int,
                 height: int,
-                corner: Callable[..., tuple[Any, Any]],
+                corner: Callable[[jax.Array], tuple[Any, Any]],
                 parts: int = _PARTS,
+                apart: int = _WIDTH,
             ) -> None:
-                """Copies tiles of w, those of a step in parts whose upper left corners are given.
+                """Copies tiles of a matrix of layer i, in each step parts whose columns are so far apart.
 
                 What a slot has beside these parts is left as it is.
+
+                Args:
+                  corner: where the first part of a step begins, row and column.
                 """
 
                 @pl.loop(0, steps)
                 def _(k: jax.Array) -> None:
-                    slot = ring.acquire(first + k)
+                    slot, (row, column) = ring.acquire(first + k), corner(k)
+                    if not interpret:
+                        inline = _tokens.fetch_tiles((height, _WIDTH), parts, apart, _BLOCK * ROW_BYTES)
+                        there = at.slots + slot * (_PARTS * _BLOCK * ROW_BYTES)
+                        barrier = at.full + slot * BARRIER_BYTES
+                        call(inline, there, barrier, i, row, column, given=[(ref, w) for w in of_layers(name)])
+                        return
 
                     @pl.loop(0, parts)
                     def _(part: jax.Array) -> None:
-                        row, column = corner(k, part)
-                        source = w.at[pl.ds(row, height), pl.ds(column, _WIDTH)]
+                        source = of_layers(name)[i].at[pl.ds(row, height), pl.ds(column + part * apart, _WIDTH)]
                         there = refs.slots.at[slot, part, pl.ds(0, height)]
                         plgpu.copy_gmem_to_smem(source, there, ring.full_of(slot))
 
                     for _part in range(parts, _PARTS):
                         plgpu.barrier_arrive(ring.full_of(slot))
 
-            def copy_layer(i: int) -> None:
-                w_qkv, w_out, w_up, w_down = (getattr(refs, f"{name}_{i}") for name in _MATRICES)
-
-                def vector(name: str, index: jax.Array, source: Any, offset: int, size: int) -> None:
-                    source = getattr(refs, f"{name}_{i}").at[pl.ds(source, size)]
-                    there = refs.vectors.at[i % 2, index, pl.ds(places[name] + offset, size)]
-                    whole = _copies.OOBFillMode.PROMISE_IN_BOUNDS  # then it is one copy, of any length
-                    plgpu.copy_gmem_to_smem(source, there, refs.vectors_full.at[i % 2], oob_mode=whole)
-
-                def vectors(rank: jax.Array, index: jax.Array) -> None:
-                    for part in range(3):
-                        vector("bias_qkv", index, part * n + rank * FEATURES, part * FEATURES, FEATURES)
-                    for name in _VECTORS[1:]:
-                        own = rank * sizes[name] if name.startswith("bias") else 0
-                        vector(name, index, own, 0, sizes[name])
+            def copy_layer(i: Any) -> None:
+                def vectors(half: int, rank: jax.Array, index: jax.Array) -> None:
+                    begins = (rank * _COLUMNS, rank * FEATURES, 0, 0)
+                    pieces: list[tuple[int, Any, int, int]] = [*zip(range(4), begins, places, sizes, strict=False)]
+                    if half == 0:
+                        of_heads = [(part * n + rank * FEATURES, part * FEATURES, FEATURES) for part in range(3)]
+                        pieces[:1] = [(0, *piece) for piece in of_heads]
+                    which, begins, offsets, lengths = zip(*pieces, strict=True)
+                    vectors = [of_layers(name) for name in _VECTORS[half]]
+                    if not interpret:
+                        inline = _tokens.fetch_vectors(count, which, offsets, lengths)
+                        given = [(ref, v) for vector in vectors for v in vector]
+                        barrier = at.vectors_full + half * BARRIER_BYTES
+                        call(inline, vectors_of(half), barrier, i, *begins, given=given)
+                        return
+                    for j, begin, offset, size in pieces:
+                        source = vectors[j][i].at[pl.ds(begin, size)]
+                        there = refs.vectors.at[half, index, pl.ds(offset, size)]
+                        plgpu.copy_gmem_to_smem(source, there, refs.vectors_full.at[half])
+                    for _piece in range(len(pieces), _MOST_PIECES):
+                        plgpu.barrier_arrive(refs.vectors_full.at[half])
 
                 def head(rank: jax.Array, index: jax.Array) -> None:
                     own, first = rank * FEATURES, i * layer_steps + index * head_steps
-                    stream(
-                        *(w_qkv, first, steps, _BLOCK),
-                        lambda k, part: (k * _BLOCK, part * n + own),
-                        parts=3,  # queries, keys and values
-                    )
-                    stream(
-                        *(w_out, first + steps, blocks, FEATURES),
-                        lambda k, part: (own, k * _COLUMNS + part * _WIDTH),
-                    )
+                    # Queries, keys and values.
+                    stream("w_qkv", i, first, steps, _BLOCK, lambda k: (k * _BLOCK, own), parts=3, apart=n)
+                    stream("w_out", i, first + steps, blocks, FEATURES, lambda k: (own, k * _COLUMNS))
 
                 def hidden(rank: jax.Array, index: jax.Array) -> None:
                     own, first = rank * _COLUMNS, i * layer_steps + ranks * head_steps + index * hidden_steps
-                    stream(w_up, first, steps, _BLOCK, lambda k, part: (k * _BLOCK, own + part * _WIDTH))
-                    div, rem = jax.lax.div, jax.lax.rem
+                    stream("w_up", i, first, steps, _BLOCK, lambda k: (k * _BLOCK, own))
                     stream(
-                        *(w_down, first + steps, 2 * blocks, _BLOCK),
-                        lambda k, part: (own + rem(k, 2) * _BLOCK, div(k, 2) * _COLUMNS + part * _WIDTH),
+                        *("w_down", i, first + steps, 2 * blocks, _BLOCK),
+                        lambda k: (own + rem(k, 2) * _BLOCK, div(k, 2) * _COLUMNS),
                     )
 
-                free_vectors(i - 2)
-                each_rank(vectors)
-                each_rank(head)
-                each_rank(hidden)
+                for half, copy in enumerate((head, hidden)):
+                    pl.when(i > 0)(functools.partial(free_vectors, half))
+                    each_rank(functools.partial(vectors, half))
+                    each_rank(copy)
 
-            def free_vectors(i: int) -> None:
-                if i >= 0:
-                    plgpu.barrier_wait(refs.vectors_consumed.at[i % 2])
+            def free_vectors(half: int) -> None:
+                plgpu.barrier_wait(refs.vectors_consumed.at[half])
 
-            for i in range(count):
-                copy_layer(i)
-            for i in (count - 2, count - 1):
-                free_vectors(i)
+            if interpret:
+                for i in range(count):
+                    copy_layer(i)
+            else:
+                pl.loop(0, count)(copy_layer)
+            for half in range(2):
+                free_vectors(half)
             ring.drain(jnp.int32(count * layer_steps))
 
         def meet(i: int) -> None:
@@ -202,7 +260,7 @@ def post_norm_layers(
                 plgpu.barrier_arrive(refs.met.at[i])
                 plgpu.barrier_wait(refs.met.at[i])
             else:
-                call(_tokens.meet(_CONSUMERS), ())
+                call(_tokens.meet(_CONSUMERS))
 
         def zeros() -> jax.Array:
             value = jnp.zeros(sums_shape, jnp.float32)
@@ -210,11 +268,11 @@ def post_norm_layers(
 
         def multiply(sums: jax.Array, first: jax.Array, depth: int, right: Ref, height: int = _BLOCK) -> jax.Array:
             """Adds to the sums this warpgroup's columns of `depth` slots, transposed, by `right`."""
-            slots = [jax.lax.rem(first + i, _STAGES) for i in range(depth)]
-            for slot in slots:
-                ring.wait(slot)
+            slots = [rem(first + i, _STAGES) for i in range(depth)]
             flipped = height < _BLOCK
             if interpret:
+                for slot in slots:
+                    ring.wait(slot)
                 there = (right[...].T if flipped else right[...])[:, :TOKENS]
                 for i, slot in enumerate(slots):
                     left = jnp.concatenate([refs.slots[slot, 2 * warpgroup + j, :height].T for j in range(2)])
@@ -223,9 +281,9 @@ def post_norm_layers(
             else:
                 acc = plgpu.Layout.WGMMA
                 result = plgpu.ShapeDtypeStruct(sums_shape, jnp.float32, layout=acc)
-                kinds = (tile, tile, acc, *[splat] * (1 + depth))
-                inline = _tokens.multiply(flipped, height)
-                sums = call(inline, kinds, right, refs.slots, sums, 2 * warpgroup, *slots, result=result)
+                inline = _tokens.multiply(flipped, height, depth)
+                given = [(tile, right), (tile, refs.slots), (acc, sums)]
+                sums = call(inline, at.full, 2 * warpgroup, first, given=given, result=result)
             for slot in slots:
                 ring.release(slot)
             return sums
@@ -246,25 +304,24 @@ def post_norm_layers(
             def _(i: jax.Array) -> None:
                 v, block = multiply(zeros(), first + i * depth, depth, right, height), 4 * i + 2 * warpgroup
                 if not interpret:
-                    parts, summed = refs.parts.at[rank], refs.arrived.at[0]
-                    kinds = (plgpu.Layout.WGMMA, tile, ref, ref, splat, splat)
-                    call(_tokens.send_share, kinds, v, refs.qkv_t, parts, summed, block, rank)
+                    there, given = at.parts + rank * BLOCK_BYTES, [(plgpu.Layout.WGMMA, v)]
+                    call(_tokens.send_share(dtype), at.qkv_t, there, at.arrived, block, rank, given=given)
                     return
                 for j, half in itertools.product(range(2), range(2)):
                     rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
                     refs.parts[block + j, rank, half] = v[rows, columns].astype(dtype)
 
-        def exchange(vectors: Ref, phase: int) -> None:
+        def exchange(half: jax.Array) -> None:
             """Adds up what CTAs have sent, sends that, and normalises."""
-            bias, scale, offset = (vectors.at[:, pl.ds(places[name], sizes[name])] for name in _NORMS[phase])
             if interpret:
+                bias, scale, offset = (refs.vectors[half, :, pl.ds(places[j], sizes[j])] for j in range(1, 4))
                 meet(0)
 
                 @pl.when(warpgroup == 0)
                 def _() -> None:
                     parts = refs.parts[...].astype(jnp.float32).sum(axis=1)
                     total = parts.transpose(0, 2, 1, 3).reshape(n, TOKENS)
-                    total += bias[...].reshape(n, 1) + refs.x_t[:, :TOKENS].astype(jnp.float32)
+                    total += bias.reshape(n, 1) + refs.x_t[:, :TOKENS].astype(jnp.float32)
                     total = total.astype(dtype).astype(jnp.float32)
                     total -= jnp.mean(total, axis=0, keepdims=True)
                     total *= jax.lax.rsqrt(jnp.mean(jnp.square(total), axis=0, keepdims=True) + epsilon)
@@ -272,20 +329,25 @@ def post_norm_layers(
 
                 meet(1)
                 return
+            bias, scale, offset = (vectors_of(half) + 4 * place for place in places[1:4])
             rank = jax.lax.axis_index("rank")
-            where, splats = (rank, warpgroup, jnp.int32(phase)), (splat,) * 3
-            summed, normed = refs.arrived.at[0], refs.arrived.at[1 + warpgroup]
+            where, tokens_of_half = (rank, warpgroup, half), warpgroup * HALF_BYTES
+            summed, normed = at.arrived, at.arrived + (1 + warpgroup) * BARRIER_BYTES
             meet(2)
             for barrier in (summed, normed):
-                call(_tokens.expect(ctas), (ref,), barrier)
-            given = (refs.parts, refs.qkv_t, refs.x_t, bias.at[0], refs.own, summed)
-            call(_tokens.sum_up(ctas), (ref, tile, tile, ref, ref, ref, *splats), *given, *where)
+                call(_tokens.expect(ctas), barrier)
+            call(_tokens.sum_up(ctas, dtype), at.parts, at.qkv_t, at.x_t, bias, at.own, summed, *where)
             plgpu.commit_smem()
-            own, rows = refs.own.at[warpgroup], refs.rows.at[rank, warpgroup]
-            call(_tokens.send_rows(ctas), (ref, ref, ref, splat), own, rows, normed, rank)
-            given = (refs.rows, refs.own, scale.at[0], offset.at[0], refs.x_t, normed)
-            call(_tokens.normalise(ctas, epsilon), (ref, ref, ref, ref, tile, ref, *splats), *given, *where)
-            meet(phase)
+            call(
+                _tokens.send_rows(ctas),
+                at.own + tokens_of_half,
+                at.rows + rank * BLOCK_BYTES + tokens_of_half,
+                normed,
+                rank,
+            )
+            inline = _tokens.normalise(ctas, epsilon, dtype)
+            call(inline, at.rows, at.own, scale, offset, at.x_t, normed, *where)
+            meet(0)
 
         def attend() -> None:
             """Attention of a head, whose queries, keys and values are in `qkv_t`, into `y`."""
@@ -300,15 +362,13 @@ def post_norm_layers(
                 plgpu.wgmma(sums, weights, v.transpose((1, 0)))
                 return sums[...]
 
-            def columns(v: jax.Array) -> jax.Array:
-                v = jax.lax.broadcast_in_dim(v, scores_shape, [1])
-                return v if interpret else plgpu.layout_cast(v, wgmma)
-
             if interpret:
                 s = jnp.dot(refs.qkv_t[:FEATURES].T, keys[...], preferred_element_type=jnp.float32)
             else:
                 s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
-            taken = columns(load(refs.taken, wgmma.reduce(0), interpret=interpret))
+            apply = functools.partial(elementwise, interpret=interpret)
+            taken = load_vector(refs.taken, 1, interpret=interpret)
+            s = apply(lambda s, taken: jnp.where(taken == 0, -jnp.inf, s), s, columns=[taken])
             if seq < tokens:
                 query, key = (
                     jax.lax.broadcasted_iota(jnp.int32, scores_shape, axis)
@@ -316,63 +376,69 @@ def post_norm_layers(
                     else plgpu.broadcasted_iota(jnp.int32, scores_shape, axis, layout=wgmma)
                     for axis in range(2)
                 )
-                taken = jnp.where(jax.lax.div(query, seq) == jax.lax.div(key, seq), taken, 0)
-            s = jnp.where(taken != 0, s, -jnp.inf)
-            weights = softmax_weights(s, jnp.maximum(jnp.max(s, axis=1), lowest_score(scale)), scale)
-            total = jnp.sum(weights, axis=1)
-            weights = weights.astype(dtype)
+                s = jnp.where(jax.lax.div(query, seq) == jax.lax.div(key, seq), s, -jnp.inf)
+
+            def weight(score: jax.Array, factor: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+                value = jnp.exp2(score * factor - shift)
+                return value.astype(dtype), value
+
+            peak = jnp.maximum(jnp.max(s, axis=1), lowest_score(scale))
+            rows = [jnp.broadcast_to(x, peak.shape) for x in exponents(peak, scale)]
+            weights, unrounded = apply(weight, s, rows=rows)
+            total = jnp.sum(unrounded, axis=1)
             if interpret:
                 out = jnp.dot(weights, v[...].T, preferred_element_type=jnp.float32)
             else:
                 out = pl.run_scoped(values, plgpu.ACC((_BLOCK, FEATURES), jnp.float32))
             factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
-            refs.y[...] = (out * jax.lax.broadcast_in_dim(factor, out.shape, [0])).astype(dtype)
+            refs.y[...] = apply(lambda value, factor: (value * factor).astype(dtype), out, rows=[factor])
 
-        def layer(i: jax.Array, _: None) -> None:
-            slot = jax.lax.rem(i, 2)
-            vectors = refs.vectors.at[slot]
+        def compute(k: jax.Array, _: None) -> None:
+            """Half a layer."""
+            i, half = div(k, 2), rem(k, 2)
 
-            def store(values: jax.Array, there: Ref) -> None:
+            def store(values: jax.Array, name: str) -> None:
                 """Stores what this warpgroup has of features (128, 16), and zeros beside it."""
+                there = getattr(refs, name)
                 if interpret:
                     values = jnp.pad(values.astype(dtype), ((0, 0), (0, there.shape[1] - TOKENS)))
                     there[pl.ds(warpgroup * _BLOCK, _BLOCK)] = values
                 else:
-                    kinds = (plgpu.Layout.WGMMA, tile, splat)
-                    call(_tokens.put(there.shape[1]), kinds, values, there, warpgroup * _BLOCK)
+                    inline, given = _tokens.put(there.shape[1], dtype), [(plgpu.Layout.WGMMA, values)]
+                    call(inline, getattr(at, name), warpgroup * _BLOCK, given=given)
 
-            def biased(v: jax.Array, name: str, index: jax.Array) -> jax.Array:
-                there = vectors.at[index, pl.ds(places[name] + warpgroup * _BLOCK, _BLOCK)]
-                bias = load(there, plgpu.Layout.WGMMA.reduce(1), interpret=interpret)
-                bias = jax.lax.broadcast_in_dim(bias, sums_shape, [0])
-                return v + (bias if interpret else plgpu.layout_cast(bias, plgpu.Layout.WGMMA))
-
-            def head(rank: jax.Array, index: jax.Array) -> None:
-                first = i * layer_steps + index * head_steps
-                qkv = biased(product(first), "bias_qkv", index)
-                store(qkv, refs.qkv_t)
+            def head(values: jax.Array, rank: jax.Array, then: jax.Array) -> None:
+                store(values, "qkv_t")
                 meet(2)
                 pl.when(warpgroup == 0)(attend)
                 meet(3)
-                share(rank, first + steps, 1, refs.y.at[pl.ds(0, _WIDTH)], FEATURES)
-                if interpret:
-                    meet(2)
+                share(rank, then, 1, refs.y.at[pl.ds(0, _WIDTH)], FEATURES)
 
-            def hidden(rank: jax.Array, index: jax.Array) -> None:
-                first = i * layer_steps + ranks * head_steps + index * hidden_steps
-                values = biased(product(first), "bias_up", index)
-                store(activate(activation, values, dtype), refs.h_t)
+            def hidden(values: jax.Array, rank: jax.Array, then: jax.Array) -> None:
+                apply = functools.partial(elementwise, interpret=interpret)
+                store(apply(lambda x: activate(activation, x, dtype), values), "h_t")
                 meet(2)
-                share(rank, first + steps, 2, refs.h_t)
+                share(rank, then, 2, refs.h_t)
+
+            def work(rank: jax.Array, index: jax.Array) -> None:
+                first = i * layer_steps + half * (ranks * head_steps)
+                first += index * jnp.where(half == 0, head_steps, hidden_steps)
+                bias = load_vector(
+                    refs.vectors.at[half, index, pl.ds(warpgroup * _BLOCK, _BLOCK)], 0, interpret=interpret
+                )
+                values = elementwise(operator.add, product(first), rows=[bias], interpret=interpret)
+                pl.when(half == 0)(lambda: head(values, rank, first + steps))
+                pl.when(half == 1)(lambda: hidden(values, rank, first + steps))
                 if interpret:
                     meet(2)
 
-            plgpu.barrier_wait(refs.vectors_full.at[slot])
-            each_rank(head)
-            exchange(vectors, 0)
-            each_rank(hidden)
-            exchange(vectors, 1)
-            plgpu.barrier_arrive(refs.vectors_consumed.at[slot])
+            if interpret:
+                plgpu.barrier_wait(refs.vectors_full.at[half])
+            else:
+                call(_tokens.wait_for, at.vectors_full + half * BARRIER_BYTES, rem(i, 2))
+            each_rank(work)
+            exchange(half)
+            plgpu.barrier_arrive(refs.vectors_consumed.at[half])
 
         def consume() -> None:
             if interpret:
@@ -385,10 +451,10 @@ def post_norm_layers(
                     refs.taken[:tokens] = refs.mask[...]
 
             else:
-                call(_tokens.fetch(tokens, n), (ref, tile, splat), refs.x, refs.x_t, warpgroup)
-                call(_tokens.fetch_mask(tokens), (ref, ref), refs.mask, refs.taken)
+                call(_tokens.fetch(tokens, n), at.x_t, warpgroup, given=[(ref, refs.x)])
+                call(_tokens.fetch_mask(tokens), at.taken, given=[(ref, refs.mask)])
             meet(2)
-            jax.lax.fori_loop(0, count, layer, None)
+            jax.lax.fori_loop(0, 2 * count, compute, None)
             if interpret:
 
                 @pl.when(warpgroup == 0)
@@ -397,21 +463,21 @@ def post_norm_layers(
 
             else:
                 rank = jax.lax.axis_index("rank")
-                call(_tokens.give(tokens, n), (tile, ref, splat, splat), refs.x_t, refs.o, rank, warpgroup)
+                call(_tokens.give(tokens, n), at.x_t, rank, warpgroup, given=[(ref, refs.o)])
 
-        if not interpret:
-            call(lambda _, barriers: _inline.start(barriers, _CONSUMERS, 1, 1), (ref,), refs.arrived)
         pl.when(warpgroup == _CONSUMERS)(produce)
         pl.when(warpgroup < _CONSUMERS)(consume)
         if not interpret:
-            call(lambda _: _inline.meet(), ())  # a CTA stays while others copy from it
+            call(lambda _: _inline.meet())  # a CTA stays while others copy from it
 
     taken = jnp.ones((tokens,), jnp.int32) if mask is None else mask.reshape(tokens)
     operands = dict(x=x.reshape(tokens, n), mask=taken)
     operands |= {f"{name}_{i}": value for i, layer in enumerate(layers) for name, value in layer.items()}
     block = (2, FEATURES, HALF)
     sent = dict(own=plgpu.SMEM(block, dtype), rows=plgpu.SMEM((ctas, *block), dtype))
-    sent["arrived"] = plgpu.SMEM((1 + _CONSUMERS, 2), jnp.int32)
+    sent |= {name: plgpu.SMEM((len(arrivals), 2), jnp.int32) for name, arrivals in barriers.items()}
+    arrivals = dict(full=(_PARTS, _STAGES), vectors_full=(ranks * _MOST_PIECES, 2), met=(_CONSUMERS, 4))
+    interpreted = {name: plgpu.Barrier(num_arrivals=a, num_barriers=b) for name, (a, b) in arrivals.items()}
     (out,) = launch(
         body,
         operands,
@@ -423,13 +489,11 @@ def post_norm_layers(
             qkv_t=tiled((_COLUMNS, _BLOCK), dtype, ROW_BYTES),  # and after attention what is to be sent
             y=tiled((_BLOCK, FEATURES), dtype, ROW_BYTES),
             parts=plgpu.SMEM((ctas, ctas, *block) if interpret else (ctas, *block), dtype),
-            vectors=plgpu.SMEM((2, ranks, sum(sizes.values())), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=_PARTS, num_barriers=_STAGES),
+            vectors=plgpu.SMEM((2, ranks, sum(sizes)), jnp.float32),
             consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
-            vectors_full=plgpu.Barrier(num_arrivals=ranks * (len(_VECTORS) + 2), num_barriers=2),
             vectors_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
             taken=plgpu.SMEM((_WIDTH,), jnp.int32),
-            **(dict(met=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=4)) if interpret else sent),
+            **(interpreted if interpret else sent),
         ),
         name="post_norm_layers",
         num_ctas=1,

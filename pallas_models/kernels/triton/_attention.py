@@ -11,12 +11,19 @@ import numpy as np
 
 from pallas_models.kernels._band import Index, Runs
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import plgpu
+from pallas_models.kernels.triton._common import block_size, plgpu
 
 SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own
 
+MOST_HEAD_DIM = 256  # a program has a block of queries with all columns of a head
+
 _Carry = TypeVar("_Carry")
+
+
+def block_of_head(head_dim: int) -> int:
+    """The columns that a head is held in: powers of two, of which Triton's products take no fewer than 16."""
+    return block_size(head_dim, 16, MOST_HEAD_DIM)
 
 
 def every(terms: list[jax.Array]) -> jax.Array | None:

@@ -1,12 +1,20 @@
 """What the kernels share: tile arithmetic, masked access, activations in registers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_models import _jax
 from pallas_models.kernels._common import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E, Backend, Ref
 
 plgpu = Backend("jax.experimental.pallas.triton")
+
+
+def compiler_params(**options: int) -> Any:
+    """`num_warps` and `num_stages` of a kernel, as `pallas_call` takes them."""
+    return _jax.quiet(plgpu.CompilerParams)(**options)
 
 
 def check_powers_of_two(config: object, *names: str) -> None:

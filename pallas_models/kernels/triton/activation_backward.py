@@ -13,10 +13,10 @@ from pallas_models.kernels._common import Ref, slope
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     exp2,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -121,7 +121,7 @@ def activation_backward(
             jax.ShapeDtypeStruct((config.splits, n), jnp.float32),
         ),
         grid=(config.splits, pl.cdiv(n, config.block_n)),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="activation_backward",
     )(y, dout)

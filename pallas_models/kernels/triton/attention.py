@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,20 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._band import Band, Index, searched
-from pallas_models.kernels._common import MASKING_BIAS, Ref, exponents, first_heads_of, lowest_score
-from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
+from pallas_models.kernels._common import MASKING_BIAS, NO_KEY, Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.triton._attention import (
+    MOST_HEAD_DIM,
+    SEARCHED,
+    block_of_head,
+    every,
+    exp2_of,
+    narrowed,
+    walk,
+)
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     exp2,
     in_bounds,
     load,
@@ -51,11 +61,16 @@ class Config:
             raise ValueError(f"{__name__}: heads={self.heads} must be positive")
 
 
+def unsupported(*_: Any, head_dim: int, **__: Any) -> str | None:
+    """Why the kernels, those of the gradient too, do not serve a call; None if they do."""
+    return f"takes heads of up to {MOST_HEAD_DIM}, not {head_dim=}" if head_dim > MOST_HEAD_DIM else None
+
+
 def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
     """Bytes of shared memory that a CTA takes: queries, and keys and values of all stages."""
     q, kv = config.block_q, 2 * config.block_kv
     rows = config.num_stages * (q + kv) if config.heads > 1 else q + config.num_stages * kv
-    return rows * pl.next_power_of_2(head_dim) * itemsize
+    return rows * block_of_head(head_dim) * itemsize
 
 
 def heuristic(
@@ -75,7 +90,7 @@ def heuristic(
     Otherwise 128 queries a program where that leaves two for every core, which two then share. Where what is
     attended to is `projected`, four warps have the columns of the product.
     """
-    itemsize, block_d = jnp.dtype(dtype).itemsize, pl.next_power_of_2(head_dim)
+    itemsize, block_d = jnp.dtype(dtype).itemsize, block_of_head(head_dim)
     few = batch * num_heads * seq < 64 * target.num_cores
     if itemsize == 4:
         # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.
@@ -122,7 +137,7 @@ def heuristic(
 
 def configs(seq: int, kv_seq: int, num_heads: int, head_dim: int) -> Iterator[Config]:
     """The blocks worth measuring: 16 or 32 rows a warp, up to 128 scores and sums a thread."""
-    block_d = pl.next_power_of_2(head_dim)
+    block_d = block_of_head(head_dim)
     sizes = itertools.product(
         (16, 32, 64, 128, 256), (16, 32, 64, 128), (16, 32), (2, 3), (1, 2, 3), (False, True)
     )
@@ -176,7 +191,7 @@ def _attention_kernel(
     interpret: bool,
 ) -> None:
     seq, kv_seq = q_ref.shape[1], k_ref.shape[1]
-    block_q, block_kv, block_d = config.block_q, config.block_kv, pl.next_power_of_2(head_dim)
+    block_q, block_kv, block_d = config.block_q, config.block_kv, block_of_head(head_dim)
     band = Band(seq=seq, kv_seq=kv_seq, causal=causal, window=window)
     q_block, program, batch = (pl.program_id(axis) for axis in range(3))
     if causal:  # those that take longest begin first
@@ -268,7 +283,7 @@ def _attention_kernel(
         for columns, w in projection:
             store(o_ref.at[head, batch, rows, columns], dot(out.astype(w.dtype), w), tile_mask(row_mask, None))
         if lse_ref is not None:
-            lse = jnp.where(empty, -jnp.inf, m_i * (late * math.log(2)) + jnp.log(total))
+            lse = jnp.where(empty, NO_KEY, m_i * (late * math.log(2)) + jnp.log(total))
             store(lse_ref.at[batch, head, rows], lse, row_mask)
 
     if config.heads == 1:
@@ -371,7 +386,7 @@ def attention(
             jax.ShapeDtypeStruct((batch, num_heads, seq), jnp.float32) if return_lse else None,
         ),
         grid=(programs, q_blocks, batch) if causal else (q_blocks, programs, batch),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention" if w is None else "attention_matmul",
     )(q, k, v, mask, bias, *ids, found, w)

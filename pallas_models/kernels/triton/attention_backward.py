@@ -19,10 +19,11 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._band import Band, Index, searched
 from pallas_models.kernels._common import MASKING_BIAS, Ref, first_heads_of, rows_of_backward
-from pallas_models.kernels.triton._attention import SEARCHED, every, exp2_of, narrowed, walk
+from pallas_models.kernels.triton._attention import SEARCHED, block_of_head, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
     plgpu,
@@ -50,7 +51,7 @@ class Config:
 def shared_memory(config: Config, *, keys_first: bool, head_dim: int, itemsize: int) -> int:
     """Bytes of shared memory that a CTA takes: two tiles of its own, two of every stage, and one of weights."""
     own, other = (config.block_kv, config.block_q) if keys_first else (config.block_q, config.block_kv)
-    tiles = 2 * (own + config.num_stages * other) * pl.next_power_of_2(head_dim)
+    tiles = 2 * (own + config.num_stages * other) * block_of_head(head_dim)
     return (tiles + own * other) * itemsize + 8 * config.num_stages * other
 
 
@@ -58,7 +59,7 @@ def heuristic(
     seq: int, kv_seq: int, head_dim: int, target: Target, *, keys_first: bool, dtype: DTypeLike
 ) -> Config:
     """Chooses blocks as measured on an H200, smaller ones where shared memory asks for them."""
-    itemsize, block_d = jnp.dtype(dtype).itemsize, pl.next_power_of_2(head_dim)
+    itemsize, block_d = jnp.dtype(dtype).itemsize, block_of_head(head_dim)
     if itemsize == 4:  # as in the forward pass
         own, other, num_warps, num_stages = 32, 32 if block_d <= 64 else 16, 4, 1
     elif block_d <= 64:
@@ -92,7 +93,7 @@ def fitted(config: Config, size: Callable[[Config], int], target: Target) -> Con
 def bias_shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
     """Bytes that a CTA of the bias's gradient takes: each stage of its sum reads tiles of q, dout, k and v."""
     blocks = config.block_q + config.block_kv
-    return config.num_stages * (2 * blocks * pl.next_power_of_2(head_dim) * itemsize + 8 * config.block_q)
+    return config.num_stages * (2 * blocks * block_of_head(head_dim) * itemsize + 8 * config.block_q)
 
 
 def configs(seq: int, kv_seq: int) -> Iterator[Config]:
@@ -124,7 +125,7 @@ class _Form:
     def columns(self, head: Index, operand: int | None = None) -> pl.Slice:
         """Those of a head, among those of queries, keys or values in a buffer that may hold all three."""
         first = 0 if operand is None else self.first_heads[operand]
-        return span((first + head) * self.head_dim, pl.next_power_of_2(self.head_dim))
+        return span((first + head) * self.head_dim, block_of_head(self.head_dim))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class _Blocks:
     @property
     def depth(self) -> jax.Array | None:
         head_dim = self.form.head_dim
-        return in_bounds(0, pl.next_power_of_2(head_dim), head_dim)
+        return in_bounds(0, block_of_head(head_dim), head_dim)
 
     def queries(self, query: Index, head: Index) -> tuple[jax.Array, ...]:
         """Of the block from `query` on: queries, gradient of the output, shift and delta; 0 past the end."""
@@ -475,7 +476,7 @@ def attention_backward(
             grid=grid,
             # A buffer for the gradients of queries, keys and values gets those of the queries first.
             input_output_aliases={0: 0} if jax.tree.leaves(buffer) else {},
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+            compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
             interpret=interpret,
             name=kernel.__name__.strip("_"),
         )(*buffer, q, k, v, mask, bias, *ids, dout, shift, delta, found)

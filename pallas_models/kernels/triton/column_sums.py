@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import in_bounds, load, plgpu, span, store, tile_mask
+from pallas_models.kernels.triton._common import compiler_params, in_bounds, load, span, store, tile_mask
 
 _COLUMNS = 16  # of a program: sectors of 64 bytes
 
@@ -37,7 +37,7 @@ def column_sums(parts: jax.Array, dtypes: Sequence[DTypeLike], *, interpret: boo
         functools.partial(_kernel, block_m=block_m),
         out_shape=[jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes],
         grid=(len(parts), pl.cdiv(n, _COLUMNS)),
-        compiler_params=plgpu.CompilerParams(num_warps=block_m // 32),  # 16 elements a thread
+        compiler_params=compiler_params(num_warps=block_m // 32),  # 16 elements a thread
         interpret=interpret,
         name="column_sums",
     )(parts)

@@ -13,9 +13,9 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -136,7 +136,7 @@ def embed_tokens(
         functools.partial(_embed_tokens_kernel, config=config, seq=seq, epsilon=epsilon),
         out_shape=jax.ShapeDtypeStruct((m, n), word.dtype),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="embed_tokens",
     )(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton._common import activate, load, plgpu, tile_mask
+from pallas_models.kernels.triton._common import activate, compiler_params, load, tile_mask
 from pallas_models.kernels.triton.matmul import (
     Config,
     Load,
@@ -132,7 +132,7 @@ def gated_matmul(
         kernel,
         out_shape=(jax.ShapeDtypeStruct((m, n), out_dtype), product, product),
         grid=(num_tiles(config, m, n),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="gated_matmul",
     )(x, w_gate_up.reshape(k, 2 * n), bias)

@@ -14,6 +14,7 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     exp2,
     load,
     plgpu,
@@ -207,7 +208,7 @@ def cross_entropy(
         out_shape=(losses, jax.ShapeDtypeStruct(logits.shape, logits.dtype)) if gradient else (losses,),
         grid=(m,),
         input_output_aliases={0: 1} if gradient else {},
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="linear_cross_entropy",
     )(logits, bias, labels, weights)

@@ -16,9 +16,9 @@ from pallas_models.kernels._common import Ref, tile_order
 from pallas_models.kernels.triton._common import (
     activate,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
-    plgpu,
     power_of_two_blocks,
     span,
     store,
@@ -448,7 +448,7 @@ def product_parts(
         ),
         out_shape=jax.ShapeDtypeStruct((config.splits, m, n), jnp.float32),
         grid=(num_tiles(config, m, n), config.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul_parts",
     )(x, w)
@@ -505,7 +505,7 @@ def matmul(
             jax.ShapeDtypeStruct((m, n), x.dtype) if return_preactivation else None,
         ),
         grid=(num_tiles(config, m, n),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul",
     )(*operands, bias, residual)

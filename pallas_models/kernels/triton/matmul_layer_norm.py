@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton import norm
-from pallas_models.kernels.triton._common import plgpu
+from pallas_models.kernels.triton._common import compiler_params
 from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts, shared_memory
 from pallas_models.kernels.triton.matmul import configs as product_configs
 from pallas_models.kernels.triton.matmul import heuristic as product_heuristic
@@ -147,7 +147,7 @@ def matmul_layer_norm(
         kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul_layer_norm",
     )(x, w, scale, offset, bias, residual)

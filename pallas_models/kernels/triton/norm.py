@@ -16,10 +16,10 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     fma,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -312,7 +312,7 @@ def _call(
             jax.ShapeDtypeStruct((3 if subtract_mean else 1, m), jnp.float32) if statistics else None,
         ),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name=name,
     )(x, scale, bias, residual, x_bias)

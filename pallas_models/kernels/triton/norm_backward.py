@@ -15,10 +15,10 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     fma,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -241,7 +241,7 @@ def norm_backward(
             vectors,
         ),
         grid=(config.num_programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name=name,
     )(x, scale, residual, statistics, dout, dsum)

@@ -14,6 +14,7 @@ from pallas_models.kernels._common import TINY, Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
     plgpu,
@@ -156,7 +157,7 @@ def _pool(kernel: Callable[..., None], batch: int, config: Config, interpret: bo
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, x.shape[1]), jnp.float32),
         grid=(batch,),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="mean_pool",
     )(x, *where)

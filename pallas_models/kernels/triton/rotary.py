@@ -13,9 +13,9 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -134,7 +134,7 @@ def rotary(
         out_shape=jax.ShapeDtypeStruct(by_head.shape, qkv.dtype),
         grid=(pl.cdiv(seq, config.block_s), pl.cdiv(rotated, config.block_h), batch),
         input_output_aliases={0: 0},  # the values stay where they are
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="rotary",
     )(by_head, cos, sin, q_scale, k_scale)

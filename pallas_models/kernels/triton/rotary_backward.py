@@ -13,9 +13,9 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -177,7 +177,7 @@ def rotary_backward(
         ),
         grid=(config.splits, pl.cdiv(rotated, config.block_h)),
         input_output_aliases={1: 0},  # the cotangents of values stay where they are
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="rotary_backward",
     )(

@@ -15,10 +15,10 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     exp2,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -321,7 +321,7 @@ def softmax(
             functools.partial(kernel, make=make),
             out_shape=out_shape,
             grid=blocks if config.splits == 1 else (*blocks, config.splits),
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+            compiler_params=compiler_params(num_warps=config.num_warps),
             interpret=interpret,
             name=name,
         )

@@ -13,9 +13,9 @@ from pallas_models.kernels._common import Ref
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
-    plgpu,
     span,
     store,
     tile_mask,
@@ -132,7 +132,7 @@ def softmax_backward(
         functools.partial(_kernel, config=config, scale=scale),
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps),
+        compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="softmax_backward",
     )(out, dout)

@@ -8,7 +8,15 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import block_size, in_bounds, load, plgpu, span, store, tile_mask
+from pallas_models.kernels.triton._common import (
+    block_size,
+    compiler_params,
+    in_bounds,
+    load,
+    span,
+    store,
+    tile_mask,
+)
 
 LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
 _PROGRAMS = 8  # for each side; where so few are read, their largest takes no kernel of XLA's of its own
@@ -121,7 +129,7 @@ def bounds(
         _bounds_kernel,
         out_shape=jax.ShapeDtypeStruct((parts, 5), jnp.float32),
         grid=(2 * _PROGRAMS + parts,),
-        compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
+        compiler_params=compiler_params(num_warps=16, num_stages=1),
         interpret=interpret,
         name="trimul_bounds",
     )(mask, norm_scale, norm_bias, w, bias)

@@ -16,6 +16,7 @@ from pallas_models.kernels.triton import trimul_bounds
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
     plgpu,
@@ -250,7 +251,7 @@ def output(
         kernel,
         out_shape=jax.ShapeDtypeStruct((b, size, c), out_dtype),
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_output",
     )(list(ys), gate, bounds, scale, shift, w, bias)

@@ -16,6 +16,7 @@ from pallas_models.kernels._common import Ref, check_divides, tile_order
 from pallas_models.kernels.triton._common import (
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
     plgpu,
@@ -168,7 +169,7 @@ def product(
         kernel,
         out_shape=jax.ShapeDtypeStruct((len(sides), channels, *sides.shape[2:]), sides.dtype),
         grid=(b * channels * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_product",
     )(sides)

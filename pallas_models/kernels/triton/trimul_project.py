@@ -21,6 +21,7 @@ from pallas_models.kernels.triton._common import (
     activate,
     block_size,
     check_powers_of_two,
+    compiler_params,
     in_bounds,
     load,
     plgpu,
@@ -284,7 +285,7 @@ def project(
             jax.ShapeDtypeStruct((b, gates, size), w.dtype) if gates else None,
         ),
         grid=(b * pl.cdiv(size, config.block_m) * column_blocks,),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_project",
     )(

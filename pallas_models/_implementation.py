@@ -1,0 +1,22 @@
+"""The names that `implementation` takes, known without JAX."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
+Implementation = Name | Sequence[Name]
+IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
+
+
+def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:
+    """The names that are given, in order of preference; none for None.
+
+    Raises:
+      ValueError: a name is unknown, or a sequence is empty.
+    """
+    if implementation is None:
+        return ()
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names or not set(names) <= set(IMPLEMENTATIONS):
+        raise ValueError(f"{implementation=} is unknown; expected None or one of {IMPLEMENTATIONS}, or several")
+    return names

@@ -1,0 +1,38 @@
+"""What the command lines share, without JAX, so that they answer at once."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in two lines, whatever there is to choose from."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nsee {self.prog} --help\n")
+
+
+def default_folder() -> Path:
+    """The folder that programs use unless told otherwise."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "pallas_models" / "compilation"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--compilation-cache DIR` and `--no-compilation-cache`, both as `args.compilation_cache`."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--compilation-cache",
+        metavar="DIR",
+        type=Path,
+        default=default_folder(),
+        help="keep compiled code here for the next run (%(default)s)",
+    )
+    choice.add_argument(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_const",
+        const=None,
+        help="compile anew, and keep nothing",
+    )
