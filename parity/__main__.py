@@ -92,7 +92,7 @@ def suite(
         command += [f"@{given}"]
     else:
         command += chosen or [str(ROOT / "parity")]
-    if workers > 1 and importlib.util.find_spec("xdist"):
+    if workers > 1:
         command += ["-n", str(workers), "--dist", "worksteal"]
     share = sharing.fraction(workers, memory.usable, memory.total)
     compiled = str(folder.parent / "compilation")
@@ -224,6 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = (sharing.gpu_memory() or (0.0, 80 * GB))[1]
     memory = Memory(min(total, args.memory * GB) if args.memory else total, total)
     workers = args.workers or sharing.workers(os.cpu_count() or 1, memory.usable)
+    if not importlib.util.find_spec("xdist"):
+        workers = 1  # which has all of the memory
     now = datetime.datetime.now()
     folder = (args.output or ROOT / "build" / "check" / f"{now:%Y-%m-%d-%H%M%S}").absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -136,3 +136,12 @@ def test_tests_that_run_again_are_read_from_a_file(tmp_path):
 def test_no_gpu(capsys):
     assert check.main([]) == 2
     assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_one_process_has_all_of_the_memory_where_there_are_no_workers(programs, tmp_path, monkeypatch, capsys):
+    asked = []
+    suite = check.suite
+    monkeypatch.setattr(check, "suite", lambda *args: asked.append(args[1]) or suite(*args))
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    check.main(["--output", str(tmp_path), "--only", "parity", "--workers", "8"])
+    assert asked == [1]

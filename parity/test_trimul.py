@@ -25,6 +25,7 @@ from parity.common import (
     MOSAIC_CALL,
     ON_GPU,
     TRITON_CALL,
+    array,
     assert_close,
     assert_equal,
     by_device,
@@ -66,12 +67,12 @@ def update(**options):
 
 def pairs(*shape: int, distribution: str = "normal", seed: int = 0) -> jax.Array:
     """x in float32; the largest, a billion elements, drawn on the device."""
-    if math.prod(shape) > 2**24:
-        key = jax.random.key(seed)
-        return 2.0 * jax.random.cauchy(key, shape) if distribution == "cauchy" else jax.random.normal(key, shape)
     rng = np.random.default_rng(seed)
-    x = 2.0 * rng.standard_cauchy(shape) if distribution == "cauchy" else rng.normal(size=shape)
-    return jnp.asarray(x, jnp.float32)  # numpy compiles nothing
+    if distribution == "normal":
+        return normal(rng, *shape)
+    if math.prod(shape) > 2**24:
+        return 2.0 * jax.random.cauchy(jax.random.key(seed), shape)
+    return array(2.0 * rng.standard_cauchy(shape), "float32")
 
 
 def pair_mask(kind: str, *shape: int) -> jax.Array | None:

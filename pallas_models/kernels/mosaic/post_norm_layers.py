@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Backend, Ref, exponents, lowest_score
+from pallas_models.kernels._common import Ref, exponents, lowest_score
 from pallas_models.kernels.mosaic import _inline, _tokens
 from pallas_models.kernels.mosaic._common import activate, plgpu, tiled
 from pallas_models.kernels.mosaic._elementwise import elementwise, load_vector
@@ -35,8 +35,6 @@ from pallas_models.kernels.mosaic._tokens import (
 )
 from pallas_models.target import Target, current
 
-_copies = Backend("jax.experimental.mosaic.gpu.launch_context")
-
 Layer = Mapping[str, jax.Array]
 
 _WIDTH = 32  # of rows in shared memory, more than there are tokens
@@ -49,7 +47,6 @@ _CONSUMERS = 2
 _MOST_CTAS = 12  # of a cluster, whose shared memory has room for what all of them send
 _LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which smaller GPUs may not have
 _MOST_LAYERS = 12  # whose arrays a kernel takes as arguments
-_MATRICES = ("w_qkv", "w_out", "w_up", "w_down")
 # Each CTA has its part of the biases.
 _VECTORS = (  # of both halves of a layer
     ("bias_qkv", "bias_out", "scale_out", "offset_out"),
