@@ -112,16 +112,16 @@ def judge(module: Any, request: dict[str, Any]) -> str | None:
 
 def main() -> None:
     """Answers requests, one a line, until there are no more."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)  # what nobody reads is not written again at the end
     os.dup2(2, 1)  # what libraries print is no answer
     module = importlib.import_module(sys.argv[1])
     module.warm_up()
     limit = _memory("VmSize") + ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(BrokenPipeError):  # whoever asks has gone, as time was up
-        print(json.dumps({"ready": True}), file=answers, flush=True)
+        answers.write(json.dumps({"ready": True}).encode() + b"\n")
         for line in sys.stdin:
-            print(json.dumps({"wrong": judge(module, json.loads(line))}), file=answers, flush=True)
+            answers.write(json.dumps({"wrong": judge(module, json.loads(line))}).encode() + b"\n")
 
 
 if __name__ == "__main__":
