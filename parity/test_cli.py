@@ -550,6 +550,7 @@ def test_an_interrupt_is_not_passed_over():
     """Python passes over an exception in what garbage collection calls, as JAX has it call something."""
     code = f"""
 import gc, os, runpy, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 def main():
     gc.callbacks.append(lambda *_: gc.callbacks.clear() or os.kill(os.getpid(), signal.SIGINT))
     gc.collect()

