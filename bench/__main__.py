@@ -82,6 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from pallas_models._host import run_program
+    from pallas_models._processes import run_program
 
     run_program(main)

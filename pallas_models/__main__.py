@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from pallas_models import __version__, _options
-from pallas_models._host import run_program
 from pallas_models._implementation import IMPLEMENTATIONS, Name, check_implementation
+from pallas_models._processes import run_program
 from pallas_models.corpus import writing
 from pallas_models.corpus.writing import SHARD_SIZE
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_models import _shardings, ops, training
+from pallas_models import _parameter_sharding, ops, training
 from pallas_models._modules import (
     Embedding,
     LayerNorm,
@@ -29,7 +29,7 @@ from pallas_models._modules import (
     look_up,
     next_token_loss,
 )
-from pallas_models._shardings import over_groups
+from pallas_models._parameter_sharding import over_groups
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
@@ -291,7 +291,7 @@ def shardings(
     Raises:
       ValueError: the mesh has no such axis.
     """
-    return _shardings.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
+    return _parameter_sharding.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
 
 
 def group_heads(params: Params, config: GPT2Config, groups: int) -> tuple[Params, GroupedGPT2Config]:
@@ -307,7 +307,7 @@ def group_heads(params: Params, config: GPT2Config, groups: int) -> tuple[Params
       ValueError: `groups` does not divide the number of heads of keys and values.
     """
     grouped = GroupedGPT2Config(**dataclasses.asdict(config) | {"head_groups": groups})
-    return _shardings.group_heads(
+    return _parameter_sharding.group_heads(
         params, config.head_groups, groups, (config.num_heads, config.num_heads)
     ), grouped
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from pallas_models import _shardings, ops, training
+from pallas_models import _parameter_sharding, ops, training
 from pallas_models._modules import (
     Embedding,
     GatedMLP,
@@ -31,7 +31,7 @@ from pallas_models._modules import (
     look_up,
     next_token_loss,
 )
-from pallas_models._shardings import over_groups
+from pallas_models._parameter_sharding import over_groups
 from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
@@ -235,7 +235,7 @@ def shardings(
     stacked: bool = False,
 ) -> dict[str, Any]:
     """How the parameters are spread over a mesh; arguments, result and errors are those of `gpt2.shardings`."""
-    return _shardings.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
+    return _parameter_sharding.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
 
 
 def group_heads(params: Params, config: Qwen3Config, groups: int) -> tuple[Params, GroupedQwen3Config]:
@@ -251,7 +251,7 @@ def group_heads(params: Params, config: Qwen3Config, groups: int) -> tuple[Param
       ValueError: `groups` does not divide the number of heads of keys and values.
     """
     grouped = GroupedQwen3Config(**dataclasses.asdict(config) | {"head_groups": groups})
-    return _shardings.group_heads(
+    return _parameter_sharding.group_heads(
         params, config.head_groups, groups, (config.num_heads, config.num_kv_heads)
     ), grouped
 

@@ -23,14 +23,18 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parity import sharing
-from parity.sharing import GB
+from parity.support import sharing
+from parity.support.sharing import GB
 
 ROOT = Path(__file__).parent.parent
 # Every test fits into as much, alone on the GPU: where one does not, it fails.
 ENOUGH = 22 * GB
 
-PROGRAMS = {"campaign": "parity.campaign.__main__", "sanitize": "parity.sanitize", "mutate": "parity.mutate"}
+PROGRAMS = {
+    "campaign": "parity.campaign.__main__",
+    "sanitize": "parity.support.sanitize",
+    "mutate": "parity.support.mutate",
+}
 
 DESCRIBE = """
 import jax

@@ -4,7 +4,7 @@ import gc
 import importlib.metadata
 import os
 
-from parity import sharing
+from parity.support import sharing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: there is a worker for each core
@@ -29,9 +29,9 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from parity import quick
-from parity.common import IMPLEMENTATIONS, KERNEL, ON_GPU
-from parity.tolerances import OP
+from parity.support import pallas_patches
+from parity.support.common import IMPLEMENTATIONS, KERNEL, ON_GPU
+from parity.support.tolerances import OP
 
 # Interpreted programs run once, on little data: compiling them well takes five times as long as quickly, here and
 # in the processes that tests start.
@@ -47,9 +47,9 @@ if kept := os.environ.get(sharing.COMPILED):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 elif not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
-quick.share_contexts()
+pallas_patches.share_contexts()
 if not ON_GPU:
-    quick.interpret_quickly()
+    pallas_patches.interpret_quickly()
 
 if jax.__version_info__ < (0, 11):
     from jax._src.pallas.mosaic.interpret import thread_map
@@ -62,7 +62,7 @@ if jax.__version_info__ < (0, 11):
 
     # As later ones do: this one compiles a kernel that it interprets anew for every warpgroup of each CTA.
     thread_map._run_jaxpr = _run_jaxpr
-    quick.interpret_with_numpy()
+    pallas_patches.interpret_with_numpy()
 
 # The same examples in every run; shapes compile anew, so few of them, and no deadline.
 hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)
@@ -74,7 +74,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    quick.collect_rarely()
+    pallas_patches.collect_rarely()
 
 
 def pytest_sessionfinish() -> None:
@@ -99,7 +99,7 @@ def forgotten() -> Iterator[None]:
     yield
     if _compiled > (400 if ON_GPU else 1000):
         _compiled = 0
-        quick.forget()
+        pallas_patches.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def on_gpu() -> bool:
 def reference() -> ModuleType:
     """The torch references; tests that ask for them are skipped where torch is absent."""
     pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity import reference
+    from parity.support import reference
 
     return reference
 
@@ -162,7 +162,7 @@ def reference() -> ModuleType:
 def torch_trimul() -> ModuleType:
     """The triangle multiplicative updates of several models, in torch."""
     pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity import reference_trimul
+    from parity.support import reference_trimul
 
     return reference_trimul
 
@@ -171,6 +171,6 @@ def torch_trimul() -> ModuleType:
 def decoders() -> ModuleType:
     """GPT-2 and Qwen3 in torch."""
     pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity import decoders
+    from parity.models import decoders
 
     return decoders

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pallas_models import __version__, files
-from pallas_models._host import run_program
+from pallas_models._processes import run_program
 from weights import hub, loading, store
 from weights.checkpoint import CheckpointError
 from weights.families import FAMILIES, Family

@@ -28,7 +28,7 @@ from bench.measuring.harness import Progress
 from bench.measuring.results import Case, Result
 from bench.reporting import tables
 from pallas_models import files
-from pallas_models._host import cores
+from pallas_models._processes import cores
 from pallas_models.corpus import job, manifest, reading
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.job import Layout

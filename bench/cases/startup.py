@@ -29,7 +29,7 @@ from bench.measuring import environment, results
 from bench.measuring.harness import DTYPES, Progress
 from bench.measuring.results import Case, Entry, Family, Result
 from bench.reporting import tables
-from pallas_models._host import cores
+from pallas_models._processes import cores
 
 HELP = "first call and latency: ours, XLA, torch"
 NAME = "startup"

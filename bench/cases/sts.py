@@ -31,7 +31,7 @@ from bench.measuring.harness import DTYPES, cosine_distance, parse_dtypes
 from bench.measuring.results import Accuracy, Case, Entry, Family
 from bench.reporting import tables
 from pallas_models import minilm
-from pallas_models._host import cores
+from pallas_models._processes import cores
 from pallas_models.minilm import packing
 
 HELP = "MiniLM on real sentences: accuracy against torch, Spearman's correlation, sentences a second"

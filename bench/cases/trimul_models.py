@@ -35,7 +35,7 @@ def torch_module(state: State, *, gate_after: bool, device: str, precision: str)
     """
     import torch
 
-    from parity import reference_trimul
+    from parity.support import reference_trimul
 
     family = reference_trimul.Boltz if gate_after else reference_trimul.Lucidrains
     channels, hidden = state["p_out.weight" if gate_after else "to_out.weight"].shape

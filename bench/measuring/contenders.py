@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.measuring import timing
 from bench.measuring.results import Accuracy, Entry, Family
-from pallas_models._host import cores
+from pallas_models._processes import cores
 
 DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
+from pallas_models.dispatch.dispatch import check_implementation
 from pallas_models.minilm import inputs as checks
 from pallas_models.minilm import packing, pipeline
 from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, begin_loading
@@ -19,7 +20,6 @@ from pallas_models.minilm.heads import Head
 from pallas_models.minilm.model import Params
 from pallas_models.minilm.programs import Programs
 from pallas_models.ops import Implementation
-from pallas_models.ops._dispatch import check_implementation
 
 if TYPE_CHECKING:
     import tokenizers

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 
 from pallas_models import compilation_cache as caches
 from pallas_models import target as targets
+from pallas_models.dispatch.dispatch import check_implementation
 from pallas_models.minilm import inputs as checks
 from pallas_models.minilm import model, packing, pipeline, tokenizing
 from pallas_models.minilm import similarity as similarities
@@ -30,7 +31,6 @@ from pallas_models.minilm.model import MiniLMConfig, Params
 from pallas_models.minilm.programs import Programs
 from pallas_models.minilm.similarity import Similarity
 from pallas_models.ops import Implementation
-from pallas_models.ops._dispatch import check_implementation
 from pallas_models.quantization import Precision, check_precision, quantize_embeddings
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from pallas_models._host import cores
+from pallas_models._processes import cores
 from pallas_models.minilm import packing, tokenizing
 from pallas_models.minilm.tokenizing import Tokenize, Tokens
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models._host import cores
 from pallas_models._modules import Params
+from pallas_models._processes import cores
 from pallas_models.compilation_cache import Executables, jax_setting
 from pallas_models.minilm import heads, packing
 from pallas_models.minilm.heads import Head

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pallas_models._host import cores
+from pallas_models._processes import cores
 
 if TYPE_CHECKING:
     import tokenizers

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.kernels._common import LOWEST, MASKING_BIAS, NO_KEY
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.common.scores import LOWEST, MASKING_BIAS, NO_KEY
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
-from pallas_models.ops import _checks, _products
+from pallas_models.ops import _checks, _half_precision
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -490,7 +490,7 @@ def _attend_block(
     head_dim = q.shape[-1] // num_heads
     q = q.reshape(batch, seq, *grouped, head_dim)
     k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in (k, v))
-    einsum = functools.partial(_products.einsum, precision=precision)
+    einsum = functools.partial(_half_precision.einsum, precision=precision)
     # Without a bias scores are scaled after the maximum is subtracted: XLA rounds a product and a difference once
     # where it takes exponentials, but not where it takes the maximum, whose exponent would not be 0.
     early, late = (

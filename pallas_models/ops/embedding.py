@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 

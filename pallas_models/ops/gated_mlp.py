@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic import matmul as mosaic_matmul
 from pallas_models.kernels.triton import gated_mlp as triton
-from pallas_models.ops import _checks, _products, activations
+from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
 from pallas_models.tuning import Chooser
@@ -112,7 +112,7 @@ def reference(
     return_products: bool = False,
 ) -> Any:
     """`gated_matmul` in plain XLA, for x (M, K)."""
-    y = _products.einsum(EQUATION, x, w_gate_up, precision=precision)
+    y = _half_precision.einsum(EQUATION, x, w_gate_up, precision=precision)
     if bias is not None:
         y += bias.astype(jnp.float32)
     gate, up = y[:, 0], y[:, 1]
@@ -141,7 +141,7 @@ def _backward(
     dgate_up = jax.vjp(functools.partial(_finish, activation=activation), *products)[1](dout.astype(jnp.float32))
     dy = jnp.stack(dgate_up, axis=1)
     dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
-    pull = jax.vjp(functools.partial(_products.einsum, EQUATION, precision=precision), x, w_gate_up)[1]
+    pull = jax.vjp(functools.partial(_half_precision.einsum, EQUATION, precision=precision), x, w_gate_up)[1]
     return *pull(dy), dbias
 
 

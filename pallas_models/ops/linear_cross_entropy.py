@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding, varying_alike
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding, varying_alike
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.mosaic import matmul as mosaic
-from pallas_models.kernels.mosaic import sum_of_parts
-from pallas_models.kernels.mosaic._common import interprets_transposed
-from pallas_models.kernels.mosaic._peers import Peers
+from pallas_models.kernels.mosaic import peer_reduction as sum_of_parts
+from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
+from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.matmul_backward import unsupported, weight_gradient
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.kernels.triton.activation_backward import activation_backward
-from pallas_models.ops import _checks, _products, activations
+from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -138,7 +138,7 @@ def backward(
             pull = jax.vjp(functools.partial(activations.apply, activation), y.astype(jnp.float32))[1]
             (dy,) = pull(dy)
         dbias = jnp.sum(dy, axis=0)
-    pull = jax.vjp(functools.partial(_products.einsum, EQUATIONS[transpose_w], precision=precision), x, w)[1]
+    pull = jax.vjp(functools.partial(_half_precision.einsum, EQUATIONS[transpose_w], precision=precision), x, w)[1]
     return *pull(dy), None if bias is None else dbias.astype(bias.dtype), dresidual
 
 
@@ -220,7 +220,7 @@ def reference(
     **_: Any,
 ) -> Any:
     """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
-    y = _products.einsum(EQUATIONS[transpose_w], x, w, precision=precision, acc_dtype=acc_dtype)
+    y = _half_precision.einsum(EQUATIONS[transpose_w], x, w, precision=precision, acc_dtype=acc_dtype)
     out, y = finish(y.astype(jnp.float32), bias, residual, activation)
     return (out.astype(out_dtype), y.astype(x.dtype)) if return_preactivation else out.astype(out_dtype)
 

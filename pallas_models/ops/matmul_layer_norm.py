@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as mosaic_cluster
 from pallas_models.kernels.triton import matmul_layer_norm as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference

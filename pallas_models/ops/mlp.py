@@ -11,11 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_models.dispatch.dispatch import (
+    Backward,
+    Implementation,
+    Kernel,
+    Op,
+    differentiated_as,
+    has_backward,
+    run,
+)
+from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, differentiated_as, has_backward, run
-from pallas_models.ops._sharding import Sharding, Total
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import backward as matmul_backward
 from pallas_models.ops.matmul import finish, many_rows, matmul, mosaic_backward, refuses_mosaic_backward

@@ -9,13 +9,13 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run, run_backward
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import norm_backward as mosaic
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run, run_backward
-from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 

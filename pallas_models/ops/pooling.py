@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_models.kernels._common import TINY
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 
@@ -156,7 +155,7 @@ def _normalize(mean: jax.Array, epsilon: float) -> jax.Array:
     peak = jnp.where(peak == 0.0, 1.0, peak)
     mean /= peak
     square = jnp.sum(jnp.square(mean), axis=-1, keepdims=True)
-    return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), TINY)))
+    return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), triton.TINY)))
 
 
 def _with_mean(kernel: Callable[..., jax.Array]) -> Callable[..., Any]:

@@ -8,10 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_models.kernels.mosaic import post_norm_layers as mosaic
-from pallas_models.ops import _checks, activations
-from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import (
+from pallas_models.dispatch.dispatch import (
     Implementation,
     Kernel,
     Op,
@@ -20,7 +17,10 @@ from pallas_models.ops._dispatch import (
     run,
     serves,
 )
-from pallas_models.ops._sharding import Sharding
+from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.mosaic import post_norm_layers as mosaic
+from pallas_models.ops import _checks, activations
+from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp

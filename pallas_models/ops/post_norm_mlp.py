@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models.dispatch.dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul_layer_norm import fills
 from pallas_models.kernels.triton import attention_matmul_layer_norm as triton
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
-from pallas_models.ops._sharding import Sharding
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.attention import attention_qkv
 from pallas_models.ops.attention import reference as attention_reference

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.kernels._common import NO_KEY
+from pallas_models.dispatch.dispatch import Implementation, Name, check_implementation, run, run_backward
+from pallas_models.dispatch.sharding import varying_alike
+from pallas_models.kernels.common.scores import NO_KEY
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Implementation, Name, check_implementation, run, run_backward
-from pallas_models.ops._sharding import varying_alike
 from pallas_models.ops.attention import OP, merged_heads, operands
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax import Algorithm
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.tuning import Chooser
 
 

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
-from pallas_models.kernels.mosaic._peers import Peers
+from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
-from pallas_models.ops import _checks, _products, norm
-from pallas_models.ops._by_channels import AxisNames, ByChannels
+from pallas_models.ops import _checks, _half_precision, norm
+from pallas_models.ops._channel_exchange import AxisNames, ByChannels
 from pallas_models.ops._checks import Array
-from pallas_models.ops._dispatch import Backward, Implementation, Kernel, Op, run
-from pallas_models.ops._sharding import Sharding
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -190,7 +190,7 @@ def reference(
         if compute_dtype == jnp.float32:
             y = jnp.einsum(equation, a, b, precision=precision)
         else:
-            y = _products.rounded_einsum(equation, jnp.dtype(compute_dtype), a, b)
+            y = _half_precision.rounded_einsum(equation, jnp.dtype(compute_dtype), a, b)
         return y if bias is None else y + bias.astype(jnp.float32)
 
     def half(projection: jax.Array, gate: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models import target as targets
-from pallas_models._host import cores
+from pallas_models._processes import cores
 from pallas_models.tuning.problem import Chooser, Config, Problem
 from pallas_models.tuning.table import Entry, Table, cache_path
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_models import files
-from pallas_models._host import cores
+from pallas_models._processes import cores
 from parity import campaign
 
 # Cases that a worker makes one after another: calls of ops share a program. Of parts that are not here, one. Parts

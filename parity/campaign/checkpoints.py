@@ -24,12 +24,13 @@ from pallas_models import gpt2, qwen3
 from pallas_models.gpt2 import GPT2Config
 from pallas_models.minilm import Encoder, MiniLMConfig
 from pallas_models.qwen3 import Qwen3Config
-from parity import checkpoints, decoder_checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, changed, changed_text, damaged, dumps, pick
 from parity.campaign._sandbox import Sandbox
-from parity.common import random_params
-from parity.decoder_checkpoints import gpt2_json, qwen3_json
+from parity.models import decoder_checkpoints
+from parity.models.decoder_checkpoints import gpt2_json, qwen3_json
+from parity.support.common import random_params
+from parity.weights import checkpoints
 from weights import families, loading
 
 DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F4": 4, "F8_E4M3": 8, "F8_E5M2": 8, "F16": 16, "BF16": 16, "U16": 16}

@@ -20,11 +20,11 @@ import numpy as np
 
 from pallas_models import minilm
 from pallas_models.minilm import Encoder
-from parity import checkpoints
 from parity.campaign._bounded import Array, apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick
-from parity.tolerances import CHAIN
+from parity.support.tolerances import CHAIN
+from parity.weights import checkpoints
 
 CONFIG = dataclasses.replace(checkpoints.CONFIG, num_layers=1, hidden_size=32, num_heads=2)
 PROMPTS = {"query": "a man ", "passage": "the ", "nothing": ""}

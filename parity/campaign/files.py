@@ -22,13 +22,13 @@ import bench.__main__ as benchmarks
 import pallas_models.__main__ as program
 from bench.measuring.results import ResultError
 from pallas_models import target, tuning
-from pallas_models.kernels.mosaic import _gemm
 from pallas_models.kernels.mosaic import attention as mosaic_attention
+from pallas_models.kernels.mosaic.common import gemm as _gemm
 from pallas_models.kernels.triton import attention, matmul, norm, softmax
-from parity import checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, changed_text, damaged, pick
 from parity.campaign._sandbox import ROOT, Sandbox
+from parity.weights import checkpoints
 
 GPU = "NVIDIA H200"
 TABLE = ROOT / "pallas_models" / "tuning" / "tables" / "nvidia-h200.json"

@@ -24,10 +24,10 @@ import numpy as np
 
 import pallas_models.__main__ as program
 from pallas_models.minilm import Encoder
-from parity import checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, changed, damaged, dumps, hostile, pick
 from parity.campaign._sandbox import Sandbox
+from parity.weights import checkpoints
 
 DTYPES = ("float32", "int8")
 MODEL = checkpoints.MiniLMConfig(

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from parity import checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, pick
 from parity.campaign._sandbox import ROOT
+from parity.weights import checkpoints
 
 MODEL = checkpoints.MiniLMConfig(
     vocab_size=200, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128, max_positions=32
@@ -108,7 +108,7 @@ def main() -> None:
     for name in ("pallas_models.minilm", "pallas_models.corpus.job", "pallas_models.corpus.embedder", "weights"):
         importlib.import_module(name)
     from pallas_models.__main__ import main as program
-    from pallas_models._host import run_program
+    from pallas_models._processes import run_program
 
     answers = os.fdopen(os.dup(1), "w")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from parity import checkpoints
 from parity.campaign._case import Case
 from parity.campaign._damage import pick
 from parity.campaign._sandbox import ROOT
+from parity.weights import checkpoints
 
 MODEL = checkpoints.MiniLMConfig(
     vocab_size=2000, hidden_size=256, num_layers=2, num_heads=4, intermediate_size=1024, max_positions=64

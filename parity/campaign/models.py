@@ -21,12 +21,12 @@ import transformers
 
 import weights
 from pallas_models import gpt2, qwen3
-from parity import encoder_checkpoints
 from parity.campaign._bounded import apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick
-from parity.common import KERNEL
-from parity.tolerances import DEEP
+from parity.sentence import encoder_checkpoints
+from parity.support.common import KERNEL
+from parity.support.tolerances import DEEP
 from weights import families
 
 transformers.utils.logging.set_verbosity_error()

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models import ops
+from pallas_models.dispatch.dispatch import Op
 from pallas_models.kernels.triton import attention as triton_attention
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
 from pallas_models.kernels.triton import softmax as triton_softmax
-from pallas_models.ops._dispatch import Op
 from parity.campaign._bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.campaign._case import Case
 from parity.campaign._references import REFERENCES
-from parity.common import ON_GPU, ON_HOPPER
-from parity.tolerances import DEEP, OP
+from parity.support.common import ON_GPU, ON_HOPPER
+from parity.support.tolerances import DEEP, OP
 
 DRAWS = 16
 DTYPES = ("float32", "float16", "bfloat16")

@@ -20,7 +20,7 @@ from parity.campaign import ops
 from parity.campaign._bounded import apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick, Program
-from parity.tolerances import CHAIN, DEEP, OP
+from parity.support.tolerances import CHAIN, DEEP, OP
 
 DRAWS = 8
 IMPLEMENTATIONS = {"interpret": 0.9, None: 0.1}

@@ -22,8 +22,8 @@ from parity.campaign import ops
 from parity.campaign._bounded import HALF_ULP, apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick
-from parity.common import random_params
-from parity.tolerances import DEEP, MODEL_GRADIENT, OP
+from parity.support.common import random_params
+from parity.support.tolerances import DEEP, MODEL_GRADIENT, OP
 from weights import tree
 
 DRAWS = 32

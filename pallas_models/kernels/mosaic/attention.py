@@ -19,18 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._band import Band, Runs, searched
-from pallas_models.kernels._common import MASKING_BIAS, NO_KEY, Ref, exponents, first_heads_of, lowest_score
-from pallas_models.kernels.mosaic._common import (
-    ROW_BYTES,
-    check_interpreted_sizes,
-    load,
-    plgpu,
-    softmax_weights,
-    tiled,
-)
-from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.kernels.mosaic._ring import Ring
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.band import Band, Runs, searched
+from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, load, tiled
+from pallas_models.kernels.mosaic.common.ring import Ring
+from pallas_models.kernels.mosaic.common.scores import softmax_weights
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -21,12 +21,15 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._band import Runs, searched
-from pallas_models.kernels._common import Ref, rows_of_backward
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.band import Runs, searched
+from pallas_models.kernels.common.scores import rows_of_backward
 from pallas_models.kernels.mosaic import attention
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, row, tiled
-from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.kernels.mosaic._ring import Ring
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import load, row, tiled
+from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import NO_KEY, Ref, exponents, first_heads_of, lowest_score
-from pallas_models.kernels.mosaic._common import load, plgpu, softmax_weights, tiled
-from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.scores import NO_KEY, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import load, tiled
+from pallas_models.kernels.mosaic.common.scores import softmax_weights
 from pallas_models.target import Target
 
 _ROWS = 64  # queries of a tile: the rows of one instruction of the tensor cores

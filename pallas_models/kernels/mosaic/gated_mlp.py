@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import activate, plgpu, row, untiled
-from pallas_models.kernels.mosaic._gemm import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common.activations import activate
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.gemm import (
     Block,
     Config,
     Measured,
@@ -24,7 +25,8 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
-from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.memory import row, untiled
 from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose

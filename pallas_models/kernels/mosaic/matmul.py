@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import activate, derivative, interprets_transposed, plgpu, row, untiled
-from pallas_models.kernels.mosaic._gemm import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common.activations import activate, derivative
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.gemm import (
     Block,
     Config,
     Measured,
@@ -26,8 +27,10 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
-from pallas_models.kernels.mosaic._launch import Refs
-from pallas_models.kernels.mosaic._peers import Peers
+from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.memory import row, untiled
+from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

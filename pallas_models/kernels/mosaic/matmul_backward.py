@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._common import interprets_transposed, plgpu, untiled
-from pallas_models.kernels.mosaic._gemm import Beside, Block, Output, Tile, blocks, gemm, staging, store
-from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.gemm import Beside, Block, Output, Tile, blocks, gemm, staging, store
+from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.memory import untiled
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

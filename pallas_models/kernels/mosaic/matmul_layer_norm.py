@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import load, plgpu, row, untiled
-from pallas_models.kernels.mosaic._gemm import Block, Config, Output, Tile, gemm, staging, store
-from pallas_models.kernels.mosaic._launch import Refs
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.gemm import Block, Config, Output, Tile, gemm, staging, store
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.memory import load, row, untiled
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
-from pallas_models.kernels.mosaic._exchange import all_gather
-from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.cluster_sums import all_gather
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import load, tiled
 from pallas_models.target import Target, current
 from pallas_models.tuning import Chooser, Problem, choose
 

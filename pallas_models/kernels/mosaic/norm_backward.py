@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Backend, Ref
-from pallas_models.kernels.mosaic._common import load, plgpu
-from pallas_models.kernels.mosaic._exchange import Exchange
-from pallas_models.kernels.mosaic._launch import Refs, launch
+from pallas_models.kernels.common.backend import Backend, Ref
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import load
 from pallas_models.target import Target
 
 _copies = Backend("jax.experimental.mosaic.gpu.launch_context")

@@ -3,7 +3,7 @@
 Each CTA has a head of attention and a share of the hidden values, and streams the weights of these past the
 tokens: a layer waits for no launch. Activations are transposed, features by tokens: weights are the left operand
 of the tensor cores, which want 64 rows of it. What a CTA adds to all features it sends to those CTAs that own
-them; these send the sums to all, and each CTA normalises everything itself. See `_tokens.py`.
+them; these send the sums to all, and each CTA normalises everything itself. See `cluster_exchange.py`.
 """
 
 import functools
@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref, exponents, lowest_score
-from pallas_models.kernels.mosaic import _inline, _tokens
-from pallas_models.kernels.mosaic._common import activate, plgpu, tiled
-from pallas_models.kernels.mosaic._elementwise import elementwise, load_vector
-from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.kernels.mosaic._ring import Ring
-from pallas_models.kernels.mosaic._tokens import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.scores import exponents, lowest_score
+from pallas_models.kernels.mosaic.common import cluster_exchange, ptx
+from pallas_models.kernels.mosaic.common.activations import activate
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.cluster_exchange import (
     BARRIER_BYTES,
     BLOCK_BYTES,
     FEATURES,
@@ -33,6 +32,10 @@ from pallas_models.kernels.mosaic._tokens import (
     ROW_BYTES,
     TOKENS,
 )
+from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import tiled
+from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.target import Target, current
 
 Layer = Mapping[str, jax.Array]
@@ -150,7 +153,7 @@ def post_norm_layers(
                 (kind, getattr(refs, name)) for kind, names in ((ref, plain), (tile, swizzled)) for name in names
             ]
             kinds = [plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)] * len(given)
-            found = call(_tokens.start(barriers.values()), given=given, result=kinds)
+            found = call(cluster_exchange.start(barriers.values()), given=given, result=kinds)
             at = types.SimpleNamespace(**dict(zip((*plain, *swizzled), found, strict=True)))
 
         def vectors_of(half: Any) -> Any:
@@ -183,7 +186,7 @@ def post_norm_layers(
                 def _(k: jax.Array) -> None:
                     slot, (row, column) = ring.acquire(first + k), corner(k)
                     if not interpret:
-                        inline = _tokens.fetch_tiles((height, _WIDTH), parts, apart, _BLOCK * ROW_BYTES)
+                        inline = cluster_exchange.fetch_tiles((height, _WIDTH), parts, apart, _BLOCK * ROW_BYTES)
                         there = at.slots + slot * (_PARTS * _BLOCK * ROW_BYTES)
                         barrier = at.full + slot * BARRIER_BYTES
                         call(inline, there, barrier, i, row, column, given=[(ref, w) for w in of_layers(name)])
@@ -208,7 +211,7 @@ def post_norm_layers(
                     which, begins, offsets, lengths = zip(*pieces, strict=True)
                     vectors = [of_layers(name) for name in _VECTORS[half]]
                     if not interpret:
-                        inline = _tokens.fetch_vectors(count, which, offsets, lengths)
+                        inline = cluster_exchange.fetch_vectors(count, which, offsets, lengths)
                         given = [(ref, v) for vector in vectors for v in vector]
                         barrier = at.vectors_full + half * BARRIER_BYTES
                         call(inline, vectors_of(half), barrier, i, *begins, given=given)
@@ -257,7 +260,7 @@ def post_norm_layers(
                 plgpu.barrier_arrive(refs.met.at[i])
                 plgpu.barrier_wait(refs.met.at[i])
             else:
-                call(_tokens.meet(_CONSUMERS))
+                call(cluster_exchange.meet(_CONSUMERS))
 
         def zeros() -> jax.Array:
             value = jnp.zeros(sums_shape, jnp.float32)
@@ -278,7 +281,7 @@ def post_norm_layers(
             else:
                 acc = plgpu.Layout.WGMMA
                 result = plgpu.ShapeDtypeStruct(sums_shape, jnp.float32, layout=acc)
-                inline = _tokens.multiply(flipped, height, depth)
+                inline = cluster_exchange.multiply(flipped, height, depth)
                 given = [(tile, right), (tile, refs.slots), (acc, sums)]
                 sums = call(inline, at.full, 2 * warpgroup, first, given=given, result=result)
             for slot in slots:
@@ -302,7 +305,7 @@ def post_norm_layers(
                 v, block = multiply(zeros(), first + i * depth, depth, right, height), 4 * i + 2 * warpgroup
                 if not interpret:
                     there, given = at.parts + rank * BLOCK_BYTES, [(plgpu.Layout.WGMMA, v)]
-                    call(_tokens.send_share(dtype), at.qkv_t, there, at.arrived, block, rank, given=given)
+                    call(cluster_exchange.send_share(dtype), at.qkv_t, there, at.arrived, block, rank, given=given)
                     return
                 for j, half in itertools.product(range(2), range(2)):
                     rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
@@ -332,17 +335,17 @@ def post_norm_layers(
             summed, normed = at.arrived, at.arrived + (1 + warpgroup) * BARRIER_BYTES
             meet(2)
             for barrier in (summed, normed):
-                call(_tokens.expect(ctas), barrier)
-            call(_tokens.sum_up(ctas, dtype), at.parts, at.qkv_t, at.x_t, bias, at.own, summed, *where)
+                call(cluster_exchange.expect(ctas), barrier)
+            call(cluster_exchange.sum_up(ctas, dtype), at.parts, at.qkv_t, at.x_t, bias, at.own, summed, *where)
             plgpu.commit_smem()
             call(
-                _tokens.send_rows(ctas),
+                cluster_exchange.send_rows(ctas),
                 at.own + tokens_of_half,
                 at.rows + rank * BLOCK_BYTES + tokens_of_half,
                 normed,
                 rank,
             )
-            inline = _tokens.normalise(ctas, epsilon, dtype)
+            inline = cluster_exchange.normalise(ctas, epsilon, dtype)
             call(inline, at.rows, at.own, scale, offset, at.x_t, normed, *where)
             meet(0)
 
@@ -401,7 +404,7 @@ def post_norm_layers(
                     values = jnp.pad(values.astype(dtype), ((0, 0), (0, there.shape[1] - TOKENS)))
                     there[pl.ds(warpgroup * _BLOCK, _BLOCK)] = values
                 else:
-                    inline, given = _tokens.put(there.shape[1], dtype), [(plgpu.Layout.WGMMA, values)]
+                    inline, given = cluster_exchange.put(there.shape[1], dtype), [(plgpu.Layout.WGMMA, values)]
                     call(inline, getattr(at, name), warpgroup * _BLOCK, given=given)
 
             def head(values: jax.Array, rank: jax.Array, then: jax.Array) -> None:
@@ -432,7 +435,7 @@ def post_norm_layers(
             if interpret:
                 plgpu.barrier_wait(refs.vectors_full.at[half])
             else:
-                call(_tokens.wait_for, at.vectors_full + half * BARRIER_BYTES, rem(i, 2))
+                call(cluster_exchange.wait_for, at.vectors_full + half * BARRIER_BYTES, rem(i, 2))
             each_rank(work)
             exchange(half)
             plgpu.barrier_arrive(refs.vectors_consumed.at[half])
@@ -448,8 +451,8 @@ def post_norm_layers(
                     refs.taken[:tokens] = refs.mask[...]
 
             else:
-                call(_tokens.fetch(tokens, n), at.x_t, warpgroup, given=[(ref, refs.x)])
-                call(_tokens.fetch_mask(tokens), at.taken, given=[(ref, refs.mask)])
+                call(cluster_exchange.fetch(tokens, n), at.x_t, warpgroup, given=[(ref, refs.x)])
+                call(cluster_exchange.fetch_mask(tokens), at.taken, given=[(ref, refs.mask)])
             meet(2)
             jax.lax.fori_loop(0, 2 * count, compute, None)
             if interpret:
@@ -460,12 +463,12 @@ def post_norm_layers(
 
             else:
                 rank = jax.lax.axis_index("rank")
-                call(_tokens.give(tokens, n), at.x_t, rank, warpgroup, given=[(ref, refs.o)])
+                call(cluster_exchange.give(tokens, n), at.x_t, rank, warpgroup, given=[(ref, refs.o)])
 
         pl.when(warpgroup == _CONSUMERS)(produce)
         pl.when(warpgroup < _CONSUMERS)(consume)
         if not interpret:
-            call(lambda _: _inline.meet())  # a CTA stays while others copy from it
+            call(lambda _: ptx.meet())  # a CTA stays while others copy from it
 
     taken = jnp.ones((tokens,), jnp.int32) if mask is None else mask.reshape(tokens)
     operands = dict(x=x.reshape(tokens, n), mask=taken)

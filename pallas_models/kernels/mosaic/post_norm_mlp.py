@@ -14,18 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import (
-    activate,
-    check_interpreted_sizes,
-    plgpu,
-    tiled,
-    untiled,
-)
-from pallas_models.kernels.mosaic._elementwise import elementwise, load_vector
-from pallas_models.kernels.mosaic._heads import HEAD_DIM, Heads, slot_rows
-from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.kernels.mosaic._ring import Ring
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common.activations import activate
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
+from pallas_models.kernels.mosaic.common.heads_of_32 import HEAD_DIM, Heads, slot_rows
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import tiled, untiled
+from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.target import Target
 
 _ROWS = 64

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref, check_divides
-from pallas_models.kernels.mosaic import _gemm
-from pallas_models.kernels.mosaic._gemm import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.tiles import check_divides
+from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common.gemm import (
     Block,
     Config,
     Output,
@@ -24,8 +25,8 @@ from pallas_models.kernels.mosaic._gemm import (
     staging,
     store,
 )
-from pallas_models.kernels.mosaic._launch import Refs
-from pallas_models.kernels.mosaic._peers import Peers
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.matmul import num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import ROW_BYTES, check_interpreted_sizes, load, plgpu, tiled
-from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.kernels.mosaic._peers import Peers
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, load, tiled
+from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.target import Target
 
 ROWS = 64  # positions that are normalised and multiplied at a time

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.mosaic._common import check_interpreted_sizes, load, plgpu, tiled
-from pallas_models.kernels.mosaic._launch import Refs, launch
-from pallas_models.kernels.mosaic._ring import Ring
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.memory import load, tiled
+from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.trimul_project import (
     COLUMNS,
     ROWS,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models.kernels._band import Index, Runs
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import block_size, plgpu
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.band import Index, Runs
+from pallas_models.kernels.triton.common import block_size, plgpu
 
 SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own

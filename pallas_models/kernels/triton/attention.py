@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._band import Band, Index, searched
-from pallas_models.kernels._common import MASKING_BIAS, NO_KEY, Ref, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.band import Band, Index, searched
+from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, first_heads_of, lowest_score
 from pallas_models.kernels.triton._attention import (
     MOST_HEAD_DIM,
     SEARCHED,
@@ -23,7 +24,7 @@ from pallas_models.kernels.triton._attention import (
     narrowed,
     walk,
 )
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
     compiler_params,

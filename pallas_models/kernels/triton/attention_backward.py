@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._band import Band, Index, searched
-from pallas_models.kernels._common import MASKING_BIAS, Ref, first_heads_of, rows_of_backward
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.band import Band, Index, searched
+from pallas_models.kernels.common.scores import MASKING_BIAS, first_heads_of, rows_of_backward
 from pallas_models.kernels.triton._attention import SEARCHED, block_of_head, every, exp2_of, narrowed, walk
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
     compiler_params,

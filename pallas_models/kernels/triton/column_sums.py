@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import compiler_params, in_bounds, load, span, store, tile_mask
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.triton.common import compiler_params, in_bounds, load, span, store, tile_mask
 
 _COLUMNS = 16  # of a program: sectors of 64 bytes
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
     compiler_params,

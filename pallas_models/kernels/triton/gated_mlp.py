@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
+from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton._common import activate, compiler_params, load, tile_mask
+from pallas_models.kernels.triton.common import activate, compiler_params, load, tile_mask
 from pallas_models.kernels.triton.matmul import (
     Config,
     Load,

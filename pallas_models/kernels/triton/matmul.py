@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref, tile_order
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.tiles import tile_order
+from pallas_models.kernels.triton.common import (
     activate,
     check_powers_of_two,
     compiler_params,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
+from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.triton import norm
-from pallas_models.kernels.triton._common import compiler_params
+from pallas_models.kernels.triton.common import compiler_params
 from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts, shared_memory
 from pallas_models.kernels.triton.matmul import configs as product_configs
 from pallas_models.kernels.triton.matmul import heuristic as product_heuristic

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.triton.column_sums import column_sums
+from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
     compiler_params,
@@ -23,7 +24,6 @@ from pallas_models.kernels.triton._common import (
     store,
     tile_mask,
 )
-from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import TINY, Ref
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
     compiler_params,
@@ -26,6 +26,8 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _SEGMENT = 32  # tokens of a packed sentence that blocks are chosen for; how many there are is not known then
+
+TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: what is smaller counts for 0 on a GPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

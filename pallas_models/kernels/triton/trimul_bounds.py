@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_models.kernels._common import Ref
-from pallas_models.kernels.triton._common import (
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.triton.common import (
     block_size,
     compiler_params,
     in_bounds,

@@ -1,0 +1,63 @@
+"""Scores of attention: how they are masked, scaled and turned into weights, on every backend."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
+LOWEST = float(np.finfo(np.float32).min)
+# The log-sum-exp of a query that no key is left for: finite, as jax_debug_infs takes every infinity for a mistake.
+NO_KEY = LOWEST
+# A bias of this and below counts for -inf.
+MASKING_BIAS = -1e30
+
+
+def first_heads_of(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
+    """Which head of its array the queries, the keys and the values of attention begin with: one may hold all."""
+    return (0, num_heads, num_heads + num_kv_heads) if len(qkv) == 1 else (0, 0, 0)
+
+
+def lowest_score(scale: float) -> float:
+    """What the maximum of a row starts from: finite when scaled too, so that a score of -inf less it is no NaN."""
+    return LOWEST / max(_power_above(scale), 1.0)
+
+
+def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
+    """What makes exponents to the base 2 of scores, `score * factor - shift`, given the maximum of each row.
+
+    The GPU rounds product and difference once, so that the maximum's exponent is off by what rounds the shift: by
+    2 for a shift of 2**26, where weights of 16 bits begin to suffer. From there on scores are rounded to steps of
+    more than 4 in the exponent, so that any factor as large does: a power of two, by which nothing is rounded.
+    """
+    power = _power_above(scale)
+    factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**26 / scale, power, scale)
+    return factor, peak * factor
+
+
+def _power_above(scale: float) -> float:
+    return 2.0 ** math.ceil(math.log2(scale))
+
+
+def rows_of_backward(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """What the backward of attention needs of each row of weights, both (B, heads, Sq) float32.
+
+    Args:
+      out: (B, Sq, heads * head_dim), the results.
+      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, `NO_KEY` for queries without one.
+      dout: gradient of `out`.
+      dlse: gradient of `lse`; None for zeros.
+
+    Returns:
+      What is added to scores to the base 2 before exponentials, and what is subtracted from gradients of weights.
+    """
+    by_head = (*out.shape[:2], -1, head_dim)
+    product = out.astype(jnp.float32) * dout.astype(jnp.float32)
+    delta = jnp.sum(product.reshape(by_head), axis=-1).swapaxes(1, 2)
+    empty = lse == NO_KEY
+    if dlse is not None:  # the gradient of lse is the weights themselves
+        delta = jnp.where(empty, 0.0, delta - dlse)
+    return jnp.where(empty, -jnp.inf, lse * -math.log2(math.e)), delta

@@ -1,0 +1,45 @@
+"""Shared memory as the tensor cores read it, and how threads load it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common.backend import plgpu
+
+ROW_BYTES = 128  # of a row of a tile of shared memory
+
+
+def tiled(shape: tuple[int, ...], dtype: DTypeLike, row_bytes: int = ROW_BYTES) -> Any:
+    """Shared memory of arrays (..., rows, columns), laid out as the tensor cores read them.
+
+    In tiles of 8 rows of `row_bytes` each: 128, or 64 or 32 where columns are few or taken a few at a time.
+    """
+    transforms = (
+        plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(row_bytes),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Why an array (..., rows, columns) cannot be copied to or from `tiled` memory in parts; None if it can."""
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    if shape[-1] % columns or shape[-2] % 8:
+        return f"takes rows in multiples of 8 and columns in multiples of {columns}, not {name} of shape {shape}"
+    return None
+
+
+_INDEX = ((),) if jax.__version_info__ < (0, 11) else ()  # JAX 0.10 wants one
+
+
+def load(ref: Ref, layout: Any, *, interpret: bool) -> jax.Array:
+    """Loads what `ref` points at in device or shared memory, each thread the elements that it has in `layout`."""
+    return ref[...] if interpret else plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+
+
+def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
+    """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
+    return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])

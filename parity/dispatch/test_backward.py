@@ -1,0 +1,213 @@
+"""How a gradient of its own serves an op: when it is called, for what, and under which transformations."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models.dispatch.dispatch import Backward, Kernel, Op, run
+from pallas_models.dispatch.sharding import Sharding
+from parity.support.common import assert_close, normal
+from parity.support.tolerances import GRADIENT
+
+ROWS, WIDTH, OUTPUTS = 5, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def no_tf32():
+    """The products of this file are jnp's, which a GPU computes in TF32 by default."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def reference(x, keep, w, *, scale, return_sum=False):
+    y = jnp.tanh(x * scale) @ w * keep[:, None]
+    return (y, jnp.sum(x * x, -1)) if return_sum else y
+
+
+SHARDING = Sharding(equation="m K, m, K N -> m N, m")
+
+
+class Recorder:
+    """An op whose kernel and gradient are jnp, and which notes what its gradient was called with."""
+
+    def __init__(self, **options: Any) -> None:
+        self.calls: list[dict[str, Any]] = []
+        backward = Backward(
+            backend="triton", call=self.backward, keeps=2, options={"return_sum": True}, refuses=self.refuses
+        )
+        kernel = Kernel(backend="triton", call=self.forward, config=None)
+        self.op = Op(
+            name="recorder", reference=reference, kernels=(kernel,), backward=(backward,), sharding=SHARDING
+        )
+        self.reason: str | None = None
+
+    def refuses(self, *arrays: Any, **static: Any) -> str | None:
+        return self.reason
+
+    def forward(self, x, keep, w, *, config, target, interpret, **static):
+        return reference(x, keep, w, **static)
+
+    def backward(self, x, keep, w, y, total, dy, dtotal, *, wanted, config, target, interpret, **static):
+        self.calls.append(dict(wanted=wanted, interpret=interpret, dtotal=dtotal, static=static))
+        t, scale = jnp.tanh(x * static["scale"]), static["scale"]
+        dy = dy * keep[:, None]
+        dx = dy @ w.T * (1 - t * t) * scale
+        if dtotal is not None:
+            dx += 2 * x * dtotal[:, None]
+        return dx, None, t.T @ dy
+
+    def __call__(self, implementation, return_sum=False) -> Callable[..., Any]:
+        options = dict(return_sum=True) if return_sum else {}
+        return lambda x, w: run(self.op, x, KEEP, w, implementation=implementation, scale=2.0, **options)
+
+
+rng = np.random.default_rng(70)
+KEEP = jnp.asarray([1, 0, 1, 1, 0], jnp.int32)
+X, W = normal(rng, ROWS, WIDTH), normal(rng, WIDTH, OUTPUTS)
+XS, WS = normal(rng, 6, ROWS, WIDTH), normal(rng, 6, WIDTH, OUTPUTS)
+WEIGHTS, SUM_WEIGHTS = normal(rng, ROWS, OUTPUTS), normal(rng, ROWS)
+
+
+def loss_of_result(call):
+    return lambda x, w: jnp.sum(jnp.sin(call(x, w)) * WEIGHTS)
+
+
+def loss_of_both(call):
+    def loss(x, w):
+        y, total = call(x, w)
+        return jnp.sum(jnp.sin(y) * WEIGHTS) + jnp.sum(jnp.square(total) * SUM_WEIGHTS)
+
+    return loss
+
+
+def loss_of_second(call):
+    return lambda x, w: jnp.sum(jnp.square(call(x, w)[1]) * SUM_WEIGHTS)
+
+
+LOSSES = {"result": (loss_of_result, False), "both": (loss_of_both, True), "second": (loss_of_second, True)}
+BOTH = (0, 1)
+
+
+def of_gradient(loss, argnums=1):
+    return lambda x, w: jnp.sum(jnp.square(jax.grad(loss, argnums)(x, w)))
+
+
+def scanned(loss):
+    def total(x, w):
+        return jnp.sum(jax.lax.scan(lambda x, _: (0.9 * x, loss(x, w)), x, None, length=3)[1])
+
+    return total
+
+
+def without_jit(loss):
+    with jax.disable_jit():
+        return jax.grad(loss, BOTH)(X, W)
+
+
+def wide(loss):
+    with jax.enable_x64(True):
+        return jax.grad(loss, BOTH)(X, W)
+
+
+def mapped(loss, axes):
+    return lambda x, w: jnp.sum(jax.vmap(loss, axes)(x, w))
+
+
+# Each of a loss; and whether a gradient of its own is to be called for it.
+TRANSFORMS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "grad": (lambda f: jax.grad(f, BOTH)(X, W), True),
+    "jit_of_grad": (lambda f: jax.jit(jax.grad(f, BOTH))(X, W), True),
+    "jvp": (lambda f: jax.jvp(f, (X, W), (X, W)), False),
+    "linearize": (lambda f: jax.linearize(f, X, W)[1](X, W), False),
+    "hessian": (lambda f: jax.hessian(f, BOTH)(X, W), True),
+    "jacrev_of_jacfwd": (lambda f: jax.jacrev(jax.jacfwd(f))(X, W), True),
+    "grad_of_grad": (lambda f: jax.grad(of_gradient(f), BOTH)(X, W), True),
+    "grad_of_grad_of_grad": (lambda f: jax.grad(of_gradient(of_gradient(f), 0), BOTH)(X, W), True),
+    "vmap_of_grad": (lambda f: jax.vmap(jax.grad(f, BOTH), (0, None))(XS, W), True),
+    "grad_of_vmap": (lambda f: jax.grad(mapped(f, (0, None)), BOTH)(XS, W), True),
+    "grad_of_vmap_over_both": (lambda f: jax.grad(mapped(f, (0, 0)), BOTH)(XS, WS), True),
+    "vmap_of_grad_of_grad": (lambda f: jax.vmap(jax.grad(of_gradient(f), BOTH), (0, None))(XS, W), True),
+    "checkpoint": (lambda f: jax.jit(jax.grad(jax.checkpoint(f), BOTH))(X, W), True),
+    "scan": (lambda f: jax.grad(scanned(f), BOTH)(X, W), True),
+    "checkpointed_scan": (lambda f: jax.grad(scanned(jax.checkpoint(f)), BOTH)(X, W), True),
+    "disable_jit": (without_jit, True),
+    "enable_x64": (wide, True),
+}
+
+
+# The others are one program each: operations one by one would all be.
+EAGER = ("grad", "disable_jit", "enable_x64")
+
+
+@pytest.mark.parametrize(
+    "loss, implementation", [("result", None), ("both", "interpret"), ("second", "interpret")]
+)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_agree_with_those_of_the_reference(transform, loss, implementation):
+    recorder = Recorder()
+    make, both = LOSSES[loss]
+    apply, is_called = TRANSFORMS[transform]
+
+    def result(implementation):
+        program = lambda: apply(make(recorder(implementation, both)))  # noqa: E731
+        return program() if transform in EAGER else jax.jit(program)()
+
+    out = result(implementation)
+    assert bool(recorder.calls) == is_called
+    expected = result("xla")
+    for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert_near(a, b)
+
+
+def assert_near(out, expected):
+    if np.any(expected):
+        assert_close(out, expected, 4 * GRADIENT)  # of third order at most, each a product of the one before
+    else:
+        assert not np.any(out)
+
+
+def test_what_a_scan_stores_of_a_kernel_is_apart_from_it():
+    # XLA would have the kernel run twice: for what is stored and for what is used.
+    f = jax.grad(scanned(loss_of_both(Recorder()("interpret", True))), BOTH)
+    text = jax.jit(f).lower(X, W).as_text()
+    assert len(re.findall("stablehlo.optimization_barrier", text)) == 1
+
+
+def test_a_gradient_is_told_what_is_wanted():
+    recorder = Recorder()
+    jax.grad(loss_of_result(recorder("interpret")), 1)(X, W)
+    jax.grad(loss_of_both(recorder("interpret", return_sum=True)), 0)(X, W)
+    first, second = recorder.calls
+    assert first["wanted"] == (False, False, True) and first["dtotal"] is None and first["interpret"]
+    assert second["wanted"] == (True, False, False) and second["dtotal"].shape == (ROWS,)
+    assert first["static"] == dict(scale=2.0) and second["static"] == dict(scale=2.0, return_sum=True)
+
+
+def test_a_gradient_that_refuses_leaves_the_call_to_the_reference():
+    recorder = Recorder()
+    recorder.reason = "takes no such thing"
+    out = jax.grad(loss_of_result(recorder("interpret")), BOTH)(X, W)
+    assert not recorder.calls
+    for a, b in zip(out, jax.grad(loss_of_result(recorder("xla")), BOTH)(X, W), strict=True):
+        assert_close(a, b, GRADIENT)
+
+
+def test_a_gradient_of_a_backend_that_is_not_named_is_not_called():
+    recorder = Recorder()
+    other = Kernel(backend="mosaic", call=recorder.forward, config=None)
+    op = dataclasses.replace(recorder.op, kernels=(other, *recorder.op.kernels))
+
+    def gradient(*names):
+        return jax.grad(lambda x: jnp.sum(run(op, x, KEEP, W, implementation=names, scale=2.0)))(X)
+
+    assert_close(gradient("mosaic_interpret"), gradient("xla"), GRADIENT)
+    assert not recorder.calls
+    assert_close(gradient("mosaic_interpret", "interpret"), gradient("xla"), GRADIENT)
+    assert recorder.calls

@@ -1,0 +1,399 @@
+"""Kernels of the triangle update for Hopper GPUs against numpy and XLA, and what all such kernels share."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import target, trimul
+from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
+from pallas_models.kernels.mosaic.common import interpreter, launch
+from pallas_models.kernels.mosaic.common.gemm import Config
+from pallas_models.ops import trimul as update
+from pallas_models.ops._channel_exchange import ByChannels
+from parity.support.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal
+from parity.support.tolerances import OP
+
+INTERPRET = MOSAIC != "mosaic"
+HOPPER = "NVIDIA H200", 132
+both_directions = pytest.mark.parametrize("incoming", [False, True])
+needs_jax_011 = pytest.mark.skipif(
+    INTERPRET and jax.__version_info__ < (0, 11),
+    reason="JAX 0.10 interprets neither what lies past the end of an array nor transposed operands",
+)
+
+
+def lowered_calls(f, *args) -> int:
+    """How many kernels of Mosaic GPU there are in `f` lowered for a Hopper GPU."""
+    with cuda_device(*HOPPER):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text().count(f"@{MOSAIC_CALL}")
+
+
+# Product over third positions
+
+
+def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True, pieces=(1, 1)):
+    f = functools.partial(
+        trimul_product.product,
+        channels=channels,
+        by_rows=by_rows,
+        pieces=pieces,
+        incoming=incoming,
+        factor=factor,
+        config=config,
+        target=target.current(),
+        interpret=INTERPRET,
+    )
+    return jax.jit(f)(sides)
+
+
+def tiles(block_m: int, block_n: int, *, ping_pong: bool) -> Config:
+    return Config(block_m=block_m, block_n=block_n, num_stages=2, ping_pong=ping_pong)
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize(
+    "n, channels, config, dtype",
+    by_device(
+        cpu=[
+            (64, 3, None, "float16"),
+            (192, 2, tiles(128, 128, ping_pong=False), "bfloat16"),  # ragged in every direction
+            (192, 2, tiles(128, 128, ping_pong=True), "bfloat16"),
+            (192, 1, tiles(64, 128, ping_pong=True), "float16"),
+        ],
+        gpu=[
+            (n, 24, None, "bfloat16" if n % 128 else "float16") for n in (64, 128, 192, 320, 512, 768, 1024, 1088)
+        ],
+    ),
+)
+def test_product(n, channels, config, dtype, incoming):
+    padded = channels + 1  # a channel of each side is not used
+    sides = normal(np.random.default_rng(n), 2, n, 2 * padded, n, dtype=dtype)
+    out = product(sides, channels, incoming, 0.25, config)
+    assert out.dtype == dtype
+    left, right = (sides[:, :, i : i + channels].astype(jnp.float32) for i in (0, padded))
+    equation = "bkhi,bkhj->bihj" if incoming else "bihk,bjhk->bihj"
+    expected = 0.25 * jnp.einsum(equation, left, right, precision="highest")
+    assert_close(out, expected, OP[dtype])
+
+
+@needs_jax_011
+@both_directions
+def test_product_channel_by_channel(incoming):
+    """With matrices in pieces, as they come from other devices."""
+    n, config = by_device(cpu=[128, tiles(64, 64, ping_pong=True)], gpu=[1024, None])
+    sides = normal(np.random.default_rng(0), 2, n, 4, n, dtype="bfloat16")
+    in_pieces = ByChannels(names=(), grid=(2, 1)).pieces
+    out = product(in_pieces(sides.swapaxes(1, 2)), 1, incoming, config=config, by_rows=False, pieces=(2, 1))
+    assert_equal(out, in_pieces(product(sides, 1, incoming, config=config).swapaxes(1, 2)))
+
+
+@needs_jax_011
+def test_product_has_no_bounds_of_its_own():
+    sides = jnp.full((1, 64, 2, 64), 100.0, "float16").at[0, 1, 0].set(-100.0)
+    out = np.asarray(product(sides, 1, incoming=False))
+    assert np.all(out[0, 0] == np.inf) and np.all(out[0, 1] == -np.inf)
+    out = np.asarray(product(sides, 1, incoming=False, factor=2.0**-6))
+    assert np.all(out[0, 0] == 1e4) and np.all(out[0, 1] == -1e4)
+
+
+# The whole update, of sizes that are no whole tiles
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize(
+    "n, c, masked, by_rows",
+    by_device(
+        cpu=[(72, 64, False, True), (70, 64, True, True), (24, 192, False, True), (60, 64, False, False)],
+        gpu=[(n, 128, masked, n < 1500) for n in (24, 200, 1000, 1030, 1600, 1700) for masked in (False, True)],
+    ),
+)
+def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
+    monkeypatch.setattr(update, "_BY_ROWS", n if by_rows else n - 1)
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
+    rng = np.random.default_rng(n)
+    params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
+    batch = 2 if by_rows else 1
+    x, mask = normal(rng, batch, n, n, c), jnp.asarray(rng.integers(0, 2, (batch, n, n)), bool) if masked else None
+    f = functools.partial(trimul.trimul, direction="incoming" if incoming else "outgoing")
+    out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x, mask)
+    expected = jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x, mask)
+    assert_close(out, expected, 1.5e-3)  # four tensors between kernels, rounded to float16
+
+
+@both_directions
+@pytest.mark.parametrize("n", [64, 128, 192, 256, 384, 512, 1024, 1088])
+def test_product_lowers(n, incoming):
+    def f(sides):
+        return trimul_product.product(
+            sides,
+            channels=3,
+            by_rows=n < 1088,
+            incoming=incoming,
+            factor=0.5,
+            config=None,
+            target=target.current(),
+            interpret=False,
+        )
+
+    shape = (2, n, 8, n) if n < 1088 else (2, 8, n, n)
+    assert lowered_calls(f, jax.ShapeDtypeStruct(shape, "bfloat16")) == 1
+
+
+PAIR = ((0, None), (0, 0), (None, 0))
+
+
+@pytest.mark.parametrize("weights", [None, 0], ids=["same-weights", "many-weights"])
+@pytest.mark.parametrize("x, mask", PAIR, ids=["x", "x-and-mask", "mask"])
+def test_vmap_makes_a_batch_or_several_calls(x, mask, weights):
+    shapes = []
+
+    def sums(x, mask, scale, bias):
+        shapes.append(x.shape)
+        assert bias is None
+        return jnp.einsum("bijc,bij,c->bij", x, mask, scale)
+
+    rng = np.random.default_rng(5)
+    axes = (x, mask, weights, None)
+    sizes = ((2, 4, 4, 3), (2, 4, 4), (3,))
+    operands = [
+        normal(rng, *(() if axis is None else (5,)), *size) for size, axis in zip(sizes, axes, strict=False)
+    ]
+    out = jax.vmap(update._batchable(sums), axes)(*operands, None)
+    assert shapes[-1][0] == (10 if weights is None else 2)
+    for i in range(5):
+        one = [y if axis is None else y[i] for y, axis in zip(operands, axes, strict=False)]
+        assert_close(out[i], sums(*one, None), OP["float32"])
+
+
+@pytest.mark.parametrize("axes, loops", [((None, 0), 0), ((0, None), 1), ((0, 0), 1)], ids=["x", "params", "both"])
+def test_update_lowers_under_vmap(axes, loops):
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=128, hidden=128))
+    x = jax.ShapeDtypeStruct((1, 128, 128, 128), "float32")
+    f = functools.partial(trimul.trimul, direction="outgoing", implementation="mosaic")
+    one = lowered_calls(f, params, x)
+    several = [
+        jax.tree.map(lambda w, axis=axis: jax.ShapeDtypeStruct((3, *w.shape)[axis is None :], w.dtype), y)
+        for axis, y in zip(axes, (params, x), strict=True)
+    ]
+    with cuda_device(*HOPPER):
+        text = jax.jit(jax.vmap(f, axes)).trace(*several).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{MOSAIC_CALL}") == one and text.count("stablehlo.while") == loops
+
+
+def test_product_refuses():
+    assert trimul_product.unsupported("float32") == "takes float16 and bfloat16, not float32"
+    assert trimul_product.unsupported("bfloat16") is None
+
+
+# Projections: all weights in shared memory, or in turns, where they do not fit
+
+both_projects = pytest.mark.parametrize("module", [trimul_project, trimul_project_wide], ids=["narrow", "wide"])
+
+
+@jax.jit
+def projections(x, mask, scale, shift, w, bias, w_gate, b_gate):
+    """As the kernel's, in float32 but for what it rounds: the normalised x."""
+    x = x.astype(jnp.float32)
+    d = x - x.mean(-1, keepdims=True)
+    z = (d * jax.lax.rsqrt(jnp.mean(d * d, -1, keepdims=True) + 1e-5) * scale + shift).astype(w.dtype)
+    z, w, w_gate = (a.astype(jnp.float32) for a in (z, w, w_gate))
+    y = jnp.einsum("bmc,cih->bihm", z, w, precision="highest")
+    gate = jnp.einsum("bmc,cg->bgm", z, w_gate, precision="highest")
+    if bias is not None:
+        y, gate = y + bias[..., None], gate + b_gate[:, None]
+    sides = y[:, ::2] * jax.nn.sigmoid(y[:, 1::2])
+    if mask is not None:
+        factor = mask.astype(jnp.float32)[:, None, None]
+        sides = jnp.where(factor == 0.0, 0.0, factor * sides)
+    return sides.reshape(len(x), -1, x.shape[1]), jax.nn.sigmoid(gate)
+
+
+def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True, biased=True):
+    rng = np.random.default_rng(m + c)
+    mask = rng.uniform(size=(batch, m)) * rng.integers(0, 2, (batch, m))
+    return (
+        normal(rng, batch, m, c, dtype=x_dtype, scale=2.0, shift=1.0),
+        jnp.asarray(mask, jnp.float32) if masked else None,
+        normal(rng, c, shift=1.0),
+        normal(rng, c),
+        normal(rng, c, 4, h, dtype=dtype, scale=c**-0.5),
+        normal(rng, 4, h) if biased else None,
+        normal(rng, c, g, dtype=dtype, scale=c**-0.5),
+        normal(rng, g) if biased else None,
+    )
+
+
+def program(module, interpret=INTERPRET):
+    return jax.jit(functools.partial(module.project, epsilon=1e-5, target=target.current(), interpret=interpret))
+
+
+def project(module, *operands, interpret=INTERPRET):
+    return program(module, interpret)(*operands)
+
+
+SIZES = {
+    trimul_project: by_device(
+        cpu=[(2, 192, 64, 32, 64), (1, 64, 128, 128, 128), (1, 128, 96, 32, 96)],
+        gpu=[(2, 4096, 64, 32, 64), (1, 147456, 128, 128, 128), (1, 65536, 96, 64, 96)],
+    ),
+    trimul_project_wide: by_device(
+        cpu=[(2, 128, 192, 32, 64), (1, 384, 64, 64, 128), (1, 128, 128, 64, 32)],
+        gpu=[(2, 4096, 192, 32, 64), (1, 147456, 384, 128, 384), (1, 65536, 256, 128, 128)],
+    ),
+}
+
+
+@both_projects
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        (0, dict(dtype="float16")),
+        (1, dict(dtype="bfloat16", x_dtype="bfloat16", biased=False)),
+        (1, dict(dtype="float16")),
+        (2, dict(dtype="float16", masked=False)),
+    ],
+)
+def test_project(module, case, options):
+    sizes = SIZES[module][case]
+    operands = project_operands(*sizes, **options)
+    sides, gate = project(module, *operands)
+    expected_sides, expected_gate = projections(*operands)
+    dtype = options["dtype"]
+    assert sides.dtype == gate.dtype == dtype
+    # The GPU's tanh is good to 11 bits.
+    assert_close(sides, expected_sides, 2 * OP[dtype])
+    assert_close(gate[:, : sizes[-1]], expected_gate, 2 * OP[dtype])
+
+
+@needs_jax_011
+def test_wide_project_of_a_ragged_size():
+    operands = project_operands(1, 192, 64, 32, 64, dtype="float16")
+    for out, expected in zip(project(trimul_project_wide, *operands), projections(*operands), strict=True):
+        assert_close(out[:, : expected.shape[1]], expected, 2 * OP["float16"])
+
+
+@both_projects
+def test_project_of_what_is_masked(module):
+    x, mask, *weights = project_operands(1, 128, 64, 32, 64, dtype="float16")
+    infinite = jnp.where(mask[..., None] == 0.0, jnp.inf, x)
+    f = program(module)
+    assert_equal(f(infinite, mask, *weights)[0], f(x, mask, *weights)[0])
+
+
+@both_projects
+@pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11")
+def test_project_has_no_races(module, monkeypatch, capfd):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(launch, "interpreter_params", lambda: params)
+    project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "module, c, h",
+    [(trimul_project, 128, 128), (trimul_project, 96, 32), (trimul_project_wide, 384, 96)],
+)
+def test_project_lowers(module, c, h, x_dtype):
+    operands = jax.eval_shape(lambda: project_operands(2, 4096, c, h, c, dtype="float16", x_dtype=x_dtype))
+    assert module.unsupported(operands[0], operands[4], operands[6]) is None
+    f = functools.partial(project, module, interpret=False)
+    assert lowered_calls(f, *operands) == 1
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("c", [64, 96, 128])
+def test_narrow_project_takes_what_fits(c, x_dtype):
+    def lowers(h):
+        operands = jax.eval_shape(lambda: project_operands(2, 128, c, h, 64, dtype="float16", x_dtype=x_dtype))
+        if trimul_project.unsupported(operands[0], operands[4], operands[6]):
+            return False
+        return lowered_calls(functools.partial(project, trimul_project, interpret=False), *operands) == 1
+
+    fitting = [lowers(h) for h in range(32, 480, 32)]
+    assert fitting[0] and not fitting[-1] and fitting == sorted(fitting, reverse=True)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 is refused first")
+@pytest.mark.parametrize(
+    "module, m, c, h, dtype, message",
+    [
+        (trimul_project, 128, 128, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
+        (trimul_project, 128, 160, 64, "float16", "takes 64, 96 or 128 channels"),
+        (trimul_project, 128, 128, 48, "float16", "hidden channels in multiples of 32, not 128 and 48"),
+        (trimul_project, 128, 128, 256, "float16", "does not fit weights of 128 channels for 512 projections"),
+        (trimul_project_wide, 128, 256, 64, "float32", "takes weights in float16 and bfloat16, not float32"),
+        (trimul_project_wide, 128, 448, 64, "float16", "takes up to 384 channels in multiples of 64"),
+        (trimul_project_wide, 128, 160, 64, "float16", "not 160 and 64"),
+        (trimul_project_wide, 128, 256, 48, "float16", "hidden channels in multiples of 32, not 256 and 48"),
+    ],
+)
+def test_project_refuses(module, m, c, h, dtype, message):
+    shapes = (1, m, c), (c, 4, h), (c, 128)
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    assert message in module.unsupported(*arrays)
+
+
+# What all kernels share
+
+
+def test_equal_kernels_are_equal_code():
+    """XLA compiles equal code once, and the persistent compilation cache finds it, whatever was lowered before.
+
+    And no descriptors are handed over byte by byte, which takes LLVM long.
+    """
+    sides = jax.ShapeDtypeStruct((1, 128, 4, 128), "bfloat16")
+
+    def modules(count):
+        def f(sides):
+            return [
+                trimul_product.product(
+                    sides * i,
+                    channels=2,
+                    by_rows=True,
+                    incoming=False,
+                    factor=1.0,
+                    config=None,
+                    target=target.current(),
+                    interpret=False,
+                )
+                for i in range(count)
+            ]
+
+        with cuda_device(*HOPPER):
+            text = jax.jit(f).trace(sides).lower(lowering_platforms=("cuda",)).as_text()
+        arrays = re.findall(r"llvm\.array<([1-9]\d*) x (\w+(?:<\w+>)?)>", text)  # one has no elements
+        assert arrays and all(int(size) % 2 == 0 and of == "vector<8xi64>" for size, of in arrays)
+        return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
+
+    first, others = modules(1), modules(2)
+    assert len(first) == 1 and others == 2 * first
+
+
+def test_interpreter_wants_threads(monkeypatch):
+    monkeypatch.setattr(interpreter, "cores", lambda: 2)
+    interpreter.interpreter_params()  # the suite has set PJRT_NPROC
+    monkeypatch.delenv("PJRT_NPROC")
+    with pytest.raises(RuntimeError, match=r"with 2 cores .* PJRT_NPROC to 16 or more"):
+        interpreter.interpreter_params()
+    monkeypatch.setattr(interpreter, "cores", lambda: 16)
+    interpreter.interpreter_params()
+
+
+def test_interpreter_of_jax_010_wants_whole_tiles(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    interpreter.check_interpreted_sizes(m=(128, 64))
+    with pytest.raises(NotImplementedError, match=r"m=72 must be a multiple of the tile of 64; JAX 0\.11"):
+        interpreter.check_interpreted_sizes(n=(64, 64), m=(72, 64))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    interpreter.check_interpreted_sizes(m=(72, 64))

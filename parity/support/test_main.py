@@ -1,0 +1,147 @@
+"""`python -m parity`: what the check of a GPU runs, keeps and says."""
+
+import sys
+
+import pytest
+
+from parity import __main__ as check
+from parity.support import sharing
+from parity.support.common import ON_GPU
+from parity.support.sharing import GB
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="parity.test_a" name="one"/>
+<testcase classname="parity.test_a" name="two"><skipped/></testcase>
+<testcase classname="parity.test_b" name="three[x]"><failure>no</failure></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Python programs in place of the steps, by name; the folder is theirs to write into."""
+    found = {"parity": "print('suite')", "bench": "print('benchmarks')", "report": "print('page')"}
+
+    def step(folder, name):
+        code = f"folder = {str(folder)!r}\n{found[name]}"
+        return check.Step(name, [sys.executable, "-c", code], needed=name != "report")
+
+    def suite(folder, workers, memory, chosen=(), tests=()):
+        return step(folder, f"parity-{workers}" if tests else "parity")
+
+    monkeypatch.setattr(check, "describe_gpu", lambda: "NVIDIA Test")
+    monkeypatch.setattr(check, "suite", suite)
+    monkeypatch.setattr(check, "benchmarks", lambda folder: [step(folder, name) for name in ("bench", "report")])
+    return found
+
+
+def test_everything_is_kept_in_one_folder(programs, tmp_path, capsys):
+    programs["report"] = "import pathlib\npage = pathlib.Path(folder, 'bench/gpu/report/index.html')\n"
+    programs["report"] += "page.parent.mkdir(parents=True)\npage.touch()"
+    assert check.main(["--output", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "out" / "parity.log").read_text() == "suite\n"
+    assert (tmp_path / "out" / "bench.log").read_text() == "benchmarks\n"
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert out.endswith(summary)
+    assert summary.startswith("NVIDIA Test, ") and "everything passed" in summary
+    assert f"page: {tmp_path / 'out' / 'bench' / 'gpu' / 'report' / 'index.html'}" in summary
+
+
+@pytest.mark.parametrize("name, code", [("parity", 1), ("bench", 1), ("report", 0)])
+def test_a_step_that_fails_stops_no_other(programs, tmp_path, name, code, capsys):
+    programs[name] = "import sys\nprint('oh')\nsys.exit(3)"
+    assert check.main(["--output", str(tmp_path)]) == code
+    summary = (tmp_path / "summary.txt").read_text()
+    assert summary.count(" ok, ") == 2
+    assert (f"{name:<8} FAILED (exit code 3)" in summary) == bool(code)
+    assert ("NOT everything passed" in summary) == bool(code)
+
+
+def test_tests_are_counted(programs, tmp_path, capsys):
+    programs["parity"] = f"open(folder + '/parity.xml', 'w').write({JUNIT!r})\nraise SystemExit(1)"
+    assert check.main(["--output", str(tmp_path), "--only", "parity"]) == 1
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "1 passed, 1 failed, 1 skipped\n  parity.test_b::three[x]\n" in summary
+    assert "bench" not in summary
+    (tmp_path / "parity.xml").write_text("<cut")
+    assert check.counts([tmp_path / "parity.xml"]) == "no tests were recorded"
+
+
+def test_interrupted(programs, tmp_path, monkeypatch, capsys):
+    def interrupt(step, log):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "run", interrupt)
+    assert check.main(["--output", str(tmp_path), "--only", "bench"]) == 130
+    assert "\ninterrupted\n" in (tmp_path / "summary.txt").read_text()
+
+
+def test_what_it_runs(tmp_path):
+    memory = check.Memory(40 * GB, 160 * GB)
+    found = [check.suite(tmp_path / "run", 4, memory), *check.benchmarks(tmp_path / "run")]
+    for step in found:
+        assert step.command[0] == sys.executable
+        assert step.needed == (step.name != "report")
+    assert found[0].command[-4:] == ["-n", "4", "--dist", "worksteal"]
+    limit = float(found[0].environment[sharing.FRACTION]) * 160 * GB
+    assert limit == pytest.approx(sharing.JAX_PART * (10 * GB - sharing.OVERHEAD), rel=1e-3)
+    assert found[0].environment[sharing.COMPILED] == str(tmp_path / "compilation")  # the next run's too
+    assert check.environment()["HF_HUB_OFFLINE"] == "1"
+
+
+def junit(*cases: str) -> str:
+    """Code that writes a JUnit file of cases, each a name or one that needed more memory than it had."""
+
+    def case(name: str) -> str:
+        property = (
+            f'<properties><property name="needs_memory" value="test_a.py::{name[1:]}"/></properties><skipped/>'
+        )
+        return f'<testcase classname="a" name="{name.lstrip("!")}">{property if name[0] == "!" else ""}</testcase>'
+
+    text = "<testsuites><testsuite>" + "".join(map(case, cases)) + "</testsuite></testsuites>"
+    return f"open(folder + '/NAME.xml', 'w').write({text!r})"
+
+
+def test_what_needs_more_memory_runs_again_with_fewer_beside_it(programs, tmp_path, monkeypatch, capsys):
+    def write(step: str, *cases: str) -> None:
+        programs[step] = junit(*cases).replace("NAME", step)
+
+    write("parity", "one", "!two", "!three[x y]", "!four")
+    write("parity-2", "two", "!three[x y]", "!four")
+    write("parity-1", "three[x y]", "!four")
+    asked = []
+    steps = check.suite
+    monkeypatch.setattr(check, "suite", lambda *args: asked.append(args[4]) or steps(*args))
+    options = ["--output", str(tmp_path), "--only", "parity", "--workers", "8"]
+    assert check.main([*options, "--memory", "16"]) == 0
+    two, three, four = "test_a.py::two", "test_a.py::three[x y]", "test_a.py::four"
+    assert asked == [[], [two, three, four], [three, four]]
+    summary = (tmp_path / "summary.txt").read_text()
+    assert (
+        "3 passed, 0 failed, 1 skipped\n1 of the skipped need more memory than there is:\n  a::four\n" in summary
+    )
+    assert "workers: 8, see" in summary and "; 3 tests need more memory" in summary
+    assert check.main([*options, "--memory", "40"]) == 1  # so much is enough for every test
+
+
+def test_tests_that_run_again_are_read_from_a_file(tmp_path):
+    tests = ["test_a.py::two", "test_a.py::three[x y]"]
+    step = check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"], tests)
+    assert (tmp_path / "parity-1.tests").read_text() == "test_a.py::two\ntest_a.py::three[x y]\n"
+    assert step.command[-1] == f"@{tmp_path / 'parity-1.tests'}" and "-n" not in step.command
+    assert check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"]).command[-1] == "parity/test_a.py"
+
+
+@pytest.mark.skipif(ON_GPU, reason="this machine has a GPU")
+def test_no_gpu(capsys):
+    assert check.main([]) == 2
+    assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_one_process_has_all_of_the_memory_where_there_are_no_workers(programs, tmp_path, monkeypatch, capsys):
+    asked = []
+    suite = check.suite
+    monkeypatch.setattr(check, "suite", lambda *args: asked.append(args[1]) or suite(*args))
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    check.main(["--output", str(tmp_path), "--only", "parity", "--workers", "8"])
+    assert asked == [1]

@@ -1,0 +1,120 @@
+"""Processes of the suite that share a GPU: their parts of its memory, and what they say where it runs out."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity.support import sharing
+from parity.support.sharing import GB
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine with an H200 and a smaller GPU, as nvidia-smi tells it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 90000, 143771\necho 1024, 24576\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_memory_of_the_smallest_gpu(gpu):
+    assert sharing.gpu_memory() == (1 * GB, 24 * GB)
+
+
+def test_no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sharing.gpu_memory() is None
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16, 64])
+@pytest.mark.parametrize("memory", [1, 8, 24, 40, 80, 141])
+def test_shares_fit_the_gpu(cores, memory):
+    memory *= GB
+    count = sharing.workers(cores, memory)
+    assert 1 <= count <= cores
+    arrays = sharing.fraction(count, memory, memory) / sharing.JAX_PART * memory
+    if memory > sharing.OVERHEAD + sharing.LEAST:
+        assert count * (arrays + sharing.OVERHEAD) <= memory * 1.001
+        assert arrays >= sharing.LEAST * 0.999 or count == 1
+    assert count == cores or (count + 1) * (sharing.OVERHEAD + sharing.LEAST) > memory  # no fewer than fit
+
+
+def test_a_worker_takes_its_part(gpu, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "PYTEST_XDIST_WORKER_COUNT": "4"})
+    os.environ.update(sharing.limits())
+    assert float(os.environ[sharing.FRACTION]) == sharing.fraction(4, 24 * GB, 24 * GB)
+    assert sharing.limit() == "5.0 GB"
+    assert sharing.limits() == {}  # what is set stays
+
+
+def test_a_process_alone_has_the_whole(gpu, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    assert sharing.limits() == {} and sharing.limit() is None
+
+
+@pytest.mark.parametrize(
+    "message, is_memory",
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.", True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: cuModuleLoadData", True),
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 262144, available: 232448", False),
+        ("relative error 3.00e-02 is over 1e-03", False),
+    ],
+)
+def test_which_errors_are_of_memory(message, is_memory):
+    assert (sharing.ran_out(RuntimeError(f"first\n {message}")) is not None) == is_memory
+    outer = AssertionError("outer")
+    outer.__cause__ = RuntimeError(message)
+    assert sharing.ran_out(outer) == (message if is_memory else None)
+
+
+TESTS = """
+import os, signal
+from parity.support.sharing import *
+
+def test_too_large():
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+
+def test_wrong():
+    raise AssertionError("wrong")
+
+def test_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_what_a_run_says(gpu, tmp_path, limited):
+    (tmp_path / "conftest.py").write_text(
+        "from parity.support.sharing import pytest_runtest_makereport, pytest_testnodedown"
+    )
+    (tmp_path / "test_it.py").write_text(TESTS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "500"}
+    environment.pop(sharing.FRACTION, None)
+    if limited:
+        environment[sharing.FRACTION] = "0.1"
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "1", "-rs", "--junitxml=out.xml", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert ("1 skipped" in done.stdout) == limited
+    assert ("2 failed" if limited else "3 failed") in done.stdout
+    share = f"{0.1 / sharing.JAX_PART * 24:.1f} GB"
+    line = f"needs more than its {share} of the GPU: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99"
+    assert (line in done.stdout) == limited
+    xml = (tmp_path / "out.xml").read_text()
+    assert ('name="needs_memory" value="test_it.py::test_too_large"' in xml) == limited
+    assert "ended by SIGKILL, as Linux ends a process where memory has run out" in done.stdout
+    assert "1.0 of 24.0 GB of the GPU" in done.stdout
+
+
+def test_how_a_process_ended(gpu):
+    assert sharing.death(-signal.SIGABRT).startswith("ended by SIGABRT; in use now: 1.0 of 24.0 GB of the GPU")
+    assert sharing.death(3).startswith("ended with exit code 3")
