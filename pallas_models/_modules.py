@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops, training
-from pallas_models.dispatch.dispatch import check_implementation
+from pallas_models._implementation import check_implementation
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.embedding import rows_of

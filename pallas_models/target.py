@@ -44,6 +44,25 @@ _CAPABILITIES = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Architectures:
+    """The generations of GPUs that a kernel runs on.
+
+    Attributes:
+      name: in words, as it follows "needs".
+      first: the major compute capability of the first.
+      last: the major compute capability of the last; None where all later ones do too.
+    """
+
+    name: str
+    first: int
+    last: int | None = None
+
+
+AMPERE_ON = Architectures("an NVIDIA GPU from Ampere on", 8)
+HOPPER = Architectures("a Hopper GPU", 9, 9)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     """The GPU that a program is for.
@@ -67,10 +86,10 @@ class Target:
         """Whether each GPU of a machine reaches the memory of all others by NVLink, of measured kinds."""
         return self.name == "NVIDIA H200"
 
-    @property
-    def is_hopper(self) -> bool:
-        """Whether kernels written for Hopper's tensor cores and bulk copies run."""
-        return self.capability[0] == 9
+    def runs(self, architectures: Architectures) -> bool:
+        """Whether kernels that are for some architectures run here."""
+        major = self.capability[0]
+        return architectures.first <= major and (architectures.last is None or major <= architectures.last)
 
 
 # What every GPU from Ampere on runs: for programs that are lowered without knowing where they will run.
@@ -85,7 +104,7 @@ def start() -> None:
     starting = threading.Thread(target=_local)
     starting.start()
     starting.join(_WITHOUT_GPU_S)
-    if starting.is_alive() or _local().is_hopper:
+    if starting.is_alive() or _local().runs(HOPPER):
         with contextlib.suppress(ImportError):  # whoever needs it will see that
             importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     starting.join()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
 from pallas_models import ops
-from pallas_models.kernels.triton.softmax import ALGORITHMS
+from pallas_models.kernels.forms.softmax import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
 
 HELP = "softmax of rows: ours and its ladder of algorithms, XLA, torch, jax.experimental.pallas.ops"

@@ -19,6 +19,7 @@ from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
 
 from pallas_models import exporting
 from pallas_models import target as targets
+from pallas_models.kernels.forms import Form
 from pallas_models.target import Target
 
 
@@ -46,8 +47,8 @@ class Sharding:
 
 Axes = tuple[str | None, ...]  # the name of each axis of an array; None for one that is not split
 Split = Mapping[str, tuple[str, ...]]  # the axes of the mesh that each axis is split over
-Options = dict[str, Any]
-Once = Callable[[Callable[..., Any]], Callable[..., Any]]  # what lowers a function of arrays and options once
+Program = Callable[[list[jax.Array], Form], Any]  # a function of the leaves of arrays, and of a call's form
+Once = Callable[[Program], Program]  # what lowers a function once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,8 +71,9 @@ class Total:
         return jax.lax.psum(x, self.over)
 
 
-# `function(leaves, static, total)` gives the results. `total` is given where they need other devices.
-Function = Callable[[list[jax.Array], Options, Total | None], list[jax.Array]]
+# `function(leaves, form, total)` gives the results. `total` is given where they need other devices. The form has
+# the operands of the whole call, and the options of the part that the leaves are.
+Function = Callable[[list[jax.Array], Form, Total | None], list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -171,29 +173,31 @@ class Layout:
         self,
         function: Function,
         leaves: Iterable[jax.Array],
-        static: Options,
+        form: Form,
         split: Split,
         mesh: Mapping[str, int],
         once: Once = lambda function: function,
         has_peers: bool = False,
     ) -> list[jax.Array]:
         """What a device computes of its part of the leaves, the same as all devices that share its part."""
-        static = dict(static)
-        for name, options in self.divides.items():
-            for option in options:
-                static[option] //= math.prod(mesh[a] for a in split.get(name, ()))
-        static |= {option: split[name] for name, option in self.over.items() if name in split}
+        options = form.options
+        changed: dict[str, Any] = {}
+        for name, divided in self.divides.items():
+            count = math.prod(mesh[a] for a in split.get(name, ()))
+            changed |= {option: options[option] // count for option in divided}
+        changed |= {option: split[name] for name, option in self.over.items() if name in split}
+        form = form.replace(**changed)
 
         def over(names: Iterable[str | None]) -> tuple[str, ...]:
             return tuple(a for name in split if name in set(names) for a in split[name])
 
         contracted = over(set(split) - self.summed)
         if contracted:
-            results = function(list(leaves), static, Total(over=contracted, once=once, has_peers=has_peers))
+            results = function(list(leaves), form, Total(over=contracted, once=once, has_peers=has_peers))
         elif not self.over.keys().isdisjoint(split):  # lowered apart it could not ask other devices
-            results = function(list(leaves), static, Total(has_peers=has_peers))
+            results = function(list(leaves), form, Total(has_peers=has_peers))
         else:
-            results = once(lambda leaves, **static: function(leaves, static, None))(list(leaves), **static)
+            results = once(lambda leaves, form: function(leaves, form, None))(list(leaves), form)
         lacking = (over(self.summed - set(axes)) for axes in self.results)
         return [jax.lax.psum(x, axes) if axes else x for x, axes in zip(results, lacking, strict=True)]
 
@@ -243,25 +247,25 @@ def _axes(term: str) -> Axes:
     return tuple(name if name.islower() else None for name in names)
 
 
-def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
-    """`function(leaves, static, None)`, which has kernels in it, each device computing its part.
+def spread(function: Function, layout: Layout, leaves: list[jax.Array], form: Form) -> list[jax.Array]:
+    """`function(leaves, form, None)`, which has kernels in it, each device computing its part.
 
     Under `jit` how leaves are spread is known only when XLA partitions the program; it then asks for the program
     of a part. Inside of a shard_map the leaves are a part.
     """
     if is_explicit(leaves):  # of an axis that vmap maps: others are split before
-        return over_explicit(function, layout, leaves, static, check_vma=False)
+        return over_explicit(function, layout, leaves, form, check_vma=False)
     apply = _on_device if jax.sharding.get_abstract_mesh().manual_axes else _partitioned
 
     @custom_vmap
     def call(*leaves: jax.Array) -> list[jax.Array]:
-        return apply(function, layout, list(leaves), static)
+        return apply(function, layout, list(leaves), form)
 
     @call.def_vmap
     def _(size: int, mapped: list[bool], *leaves: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        def of_all(leaves: list[jax.Array], static: Options, total: Total | None) -> list[jax.Array]:
+        def of_all(leaves: list[jax.Array], form: Form, total: Total | None) -> list[jax.Array]:
             def of_one(*leaves: jax.Array) -> list[jax.Array]:
-                return function(list(leaves), static, total)
+                return function(list(leaves), form, total)
 
             if all(len(x) == 1 for x, m in zip(leaves, mapped, strict=True) if m):  # a device's part may be one
                 parts = (x[0] if m else x for x, m in zip(leaves, mapped, strict=True))
@@ -270,7 +274,7 @@ def spread(function: Function, layout: Layout, leaves: list[jax.Array], static: 
                 total = dataclasses.replace(total, once=lambda function: function, has_peers=False)
             return jax.vmap(of_one, [0 if m else None for m in mapped])(*leaves)
 
-        results = spread(of_all, layout.mapped(mapped, size), list(leaves), static)
+        results = spread(of_all, layout.mapped(mapped, size), list(leaves), form)
         return results, [True] * len(results)
 
     return call(*leaves)
@@ -286,14 +290,14 @@ def can_spread() -> bool:
     return bool(mesh.manual_axes) or (not is_elsewhere and jax.device_count() > 1)
 
 
-def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
+def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], form: Form) -> list[jax.Array]:
     """The function as XLA's partitioner takes it."""
 
     programs: dict[Any, Any] = {}
 
     @custom_partitioning
     def call(*leaves: jax.Array) -> list[jax.Array]:
-        return function(list(leaves), static, None)
+        return function(list(leaves), form, None)
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         arrays = zip((*layout.results, *layout.operands), (*results, *operands), strict=True)
@@ -302,7 +306,7 @@ def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], st
         once = functools.partial(_lowered_once, programs, mesh.devices.flat[0])
 
         def part(*leaves: jax.Array) -> list[jax.Array]:
-            return layout.part(function, leaves, static, split, mesh.shape, once, _has_peers(mesh))
+            return layout.part(function, leaves, form, split, mesh.shape, once, _has_peers(mesh))
 
         return mesh, part, out_of, tuple(into)
 
@@ -320,16 +324,15 @@ def _has_peers(mesh: Any) -> bool:
     return jax.__version_info__ >= (0, 11) and len(mesh.shape) == 1 < mesh.size <= 8 and in_order and alone
 
 
-def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, lowered for a device on its first call with operands of some shapes.
+def _lowered_once(programs: dict[Any, Any], device: Any, function: Program) -> Program:
+    """The function, lowered for a device on its first call of a form with operands of some shapes.
 
     XLA asks for the program of a part at each place where a program has it, and a kernel takes half a second.
     """
 
-    def call(*arrays: Any, **static: Any) -> Any:
-        leaves, tree = jax.tree.flatten(arrays)  # type: tuple[list[jax.Array], Any]
+    def call(leaves: list[jax.Array], form: Form) -> Any:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        key = tree, tuple((x.shape, x.dtype) for x in shapes), tuple(sorted(static.items()))
+        key = tuple((x.shape, x.dtype) for x in shapes), form
         if key not in programs:
             platform = "cuda" if device.platform == "gpu" else device.platform
             kind = AbstractDevice(
@@ -337,9 +340,9 @@ def _lowered_once(programs: dict[Any, Any], device: Any, function: Callable[...,
                 num_cores=getattr(device, "core_count", None),
                 platform=device.platform,
             )
-            program = functools.partial(function, **static)
-            programs[key] = exporting.lower(program, jax.tree.unflatten(tree, shapes), platform, kind)
-        return programs[key].call(*arrays)
+            program = functools.partial(function, form=form)
+            programs[key] = exporting.lower(program, (shapes,), platform, kind)
+        return programs[key].call(leaves)
 
     return call
 
@@ -372,13 +375,13 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def _on_device(function: Function, layout: Layout, leaves: list[jax.Array], static: Options) -> list[jax.Array]:
+def _on_device(function: Function, layout: Layout, leaves: list[jax.Array], form: Form) -> list[jax.Array]:
     """The function, traced without the types that shard_map checks: Pallas has none for the results of kernels."""
     del layout
     leaves = varying_alike(leaves)
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     with _config._check_vma(False):
-        program = jax.make_jaxpr(lambda *leaves: function(list(leaves), static, None))(*plain)
+        program = jax.make_jaxpr(lambda *leaves: function(list(leaves), form, None))(*plain)
     return _device_program.bind(*leaves, program=program)
 
 
@@ -414,7 +417,7 @@ def is_explicit(arrays: Any) -> bool:
 
 
 def over_explicit(
-    function: Function, layout: Layout, leaves: list[jax.Array], static: Options, *, check_vma: bool
+    function: Function, layout: Layout, leaves: list[jax.Array], form: Form, *, check_vma: bool
 ) -> list[jax.Array]:
     """The function on an explicit mesh: a shard_map of what each device computes.
 
@@ -427,7 +430,7 @@ def over_explicit(
     split = layout.split(((axes, t.spec) for axes, t in zip(layout.operands, types, strict=True)), mesh.shape)
     into, out_of = layout.specs(split)
     part = jax.shard_map(
-        lambda *leaves: layout.part(function, leaves, static, split, mesh.shape),
+        lambda *leaves: layout.part(function, leaves, form, split, mesh.shape),
         mesh=mesh,
         in_specs=into,
         out_specs=out_of,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models import compilation_cache as caches
-from pallas_models.dispatch.dispatch import check_implementation
+from pallas_models._implementation import check_implementation
 from pallas_models.minilm import inputs as checks
 from pallas_models.minilm import packing, pipeline
 from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, begin_loading

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from pallas_models import compilation_cache as caches
 from pallas_models import target as targets
-from pallas_models.dispatch.dispatch import check_implementation
+from pallas_models._implementation import check_implementation
 from pallas_models.minilm import inputs as checks
 from pallas_models.minilm import model, packing, pipeline, tokenizing
 from pallas_models.minilm import similarity as similarities

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.scores import LOWEST, MASKING_BIAS, NO_KEY
 from pallas_models.kernels.mosaic import attention as mosaic
@@ -22,6 +24,7 @@ from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _half_precision
 from pallas_models.ops._checks import Array
+from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
 
 
@@ -542,6 +545,7 @@ OP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic.attention,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
@@ -549,16 +553,24 @@ OP = Op(
         ),
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic_resident.attention,
             config=None,
             refuses=mosaic_resident.unsupported,
             preferred=mosaic_resident.prefer,
         ),
-        Kernel(backend="triton", call=triton.attention, config=triton.Config, refuses=triton.unsupported),
+        Kernel(
+            backend="triton",
+            architectures=AMPERE_ON,
+            call=triton.attention,
+            config=triton.Config,
+            refuses=triton.unsupported,
+        ),
     ),
     backward=(
         Backward(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic_backward.attention_backward,
             keeps=2,
             options={"return_lse": True},

@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
+from pallas_models.target import AMPERE_ON
 from pallas_models.tuning import Chooser
 
 
@@ -197,7 +200,7 @@ def _backward(
 _OP = Op(
     name="embed_tokens",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=triton.embed_tokens, config=triton.Config),),
+    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),),
     backward=(Backward(backend="triton", call=_backward),),
     sharding=Sharding(equation="b S, b S, b S, V D, P D, T D, D, D -> b S D"),
 )

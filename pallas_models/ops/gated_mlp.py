@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
 from pallas_models.kernels.mosaic import matmul as mosaic_matmul
@@ -20,6 +22,7 @@ from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
+from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
 
 EQUATION = "mk,kgn->mgn"
@@ -151,12 +154,13 @@ _OP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic.gated_matmul,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
             preferred=mosaic_matmul.prefer,
         ),
-        Kernel(backend="triton", call=triton.gated_matmul, config=triton.Config),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.gated_matmul, config=triton.Config),
     ),
     backward=(Backward(backend="xla", call=_backward, keeps=-2, options={"return_products": True}),),
     sharding=Sharding(equation="m K, K G n, G n -> m n, m n, m n"),

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding, varying_alike
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.target import Target
+from pallas_models.target import AMPERE_ON, Target
 from pallas_models.tuning import Chooser
 
 Reduction = Literal["mean", "sum"]
@@ -382,7 +384,7 @@ def _refuses_backward(*_: Any, gradient: bool, **__: Any) -> str | None:
 _OP = Op(
     name="linear_cross_entropy",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=_with_kernel, config=triton.Config),),
+    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=_with_kernel, config=triton.Config),),
     backward=(Backward(backend="triton", call=_backward, refuses=_refuses_backward),),
     sharding=Sharding(equation="t D, D V, V, t, t -> t, t D, D V, V"),
     derivative=reference,  # whose gradient then keeps its operands alone, where XLA computes it too

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.mosaic import peer_reduction as sum_of_parts
@@ -23,7 +25,7 @@ from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
-from pallas_models.target import Target
+from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
 _STORED_FROM = 2**25  # sums; on four H200s half as many take 17% longer than by NCCL, so many take 20% less
@@ -289,16 +291,18 @@ _OP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic.matmul,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
         ),
-        Kernel(backend="triton", call=triton.matmul, config=triton.Config),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.matmul, config=triton.Config),
     ),
     backward=(
         Backward(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic_backward,
             refuses=refuses_mosaic_backward,
             preferred=_prefer_mosaic_backward,

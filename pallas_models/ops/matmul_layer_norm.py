@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as mosaic_cluster
@@ -18,6 +20,7 @@ from pallas_models.ops._checks import Array
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
+from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
 
 
@@ -179,6 +182,7 @@ _OP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic_cluster.matmul_layer_norm,
             config=mosaic_cluster.Config,
             refuses=mosaic.unsupported,
@@ -186,12 +190,13 @@ _OP = Op(
         ),
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic.matmul_layer_norm,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
         ),
-        Kernel(backend="triton", call=_triton, config=triton.Config),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=_triton, config=triton.Config),
     ),
     backward=(Backward(backend="triton", call=_backward, keeps=-2, options={"return_kept": True}),),
     sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N, m N, S m"),

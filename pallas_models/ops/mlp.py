@@ -11,15 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.dispatch.dispatch import (
-    Backward,
-    Implementation,
-    Kernel,
-    Op,
-    differentiated_as,
-    has_backward,
-    run,
-)
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.derivatives import differentiated_as
+from pallas_models.dispatch.legacy import Op, has_backward, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.ops import _checks, activations
@@ -28,6 +23,7 @@ from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import backward as matmul_backward
 from pallas_models.ops.matmul import finish, many_rows, matmul, mosaic_backward, refuses_mosaic_backward
 from pallas_models.ops.matmul import reference as matmul_reference
+from pallas_models.target import HOPPER
 
 
 def mlp(
@@ -168,6 +164,7 @@ _UP = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=functools.partial(_up, mosaic.matmul),
             config=None,
             refuses=_up_refuses,
@@ -177,6 +174,7 @@ _UP = Op(
     backward=(
         Backward(
             backend="mosaic",
+            architectures=HOPPER,
             call=functools.partial(_up_backward, mosaic_backward),
             refuses=_up_backward_refuses,
             preferred=many_rows,
@@ -264,6 +262,7 @@ _DOWN = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=functools.partial(_down, mosaic.matmul),
             config=None,
             refuses=_down_refuses,
@@ -271,7 +270,13 @@ _DOWN = Op(
         ),
     ),
     backward=(
-        Backward(backend="mosaic", call=_down_backward, refuses=_down_backward_refuses, preferred=many_rows),
+        Backward(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=_down_backward,
+            refuses=_down_backward_refuses,
+            preferred=many_rows,
+        ),
     ),
     sharding=Sharding(equation="m n, m n, n d, d, m d -> m d"),
     contracted=_down_contracted,

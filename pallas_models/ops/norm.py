@@ -9,13 +9,16 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run, run_backward
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run, run_backward
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import norm_backward as mosaic
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
+from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
 
 
@@ -324,10 +327,11 @@ def _sharding(*_: Any, return_residual: bool, return_statistics: bool = False, *
 _OP = Op(
     name="norm",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=triton.norm, config=triton.Config),),
+    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.norm, config=triton.Config),),
     backward=(
         Backward(
             backend="mosaic",
+            architectures=HOPPER,
             call=_of_results(mosaic.norm_backward),
             keeps=-1,
             options={"return_statistics": True},

@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
+from pallas_models.target import AMPERE_ON
 from pallas_models.tuning import Chooser
 
 
@@ -210,14 +213,23 @@ def _segments_backward(
 _OP = Op(
     name="mean_pool",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=_with_mean(triton.mean_pool), config=triton.Config),),
+    kernels=(
+        Kernel(backend="triton", architectures=AMPERE_ON, call=_with_mean(triton.mean_pool), config=triton.Config),
+    ),
     sharding=Sharding(equation="b S N, b S -> b N, b N"),
     backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_mean": True}),),
 )
 _SEGMENTS = Op(
     name="segment_mean_pool",
     reference=segment_reference,
-    kernels=(Kernel(backend="triton", call=_with_mean(triton.segment_mean_pool), config=triton.Config),),
+    kernels=(
+        Kernel(
+            backend="triton",
+            architectures=AMPERE_ON,
+            call=_with_mean(triton.segment_mean_pool),
+            config=triton.Config,
+        ),
+    ),
     sharding=Sharding(equation="B S N, B S -> M N, M N"),
     backward=(Backward(backend="xla", call=_segments_backward, keeps=-1, options={"return_mean": True}),),
 )

@@ -8,15 +8,10 @@ from typing import Any
 
 import jax
 
-from pallas_models.dispatch.dispatch import (
-    Implementation,
-    Kernel,
-    Op,
-    check_implementation,
-    differentiated_as,
-    run,
-    serves,
-)
+from pallas_models._implementation import Implementation, check_implementation
+from pallas_models.dispatch.derivatives import differentiated_as
+from pallas_models.dispatch.legacy import Op, run, serves
+from pallas_models.dispatch.records import Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import post_norm_layers as mosaic
 from pallas_models.ops import _checks, activations
@@ -24,6 +19,7 @@ from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.post_norm_mlp import post_norm_mlp
+from pallas_models.target import HOPPER
 
 Layer = Mapping[str, Array]
 # The arrays of a layer and their axes.
@@ -172,6 +168,14 @@ def _sharding(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], **_
 _OP = Op(
     name="post_norm_layers",
     reference=reference,
-    kernels=(Kernel(backend="mosaic", call=mosaic.post_norm_layers, config=None, refuses=mosaic.unsupported),),
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=mosaic.post_norm_layers,
+            config=None,
+            refuses=mosaic.unsupported,
+        ),
+    ),
     sharding=_sharding,
 )

@@ -9,7 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_models.dispatch.dispatch import Implementation, Kernel, Op, differentiated_as, run, serves
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.derivatives import differentiated_as
+from pallas_models.dispatch.legacy import Op, run, serves
+from pallas_models.dispatch.records import Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul_layer_norm import fills
@@ -23,6 +26,7 @@ from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
 from pallas_models.ops.matmul_layer_norm import matmul_layer_norm
 from pallas_models.ops.matmul_layer_norm import reference as norm_reference
+from pallas_models.target import AMPERE_ON, HOPPER
 
 
 def post_norm_mlp(
@@ -225,7 +229,15 @@ def reference(
 _OP = Op(
     name="post_norm_mlp",
     reference=reference,
-    kernels=(Kernel(backend="mosaic", call=mosaic.post_norm_mlp, config=None, refuses=mosaic.unsupported),),
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=mosaic.post_norm_mlp,
+            config=None,
+            refuses=mosaic.unsupported,
+        ),
+    ),
     sharding=Sharding(equation="m K, m N, K N, N, N, N, N F, F, F N, N, N, N -> m N"),
 )
 
@@ -276,6 +288,7 @@ _PROJECTING = Op(
     kernels=(
         Kernel(
             backend="triton",
+            architectures=AMPERE_ON,
             call=triton.attention_matmul_layer_norm,
             config=None,
             refuses=triton.unsupported,
@@ -299,6 +312,7 @@ _ATTENDING = Op(
     kernels=(
         Kernel(
             backend="mosaic",
+            architectures=HOPPER,
             call=mosaic.attention_post_norm_mlp,
             config=None,
             refuses=mosaic.unsupported_attention,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models.dispatch.dispatch import Implementation, Name, check_implementation, run, run_backward
+from pallas_models._implementation import Implementation, Name, check_implementation
+from pallas_models.dispatch.legacy import run, run_backward
 from pallas_models.dispatch.sharding import varying_alike
 from pallas_models.kernels.common.scores import NO_KEY
 from pallas_models.ops import _checks

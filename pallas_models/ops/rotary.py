@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.target import Target
+from pallas_models.target import AMPERE_ON, Target
 from pallas_models.tuning import Chooser
 
 
@@ -185,7 +187,7 @@ def _backward(
 _OP = Op(
     name="rotary",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=triton.rotary, config=triton.Config),),
+    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),),
     sharding=Sharding(equation="b s F, b s C, b s C, D, D -> b s F"),
     backward=(Backward(backend="triton", call=_backward),),
 )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.softmax import ALGORITHMS, Algorithm, Form
 from pallas_models.kernels.triton import softmax as triton
-from pallas_models.kernels.triton.softmax import Algorithm
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
+from pallas_models.target import AMPERE_ON
 from pallas_models.tuning import Chooser
 
 
@@ -64,8 +66,8 @@ def softmax(
         raise ValueError(f"x has shape {x.shape}; expected at least one axis")
     if not -x.ndim <= operator.index(axis) < x.ndim:
         raise ValueError(f"{axis=} is out of range for x of shape {x.shape}")
-    if algorithm is not None and algorithm not in triton.ALGORITHMS:
-        raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(f"{algorithm=} is unknown; expected None or one of {ALGORITHMS}")
     if where is not None:
         _check_where(where, x.shape)
         where = where if where.dtype.itemsize <= 4 else _checks.as_int32(where)
@@ -80,16 +82,8 @@ def softmax(
     repeat = 1
     if where is not None:
         where, repeat = _mask_rows(where, x.shape, axis)
-    out = run(
-        _OP,
-        rows.reshape(-1, n),
-        where,
-        config=config,
-        implementation=implementation,
-        scale=float(scale),
-        repeat=repeat,
-        algorithm=algorithm,
-    )
+    form = Form(x=rows.reshape(-1, n), where=where, scale=float(scale), repeat=repeat, algorithm=algorithm)
+    out = run(_OP, form, config=config, implementation=implementation)
     return jnp.moveaxis(out.reshape(*batch, n), -1, axis).astype(dtype)
 
 
@@ -114,14 +108,13 @@ def _mask_rows(where: Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Arr
     return jnp.broadcast_to(where, (*batch[first:last], n)).reshape(-1, n), repeat
 
 
-def reference(
-    x: jax.Array, where: jax.Array | None, *, scale: float, repeat: int, algorithm: Algorithm | None = None
-) -> jax.Array:
+def reference(form: Form[jax.Array]) -> jax.Array:
     """The same in plain XLA, over the rows of x (M, N), with row i masked by row `i // repeat % W` of where."""
+    x, where, scale = form.x, form.where, form.scale
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
     kept = where[:, None, :] != 0
-    y = jnp.where(kept, x.reshape(-1, where.shape[0], repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
+    y = jnp.where(kept, x.reshape(-1, len(where), form.repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
     # A row with nothing left has maximum 0 and sum 1, so that its result and its gradient are 0.
     left = jnp.any(kept, axis=-1, keepdims=True)
     peak = jnp.max(jnp.where(kept, y, -jnp.inf), axis=-1, keepdims=True)
@@ -132,20 +125,21 @@ def reference(
     return jnp.where(kept, e, 0.0).reshape(x.shape).astype(x.dtype)  # not the NaN of a row of -inf
 
 
-def _sharding(x: jax.Array, where: jax.Array | None, *, repeat: int, **_: Any) -> Sharding:
+def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     """Rows are split where rows of the mask are, or between repetitions of the whole mask."""
-    if where is None:
+    if form.where is None:
         return Sharding(equation="m N, W N -> m N")
-    times = len(x) // (len(where) * repeat)
+    rows = form.where.shape[0]
+    times = form.x.shape[0] // (rows * form.repeat)
     if times > 1:
         return Sharding(equation="(t R) N, W N -> (t R) N", sizes={"t": times})
-    return Sharding(equation="(w R) N, w N -> (w R) N", sizes={"w": len(where)})
+    return Sharding(equation="(w R) N, w N -> (w R) N", sizes={"w": rows})
 
 
 _OP = Op(
     name="softmax",
     reference=reference,
-    kernels=(Kernel(backend="triton", call=triton.softmax, config=triton.Config),),
+    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),),
     backward=(Backward(backend="triton", call=softmax_backward, keeps=1),),
     sharding=_sharding,
 )

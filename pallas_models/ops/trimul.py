@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_models.dispatch.dispatch import Backward, Implementation, Kernel, Op, run
+from pallas_models._implementation import Implementation
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
@@ -22,7 +24,7 @@ from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_pr
 from pallas_models.ops import _checks, _half_precision, norm
 from pallas_models.ops._channel_exchange import AxisNames, ByChannels
 from pallas_models.ops._checks import Array
-from pallas_models.target import Target
+from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
 Direction = Literal["outgoing", "incoming"]
@@ -388,8 +390,8 @@ _OP = Op(
     name="triangle_update",
     reference=reference,
     kernels=(
-        Kernel(backend="mosaic", call=_mosaic, config=None, refuses=_unsupported_by_mosaic),
-        Kernel(backend="triton", call=_triton, config=Config),
+        Kernel(backend="mosaic", architectures=HOPPER, call=_mosaic, config=None, refuses=_unsupported_by_mosaic),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=_triton, config=Config),
     ),
     backward=(Backward(backend="xla", call=_backward),),
     sharding=Sharding(

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models import ops
-from pallas_models.dispatch.dispatch import Op
+from pallas_models.dispatch import legacy
+from pallas_models.dispatch.records import Op
+from pallas_models.kernels.forms.softmax import ALGORITHMS
 from pallas_models.kernels.triton import attention as triton_attention
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
@@ -311,7 +313,7 @@ def _softmax(pick: Pick, dtype: str, _: bool) -> _Drawn:
     if pick.chance(0.25):
         options["axis"] = pick.of((0, 1, -2))
     elif pick.chance(0.6):
-        options["algorithm"] = pick.of(triton_softmax.ALGORITHMS)
+        options["algorithm"] = pick.of(ALGORITHMS)
         if options["algorithm"] != "fused" and pick.chance(0.5):
             splits = pick.of((1, 2, 3)) if options["algorithm"] == "online" else 1
             options["config"] = triton_softmax.Config(
@@ -516,7 +518,7 @@ _DRAW: dict[str, Callable[[Pick, str, bool], _Drawn]] = {
 def _has_kernel(op: str, backend: str) -> bool:
     """Whether the module of an op has a record of a kernel of that backend."""
     module = sys.modules[getattr(ops, op).__module__]
-    records = [value for value in vars(module).values() if isinstance(value, Op)]
+    records = [value for value in vars(module).values() if isinstance(value, Op | legacy.Op)]
     return any(kernel.backend == backend for record in records for kernel in record.kernels)
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.dispatch.dispatch import Backward, Kernel, Op, run
+from pallas_models.dispatch.legacy import Op, run
+from pallas_models.dispatch.records import Backward, Kernel
 from pallas_models.dispatch.sharding import Sharding
 from parity.support.common import assert_close, normal
 from parity.support.tolerances import GRADIENT

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_models import minilm, ops
-from pallas_models.dispatch import dispatch
+from pallas_models.dispatch import choice
 from pallas_models.kernels.triton.attention import Config as Blocks
 from parity.support.cases import CALLS, Call, layer
 from parity.support.common import MOSAIC_CALL, ON_GPU, assert_close, cuda_device, normal, random_params
@@ -455,7 +455,7 @@ def test_arrays_too_large_for_the_kernels():
     ],
 )
 def test_what_is_counted_in_32_bits(shape, dtype, rows):
-    assert dispatch._most_rows(jax.ShapeDtypeStruct(shape, dtype)) == rows
+    assert choice._most_rows(jax.ShapeDtypeStruct(shape, dtype)) == rows
 
 
 NO_CUDA = re.escape(

@@ -52,7 +52,7 @@ def test_devices_are_known_by_name(device):
     assert found == target.Target(
         name=device[0], capability=capability, num_cores=device[1], shared_memory=kib * KIB
     )
-    assert found.is_hopper == (capability == (9, 0))
+    assert found.runs(target.HOPPER) == (capability == (9, 0))
 
 
 def test_multiprocessors_are_left():

@@ -34,7 +34,7 @@ def kernel(function: Callable[..., Any], dtypes: Sequence[Any], arrays: Arrays, 
         for name in arrays:
             plgpu.copy_gmem_to_smem(getattr(refs, name), tile(name), refs.full)
         plgpu.barrier_wait(refs.full)
-        both = (load(tile(name), plgpu.Layout.WGMMA, interpret=interpret) for name in "xy")
+        both = (load(tile(name), plgpu.Layout.WGMMA) for name in "xy")
         rows, columns = (
             [load_vector(tile(name), axis, interpret=interpret) for name in names]
             for axis, names in enumerate((ROWS, COLUMNS))

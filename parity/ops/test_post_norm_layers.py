@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_models import minilm, ops
-from pallas_models.dispatch import dispatch
+from pallas_models.dispatch import sharding
 from pallas_models.kernels.mosaic.post_norm_layers import unsupported
 from pallas_models.ops.post_norm_layers import _OP
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -173,7 +173,8 @@ def test_more_layers_make_no_longer_kernel():
 def test_sequences_are_split_over_devices():
     x, layers, mask = operands(2, 8, 128, 512, 2).values()
     static = dict(num_heads=4, activation="gelu", epsilon=1e-12, precision=None)
-    layout, _ = dispatch._layout(_OP, (x, mask, tuple(layers)), static)
+    arrays = x, mask, tuple(layers)
+    layout = sharding.Layout.of(_OP.sharding(*arrays, **static), arrays, 1)
     split = [axes for axes in (*layout.operands, *layout.results) if any(axes)]
     assert split == [("b", None, None), ("b", None), ("b", None, None)]
 

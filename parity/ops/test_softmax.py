@@ -10,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.forms.softmax import ALGORITHMS, Form
 from pallas_models.kernels.triton import softmax
-from pallas_models.kernels.triton.softmax import ALGORITHMS, Config
+from pallas_models.kernels.triton.softmax import Config
 from pallas_models.kernels.triton.softmax_backward import Config as BackwardConfig
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from parity.support.common import (
@@ -339,8 +340,14 @@ def test_every_config_of_the_gradient(shape, config):
     cotangent = draw(*shape, seed=23)
     block_m, block_n, num_warps = config
     config = BackwardConfig(block_m=block_m, block_n=block_n, num_warps=num_warps)
-    options = dict(scale=0.3, config=config, target=gpu(), interpret=not ON_GPU)
-    dx, none = jax.jit(functools.partial(softmax_backward, **options))(out, None, out, cotangent)
+    options = dict(wanted=(True, False), config=config, target=gpu(), interpret=not ON_GPU)
+
+    @jax.jit
+    def backward(x, out, dout):
+        form = Form(x=x, where=None, scale=0.3, repeat=1, algorithm=None)
+        return softmax_backward(form, [out], [dout], **options)
+
+    dx, none = backward(out, out, cotangent)
     assert none is None
     y, dy = float64(out), float64(cotangent)
     assert_close(dx, y * (dy - np.sum(y * dy, axis=-1, keepdims=True)) * 0.3, GRADIENT)

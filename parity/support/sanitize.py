@@ -3,9 +3,9 @@
 memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
 threads reach. Each runs all calls of `BY_BACKEND` in `parity/support/cases.py`, at odd and at even sizes, with
 gradients where these have kernels, each in a process of its own. They are compiled before, without a tool, under
-which that takes minutes. A process that hangs, as some do under a tool while they load what was compiled, is ended and the
-call begun anew; the report names it. The exit code is 0 without a finding, 1 with one, 2 where a tool cannot run
-or does not get through.
+which that takes minutes. A process that hangs, as some do under a tool while they load what was compiled, is ended
+and the call begun anew; the report names it. The exit code is 0 without a finding, 1 with one, 2 where a tool
+cannot run or does not get through.
 """
 
 import argparse

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from pallas_models import ops
-from pallas_models.dispatch import dispatch
-from pallas_models.dispatch.dispatch import Op
+from pallas_models.dispatch import legacy, run
+from pallas_models.dispatch.records import Call, Op
 from parity import __main__ as check
 from parity.support import sanitize
 from parity.support.common import cuda_device
@@ -24,7 +24,7 @@ def records() -> dict[str, Op]:
     modules = [
         importlib.import_module(f"{ops.__name__}.{module.name}") for module in pkgutil.iter_modules(ops.__path__)
     ]
-    return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
+    return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, Op | legacy.Op)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Run:
 def runs() -> list[Run]:
     """All runs traced for a GPU; it raises where a kernel does not serve its call."""
     called: set[tuple[str, str]] = set()
-    original, found = dispatch._run, []
+    original, found = run._run, []
 
-    def spy(*args: Any, op: Op, names: tuple[str, ...], **rest: Any) -> Any:
-        if names[0] != "xla":  # as within a reference
-            called.add((op.name, names[0]))
-        return original(*args, op=op, names=names, **rest)
+    def spy(*args: Any, call: Call[Any], **rest: Any) -> Any:
+        if call.names[0] != "xla":  # as within a reference
+            called.add((call.op.name, call.names[0]))
+        return original(*args, call=call, **rest)
 
     with pytest.MonkeyPatch.context() as monkeypatch, cuda_device("NVIDIA H200", 132):
-        monkeypatch.setattr(dispatch, "_run", spy)
+        monkeypatch.setattr(run, "_run", spy)
         for backend, call, dtype, size in sanitize.runs():
             called.clear()
             arrays = call.arrays(dtype, size)

@@ -377,7 +377,7 @@ def _attention_kernel(
                 return x if interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
             def ids(ref: Ref, axis: int) -> jax.Array:
-                return spread(load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret), axis)
+                return spread(load(ref, plgpu.Layout.WGMMA.reduce(1 - axis)), axis)
 
             def mask(scores: jax.Array) -> jax.Array:
                 key, valid = block * block_kv, []

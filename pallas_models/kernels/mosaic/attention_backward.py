@@ -331,7 +331,7 @@ def _consume(refs: Refs, side: _Side, *, sm_scale: float, interpret: bool) -> No
         for index, axis, names in ((warpgroup, 0, side.tile_ids), ((slot, columns), 1, side.block_ids)):
             for name in names:
                 ref = getattr(refs, f"{name}_ids").at[index]
-                x = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), interpret=interpret)
+                x = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
                 ids[name] = in_registers(jax.lax.broadcast_in_dim(x, scores.shape, [axis]))
         if "mask" in ids:
             terms.append(ids["mask"] != 0)

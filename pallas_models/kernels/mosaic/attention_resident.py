@@ -124,7 +124,7 @@ def _attention_kernel(
 
             def masked(scores: jax.Array) -> jax.Array:
                 row = refs.mask.at[batch, pl.ds(j * block_kv, block_kv)]
-                row = load(row, plgpu.Layout.WGMMA.reduce(0), interpret=interpret)
+                row = load(row, plgpu.Layout.WGMMA.reduce(0))
                 row = jax.lax.broadcast_in_dim(row, scores.shape, [1])
                 # Where that is not said, to infer the layouts of integers takes long.
                 row = row if interpret else plgpu.layout_cast(row, plgpu.Layout.WGMMA)

@@ -165,9 +165,7 @@ def matmul_layer_norm(
         plgpu.barrier_arrive(refs.known.at[0])
         plgpu.barrier_wait(refs.known.at[0])
         rows = plgpu.Layout.WGMMA.reduce(1)
-        mean_there, square_there = (
-            load(refs.moments.at[1 - warpgroup, i], rows, interpret=interpret) for i in range(2)
-        )
+        mean_there, square_there = (load(refs.moments.at[1 - warpgroup, i], rows) for i in range(2))
         plgpu.barrier_arrive(refs.known.at[1])  # both have read before the next tile's are written
         plgpu.barrier_wait(refs.known.at[1])
         square += square_there + jnp.square(mean - mean_there) * (half / 2)

@@ -138,7 +138,7 @@ def matmul_layer_norm(
             plgpu.copy_gmem_to_smem(refs.w.at[ks, columns], refs.w_ring.at[slot], full)
 
         def vector(ref: Ref) -> jax.Array:
-            return along(load(ref.at[columns], plgpu.Layout.WGMMA.reduce(0), interpret=interpret), 1)
+            return along(load(ref.at[columns], plgpu.Layout.WGMMA.reduce(0)), 1)
 
         def along(values: jax.Array, axis: int) -> jax.Array:
             return jax.lax.broadcast_in_dim(values.astype(jnp.float32), (_ROWS, block_n), [axis])
@@ -179,7 +179,7 @@ def matmul_layer_norm(
             all_gather(refs.moments.at[rank], ctas)
 
             def moment(j: jax.Array, i: int) -> jax.Array:
-                return load(refs.moments.at[j, i], plgpu.Layout.WGMMA.reduce(1), interpret=interpret)
+                return load(refs.moments.at[j, i], plgpu.Layout.WGMMA.reduce(1))
 
             def total(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
                 return jax.lax.fori_loop(1, ctas, lambda j, before: before + term(j), term(jnp.int32(0)))

@@ -125,7 +125,7 @@ def norm_backward(
         steps = jax.lax.div(m - cluster + num_clusters - 1, num_clusters)
 
         def float32(ref: Ref) -> jax.Array:
-            return load(ref, layout, interpret=interpret).astype(jnp.float32)
+            return load(ref, layout).astype(jnp.float32)
 
         scales = float32(refs.scale.at[columns])
 

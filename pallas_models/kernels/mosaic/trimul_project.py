@@ -268,16 +268,16 @@ def project(
 
         def read() -> list[jax.Array]:
             plgpu.barrier_wait(refs.x_full)
-            return [load(refs.x_smem.at[i], registers, interpret=interpret) for i in range(len(pieces))]
+            return [load(refs.x_smem.at[i], registers) for i in range(len(pieces))]
 
         def fetch_mask(step: jax.Array) -> jax.Array | None:
             if mask is None:
                 return None
             item, rows = rows_of(step)
-            return load(refs.mask.at[item, rows], registers.reduce(1), interpret=interpret)
+            return load(refs.mask.at[item, rows], registers.reduce(1))
 
         def vector(i: int, channels: pl.Slice) -> jax.Array:
-            v = load(refs.norm_smem.at[i, channels], registers.reduce(0), interpret=interpret)
+            v = load(refs.norm_smem.at[i, channels], registers.reduce(0))
             return jax.lax.broadcast_in_dim(v, (ROWS, piece), [1])
 
         def normalised(xs: list[jax.Array], factor: jax.Array | None) -> list[jax.Array]:
@@ -327,7 +327,7 @@ def project(
             plgpu.barrier_wait(refs.z_full)
             factor = None
             if mask is not None:
-                factor = load(refs.factor_smem, registers.reduce(1), interpret=interpret)
+                factor = load(refs.factor_smem, registers.reduce(1))
 
             def masked(side: jax.Array) -> jax.Array:
                 return side if factor is None else side * along_rows(factor, COLUMNS)
@@ -348,7 +348,7 @@ def project(
                     plgpu.barrier_arrive(refs.z_free)
 
                 if refs.b is not None:
-                    shift = load(refs.b.at[j], registers.reduce(0), interpret=interpret)
+                    shift = load(refs.b.at[j], registers.reduce(0))
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
                 gate_and_store(
                     y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret, peers=peers

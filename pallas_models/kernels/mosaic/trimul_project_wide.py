@@ -134,7 +134,7 @@ def project(
         def read(step: jax.Array, i: int) -> jax.Array:
             slot = jax.lax.rem(step * pieces + i, x_stages)
             plgpu.barrier_wait(refs.x_full.at[warpgroup * x_stages + slot])
-            return load(refs.x_smem.at[warpgroup, slot], registers, interpret=interpret).astype(jnp.float32)
+            return load(refs.x_smem.at[warpgroup, slot], registers).astype(jnp.float32)
 
         def normalised(step: jax.Array) -> list[jax.Array]:
             xs = []
@@ -191,7 +191,7 @@ def project(
                 at, slot = rows_of(step), refs.out_smem.at[warpgroup]
                 factor = None
                 if mask is not None:
-                    factor = load(refs.mask.at[at], registers.reduce(1), interpret=interpret)
+                    factor = load(refs.mask.at[at], registers.reduce(1))
                     factor = factor.astype(jnp.float32)
 
                 def masked(side: jax.Array) -> jax.Array:
@@ -205,7 +205,7 @@ def project(
                 @pl.loop(0, num_products)
                 def _(j: jax.Array) -> None:
                     y = product(zs, (step * num_products + j) * w_steps)
-                    shift = load(refs.b.at[j], registers.reduce(0), interpret=interpret)
+                    shift = load(refs.b.at[j], registers.reduce(0))
                     y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
                     gate_and_store(y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret)
 

@@ -5,13 +5,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.softmax import Algorithm, Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -25,9 +25,6 @@ from pallas_models.kernels.triton.common import (
 )
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
-
-Algorithm = Literal["naive", "online", "fused"]
-ALGORITHMS: tuple[Algorithm, ...] = ("naive", "online", "fused")
 
 _LONGEST_FUSED = 32768  # columns: 32 warps of 32 elements a thread
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -279,22 +276,12 @@ def _write_kernel(
 
 
 def softmax(
-    x: jax.Array,
-    where: jax.Array | None,
-    *,
-    scale: float,
-    repeat: int,
-    algorithm: Algorithm | None,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """Softmax over the rows of x (M, N); see `pallas_models.ops.softmax`.
-
-    Row i of x is masked by row `i // repeat % W` of where (W, N).
-    """
+    """Softmax over the rows of x (M, N), in the dtype of x."""
+    x, where, scale, repeat = form.x, form.where, form.scale, form.repeat
     m, n = x.shape
-    algorithm = algorithm or fastest(n)
+    algorithm = form.algorithm or fastest(n)
     config = choose(
         config,
         Problem(

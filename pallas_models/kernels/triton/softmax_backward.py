@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -101,18 +102,18 @@ def _kernel(
 
 
 def softmax_backward(
-    x: jax.Array,
-    where: jax.Array | None,
-    out: jax.Array,
-    dout: jax.Array,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
     *,
-    scale: float,
+    wanted: tuple[bool, ...],
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-    **_: object,
 ) -> tuple[jax.Array, None]:
-    """The cotangent of x (M, N), `out * (dout - sum(out * dout)) * scale`, 0 wherever out is."""
+    """The cotangent of x (M, N), `out * (dout - sum(out * dout)) * scale`, which is 0 wherever out is."""
+    assert wanted[0], "where has no cotangent"
+    (out,), (dout,) = kept, cotangents
     m, n = out.shape
     config = choose(
         config,
@@ -129,8 +130,8 @@ def softmax_backward(
         target,
     )
     dx = pl.pallas_call(
-        functools.partial(_kernel, config=config, scale=scale),
-        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
+        functools.partial(_kernel, config=config, scale=form.scale),
+        out_shape=jax.ShapeDtypeStruct((m, n), form.x.dtype),
         grid=(pl.cdiv(m, config.block_m),),
         compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,

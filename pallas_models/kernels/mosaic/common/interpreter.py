@@ -1,13 +1,22 @@
-"""What the interpreter of Mosaic GPU needs and cannot do."""
+"""What the interpreter of Mosaic GPU needs, what it cannot do, and primitives that have a meaning for it."""
 
+import contextlib
+import contextvars
+import functools
 import os
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from pallas_models._processes import cores
 from pallas_models.kernels.mosaic.common.backend import plgpu
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The primitives by name: what a GPU runs, and the meaning of it.
+PRIMITIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _INTERPRETER_THREADS = 16  # of XLA on the CPU that suffice: each warpgroup that waits keeps one
 
 
@@ -51,3 +60,38 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
 def interprets_transposed() -> bool:
     """Whether the interpreter multiplies operands that lie transposed in memory; that of JAX 0.10 does not."""
     return jax.__version_info__ >= (0, 11)
+
+
+_interprets = contextvars.ContextVar("the kernel that is traced is for the interpreter", default=False)
+
+
+@contextlib.contextmanager
+def tracing(interpret: bool) -> Iterator[None]:
+    """Says whether the kernel that is traced inside is for the interpreter; `launch` does."""
+    token = _interprets.set(interpret)
+    try:
+        yield
+    finally:
+        _interprets.reset(token)
+
+
+def meaning(interpreted: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a primitive of a function that only a GPU runs. The interpreter runs its meaning, `interpreted`.
+
+    This is the one fork between kernels that are compiled and kernels that are interpreted: a kernel's body has
+    none. A test on the GPU holds each primitive against its meaning.
+
+        @meaning(lambda x, layout: x)
+        def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
+            return plgpu.layout_cast(x, layout)
+    """
+
+    def primitive(compiled: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(compiled)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            return (interpreted if _interprets.get() else compiled)(*args, **options)
+
+        PRIMITIVES[f"{compiled.__module__.rpartition('.')[2]}.{compiled.__qualname__}"] = compiled, interpreted
+        return call
+
+    return primitive

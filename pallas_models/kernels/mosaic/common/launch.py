@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.interpreter import interpreter_params
+from pallas_models.kernels.mosaic.common.interpreter import interpreter_params, tracing
 from pallas_models.kernels.mosaic.common.parallel_compile import compiled_ahead
 
 Refs = Any  # a namespace of references, by the names that `launch` was given
@@ -52,7 +52,12 @@ def launch(
         absent = dict.fromkeys((*operands, *out_type))
         refs = types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch)
         # JAX traces a kernel anew where it is mapped over, under the user's settings.
-        with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        with (
+            jax.enable_x64(False),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+            tracing(interpret),
+        ):
             body(refs)
 
     kernel.__name__ = name

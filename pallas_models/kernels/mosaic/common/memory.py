@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import meaning
 
 ROW_BYTES = 128  # of a row of a tile of shared memory
 
@@ -35,9 +36,18 @@ def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
 _INDEX = ((),) if jax.__version_info__ < (0, 11) else ()  # JAX 0.10 wants one
 
 
-def load(ref: Ref, layout: Any, *, interpret: bool) -> jax.Array:
+@meaning(lambda ref, layout: ref[...])
+def load(ref: Ref, layout: Any) -> jax.Array:
     """Loads what `ref` points at in device or shared memory, each thread the elements that it has in `layout`."""
-    return ref[...] if interpret else plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+    loaded: jax.Array = plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+    return loaded
+
+
+@meaning(lambda x, layout: x)
+def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
+    """The same values, each in the thread that has it in `layout`; what is not said is inferred, slowly."""
+    cast: jax.Array = plgpu.layout_cast(x, layout)
+    return cast
 
 
 def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:

@@ -61,7 +61,7 @@ class Peers:
     def store(self, slot: Ref, target: Ref, index: jax.Array, at: Callable[[Ref], Ref]) -> None:
         """Stores `tiled` shared memory, all of which there is room for, to `at(target)` on the GPU of an index."""
         rows = plgpu.Layout.SMEM_GMEM_COPY(slot.shape, slot.dtype, swizzle=ROW_BYTES)
-        at(self.on(target, index))[...] = load(slot, rows, interpret=False)
+        at(self.on(target, index))[...] = load(slot, rows)
 
     def finish(self, refs: Refs, *, storing: int, waits: bool | jax.Array) -> None:
         """Waits in a warpgroup of each CTA, that which `waits`, for what the same CTA of each GPU has stored.

@@ -1,0 +1,47 @@
+"""What a call of each op is: one record a file, by the name of the op, which references and kernels take."""
+
+import dataclasses
+from typing import Any, ClassVar, Self, TypeVar
+
+import jax
+
+A = TypeVar("A")  # what a form holds in the place of each operand: an array, or its shape and dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """A call of an op: its operands by name, and its options.
+
+    Each op has its own class of forms. References, kernels and gradients are given forms of arrays; refusals,
+    preferences and sharding rules are given forms whose operands are `jax.ShapeDtypeStruct`s, which are hashable.
+
+    Attributes:
+      OPERANDS: the fields that are operands, in order: arrays, pytrees of arrays, or None for an absent operand.
+        All other fields are options: hashable, or a scalar that is an array, as where it is traced, which only the
+        reference takes.
+    """
+
+    OPERANDS: ClassVar[tuple[str, ...]]
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The operands, in order."""
+        return tuple(getattr(self, name) for name in self.OPERANDS)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if name not in self.OPERANDS}
+
+    def of(self, operands: tuple[Any, ...]) -> Self:
+        """The same call of other operands."""
+        return self.replace(**dict(zip(self.OPERANDS, operands, strict=True)))
+
+    def replace(self, **fields: Any) -> Self:
+        """The same call with other values for some fields."""
+        return dataclasses.replace(self, **fields)
+
+    def abstract(self) -> Self:
+        """The call with the shapes and dtypes of its operands in their places."""
+        return self.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.operands))
