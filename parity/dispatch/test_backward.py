@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels import forms
+from pallas_models.target import AMPERE_ON, HOPPER
 from parity.support.common import assert_close, normal
 from parity.support.tolerances import GRADIENT
 
@@ -26,9 +28,22 @@ def no_tf32():
         yield
 
 
-def reference(x, keep, w, *, scale, return_sum=False):
-    y = jnp.tanh(x * scale) @ w * keep[:, None]
-    return (y, jnp.sum(x * x, -1)) if return_sum else y
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form(forms.Form):
+    """`tanh(x * scale) @ w` in the rows that are kept."""
+
+    OPERANDS = ("x", "keep", "w")
+
+    x: Any
+    keep: Any
+    w: Any
+    scale: float
+    return_sum: bool = False
+
+
+def reference(form):
+    y = jnp.tanh(form.x * form.scale) @ form.w * form.keep[:, None]
+    return (y, jnp.sum(form.x * form.x, -1)) if form.return_sum else y
 
 
 SHARDING = Sharding(equation="m K, m, K N -> m N, m")
@@ -42,30 +57,34 @@ class Recorder:
         backward = Backward(
             backend="triton", call=self.backward, keeps=2, options={"return_sum": True}, refuses=self.refuses
         )
-        kernel = Kernel(backend="triton", call=self.forward, config=None)
+        kernel = Kernel(backend="triton", architectures=AMPERE_ON, call=self.forward, config=None)
         self.op = Op(
             name="recorder", reference=reference, kernels=(kernel,), backward=(backward,), sharding=SHARDING
         )
         self.reason: str | None = None
 
-    def refuses(self, *arrays: Any, **static: Any) -> str | None:
+    def refuses(self, form, target) -> str | None:
         return self.reason
 
-    def forward(self, x, keep, w, *, config, target, interpret, **static):
-        return reference(x, keep, w, **static)
+    def forward(self, form, *, config, target, interpret):
+        return reference(form)
 
-    def backward(self, x, keep, w, y, total, dy, dtotal, *, wanted, config, target, interpret, **static):
-        self.calls.append(dict(wanted=wanted, interpret=interpret, dtotal=dtotal, static=static))
-        t, scale = jnp.tanh(x * static["scale"]), static["scale"]
-        dy = dy * keep[:, None]
-        dx = dy @ w.T * (1 - t * t) * scale
+    def backward(self, form, kept, cotangents, *, wanted, config, target, interpret):
+        dy, dtotal = cotangents
+        self.calls.append(dict(wanted=wanted, interpret=interpret, dtotal=dtotal, static=form.options))
+        t = jnp.tanh(form.x * form.scale)
+        dy = dy * form.keep[:, None]
+        dx = dy @ form.w.T * (1 - t * t) * form.scale
         if dtotal is not None:
-            dx += 2 * x * dtotal[:, None]
+            dx += 2 * form.x * dtotal[:, None]
         return dx, None, t.T @ dy
 
     def __call__(self, implementation, return_sum=False) -> Callable[..., Any]:
-        options = dict(return_sum=True) if return_sum else {}
-        return lambda x, w: run(self.op, x, KEEP, w, implementation=implementation, scale=2.0, **options)
+        def call(x, w):
+            form = Form(x=x, keep=KEEP, w=w, scale=2.0, return_sum=return_sum)
+            return run(self.op, form, implementation=implementation)
+
+        return call
 
 
 rng = np.random.default_rng(70)
@@ -188,7 +207,9 @@ def test_a_gradient_is_told_what_is_wanted():
     first, second = recorder.calls
     assert first["wanted"] == (False, False, True) and first["dtotal"] is None and first["interpret"]
     assert second["wanted"] == (True, False, False) and second["dtotal"].shape == (ROWS,)
-    assert first["static"] == dict(scale=2.0) and second["static"] == dict(scale=2.0, return_sum=True)
+    assert first["static"] == dict(scale=2.0, return_sum=False) and second["static"] == dict(
+        scale=2.0, return_sum=True
+    )
 
 
 def test_a_gradient_that_refuses_leaves_the_call_to_the_reference():
@@ -202,7 +223,7 @@ def test_a_gradient_that_refuses_leaves_the_call_to_the_reference():
 
 def test_a_gradient_of_a_backend_that_is_not_named_is_not_called():
     recorder = Recorder()
-    other = Kernel(backend="mosaic", call=recorder.forward, config=None)
+    other = Kernel(backend="mosaic", architectures=HOPPER, call=recorder.forward, config=None)
     op = dataclasses.replace(recorder.op, kernels=(other, *recorder.op.kernels))
 
     def gradient(*names):
