@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Backend, Ref
+from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load
 from pallas_models.target import Target
+from pallas_models.tuning import Chooser
 
 _copies = Backend("jax.experimental.mosaic.gpu.launch_context")
 
@@ -64,20 +66,12 @@ def clusters_at_once(ctas: int, target: Target) -> int:
     return whole * (16 // ctas) + rest // ctas
 
 
-def unsupported(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *_: Any,
-    return_residual: bool = False,
-    **__: Any,
-) -> str | None:
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `norm_backward` does not serve a call; None if it does."""
-    del scale, bias
+    x, residual = form.x, form.residual
     if residual is not None and residual.dtype != x.dtype:
         return f"takes a residual of the dtype of x, {x.dtype}, not {residual.dtype}"
-    n, inputs = x.shape[1], 2 + (residual is not None) + return_residual
+    n, inputs = x.shape[1], 2 + (residual is not None) + form.return_residual
     if n <= _SHORTEST or pieces_of(n, inputs * n * x.dtype.itemsize) is None:
         return (
             f"takes rows of over {_SHORTEST} columns, which 2 to {_MOST_CTAS} CTAs of up to {_MOST_WARPGROUPS} "
@@ -88,24 +82,23 @@ def unsupported(
 
 
 def norm_backward(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    statistics: jax.Array,
-    dout: jax.Array,
-    dsum: jax.Array | None,
-    *_: None,
-    subtract_mean: bool,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
     target: Target,
     interpret: bool,
-    **__: object,
 ) -> tuple[jax.Array | None, ...]:
-    """The cotangents of x (M, N), scale, bias and residual, from those of the norm and of the sum x + residual.
+    """The cotangents of x (M, N), scale, bias and residual, from the statistics of the rows.
 
-    The sums for scale and bias are those of each cluster, and then those of all, always in the same order.
+    The gradients of scale and bias are summed in two stages, by each cluster and over the clusters, always in the
+    same order.
     """
-    (m, n), num_vectors = x.shape, 2 if subtract_mean else 1
+    (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
+    x, scale, bias, residual = form.operands
+    (m, n), num_vectors = x.shape, 2 if form.subtract_mean else 1
     given = dict(x=x, dout=dout, residual=residual, dsum=dsum)
     inputs = {name: value for name, value in given.items() if value is not None}
     if interpret:  # it has no clusters
@@ -211,7 +204,7 @@ def norm_backward(
             full=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=warpgroups * stages),
             **exchange.scratch_types,
         ),
-        name=f"{'layer' if subtract_mean else 'rms'}_norm_backward",
+        name=f"{form.name}_backward",
         num_ctas=num_clusters,
         cluster=ctas,
         num_warpgroups=warpgroups,
