@@ -65,7 +65,7 @@ def run_backward(
 ) -> list[jax.Array]:
     """The cotangents of the leaves of those operands that are wanted, in the kernels of the op's gradient.
 
-    What is `kept` may be of a larger call that these operands are a part of: their part of it is differentiated.
+    Arrays `kept` may be of a larger call that these operands are a part of: their part of it is differentiated.
 
     Args:
       reference: `reference(operands, kept, cotangents)`, where no kernel serves the call.

@@ -1,4 +1,4 @@
-"""What a call of each op is: one record a file, by the name of the op, which references and kernels take."""
+"""Calls of ops as records, which references and kernels take: a file for each op, by its name."""
 
 import dataclasses
 from typing import Any, ClassVar, Self, TypeVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 import numpy as np
 
-# What a form holds in the place of each operand: an array, or its shape and dtype.
+# The operands of a form: arrays, or their shapes and dtypes.
 A = TypeVar("A", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
