@@ -112,7 +112,7 @@ def reference(
         precision=precision,
         out_dtype=jnp.float32,
     )
-    out = norm.reference(product, scale, offset, residual, epsilon=epsilon, return_statistics=return_kept)
+    out = norm.normalize(product, scale, offset, residual, epsilon=epsilon, return_statistics=return_kept)
     if not return_kept:
         return out.astype(x.dtype)
     out, statistics = out
