@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
+import numpy as np
 
-A = TypeVar("A")  # what a form holds in the place of each operand: an array, or its shape and dtype
+# What a form holds in the place of each operand: an array, or its shape and dtype.
+A = TypeVar("A", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
