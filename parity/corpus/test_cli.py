@@ -22,8 +22,9 @@ from pallas_models.__main__ import main
 from pallas_models._processes import run_program
 from pallas_models.corpus.command import EXAMPLES
 from pallas_models.corpus.writing import convert
-from pallas_models.minilm import Encoder, programs
+from pallas_models.minilm import Encoder
 from pallas_models.quantization import ranges_of
+from pallas_models.sentence import programs
 from parity.weights import checkpoints
 
 

@@ -22,7 +22,8 @@ import weights
 from pallas_models import gpt2, minilm, target
 from pallas_models.corpus.command import EXAMPLES
 from pallas_models.corpus.embedder import Embedder
-from pallas_models.minilm import CrossEncoder, Encoder, packing, pipeline, programs
+from pallas_models.minilm import CrossEncoder, Encoder
+from pallas_models.sentence import packing, pipeline, programs
 from parity.support.common import assert_close, by_device, cosines
 from parity.weights import checkpoints
 from parity.weights.checkpoints import CONFIG, WORDS, bert_tensors
@@ -333,7 +334,8 @@ PROGRAM = """
 import sys
 import jax, numpy as np, pytest
 from pallas_models.__main__ import main
-from pallas_models.minilm import Encoder, programs
+from pallas_models.minilm import Encoder
+from pallas_models.sentence import programs
 
 folder, sentences = sys.argv[1], open(sys.argv[2]).read().splitlines()
 run, used = programs.Programs.__call__, []
@@ -495,7 +497,7 @@ def test_a_long_list_s_program_is_lowered_while_its_first_texts_are_tokenized(fo
     monkeypatch.setattr(pipeline, "MANY", 50)
     monkeypatch.setattr(pipeline, "CHUNK", 20)
     monkeypatch.setattr(pipeline, "_tokenized", after)
-    monkeypatch.setattr(Encoder, "_elsewhere", lambda self, call, count: None)
+    monkeypatch.setattr(Encoder, "_elsewhere", lambda self, programs, count: None)
     encoder.encode(["a man" if i % 2 else "a man is playing" for i in range(100)], batch_size=8)
     assert seen[0] == [(2, 8, 20)]
 

@@ -18,7 +18,8 @@ import pytest
 import tokenizers
 
 import weights
-from pallas_models.minilm import Encoder, pipeline, tokenizer_process, tokenizing
+from pallas_models.minilm import Encoder
+from pallas_models.sentence import pipeline, tokenizer_process, tokenizing
 from parity.weights import checkpoints
 from parity.weights.checkpoints import needs_real_weights as needs_real
 
@@ -199,7 +200,7 @@ def is_there(pid: int) -> bool:
 
 PROGRAM = """
 import os, signal
-from pallas_models.minilm import tokenizing
+from pallas_models.sentence import tokenizing
 from parity.weights.checkpoints import word_tokenizer
 processes = tokenizing.Processes(word_tokenizer(), 1)
 processes(["a man"], 9)
