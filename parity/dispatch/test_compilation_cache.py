@@ -17,9 +17,9 @@ import pytest
 
 from pallas_models import compilation_cache
 from pallas_models.minilm import Encoder, programs
+from parity import ROOT
 from parity.weights import checkpoints
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 
