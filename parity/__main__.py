@@ -23,10 +23,10 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parity import ROOT
 from parity.support import sharing
 from parity.support.sharing import GB
 
-ROOT = Path(__file__).parent.parent
 # Every test fits into as much, alone on the GPU: where one does not, it fails.
 ENOUGH = 22 * GB
 

@@ -25,9 +25,9 @@ from pallas_models.kernels.triton import attention as triton_attention
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
 from pallas_models.kernels.triton import softmax as triton_softmax
-from parity.campaign._bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.campaign._case import Case
 from parity.campaign._references import REFERENCES
+from parity.support.bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.support.common import ON_GPU, ON_HOPPER
 from parity.support.tolerances import DEEP, OP
 

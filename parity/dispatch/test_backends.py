@@ -4,11 +4,11 @@ import os
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import pallas_models
+from parity import ROOT
 
 WITHOUT_TRITON = """
 import importlib, pkgutil, sys
@@ -58,7 +58,7 @@ np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), rt
 def run(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 def test_without_pallas_triton():
@@ -106,7 +106,7 @@ def test_every_public_module_is_there():
 
 
 def test_no_backend_imports_another():
-    kernels = Path(__file__).parents[2] / "pallas_models" / "kernels"
+    kernels = ROOT / "pallas_models" / "kernels"
     for backend, other in (("mosaic", "triton"), ("triton", "mosaic")):
         for path in (kernels / backend).glob("*.py"):
             assert f"kernels.{other}" not in path.read_text(), path

@@ -18,9 +18,9 @@ import pytest
 from pallas_models import compilation_cache
 from pallas_models.minilm import Encoder
 from pallas_models.sentence import programs
+from parity import ROOT
 from parity.weights import checkpoints
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 
