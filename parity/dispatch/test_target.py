@@ -50,8 +50,13 @@ def test_devices_are_known_by_name(device):
         found = target.current()
     capability, kib = DEVICES[device]
     assert found == target.Target(
-        name=device[0], capability=capability, num_cores=device[1], shared_memory=kib * KIB
+        name=device[0],
+        capability=capability,
+        num_cores=device[1],
+        shared_memory=kib * KIB,
+        is_linked=device[0] == "NVIDIA H200",
     )
+    assert (found.abstract_device.device_kind, found.abstract_device.num_cores) == device
     assert found.runs(target.HOPPER) == (capability == (9, 0))
 
 
