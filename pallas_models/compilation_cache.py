@@ -68,7 +68,7 @@ def jax_setting(name: str) -> Any:
 
 
 class Executables:
-    """Programs for one device, a file each. A file that cannot be read or written is passed over, with a warning."""
+    """Programs for one device, a file each. A file that cannot be read or written is passed over; it warns."""
 
     def __init__(self, folder: str | os.PathLike[str], device: jax.Device):
         self._folder, self._device = Path(folder), device
