@@ -19,10 +19,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from bench import __main__ as cli
-from bench.cases import scaling
-from bench.measuring import results
-from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
 from pallas_models.dispatch.sharding import Total
 from pallas_models.kernels.forms.matmul import Form
@@ -250,25 +246,6 @@ def test_grouped_heads_are_taken_back(tmp_path):
 
 def gpt2_groups(config: gpt2.GPT2Config, groups: int) -> gpt2.GroupedGPT2Config:
     return gpt2.GroupedGPT2Config(**dataclasses.asdict(config), head_groups=groups)
-
-
-def test_scaling_is_measured(tmp_path, capsys):
-    assert cli.main(["scaling", "--models=block", "--quick", "--show-results", f"--output={tmp_path}"]) == 0
-    (path,) = tmp_path.glob("*/scaling.partial.json")
-    result = results.load(path)
-    (case,) = result.cases
-    (entry,) = case.entries
-    assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
-    assert "| gpt2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out
-    assert plots.scaling(result, "scaling") is None
-    half = dataclasses.replace(entry.wall, median_us=entry.wall.median_us / 2)
-    other = dataclasses.replace(entry, wall=half, metrics={"all-reduce": 2.0})
-    on_two = dataclasses.replace(case, label=f"{case.label[:-1]}2", shape={"devices": 2}, entries=[other])
-    both = dataclasses.replace(result, cases=[case, on_two])
-    assert plots.scaling(both, "scaling").alt == "bars: gpt2 block 64x1024 2.00 on 2"
-    memory = f"{entry.peak_bytes / 1e9:>11.2f}"
-    assert scaling.table(both).endswith(f"|      2.00 | 2 all-reduce | {memory} |")
-    assert scaling.headline(both) is None
 
 
 def test_two_processes_take_a_step():
