@@ -128,7 +128,7 @@ def next_token_loss(
         kernel.astype(x.dtype),
         jnp.roll(ids, -1, axis=1),
         weights=jnp.roll(counts, -1, axis=1).at[:, -1].set(0.0),
-        transposed=tied,
+        transpose_w=tied,
         implementation=implementation,
         **options,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -56,6 +56,9 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
     call = _call(op, form.replace(**dict.fromkeys(traced)), config, implementation)
     if op.stands_for is not None:
         others = functools.partial(_stand_for, form, op.stands_for, call.names)
+        if op.together is not None and _all_have_backward(op.together.parts(call.form), implementation):
+            together = functools.partial(_stand_for, form, op.together.call, call.names)
+            return differentiated_as(others, together)(*form.operands)
         if traced or not has_kernel(op, form, implementation=implementation):
             return others(*form.operands)
         return differentiated_as(functools.partial(_run_whole, call), others)(*form.operands)
@@ -104,6 +107,10 @@ def has_backward(op: Op[F], form: F, *, implementation: Implementation | None) -
     """Whether kernels compute a call and its gradient."""
     with plain_settings(form.operands):
         return choice.has_backward(_call(op, form, None, implementation))
+
+
+def _all_have_backward(parts: Iterable[tuple[Op[Any], Form]], implementation: Implementation | None) -> bool:
+    return all(has_backward(op, form, implementation=implementation) for op, form in parts)
 
 
 def _call(op: Op[F], form: F, config: Any, implementation: Implementation | None) -> Call[F]:

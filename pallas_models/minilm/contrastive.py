@@ -69,7 +69,7 @@ def contrastive_loss(
     def rank(queries: jax.Array, candidates: jax.Array) -> jax.Array:
         labels = jnp.arange(queries.shape[0])
         return ops.linear_cross_entropy(
-            queries * factor, candidates, labels, transposed=True, implementation=implementation
+            queries * factor, candidates, labels, transpose_w=True, implementation=implementation
         )
 
     if anchors[0].shape == positives[0].shape:  # one pass is faster than two

@@ -26,6 +26,7 @@ from bench.measuring import results
 from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
 from pallas_models.dispatch.sharding import Total
+from pallas_models.kernels.forms.matmul import Form
 from pallas_models.ops import trimul
 from pallas_models.ops.matmul import _contracted as contracted
 from parity.support.common import (
@@ -158,14 +159,10 @@ def test_kernels_store_pairs_where_they_are_needed():
 
 @needs_addresses
 def test_kernels_store_parts_where_they_are_added_up():
-    static: dict[str, Any] = dict(transpose_w=False, acc_dtype=jnp.float32, precision=None, algorithm=None)
-    static |= dict(out_dtype=jnp.dtype("bfloat16"), batch=1, activation=None)
-
     def part(x, w, residual, total):
-        def call(x, w, *_, **__):
-            return jnp.dot(x, w)
-
-        return contracted(call, total, x, w, None, residual, **static)
+        options = dict(precision=jax.lax.Precision.HIGHEST, out_dtype=jnp.dtype("bfloat16"))
+        form = Form(x=x, w=w, residual=residual, **options)
+        return contracted(lambda form: jnp.dot(form.x, form.w), total, form)
 
     shapes, specs = ((8192, 256), (256, 4096), (8192, 4096)), (P(None, "d"), P("d", None), P(None, None))
     for has_peers, kernels, sums in ((True, 2, 0), (False, 0, 1)):

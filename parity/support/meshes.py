@@ -124,7 +124,7 @@ def cases(implementation: str) -> Mapping[str, Case]:
         return ops.linear_cross_entropy(x, w, labels, **kernel)
 
     def losses(x, w, bias, labels):
-        return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transposed=True, **kernel)
+        return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transpose_w=True, **kernel)
 
     def triangle(x, *weights, direction="outgoing", **options):
         mean, scale, w_in, out_scale, out_bias, w_gate, w_out = weights
