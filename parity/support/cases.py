@@ -253,9 +253,9 @@ def _call_attention_qkv(qkv, mask, **options):
 
 
 def _call_attention_matmul_layer_norm(qkv, x, w_out, w_up, w_down, scale, offset, mask, **options):
-    norms = dict(scale_out=scale, offset_out=offset, scale=scale, offset=offset)
-    attention = dict(num_heads=x.shape[-1] // 32, mask=mask)
-    return ops.post_norm_mlp(qkv, x, w_out, w_up, w_down, **norms, attention=attention, **options)
+    weights = dict(w_out=w_out, w_up=w_up, w_down=w_down, scale_out=scale, offset_out=offset)
+    weights |= dict(scale=scale, offset=offset)
+    return ops.attention_post_norm_mlp(qkv, x, num_heads=x.shape[-1] // 32, mask=mask, **weights, **options)
 
 
 def _call_softmax(x, mask, **options):
@@ -471,11 +471,11 @@ def _hopper_post_norm_layers(size: int, dtype: str) -> tuple[jax.Array, ...]:
     return normal(rng, b, s, n, dtype=dtype), *layer(rng, n, 4 * n, dtype).values(), random_mask(rng, b, s)
 
 
-def _call_attention_post_norm_mlp(*arrays, implementation, **options):
+def _call_attention_post_norm_mlp(qkv, *arrays, implementation):
     """For the gradient attention is Triton's."""
     *arrays, ids = arrays
-    options["attention"] = dict(num_heads=8, segment_ids=ids)
-    return _call_post_norm_mlp(*arrays, implementation=(implementation, "triton"), **options)
+    others = dict(zip(POST_NORM_MLP[1:], arrays, strict=True), num_heads=8, segment_ids=ids, epsilon=0.1)
+    return ops.attention_post_norm_mlp(qkv, **others, implementation=(implementation, "triton"))
 
 
 def _hopper_attention_post_norm_mlp(size: int, dtype: str) -> tuple[jax.Array, ...]:
