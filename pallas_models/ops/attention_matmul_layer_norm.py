@@ -22,9 +22,7 @@ def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
     masks: dict[str, Any] = dict(mask=form.mask, segment_ids=form.segment_ids)
     y = attention_qkv(form.qkv, num_heads=form.num_heads, **masks, **options)
     norm: dict[str, Any] = dict(epsilon=form.epsilon) | options
-    return matmul_layer_norm(
-        y, form.w, form.scale, form.offset, bias=form.bias, residual=form.residual, **norm
-    )
+    return matmul_layer_norm(y, form.w, form.scale, form.offset, bias=form.bias, residual=form.residual, **norm)
 
 
 OP: Op[Form[Any]] = Op(

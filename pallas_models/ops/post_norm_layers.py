@@ -13,18 +13,14 @@ from pallas_models.dispatch.records import Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.matmul import Activation
-from pallas_models.kernels.forms.post_norm_layers import Form
-from pallas_models.kernels.forms.post_norm_layers import Layer as FormLayer
-from pallas_models.kernels.forms.post_norm_mlp import Weights
+from pallas_models.kernels.forms.post_norm_layers import Form, Layer
 from pallas_models.kernels.mosaic import post_norm_layers as mosaic
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._checks import Array
 from pallas_models.ops.attention_post_norm_mlp import attention_post_norm_mlp
 from pallas_models.ops.matmul import matmul
-from pallas_models.ops.post_norm_mlp import AXES
 from pallas_models.target import HOPPER
 
-Layer = Mapping[str, Array]
 # The arrays of a layer and their axes.
 _AXES = {
     **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
@@ -34,7 +30,7 @@ _AXES = {
 
 def post_norm_layers(
     x: Array,
-    layers: Sequence[Layer],
+    layers: Sequence[Mapping[str, Array]],
     *,
     num_heads: int,
     mask: Array | None = None,
@@ -99,7 +95,7 @@ def post_norm_layers(
         mask=mask,
         bias=bias,
         segment_ids=segment_ids,
-        layers=tuple(_as_layer(**layer) for layer in layers),
+        layers=tuple(Layer(**layer) for layer in layers),
         num_heads=num_heads,
         activation=activation,
         epsilon=epsilon,
@@ -109,11 +105,7 @@ def post_norm_layers(
     return out
 
 
-def _as_layer(w_qkv: Array, bias_qkv: Array, **weights: Array) -> FormLayer[Array]:
-    return FormLayer(w_qkv=w_qkv, bias_qkv=bias_qkv, weights=Weights(**weights))
-
-
-def _check_layer(name: str, layer: Layer, x: Array) -> None:
+def _check_layer(name: str, layer: Mapping[str, Array], x: Array) -> None:
     if layer.keys() != _AXES.keys():
         raise ValueError(f"{name} has {sorted(layer)}; expected {sorted(_AXES)}")
     sizes = {"N": x.shape[-1], "3N": 3 * x.shape[-1]}
@@ -144,7 +136,7 @@ def _layer_by_layer(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array
 def _layer(
     x: jax.Array,
     masks: dict[str, jax.Array | None],
-    layer: FormLayer[jax.Array],
+    layer: Layer[jax.Array],
     traced: dict[str, jax.Array],
     *,
     names: tuple[Name, ...],
@@ -153,15 +145,16 @@ def _layer(
     **norms: Any,
 ) -> jax.Array:
     options: dict[str, Any] = dict(precision=precision, implementation=names or None)
-    qkv = matmul(x, layer.w_qkv, bias=layer.bias_qkv, **options)
+    weights: dict[str, Any] = layer._asdict()
+    qkv = matmul(x, weights.pop("w_qkv"), bias=weights.pop("bias_qkv"), **options)
     options |= dict(num_heads=num_heads, **masks, **norms, **traced)
-    return attention_post_norm_mlp(qkv, x, **options, **layer.weights._asdict())
+    return attention_post_norm_mlp(qkv, x, **options, **weights)
 
 
 def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     """Sequences can be split."""
-    layers = ", ".join([f"N 3N, 3N, {AXES}"] * len(form.layers))
-    return Sharding(equation=f"b S N, b S, b H S S, b S, {layers} -> b S N")
+    axes = [_AXES[name] for name in Layer._fields] * len(form.layers)
+    return Sharding(equation=f"b S N, b S, b H S S, b S, {', '.join(axes)} -> b S N")
 
 
 _OP: Op[Form[Any]] = Op(

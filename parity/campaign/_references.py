@@ -135,7 +135,7 @@ def matmul_layer_norm(
 def post_norm_mlp(
     *,
     dtype: str,
-    y: Array,
+    y: Array | Bounded,
     x: Array,
     w_out: Array,
     w_up: Array,
@@ -152,10 +152,10 @@ def post_norm_mlp(
     precision: str | None = None,
     **_: Any,
 ) -> Bounded:
-    options: dict[str, Any] = dict(dtype=dtype, precision=precision)
-    first = dict(x=y, w=w_out, scale=scale_out, offset=offset_out, bias=bias_out, residual=x)
-    z = b.held(matmul_layer_norm(**first, epsilon=epsilon, **options), dtype)
     product = functools.partial(b.dot, operand=_operand(dtype, precision), dtype=dtype)
+    given = y if isinstance(y, Bounded) else exact(y)
+    total = b.normalised(product(given, exact(w_out), bias_out, x), epsilon, subtract_mean=True)
+    z = b.held(b.rounded(_plus(total * exact(scale_out), offset_out), dtype), dtype)
     hidden = b.rounded(b.activation(activation, product(z, exact(w_up), bias_up), dtype), dtype)
     total = product(b.held(hidden, dtype), exact(w_down), bias_down) + z
     total = total.off(w_down.shape[0] * b.UNIT * np.abs(z.value))  # a compiler may begin the sum with z
@@ -318,6 +318,22 @@ def attention_qkv(
     out, *rest = result if isinstance(result, tuple) else (result,)
     out = out.map(lambda a: a.reshape(*a.shape[:2], -1))
     return (out, *rest) if rest else out
+
+
+def attention_post_norm_mlp(
+    *,
+    dtype: str,
+    qkv: Array,
+    num_heads: int,
+    bias: Array | None = None,
+    segment_ids: Array | None = None,
+    precision: str | None = None,
+    **options: Any,
+) -> Bounded:
+    masks = dict(bias=bias, segment_ids=segment_ids)
+    y = attention_qkv(dtype=dtype, qkv=qkv, num_heads=num_heads, precision=precision, **masks)
+    assert isinstance(y, Bounded)
+    return post_norm_mlp(dtype=dtype, y=b.held(y, dtype), precision=precision, **options)
 
 
 def embed_tokens(
@@ -536,6 +552,7 @@ REFERENCES: dict[str, Callable[..., Bounded | tuple[Bounded, ...]]] = {
         softmax,
         attention,
         attention_qkv,
+        attention_post_norm_mlp,
         embed_tokens,
         rotary,
         mean_pool,

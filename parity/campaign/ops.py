@@ -279,6 +279,12 @@ def _post_norm_mlp(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
         m, n = 8 * pick.size(most=64), pick.of((128, 256, 384))
         k, f = n, n * pick.of((1, 2, 4))
     inputs = {"y": Input((m, k), dtype, limit=1e3), "x": Input((m, n), dtype, limit=1e3)}
+    weights, options = _post_norm_weights(pick, dtype, mosaic, k, n, f)
+    return inputs | weights, options
+
+
+def _post_norm_weights(pick: Pick, dtype: str, mosaic: bool, k: int, n: int, f: int) -> _Drawn:
+    inputs = {}
     for name, shape in (("w_out", (k, n)), ("w_up", (n, f)), ("w_down", (f, n))):
         inputs[name] = Input(shape, dtype, scale=shape[0] ** -0.5, limit=1e3)
     for name in ("out", "up", "down"):
@@ -289,6 +295,31 @@ def _post_norm_mlp(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
         inputs[f"offset{end}"] = Input((n,), pick.other(dtype), limit=1e3)
     options = pick.precision(dtype) | {"epsilon": _epsilon(pick), "activation": pick.of(tuple(ops.ACTIVATIONS))}
     return inputs, options
+
+
+def _attention_post_norm_mlp(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
+    """Without a mask: what there is at the tokens that it rules out has no meaning."""
+    batch, heads, head_dim, seq, n = (
+        pick.few(1, 2, 3),
+        pick.few(1, 2, 3),
+        pick.of((16, 32)),
+        pick.size(),
+        pick.size(),
+    )
+    if mosaic:
+        seq, heads = pick.of(((64, 8), (64, 12), (128, 12)))
+        head_dim, n = 32, 32 * heads
+    k, f = heads * head_dim, n * pick.of((1, 2, 4)) if mosaic else pick.size()
+    inputs = {
+        "qkv": Input((batch, seq, 3 * k), dtype, limit=1e2),
+        "x": Input((batch, seq, n), dtype, limit=1e3),
+    }
+    if pick.chance(0.4):
+        inputs["segment_ids"] = Input((batch, seq), "int32", "ids")
+    elif not mosaic and pick.chance(0.3):
+        inputs["bias"] = Input((pick.of((1, batch)), pick.of((1, heads)), seq, seq), pick.other(dtype), "bias")
+    weights, options = _post_norm_weights(pick, dtype, mosaic, k, n, f)
+    return inputs | weights, options | {"num_heads": heads}
 
 
 def _norm(pick: Pick, dtype: str, _: bool) -> _Drawn:
@@ -502,6 +533,7 @@ _DRAW: dict[str, Callable[[Pick, str, bool], _Drawn]] = {
     "gated_mlp": _gated_mlp,
     "matmul_layer_norm": _matmul_layer_norm,
     "post_norm_mlp": _post_norm_mlp,
+    "attention_post_norm_mlp": _attention_post_norm_mlp,
     "layer_norm": _layer_norm,
     "rms_norm": _norm,
     "softmax": _softmax,

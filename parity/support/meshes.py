@@ -94,10 +94,9 @@ def cases(implementation: str) -> Mapping[str, Case]:
         return ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual, **kernel)
 
     def after_attention(qkv, x, w, w_up, w_down, scale, mask):
-        norms = dict(scale_out=scale, offset_out=scale, scale=scale, offset=scale)
-        return ops.post_norm_mlp(
-            qkv, x, w, w_up, w_down, **norms, attention=dict(num_heads=1, mask=mask), **kernel
-        )
+        weights = dict(w_out=w, w_up=w_up, w_down=w_down, scale_out=scale, offset_out=scale)
+        weights |= dict(scale=scale, offset=scale)
+        return ops.attention_post_norm_mlp(qkv, x, num_heads=1, mask=mask, **weights, **kernel)
 
     def norm(x, scale, bias, residual):
         y, total = ops.layer_norm(x, scale, bias, residual=residual, return_residual=True, **kernel)
@@ -203,7 +202,7 @@ def cases(implementation: str) -> Mapping[str, Case]:
             gated, (x, normal(rng, 6, 2, 10), normal(rng, 2, 10)), (whole, heads, columns), columns, 1
         ),
         "matmul_layer_norm rows": case(with_norm, to_norm, (data, whole, whole, whole, whole, data), data, 4),
-        "post_norm_mlp batch": case(
+        "attention_post_norm_mlp batch": case(
             after_attention,
             (
                 *(normal(rng, 4, 3, width) for width in (96, 32)),

@@ -8,26 +8,38 @@ import jax
 from pallas_models.kernels import forms
 from pallas_models.kernels.forms import A
 from pallas_models.kernels.forms.matmul import Activation
-from pallas_models.kernels.forms.post_norm_mlp import Weights
 
 
 class Layer(NamedTuple, Generic[A]):
-    """The weights of a layer.
+    """The weights of a layer, in the order of their names, as a dict has them under `jax.jit`.
 
     Attributes:
-      w_qkv: (N, 3 N), the projection to queries, keys and values.
+      bias_down: (N,).
+      bias_out: (N,).
       bias_qkv: (3 N,).
-      weights: of the rest of the layer.
+      bias_up: (F,).
+      offset: (N,), of the norm after the MLP.
+      offset_out: (N,), of the norm after the output projection.
+      scale: (N,), of the norm after the MLP.
+      scale_out: (N,), of the norm after the output projection.
+      w_down: (F, N).
+      w_out: (N, N), the output projection of attention.
+      w_qkv: (N, 3 N), the projection to queries, keys and values.
+      w_up: (N, F).
     """
 
-    w_qkv: A
+    bias_down: A
+    bias_out: A
     bias_qkv: A
-    weights: Weights[A]
-
-    def by_name(self) -> dict[str, A]:
-        """All arrays, in the order of their names."""
-        arrays = dict(w_qkv=self.w_qkv, bias_qkv=self.bias_qkv, **self.weights._asdict())
-        return dict(sorted(arrays.items()))
+    bias_up: A
+    offset: A
+    offset_out: A
+    scale: A
+    scale_out: A
+    w_down: A
+    w_out: A
+    w_qkv: A
+    w_up: A
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

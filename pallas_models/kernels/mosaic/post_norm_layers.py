@@ -77,12 +77,11 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     if len(form.layers) > _MOST_LAYERS:
         return f"takes up to {_MOST_LAYERS} layers, not {len(form.layers)}"
     for layer in form.layers:
-        arrays = layer.by_name()
-        if arrays["w_up"].shape[1] != 4 * n:
-            return f"takes {4 * n} hidden values, four for each of {n} columns, not {arrays['w_up'].shape[1]}"
+        if layer.w_up.shape[1] != 4 * n:
+            return f"takes {4 * n} hidden values, four for each of {n} columns, not {layer.w_up.shape[1]}"
         for name in itertools.chain(*_VECTORS):
-            if arrays[name].dtype != jnp.float32:
-                return f"takes float32 vectors, not {name} of {arrays[name].dtype}"
+            if getattr(layer, name).dtype != jnp.float32:
+                return f"takes float32 vectors, not {name} of {getattr(layer, name).dtype}"
     return None
 
 
@@ -90,7 +89,7 @@ def post_norm_layers(form: Form[jax.Array], *, config: None, target: Target, int
     """The layers for x (B, S, N) and mask (B, S); see `pallas_models.ops.post_norm_layers`."""
     del config, target  # see `unsupported`; there are no other tiles
     x, mask, num_heads, activation, epsilon = form.x, form.mask, form.num_heads, form.activation, form.epsilon
-    layers = [layer.by_name() for layer in form.layers]
+    layers = [layer._asdict() for layer in form.layers]
     (batches, seq, n), ctas, dtype, count = x.shape, num_heads, x.dtype, len(layers)
     tokens = batches * seq
     blocks, steps = n // _COLUMNS, n // _BLOCK

@@ -25,7 +25,7 @@ from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_si
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import tiled, untiled
 from pallas_models.kernels.mosaic.common.ring import Ring
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 
 _ROWS = 64
 _BLOCK = 64  # columns of a tile of shared memory, and steps of a contraction
@@ -41,9 +41,7 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     return _unsupported(form.x, form.weights, target)
 
 
-def _unsupported(
-    x: jax.ShapeDtypeStruct, weights: Weights[jax.ShapeDtypeStruct], target: Target
-) -> str | None:
+def _unsupported(x: jax.ShapeDtypeStruct, weights: Weights[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why the kernel does not serve rows x (M, N); None if it does."""
     (k, n), f = weights.w_out.shape, weights.w_up.shape[1]
     if x.dtype not in (jnp.float16, jnp.bfloat16):
@@ -55,7 +53,7 @@ def _unsupported(
             f"takes as many columns of y as of x, in multiples of {2 * _BLOCK} up to {_WIDEST}, and of those a "
             f"multiple of hidden values, not {k}, {n} and {f}"
         )
-    if _shared_memory(n, f) > target.shared_memory:
+    if target.runs(HOPPER) and _shared_memory(n, f) > target.shared_memory:
         return f"does not fit {f} hidden values beside {n} columns into shared memory"
     return untiled("x", x.shape, x.dtype)
 
