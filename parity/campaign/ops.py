@@ -19,9 +19,9 @@ import numpy as np
 from pallas_models import ops
 from pallas_models.dispatch import legacy
 from pallas_models.dispatch.records import Op
+from pallas_models.kernels.forms.matmul import ALGORITHMS as PRODUCTS
 from pallas_models.kernels.forms.softmax import ALGORITHMS
 from pallas_models.kernels.triton import attention as triton_attention
-from pallas_models.kernels.forms.matmul import ALGORITHMS
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
 from pallas_models.kernels.triton import softmax as triton_softmax
@@ -184,7 +184,7 @@ def _matmul(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     if dtype == "float16" and pick.chance(0.1):
         options["acc_dtype"] = "float16"
     if not mosaic and not batch and pick.chance(0.3):
-        options["algorithm"] = pick.of(ALGORITHMS)
+        options["algorithm"] = pick.of(PRODUCTS)
     elif not mosaic and pick.chance(0.3):
         options["config"] = pick.tiles(splits=(1, 2, 3))
     w = (*batch, n, k) if options.get("transpose_w") else (*batch, k, n)

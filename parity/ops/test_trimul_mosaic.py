@@ -11,7 +11,7 @@ import pytest
 from pallas_models import target, trimul
 from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic.common import interpreter, launch
-from pallas_models.kernels.mosaic.common.gemm import Config
+from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.ops import trimul as update
 from pallas_models.ops._channel_exchange import ByChannels
 from parity.support.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal

@@ -13,21 +13,14 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.tiles import check_divides
-from pallas_models.kernels.mosaic.common import gemm as _gemm
-from pallas_models.kernels.mosaic.common.gemm import (
-    Block,
-    Config,
-    Output,
-    Tile,
-    blocks,
-    candidates,
-    gemm,
-    staging,
-    store,
-)
+from pallas_models.kernels.mosaic.common import gemm
+from pallas_models.kernels.mosaic.common.gemm import Epilogue, Product
+from pallas_models.kernels.mosaic.common.gemm_config import Config
+from pallas_models.kernels.mosaic.common.gemm_heuristic import candidates
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.peers import Peers
-from pallas_models.kernels.mosaic.matmul import num_slots
+from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
+from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -50,11 +43,7 @@ def heuristic(n: int) -> Config:
 
 def shared_memory(config: Config) -> int:
     """Bytes of shared memory that a CTA takes."""
-    return _gemm.shared_memory(config, _num_slots(config))
-
-
-def _num_slots(config: Config) -> int:
-    return num_slots(config, config.block_n, jnp.float16, residual=False)
+    return gemm.shared_memory(config, Staging.of(config, config.block_n, jnp.float16))
 
 
 def product(
@@ -105,8 +94,7 @@ def product(
         target,
     )
     check_divides(config, n, pieces)
-    slots = _num_slots(config)
-    parts = blocks(config, config.block_n, sides.dtype, slots)
+    staging = Staging.of(config, config.block_n, sides.dtype)
     piece_rows, piece_columns = (n // count for count in pieces)
 
     def matrix(
@@ -146,26 +134,26 @@ def product(
                 peers.store(slot, y, i * pieces[1] + j, there)
 
         tile = dataclasses.replace(tile, row=row, column=column)
-        store(tile, parts, Output(refs.slots, warpgroup, y, value, copy), wait=True)
+        store(tile, staging, Output(refs.slots, warpgroup, y, value, copy), wait=True)
 
     width = sides.shape[3]
     shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
-    (y,) = gemm(
+    (y,) = gemm.gemm(
         dict(sides=sides),
         dict(y=jax.ShapeDtypeStruct(shape, sides.dtype)),
+        Product(
+            batch=b * channels,
+            m=n,
+            n=n,
+            k=n,
+            dtype=sides.dtype,
+            a=lambda refs, tile, ks: part(refs, tile, 0, tile.rows, ks),
+            b=[lambda refs, tile, ks: part(refs, tile, padded // 2, tile.columns, ks)],
+            transpose_a=incoming,
+            transpose_b=not incoming,
+        ),
+        Epilogue(store=epilogue, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
-        batch=b * channels,
-        m=n,
-        n=n,
-        k=n,
-        dtype=sides.dtype,
-        a=lambda refs, tile, ks: part(refs, tile, 0, tile.rows, ks),
-        b=[lambda refs, tile, ks: part(refs, tile, padded // 2, tile.columns, ks)],
-        transpose_a=incoming,
-        transpose_b=not incoming,
-        epilogue=epilogue,
-        scratch_types=dict(slots=staging(config, parts, sides.dtype, slots)),
-        peers=peers,
         name="trimul_product",
         target=target,
         interpret=interpret,
