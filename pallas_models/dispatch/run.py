@@ -52,35 +52,39 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
         array is larger than it can index. Where the program is lowered: kernels for GPUs are named alone, and it
         is for another platform than CUDA.
     """
+    operands = form.operands
     traced = {name: value for name, value in form.options.items() if isinstance(value, jax.Array)}
-    call = _call(op, form.replace(**dict.fromkeys(traced)), config, implementation)
+    # How JAX knows calls that are alike: the operands have their shapes beside it.
+    options = form.replace(**dict.fromkeys((*form.OPERANDS, *traced)))
+    names, target = check_implementation(implementation), targets.current()
+    call = Call(op=op, form=options, config=config, names=names, target=target)
     if op.stands_for is not None:
         return _run_or_stand_for(call, form, op.stands_for, traced=bool(traced))
-    return _run_whole(call, *form.operands, traced=traced)
+    return _run_whole(call, *operands, traced=traced)
 
 
 def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *, traced: bool) -> Any:
     """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for.
 
     Args:
-      call: the call without scalars that are `traced`, which no kernel takes.
+      call: the call without its operands, and without scalars that are `traced`, which no kernel takes.
       form: the call with these.
     """
-    op, implementation = call.op, call.names or None
+    op, operands, implementation = call.op, form.operands, call.names or None
 
     def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: function(form.of(operands), call.names)
 
     others, whole = as_others(stands_for), functools.partial(_run_whole, call)
-    if op.together is not None and _all_have_backward(op.together.parts(call.form), implementation):
-        return differentiated_as(others, as_others(op.together.call))(*form.operands)
+    if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
+        return differentiated_as(others, as_others(op.together.call))(*operands)
     if traced or not has_kernel(op, form, implementation=implementation):
-        return others(*form.operands)
-    if not call.names and not op.pays(call.form, call.target):
-        return others(*form.operands)
+        return others(*operands)
+    if not call.names and not op.pays(form.abstract(), call.target):
+        return others(*operands)
     if not call.names and not op.maps:
         whole = _mapped_as(whole, others)
-    return differentiated_as(whole, others)(*form.operands)
+    return differentiated_as(whole, others)(*operands)
 
 
 def _mapped_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,6 +156,7 @@ def _run_whole(call: Call[F], *operands: Any, traced: dict[str, jax.Array] | Non
 @functools.partial(jax.jit, static_argnames=("call", "tables"))
 def _run(operands: Operands, traced: dict[str, jax.Array], *, call: Call[F], tables: tuple[Table, ...]) -> Any:
     del tables  # a change of them asks for another trace
+    call = call.replace(form=call.form.of(operands).abstract())
     with plain_settings(operands), jax.named_scope(call.op.name):
         if traced:  # kernels have their scalars built in
             if call.names and "xla" not in call.names:

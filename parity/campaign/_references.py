@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from parity.campaign import _bounded as b
-from parity.campaign._bounded import HALF_ULP, Array, Bounded, exact
+from parity.support import bounded as b
+from parity.support.bounded import HALF_ULP, Array, Bounded, exact
 
 TF32 = 2.0**-10  # operands cut off to 10 + 1 bits, where `precision` allows it
 
