@@ -14,6 +14,7 @@ from pallas_models.dispatch.derivatives import differentiated_as
 from pallas_models.dispatch.legacy import Op, run, serves
 from pallas_models.dispatch.records import Kernel
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.attention import Form as AttentionForm
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul_layer_norm import fills
 from pallas_models.kernels.triton import attention_matmul_layer_norm as triton
@@ -253,11 +254,18 @@ def _attend(
     """What tokens attend to, in plain XLA: (B * S, K) for qkv (B, S, 3 K)."""
     k = qkv.shape[2] // 3
     head_dim = k // num_heads
-    heads: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim)
-    plain: dict[str, Any] = dict(causal=False, window=None, sm_scale=head_dim**-0.5, return_lse=False)
-    y: Any = attention_reference(
-        (qkv,), mask, None, segment_ids, segment_ids, **heads, **plain, precision=precision
+    form = AttentionForm(
+        qkv=(qkv,),
+        mask=mask,
+        segment_ids=segment_ids,
+        kv_segment_ids=segment_ids,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        sm_scale=head_dim**-0.5,
+        precision=precision,
     )
+    y: Any = attention_reference(form)
     return y.reshape(-1, k)
 
 

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 
-A = TypeVar("A")  # what a form holds in the place of each operand: an array, or its shape and dtype
+# What a form holds in the place of each operand: an array, or its shape and dtype.
+A = TypeVar("A", bound=jax.Array | jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

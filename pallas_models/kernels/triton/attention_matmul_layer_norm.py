@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton.attention import attention
 from pallas_models.target import Target
@@ -60,25 +61,18 @@ def attention_matmul_layer_norm(
     """layer_norm(attention(qkv) @ w + bias + residual) for qkv (B, S, 3 K) and residual (B, S, N)."""
     del config
     head_dim, n = w.shape[0] // num_heads, w.shape[1]
-    parts: Any = attention(
-        (qkv,),
-        mask,
-        None,
-        segment_ids,
-        segment_ids,
+    form = Form(
+        qkv=(qkv,),
+        mask=mask,
+        segment_ids=segment_ids,
+        kv_segment_ids=segment_ids,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        causal=False,
-        window=None,
         sm_scale=head_dim**-0.5,
-        return_lse=False,
         precision=precision,
-        config=None,
-        target=target,
-        interpret=interpret,
-        w=w,
     )
+    parts = attention(form, config=None, target=target, interpret=interpret, w=w)
     out = norm.sum_layer_norm(
         parts.reshape(num_heads, -1, n),
         scale,
