@@ -6,7 +6,7 @@ from typing import ClassVar, Generic
 import jax
 
 from pallas_models.kernels import forms
-from pallas_models.kernels.forms import A
+from pallas_models.kernels.forms import A, attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,3 +40,19 @@ class Form(forms.Form, Generic[A]):
     num_heads: int
     epsilon: float
     precision: jax.lax.Precision
+
+    @property
+    def attention(self) -> attention.Form[A]:
+        """The attention."""
+        head_dim = self.w.shape[0] // self.num_heads
+        return attention.Form(
+            qkv=(self.qkv,),
+            mask=self.mask,
+            segment_ids=self.segment_ids,
+            kv_segment_ids=self.segment_ids,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=head_dim,
+            sm_scale=head_dim**-0.5,
+            precision=self.precision,
+        )

@@ -4,8 +4,6 @@ The first kernel multiplies the result of each head by the rows of the projectio
 adds up these products, one a head, and normalises their sum.
 """
 
-from typing import Any
-
 import jax
 
 from pallas_models.kernels.forms.attention_matmul_layer_norm import Form
@@ -41,31 +39,12 @@ def attention_matmul_layer_norm(
     form: Form[jax.Array], *, config: None, target: Target, interpret: bool
 ) -> jax.Array:
     """The call in one kernel for attention with each head's product, and one for their sum and its norm."""
-    head_dim, n = form.w.shape[0] // form.num_heads, form.w.shape[1]
-    parts: Any = attention(
-        (form.qkv,),
-        form.mask,
-        None,
-        form.segment_ids,
-        form.segment_ids,
-        num_heads=form.num_heads,
-        num_kv_heads=form.num_heads,
-        head_dim=head_dim,
-        causal=False,
-        window=None,
-        sm_scale=head_dim**-0.5,
-        return_lse=False,
-        precision=form.precision,
-        config=config,
-        target=target,
-        interpret=interpret,
-        w=form.w,
-    )
+    parts = attention(form.attention, config=config, target=target, interpret=interpret, w=form.w)
     out = norm.sum_layer_norm(
-        parts.reshape(form.num_heads, -1, n),
+        parts.reshape(form.num_heads, -1, form.w.shape[1]),
         form.scale,
         form.offset,
-        form.residual.reshape(-1, n),
+        form.residual.reshape(-1, form.w.shape[1]),
         form.bias,
         epsilon=form.epsilon,
         out_dtype=form.residual.dtype,
