@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.tiles import check_divides
+from pallas_models.kernels.forms.trimul import Product
 from pallas_models.kernels.mosaic.common import gemm as _gemm
 from pallas_models.kernels.mosaic.common.gemm import (
     Block,
@@ -58,13 +58,8 @@ def _num_slots(config: Config) -> int:
 
 
 def product(
-    sides: jax.Array,
+    form: Product[jax.Array],
     *,
-    channels: int,
-    pieces: tuple[int, int] = (1, 1),
-    by_rows: bool,
-    incoming: bool,
-    factor: float,
     peers: Peers | None = None,
     config: Config | Chooser | None,
     target: Target,
@@ -85,8 +80,9 @@ def product(
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
-    b = len(sides) // math.prod(pieces)
-    n, padded = sides.shape[1:3] if by_rows else (sides.shape[2] * pieces[0], sides.shape[1])
+    sides, channels, incoming, factor = form.sides, form.channels, form.incoming, form.factor
+    pieces, by_rows = form.pieces, form.by_rows
+    b, n, padded = form.batch, form.size, 2 * form.padded_channels
     if pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
