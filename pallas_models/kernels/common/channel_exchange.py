@@ -16,9 +16,9 @@ class ByChannels:
     """How the devices share pairs: each has some rows and columns of all channels.
 
     For its rows of a product of matrices, one of n devices needs all rows of the other matrix, and (n - 1) / n of
-    them come from other devices. To share by channels, a device sends (n - 1) / n^2 of each of both matrices and of
-    the product: less from 4 devices on, in both directions of the update alike, and a device never has more than
-    1 / n of anything.
+    them come from other devices. To share by channels, a device sends (n - 1) / n^2 of both matrices and of the
+    product: less from 4 devices on, in both directions of the update alike, and a device never has more than 1 / n
+    of anything.
 
     Attributes:
       names: the axes of the mesh over which rows and then columns are split.
@@ -77,8 +77,8 @@ class ByChannels:
     def grouped(self, w: jax.Array, groups: int) -> list[jax.Array]:
         """Projections of left and right and their gates, (..., 4, H), in parts (..., 4, H' / groups), H' >= H.
 
-        What a group is projected to are the left and then the right channels of the first device, then the left and
-        right channels of the next one. Channels are shared out by groups and then by devices; from H on they are 0.
+        A group gives the left and then the right channels of the first device, then the left and right channels of
+        the next one. Channels are shared out by groups and then by devices, and are 0 from H on.
         """
         *lead, _, h = w.shape
         padded = h + -h % (groups * self.devices)

@@ -98,8 +98,8 @@ class Form(forms.Form, Generic[A]):
 class Projection(forms.Form, Generic[A]):
     """Left and right of the update, and its gate: what a position makes of its own channels.
 
-    `mask * z @ w[:, 0] * sigmoid(z @ w[:, 1])` and `mask * z @ w[:, 2] * sigmoid(z @ w[:, 3])` with their biases, and
-    `sigmoid(z @ w_gate + b_gate)`, z being the layer norm of x.
+    With z = layer_norm(x) and p = z @ w + bias, left is `mask * p[:, 0] * sigmoid(p[:, 1])`, right is
+    `mask * p[:, 2] * sigmoid(p[:, 3])`, and the gate is `sigmoid(z @ w_gate + b_gate)`.
 
     Attributes:
       x: (B, M, C).

@@ -1,8 +1,8 @@
 """The kernels that the triangle multiplicative update is made of, on one GPU and on several that share the pairs.
 
 Bounds of left and right, projections, products over third positions, and the end of the update are a kernel each.
-Mosaic has projections and products for Hopper GPUs. Bounds, the end, and the projections that Mosaic's do not serve
-are Triton's, so that this lies above both backends. GPUs that share the pairs exchange them by channels between the
+Mosaic has projections and products for Hopper GPUs. The other kernels, and projections of sizes that Mosaic's do not
+serve, are Triton's, so that this lies above both backends. GPUs that share the pairs exchange them by channels between
 kernels, or the kernels themselves store what they compute where it is needed.
 """
 
@@ -96,7 +96,7 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 
 
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
-    """The update with projections and products for Hopper GPUs, where they serve, and Triton's kernels for the rest."""
+    """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
     x, mask = form.x, form.mask
     n, project = x.shape[1], _mosaic_projection(form.abstract(), target, _GROUPS if form.is_split else 1)
     by_rows = n <= _BY_ROWS and not form.is_split

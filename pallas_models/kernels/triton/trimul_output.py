@@ -137,7 +137,7 @@ def _output_kernel(
 
     largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
     y_scale = functools.reduce(operator.mul, trimul_scales.scales(largest, w_ref.dtype), form.factor)
-    # The norm of a scaled y is the norm of y, if epsilon is scaled too; not to 0, or the norm of zeros would be NaN.
+    # The norm of a scaled y is the norm of y if epsilon is scaled, too: not to 0, or zeros would become NaN.
     y_epsilon = jnp.maximum(y_scale * y_scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
 
     total = functools.partial(functools.reduce, operator.add)

@@ -124,7 +124,7 @@ def _product_kernel(
 def product(
     form: Product[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """The sums over third positions, (B, channels, N, N) in the dtype of the sides, which come channel by channel."""
+    """The sums over third positions, in the dtype of the sides; not `by_rows`."""
     assert not form.by_rows, "Triton's product takes matrices channel by channel"
     sides, n = form.sides, form.size
     matrices = form.batch * form.channels
