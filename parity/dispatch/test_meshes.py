@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_models import gpt2, ops, qwen3
 from pallas_models.dispatch.sharding import Total
 from pallas_models.kernels.forms.matmul import Form
-from pallas_models.ops import trimul
+from pallas_models.kernels.forms.trimul import Form as TrimulForm
+from pallas_models.kernels.schedules import trimul
 from pallas_models.ops.matmul import _contracted as contracted
 from parity import ROOT
 from parity.support.common import (
@@ -135,14 +136,31 @@ def test_kernels_store_pairs_where_they_are_needed():
     n, c = 2048, 128
     shapes = ((1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c))
     target = dataclasses.replace(gpu(), has_peers=True)
-    options: dict[str, Any] = dict(
-        gate_after=False, epsilon=1e-5, compute_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16
-    )
-    options |= dict(precision=None, config=None, target=target, interpret=False, rows_over=("d",), columns_over=())
+    bfloat16 = jnp.dtype("bfloat16")
 
-    def update(x, norm_scale, norm_bias, w_in, out_scale, out_bias, w_gate, w_out):
-        weights = norm_scale, norm_bias, w_in, None, out_scale, out_bias, w_gate, None, w_out, None
-        return trimul._mosaic(x, None, *weights, direction="incoming", **options)
+    def update(x, norm_scale, norm_bias, w_in, out_norm_scale, out_norm_bias, w_gate, w_out):
+        form = TrimulForm(
+            x=x,
+            mask=None,
+            norm_scale=norm_scale,
+            norm_bias=norm_bias,
+            w_in=w_in,
+            b_in=None,
+            out_norm_scale=out_norm_scale,
+            out_norm_bias=out_norm_bias,
+            w_gate=w_gate,
+            b_gate=None,
+            w_out=w_out,
+            b_out=None,
+            direction="incoming",
+            gate_after=False,
+            epsilon=1e-5,
+            compute_dtype=bfloat16,
+            precision=jax.lax.Precision.HIGHEST,
+            out_dtype=bfloat16,
+            rows_over=("d",),
+        )
+        return trimul.mosaic(form, config=None, target=target, interpret=False)
 
     specs = P(None, "d"), *[P()] * (len(shapes) - 1)
     part = jax.shard_map(update, in_specs=specs, out_specs=specs[0], check_vma=False)

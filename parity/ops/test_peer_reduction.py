@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_models.kernels.forms.matmul import Form
+from pallas_models.kernels.forms.trimul import Product, Projection
 from pallas_models.kernels.mosaic import matmul, trimul_product, trimul_project
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.gemm_config import Config
@@ -86,7 +87,15 @@ def test_channels_of_projections_go_to_whose_they_are(peers):
     rng = np.random.default_rng(0)
     x, scale, shift = normal(rng, 1, 64, 64, dtype="float16"), normal(rng, 64), normal(rng, 64)
     w, w_gate = normal(rng, 64, 4, 64, dtype="float16", scale=0.1), normal(rng, 64, 64, dtype="float16", scale=0.1)
-    project = functools.partial(trimul_project.project, epsilon=1e-5, **RUNS)
+
+    def project(*operands, **options):
+        form = Projection(
+            **dict(zip(Projection.OPERANDS, operands, strict=True)),
+            epsilon=1e-5,
+            precision=jax.lax.Precision.DEFAULT,
+        )
+        return trimul_project.project(form, **options, **RUNS)
+
     operands = x, None, scale, shift, w, None, w_gate, None
     found = jax.jit(functools.partial(project, peers=peers))(*operands)
     for out, expected in zip(found, jax.jit(project)(*operands), strict=True):
@@ -98,6 +107,10 @@ def test_channels_of_projections_go_to_whose_they_are(peers):
 def test_sums_over_third_positions_go_to_whose_they_are(peers):
     sides = normal(np.random.default_rng(0), COUNT, 4, 128 // COUNT, 128, dtype="bfloat16")
     tiles = dataclasses.replace(TILES, block_m=64, ping_pong=True)
-    options: dict[str, Any] = dict(channels=2, pieces=(COUNT, 1), by_rows=False, incoming=False, factor=1.0)
-    product = functools.partial(trimul_product.product, config=tiles, **options, **RUNS)
+    options: dict[str, Any] = dict(channels=2, pieces=(COUNT, 1), incoming=False, factor=1.0)
+
+    def product(sides, **peers):
+        form = Product(sides=sides, precision=jax.lax.Precision.DEFAULT, **options)
+        return trimul_product.product(form, config=tiles, **peers, **RUNS)
+
     assert_equal(jax.jit(functools.partial(product, peers=peers))(sides), jax.jit(product)(sides))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.tiles import check_divides
+from pallas_models.kernels.forms.trimul import Product
 from pallas_models.kernels.mosaic.common import gemm
-from pallas_models.kernels.mosaic.common.gemm import Epilogue, Product
 from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.mosaic.common.gemm_heuristic import candidates
 from pallas_models.kernels.mosaic.common.launch import Refs
@@ -47,13 +46,8 @@ def shared_memory(config: Config) -> int:
 
 
 def product(
-    sides: jax.Array,
+    form: Product[jax.Array],
     *,
-    channels: int,
-    pieces: tuple[int, int] = (1, 1),
-    by_rows: bool,
-    incoming: bool,
-    factor: float,
     peers: Peers | None = None,
     config: Config | Chooser | None,
     target: Target,
@@ -74,8 +68,9 @@ def product(
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
-    b = len(sides) // math.prod(pieces)
-    n, padded = sides.shape[1:3] if by_rows else (sides.shape[2] * pieces[0], sides.shape[1])
+    sides, channels, incoming, factor = form.sides, form.channels, form.incoming, form.factor
+    pieces, by_rows = form.pieces, form.by_rows
+    b, n, padded = form.batch, form.size, 2 * form.padded_channels
     if pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
@@ -141,7 +136,7 @@ def product(
     (y,) = gemm.gemm(
         dict(sides=sides),
         dict(y=jax.ShapeDtypeStruct(shape, sides.dtype)),
-        Product(
+        gemm.Product(
             batch=b * channels,
             m=n,
             n=n,
@@ -152,7 +147,7 @@ def product(
             transpose_a=incoming,
             transpose_b=not incoming,
         ),
-        Epilogue(store=epilogue, scratch_types=dict(slots=staging.scratch_type), peers=peers),
+        gemm.Epilogue(store=epilogue, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
         name="trimul_product",
         target=target,

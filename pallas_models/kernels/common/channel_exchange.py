@@ -1,4 +1,4 @@
-"""Pairs that devices share by rows and columns, and by channels for a while: whole matrices of a few channels."""
+"""Pairs that devices share by rows and columns, and for a while by channels: whole matrices of a few channels."""
 
 import dataclasses
 import math
@@ -13,11 +13,12 @@ AxisNames = tuple[str, ...]  # of a mesh; empty where there is nothing to share
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ByChannels:
-    """How the devices share pairs, each having some rows and columns of all channels.
+    """How the devices share pairs: each has some rows and columns of all channels.
 
-    A product of matrices with one of n devices' rows each asks for all of the other matrix, (n - 1) / n of it from
-    other devices. By channels, of both matrices and of the product (n - 1) / n^2 each is sent: less from 4 devices
-    on, in both directions of the update alike, and a device never has more than 1 / n of anything.
+    For its rows of a product of matrices, one of n devices needs all rows of the other matrix, and (n - 1) / n of
+    them come from other devices. To share by channels, a device sends (n - 1) / n^2 of both matrices and of the
+    product: less from 4 devices on, in both directions of the update alike, and a device never has more than 1 / n
+    of anything.
 
     Attributes:
       names: the axes of the mesh over which rows and then columns are split.
@@ -29,16 +30,17 @@ class ByChannels:
 
     @classmethod
     def over(cls, rows: AxisNames, columns: AxisNames) -> Self:
-        """That of a shard_map that has split rows and columns over these axes."""
+        """The sharing inside a shard_map that has split rows and columns over these axes."""
         sizes = [math.prod(jax.lax.axis_size(name) for name in names) for names in (rows, columns)]
         return cls(names=(*rows, *columns), grid=(sizes[0], sizes[1]))
 
     @property
     def devices(self) -> int:
+        """How many devices share the pairs."""
         return math.prod(self.grid)
 
     def swap(self, x: jax.Array, axis: int) -> jax.Array:
-        """Sends each device its part of an axis, in place of which come what the devices had of this one's part.
+        """Sends each device its part of an axis. What the others had of this device's part takes their place.
 
         Twice it is x again.
         """
@@ -58,7 +60,7 @@ class ByChannels:
     def apply(
         self, product: Callable[[jax.Array, jax.Array], jax.Array], left: jax.Array, right: jax.Array
     ) -> jax.Array:
-        """`product(left, right)`, (H, B, N, N) of each, of which the devices have and get rows and columns."""
+        """`product(left, right)` of matrices (H, B, N, N), of all of which devices have rows and columns."""
         if self.devices == 1:
             return product(left, right)
         h, b, *part = left.shape
@@ -73,10 +75,10 @@ class ByChannels:
         return self.swap(y.reshape(-1, b, *part), 0)[:h]
 
     def grouped(self, w: jax.Array, groups: int) -> list[jax.Array]:
-        """(..., 4, H), projections of left and right and their gates, in parts of (..., 4, H' / groups), H' >= H.
+        """Projections of left and right and their gates, (..., 4, H), in parts (..., 4, H' / groups), H' >= H.
 
-        What a group projects to left and then right are the left and right channels of the first device, then
-        those of the next. Channels go by groups and then by devices, those from H on are zeros.
+        A group gives the left and then the right channels of the first device, then the left and right channels of
+        the next one. Channels are shared out by groups and then by devices, and are 0 from H on.
         """
         *lead, _, h = w.shape
         padded = h + -h % (groups * self.devices)
@@ -88,5 +90,5 @@ class ByChannels:
         return list(w.reshape(groups, *lead, 4, padded // groups))
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """The largest that a device has."""
+        """The largest value that a device has, element by element."""
         return jax.lax.pmax(x, self.names) if self.names else x
