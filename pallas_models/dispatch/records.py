@@ -1,7 +1,7 @@
 """An op as it states itself, and a call of it: data, from which the rest of dispatch decides."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from pallas_models._implementation import Name
@@ -75,6 +75,19 @@ class Backward(Generic[F]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Together(Generic[F]):
+    """The ops that compute a call and its gradient together, where kernels serve all of them and their gradients.
+
+    Attributes:
+      parts: `parts(form)` gives these ops, each with its form, for a form of shapes and dtypes.
+      call: `call(form, names)` is the call made of them, which are given the implementations that `names` names.
+    """
+
+    parts: Callable[[F], Sequence[tuple["Op[Any]", Form]]]
+    call: Callable[[F, tuple[Name, ...]], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Op(Generic[F]):
     """Everything that `run` needs to know of an op.
 
@@ -92,6 +105,11 @@ class Op(Generic[F]):
       stands_for: `stands_for(form, names)` is the op made of other ops, which are given the implementations that
         `names` names. It runs where no kernel serves the call, and is differentiated where one does. With names of
         `("xla",)` it is the reference.
+      pays: `pays(form, target)` says whether a kernel is faster than the ops that the op `stands_for`. It is asked
+        of whole calls, where no implementation is named, and not again of the part of a call that a device has.
+      maps: whether kernels are for calls that are mapped over (`vmap`), too; where not, and no implementation is
+        named, these are the ops that the op `stands_for`.
+      together: what an op that `stands_for` others is differentiated as, where kernels serve that.
     """
 
     name: str
@@ -99,6 +117,9 @@ class Op(Generic[F]):
     sharding: Sharding | Callable[[F], Sharding]
     reference: Callable[[F], Any] | None = None
     stands_for: Callable[[F, tuple[Name, ...]], Any] | None = None
+    pays: Callable[[F, Target], bool] = always
+    maps: bool = True
+    together: Together[F] | None = None
     derivative: Callable[[F], Any] | None = None
     backward: tuple[Backward[F], ...] = ()
     contracted: Callable[[Callable[[F], Any], Total, F], Any] | None = None

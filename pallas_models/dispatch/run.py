@@ -1,13 +1,13 @@
 """Runs a call of an op, the one way into dispatch: by a kernel or by the op's reference."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 
 from pallas_models import target as targets
-from pallas_models._implementation import Implementation, Name, check_implementation
+from pallas_models._implementation import Implementation, check_implementation
 from pallas_models.dispatch import choice, program
 from pallas_models.dispatch.derivatives import differentiated_as
 from pallas_models.dispatch.records import Call, Op
@@ -21,7 +21,7 @@ Operands = tuple[Any, ...]
 
 
 def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementation | None = None) -> Any:
-    """Runs a kernel of an op or its reference.
+    """Runs a kernel of an op, or its reference, or the ops that it stands for.
 
     Calls that are alike share one trace, and in a program one lowering.
 
@@ -29,7 +29,7 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
       form: the call, with arrays.
       config: a config of one of the kernels, a table to ask first, or None.
       implementation: as `pallas_models.ops` has it. None takes the first kernel that serves the call and is
-        preferred, on CUDA devices from Ampere on, and the reference elsewhere.
+        preferred, on CUDA devices from Ampere on, and elsewhere the reference or the ops that it stands for.
 
     Raises:
       ValueError: `implementation` is not one of the above.
@@ -38,18 +38,51 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
         array is larger than it can index. Where the program is lowered: kernels for GPUs are named alone, and it
         is for another platform than CUDA.
     """
+    operands = form.operands
     traced = {name: value for name, value in form.options.items() if isinstance(value, jax.Array)}
-    call = _call(op, form.replace(**dict.fromkeys(traced)), config, implementation)
+    # How JAX knows calls that are alike: the operands have their shapes beside it.
+    options = form.replace(**dict.fromkeys((*form.OPERANDS, *traced)))
+    names, target = check_implementation(implementation), targets.current()
+    call = Call(op=op, form=options, config=config, names=names, target=target)
     if op.stands_for is not None:
-        others = functools.partial(_stand_for, form, op.stands_for, call.names)
-        if traced or not has_kernel(op, form, implementation=implementation):
-            return others(*form.operands)
-        return differentiated_as(functools.partial(_run_whole, call), others)(*form.operands)
-    return _run_whole(call, *form.operands, traced=traced)
+        return _run_or_stand_for(call, form, op.stands_for, traced=bool(traced))
+    return _run_whole(call, *operands, traced=traced)
 
 
-def _stand_for(form: Form, function: Callable[..., Any], names: tuple[Name, ...], *operands: Any) -> Any:
-    return function(form.of(operands), names)
+def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *, traced: bool) -> Any:
+    """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for.
+
+    Args:
+      call: the call without its operands, and without scalars that are `traced`, which no kernel takes.
+      form: the call with these.
+    """
+    op, operands, implementation = call.op, form.operands, call.names or None
+
+    def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: function(form.of(operands), call.names)
+
+    others, whole = as_others(stands_for), functools.partial(_run_whole, call)
+    if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
+        return differentiated_as(others, as_others(op.together.call))(*operands)
+    if traced or not has_kernel(op, form, implementation=implementation):
+        return others(*operands)
+    if not call.names and not op.pays(form.abstract(), call.target):
+        return others(*operands)
+    if not call.names and not op.maps:
+        whole = _mapped_as(whole, others)
+    return differentiated_as(whole, others)(*operands)
+
+
+def _mapped_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`; where it is mapped over, another that computes the same in its place."""
+    call = jax.custom_batching.custom_vmap(function)
+
+    @call.def_vmap
+    def _(_: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
+        results = jax.vmap(other, jax.tree.map(lambda m: 0 if m else None, mapped))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def run_backward(
@@ -90,6 +123,10 @@ def has_backward(op: Op[F], form: F, *, implementation: Implementation | None) -
         return choice.has_backward(_call(op, form, None, implementation))
 
 
+def _all_have_backward(parts: Iterable[tuple[Op[Any], Form]], implementation: Implementation | None) -> bool:
+    return all(has_backward(op, form, implementation=implementation) for op, form in parts)
+
+
 def _call(op: Op[F], form: F, config: Any, implementation: Implementation | None) -> Call[F]:
     names = check_implementation(implementation)
     return Call(op=op, form=form.abstract(), config=config, names=names, target=targets.current())
@@ -103,6 +140,7 @@ def _run_whole(call: Call[F], *operands: Any, traced: dict[str, jax.Array] | Non
 @functools.partial(jax.jit, static_argnames=("call", "tables"))
 def _run(operands: Operands, traced: dict[str, jax.Array], *, call: Call[F], tables: tuple[Table, ...]) -> Any:
     del tables  # a change of them asks for another trace
+    call = call.replace(form=call.form.of(operands).abstract())
     with plain_settings(operands), jax.named_scope(call.op.name):
         if traced:  # kernels have their scalars built in
             if call.names and "xla" not in call.names:

@@ -11,7 +11,8 @@ import pytest
 from pallas_models import minilm, ops
 from pallas_models.dispatch import choice
 from pallas_models.kernels.triton.attention import Config as Blocks
-from parity.support.cases import CALLS, Call, layer
+from parity.cases import CALLS, Call
+from parity.cases.post_norm_layers import layer
 from parity.support.common import MOSAIC_CALL, ON_GPU, assert_close, cuda_device, normal, random_params
 from parity.support.tolerances import OP
 
@@ -40,8 +41,8 @@ def triangle_update(x=PAIRS, norm_scale=N6, w_in=W_IN, out_norm_scale=N8, w_gate
     return ops.triangle_update(x, norm_scale, N6, w_in, out_norm_scale, N8, w_gate, w_out, **options)
 
 
-def cross_entropy(x=X, kernel=W, labels=INTS[0, :5], **options):
-    return ops.linear_cross_entropy(x, kernel, labels, **options)
+def cross_entropy(x=X, w=W, labels=INTS[0, :5], **options):
+    return ops.linear_cross_entropy(x, w, labels, **options)
 
 
 def attention(q=Q4, k=Q4[:, :3, :2], v=Q4[:, :3, :2], **options):
@@ -57,8 +58,15 @@ def rotary(qkv=QKV, cos=QKV[0, :, :8], sin=QKV[1, :, :8], num_heads=4, num_kv_he
 
 
 def post_norm_mlp(y=X8, x=X8, w_out=W8, w_up=UP, w_down=UP.T, bias_up=None, scale=N8, **options):
+    weights = {"w_out": w_out, "w_up": w_up, "w_down": w_down, "bias_up": bias_up}
     norms = {"scale_out": N8, "offset_out": N8, "scale": scale, "offset": N8}
-    return ops.post_norm_mlp(y, x, w_out, w_up, w_down, bias_up=bias_up, **norms, **options)
+    return ops.post_norm_mlp(y, x, **weights, **norms, **options)
+
+
+def attention_post_norm_mlp(qkv=QKV[..., :24], num_heads=2, **options):
+    weights = {"w_out": W8, "w_up": UP, "w_down": UP.T}
+    weights |= dict.fromkeys(("scale_out", "offset_out", "scale", "offset"), N8)
+    return ops.attention_post_norm_mlp(qkv, X3, num_heads=num_heads, **weights | options)
 
 
 def post_norm_layers(num_heads=2, layers=2, without="", **changes):
@@ -87,14 +95,14 @@ CASES = {
     ],
     "linear_cross_entropy": [
         (lambda: cross_entropy(x=INTS), TypeError, "x has dtype int32; expected float16, bfloat16 or float32"),
-        (lambda: cross_entropy(kernel=INTS), TypeError, "kernel has dtype int32; expected float16"),
-        (lambda: cross_entropy(kernel=W.astype("float16")), TypeError, "float32 and kernel has dtype float16"),
-        (lambda: cross_entropy(kernel=N6), ValueError, "kernel has shape (6,); expected 2 axes, (D, V)"),
-        (lambda: cross_entropy(kernel=W.T), ValueError, "kernel has shape (8, 6); expected (..., D) and (D, V)"),
-        (lambda: cross_entropy(transposed=True), ValueError, "(6, 8); expected (..., D) and (V, D)"),
-        (lambda: cross_entropy(x=X[0, 0]), ValueError, "x has shape () and kernel has shape (6, 8); expected (.."),
+        (lambda: cross_entropy(w=INTS), TypeError, "w has dtype int32; expected float16"),
+        (lambda: cross_entropy(w=W.astype("float16")), TypeError, "float32 and w has dtype float16"),
+        (lambda: cross_entropy(w=N6), ValueError, "w has shape (6,); expected 2 axes, (D, V)"),
+        (lambda: cross_entropy(w=W.T), ValueError, "w has shape (8, 6); expected (..., D) and (D, V)"),
+        (lambda: cross_entropy(transpose_w=True), ValueError, "(6, 8); expected (..., D) and (V, D)"),
+        (lambda: cross_entropy(x=X[0, 0]), ValueError, "x has shape () and w has shape (6, 8); expected (.."),
         (
-            lambda: cross_entropy(kernel=W[:, :0]),
+            lambda: cross_entropy(w=W[:, :0]),
             ValueError,
             "shape (6, 0); expected at least one label in (D, V)",
         ),
@@ -145,6 +153,27 @@ CASES = {
         (lambda: post_norm_mlp(scale=N6), ValueError, "scale has shape (6,); expected (8,), (N,)"),
         (lambda: post_norm_mlp(y=INTS[0]), TypeError, "y has dtype int32; expected float16"),
         (lambda: post_norm_mlp(activation="tanh"), ValueError, "tanh"),
+        (lambda: post_norm_mlp(bias_in=N8), TypeError, "unexpected keyword argument 'bias_in'"),
+        (lambda: ops.post_norm_mlp(X8, X8, w_out=W8), TypeError, "missing 6 required positional arguments"),
+    ],
+    "attention_post_norm_mlp": [
+        (lambda: attention_post_norm_mlp(X8), ValueError, "qkv has shape (5, 8); expected 3 axes, (B, S, 3 * K)"),
+        (
+            lambda: attention_post_norm_mlp(QKV),
+            ValueError,
+            "w_out has shape (8, 8); expected (32, 8), (K, N) with",
+        ),
+        (
+            lambda: attention_post_norm_mlp(mask=MASK.T),
+            ValueError,
+            "mask has shape (4, 2); expected (2, 4), (B, S)",
+        ),
+        (lambda: attention_post_norm_mlp(mask=2 * MASK), ValueError, "mask has values from 0 to 2; expected only"),
+        (lambda: attention_post_norm_mlp(segment_ids=N8), TypeError, "segment_ids has dtype float32; expected an"),
+        (lambda: attention_post_norm_mlp(segment_ids=IDS.T), ValueError, "segment_ids has shape (4, 2); expected"),
+        (lambda: attention_post_norm_mlp(bias=N8), ValueError, "bias has shape (8,); expected 4 axes"),
+        (lambda: attention_post_norm_mlp(w_down=W8), ValueError, "w_down has shape (8, 8); expected (16, 8), (F"),
+        (lambda: attention_post_norm_mlp(num_heads=3), ValueError, "num_heads"),
     ],
     "post_norm_layers": [
         (lambda: post_norm_layers(num_heads=3), ValueError, "its last axis to be a multiple of num_heads=3"),
@@ -426,7 +455,7 @@ def test_unknown_implementation(call: Call):
 
 
 def test_no_implementation_at_all():
-    call = CALLS[0]
+    (call,) = (call for call in CALLS if call.name == "matmul")
     with pytest.raises(ValueError, match=r"implementation=\(\) is unknown; expected None or one of"):
         call(())(*call.arrays())
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,14 +19,13 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from bench import __main__ as cli
-from bench.cases import scaling
-from bench.measuring import results
-from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
 from pallas_models.dispatch.sharding import Total
-from pallas_models.ops import trimul
+from pallas_models.kernels.forms.matmul import Form
+from pallas_models.kernels.forms.trimul import Form as TrimulForm
+from pallas_models.kernels.schedules import trimul
 from pallas_models.ops.matmul import _contracted as contracted
+from parity import ROOT
 from parity.support.common import (
     MOSAIC_CALL,
     ON_HOPPER,
@@ -47,14 +45,13 @@ needs_addresses = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX
 
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    """What `parity.support.meshes` found, which needs 8 devices from its start."""
+    """What `parity.dispatch.meshes` found, which needs 8 devices from its start."""
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-m", "parity.support.meshes"]
-    folder = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    command = [sys.executable, "-m", "parity.dispatch.meshes"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -139,14 +136,31 @@ def test_kernels_store_pairs_where_they_are_needed():
     n, c = 2048, 128
     shapes = ((1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c))
     target = dataclasses.replace(gpu(), has_peers=True)
-    options: dict[str, Any] = dict(
-        gate_after=False, epsilon=1e-5, compute_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16
-    )
-    options |= dict(precision=None, config=None, target=target, interpret=False, rows_over=("d",), columns_over=())
+    bfloat16 = jnp.dtype("bfloat16")
 
-    def update(x, norm_scale, norm_bias, w_in, out_scale, out_bias, w_gate, w_out):
-        weights = norm_scale, norm_bias, w_in, None, out_scale, out_bias, w_gate, None, w_out, None
-        return trimul._mosaic(x, None, *weights, direction="incoming", **options)
+    def update(x, norm_scale, norm_bias, w_in, out_norm_scale, out_norm_bias, w_gate, w_out):
+        form = TrimulForm(
+            x=x,
+            mask=None,
+            norm_scale=norm_scale,
+            norm_bias=norm_bias,
+            w_in=w_in,
+            b_in=None,
+            out_norm_scale=out_norm_scale,
+            out_norm_bias=out_norm_bias,
+            w_gate=w_gate,
+            b_gate=None,
+            w_out=w_out,
+            b_out=None,
+            direction="incoming",
+            gate_after=False,
+            epsilon=1e-5,
+            compute_dtype=bfloat16,
+            precision=jax.lax.Precision.HIGHEST,
+            out_dtype=bfloat16,
+            rows_over=("d",),
+        )
+        return trimul.mosaic(form, config=None, target=target, interpret=False)
 
     specs = P(None, "d"), *[P()] * (len(shapes) - 1)
     part = jax.shard_map(update, in_specs=specs, out_specs=specs[0], check_vma=False)
@@ -158,14 +172,10 @@ def test_kernels_store_pairs_where_they_are_needed():
 
 @needs_addresses
 def test_kernels_store_parts_where_they_are_added_up():
-    static: dict[str, Any] = dict(transpose_w=False, acc_dtype=jnp.float32, precision=None, algorithm=None)
-    static |= dict(out_dtype=jnp.dtype("bfloat16"), batch=1, activation=None)
-
     def part(x, w, residual, total):
-        def call(x, w, *_, **__):
-            return jnp.dot(x, w)
-
-        return contracted(call, total, x, w, None, residual, **static)
+        options = dict(precision=jax.lax.Precision.HIGHEST, out_dtype=jnp.dtype("bfloat16"))
+        form = Form(x=x, w=w, residual=residual, **options)
+        return contracted(lambda form: jnp.dot(form.x, form.w), total, form)
 
     shapes, specs = ((8192, 256), (256, 4096), (8192, 4096)), (P(None, "d"), P("d", None), P(None, None))
     for has_peers, kernels, sums in ((True, 2, 0), (False, 0, 1)):
@@ -256,29 +266,9 @@ def gpt2_groups(config: gpt2.GPT2Config, groups: int) -> gpt2.GroupedGPT2Config:
     return gpt2.GroupedGPT2Config(**dataclasses.asdict(config), head_groups=groups)
 
 
-def test_scaling_is_measured(tmp_path, capsys):
-    assert cli.main(["scaling", "--models=block", "--quick", "--show-results", f"--output={tmp_path}"]) == 0
-    (path,) = tmp_path.glob("*/scaling.partial.json")
-    result = results.load(path)
-    (case,) = result.cases
-    (entry,) = case.entries
-    assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
-    assert "| gpt2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out
-    assert plots.scaling(result, "scaling") is None
-    half = dataclasses.replace(entry.wall, median_us=entry.wall.median_us / 2)
-    other = dataclasses.replace(entry, wall=half, metrics={"all-reduce": 2.0})
-    on_two = dataclasses.replace(case, label=f"{case.label[:-1]}2", shape={"devices": 2}, entries=[other])
-    both = dataclasses.replace(result, cases=[case, on_two])
-    assert plots.scaling(both, "scaling").alt == "bars: gpt2 block 64x1024 2.00 on 2"
-    memory = f"{entry.peak_bytes / 1e9:>11.2f}"
-    assert scaling.table(both).endswith(f"|      2.00 | 2 all-reduce | {memory} |")
-    assert scaling.headline(both) is None
-
-
 def test_two_processes_take_a_step():
     """The program of the docs as it stands: each process has half of the batch, both find the loss of all."""
-    root = Path(__file__).parents[2]
-    (program,) = re.findall(r"```py\n(.*?)```", (root / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
+    (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -292,7 +282,7 @@ def test_two_processes_take_a_step():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=root,
+            cwd=ROOT,
             env=environment,
         )
         for i in range(2)

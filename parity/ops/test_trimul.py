@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 import weights
 from pallas_models import ops, target, trimul
+from pallas_models.kernels.common.channel_exchange import ByChannels
+from pallas_models.kernels.forms.trimul import Product
+from pallas_models.kernels.schedules.trimul import Config
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _half_precision
 from pallas_models.ops import trimul as trimul_op
-from pallas_models.ops._channel_exchange import ByChannels
-from pallas_models.ops.trimul import Config
 from parity.support.common import (
     KERNEL,
     MOSAIC_CALL,
@@ -371,13 +372,24 @@ def test_bounds_are_those_of_the_reference(monkeypatch, c, h, largest, programs,
     assert_close(jnp.max(bounds, axis=0) / trimul_op._bounds(*operands), np.ones(5), SHORT)
 
 
+def sums_over_k(direction, sides, *, pieces=(1, 1), factor=1.0, config=None):
+    """The Triton kernel's, for two channels of each side."""
+    form = Product(
+        sides=sides,
+        channels=2,
+        incoming=direction == "incoming",
+        factor=factor,
+        precision=jax.lax.Precision.DEFAULT,
+        pieces=pieces,
+    )
+    return trimul_product.product(form, config=config, target=target.current(), interpret=not ON_GPU)
+
+
 @both_directions
 def test_product_of_pieces(direction):
     """Matrices in pieces, as they come from other devices, and tiles that have to divide those."""
     pieces, tiles = (2, 4), dict(block_m=16, block_n=16, num_warps=4, num_stages=2)
-    f = functools.partial(trimul_product.product, channels=2, incoming=direction == "incoming", factor=1.0)
-    runs = dict(precision=jax.lax.Precision.DEFAULT, target=target.current(), interpret=not ON_GPU)
-    f = functools.partial(f, config=trimul_product.Config(**tiles, block_k=16), **runs)
+    f = functools.partial(sums_over_k, direction, config=trimul_product.Config(**tiles, block_k=16))
     in_pieces = ByChannels(names=(), grid=pieces).pieces
     sides = normal(np.random.default_rng(0), 2, 6, 64, 64, dtype="float16")
     out = jax.jit(functools.partial(f, pieces=pieces))(in_pieces(sides))
@@ -389,11 +401,10 @@ def test_product_of_pieces(direction):
 @both_directions
 def test_product_has_no_bounds_of_its_own(direction):
     sides = jnp.full((1, 4, 16, 16), 100.0, "float16").at[0, 1].set(-100.0)
-    f = functools.partial(trimul_product.product, channels=2, incoming=direction == "incoming", config=None)
-    runs = dict(precision=jax.lax.Precision.DEFAULT, target=target.current(), interpret=not ON_GPU)
-    out = jax.jit(functools.partial(f, factor=1.0, **runs))(sides)
+    f = functools.partial(sums_over_k, direction)
+    out = jax.jit(f)(sides)
     assert np.all(out[0, 0] == jnp.inf) and np.all(out[0, 1] == -jnp.inf)
-    out = jax.jit(functools.partial(f, factor=2.0**-4, **runs))(sides)
+    out = jax.jit(functools.partial(f, factor=2.0**-4))(sides)
     assert np.all(out[0, 0] == 1e4) and np.all(out[0, 1] == -1e4)
 
 

@@ -9,12 +9,22 @@ import numpy as np
 import pytest
 
 from pallas_models import target, trimul
+from pallas_models.kernels.common.channel_exchange import ByChannels
+from pallas_models.kernels.forms.trimul import Product, Projection
 from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic.common import interpreter, launch
-from pallas_models.kernels.mosaic.common.gemm import Config
-from pallas_models.ops import trimul as update
-from pallas_models.ops._channel_exchange import ByChannels
-from parity.support.common import MOSAIC, MOSAIC_CALL, assert_close, assert_equal, by_device, cuda_device, normal
+from pallas_models.kernels.mosaic.common.gemm_config import Config
+from pallas_models.kernels.schedules import trimul as schedules
+from parity.support.common import (
+    MOSAIC,
+    MOSAIC_CALL,
+    assert_close,
+    assert_equal,
+    by_device,
+    cuda_device,
+    gpu,
+    normal,
+)
 from parity.support.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
@@ -35,18 +45,19 @@ def lowered_calls(f, *args) -> int:
 # Product over third positions
 
 
-def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True, pieces=(1, 1)):
-    f = functools.partial(
-        trimul_product.product,
-        channels=channels,
-        by_rows=by_rows,
-        pieces=pieces,
-        incoming=incoming,
-        factor=factor,
-        config=config,
-        target=target.current(),
-        interpret=INTERPRET,
-    )
+def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True, pieces=(1, 1), interpret=INTERPRET):
+    def f(sides):
+        form = Product(
+            sides=sides,
+            channels=channels,
+            incoming=incoming,
+            factor=factor,
+            precision=jax.lax.Precision.DEFAULT,
+            pieces=pieces,
+            by_rows=by_rows,
+        )
+        return trimul_product.product(form, config=config, target=target.current(), interpret=interpret)
+
     return jax.jit(f)(sides)
 
 
@@ -114,7 +125,7 @@ def test_product_has_no_bounds_of_its_own():
     ),
 )
 def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
-    monkeypatch.setattr(update, "_BY_ROWS", n if by_rows else n - 1)
+    monkeypatch.setattr(schedules, "_BY_ROWS", n if by_rows else n - 1)
     params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
     rng = np.random.default_rng(n)
     params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
@@ -129,20 +140,9 @@ def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
 @both_directions
 @pytest.mark.parametrize("n", [64, 128, 192, 256, 384, 512, 1024, 1088])
 def test_product_lowers(n, incoming):
-    def f(sides):
-        return trimul_product.product(
-            sides,
-            channels=3,
-            by_rows=n < 1088,
-            incoming=incoming,
-            factor=0.5,
-            config=None,
-            target=target.current(),
-            interpret=False,
-        )
-
+    options = dict(channels=3, incoming=incoming, factor=0.5, by_rows=n < 1088, interpret=False)
     shape = (2, n, 8, n) if n < 1088 else (2, 8, n, n)
-    assert lowered_calls(f, jax.ShapeDtypeStruct(shape, "bfloat16")) == 1
+    assert lowered_calls(functools.partial(product, **options), jax.ShapeDtypeStruct(shape, "bfloat16")) == 1
 
 
 PAIR = ((0, None), (0, 0), (None, 0))
@@ -164,7 +164,7 @@ def test_vmap_makes_a_batch_or_several_calls(x, mask, weights):
     operands = [
         normal(rng, *(() if axis is None else (5,)), *size) for size, axis in zip(sizes, axes, strict=False)
     ]
-    out = jax.vmap(update._batchable(sums), axes)(*operands, None)
+    out = jax.vmap(schedules._batchable(sums), axes)(*operands, None)
     assert shapes[-1][0] == (10 if weights is None else 2)
     for i in range(5):
         one = [y if axis is None else y[i] for y, axis in zip(operands, axes, strict=False)]
@@ -214,6 +214,12 @@ def projections(x, mask, scale, shift, w, bias, w_gate, b_gate):
     return sides.reshape(len(x), -1, x.shape[1]), jax.nn.sigmoid(gate)
 
 
+def projection(*operands):
+    return Projection(
+        **dict(zip(Projection.OPERANDS, operands, strict=True)), epsilon=1e-5, precision=jax.lax.Precision.DEFAULT
+    )
+
+
 def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True, biased=True):
     rng = np.random.default_rng(m + c)
     mask = rng.uniform(size=(batch, m)) * rng.integers(0, 2, (batch, m))
@@ -230,7 +236,8 @@ def project_operands(batch, m, c, h, g, *, dtype, x_dtype="float32", masked=True
 
 
 def program(module, interpret=INTERPRET):
-    return jax.jit(functools.partial(module.project, epsilon=1e-5, target=target.current(), interpret=interpret))
+    runs = dict(target=target.current(), interpret=interpret)
+    return jax.jit(lambda *operands: module.project(projection(*operands), **runs))
 
 
 def project(module, *operands, interpret=INTERPRET):
@@ -305,7 +312,7 @@ def test_project_has_no_races(module, monkeypatch, capfd):
 )
 def test_project_lowers(module, c, h, x_dtype):
     operands = jax.eval_shape(lambda: project_operands(2, 4096, c, h, c, dtype="float16", x_dtype=x_dtype))
-    assert module.unsupported(operands[0], operands[4], operands[6]) is None
+    assert module.unsupported(projection(*operands), gpu()) is None
     f = functools.partial(project, module, interpret=False)
     assert lowered_calls(f, *operands) == 1
 
@@ -316,7 +323,7 @@ def test_project_lowers(module, c, h, x_dtype):
 def test_narrow_project_takes_what_fits(c, x_dtype):
     def lowers(h):
         operands = jax.eval_shape(lambda: project_operands(2, 128, c, h, 64, dtype="float16", x_dtype=x_dtype))
-        if trimul_project.unsupported(operands[0], operands[4], operands[6]):
+        if trimul_project.unsupported(projection(*operands), gpu()):
             return False
         return lowered_calls(functools.partial(project, trimul_project, interpret=False), *operands) == 1
 
@@ -339,9 +346,8 @@ def test_narrow_project_takes_what_fits(c, x_dtype):
     ],
 )
 def test_project_refuses(module, m, c, h, dtype, message):
-    shapes = (1, m, c), (c, 4, h), (c, 128)
-    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    assert message in module.unsupported(*arrays)
+    operands = jax.eval_shape(lambda: project_operands(1, m, c, h, 128, dtype=dtype))
+    assert message in module.unsupported(projection(*operands), gpu())
 
 
 # What all kernels share
@@ -356,19 +362,7 @@ def test_equal_kernels_are_equal_code():
 
     def modules(count):
         def f(sides):
-            return [
-                trimul_product.product(
-                    sides * i,
-                    channels=2,
-                    by_rows=True,
-                    incoming=False,
-                    factor=1.0,
-                    config=None,
-                    target=target.current(),
-                    interpret=False,
-                )
-                for i in range(count)
-            ]
+            return [product(sides * i, channels=2, incoming=False, interpret=False) for i in range(count)]
 
         with cuda_device(*HOPPER):
             text = jax.jit(f).trace(sides).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,11 +1,11 @@
 """`python -m parity sanitize`: every kernel of both backends under NVIDIA's compute-sanitizer.
 
-memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
-threads reach. Each runs all calls of `BY_BACKEND` in `parity/support/cases.py`, at odd and at even sizes, with
-gradients where these have kernels, each in a process of its own. They are compiled before, without a tool, under
-which that takes minutes. A process that hangs, as some do under a tool while they load what was compiled, is ended
-and the call begun anew; the report names it. The exit code is 0 without a finding, 1 with one, 2 where a tool
-cannot run or does not get through.
+memcheck finds accesses outside of arrays, racecheck races in shared memory, and synccheck barriers that not all
+threads reach. Each tool runs all calls of `parity.cases.BY_BACKEND`, at odd and at even sizes, with gradients
+where these have kernels, each call in a process of its own. The calls are compiled before that without a tool,
+because compiling under one takes minutes. Some processes hang under a tool while they load compiled code: such a
+process is ended, its call begins anew, and the report names it. The exit code is 0 without a finding, 1 with one,
+and 2 if a tool cannot run or does not get to the end.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_models import files
+from parity import ROOT
 from parity.__main__ import describe_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -37,12 +38,12 @@ _HOST = re.compile(r"=========\s+(?:Host Frame:|in /|Saved host backtrace|$)")
 # Of XLA's: none to choose from, and none of cuBLAS, which brings many that are not run.
 _FEW_KERNELS = "--xla_gpu_autotune_level=0 --xla_gpu_cublas_fallback=false"
 
-_NAMES = "from parity import sanitize; print(*sanitize.served(), sep='\\n')"
+_NAMES = "from parity.support import sanitize; print(*sanitize.served(), sep='\\n')"
 
 
 def runs() -> Iterator[tuple[str, Any, str, int]]:
     """Backend, call, dtype and size of everything that is run."""
-    from parity.support.cases import BY_BACKEND
+    from parity.cases import BY_BACKEND
 
     for backend, calls in BY_BACKEND.items():
         for call in calls:
@@ -142,9 +143,7 @@ def environment(cache: str) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
 
 
@@ -170,7 +169,7 @@ def sanitize(
     tool: str | None, call: str, *, program: str, until: float, environment: dict[str, str], patience: float
 ) -> Outcome:
     """Runs a call under one tool, or under none, which finds nothing; again while the process hangs."""
-    command = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_call({call!r})"]
+    command = [sys.executable, "-c", f"from parity.support import sanitize; sanitize.run_call({call!r})"]
     if tool is not None:
         command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20", *command]
     tries, code, log = 0, -signal.SIGKILL, ""

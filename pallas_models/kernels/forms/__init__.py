@@ -1,6 +1,7 @@
 """Calls of ops as records, which references and kernels take: a file for each op, by its name."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -8,6 +9,11 @@ import numpy as np
 
 # The operands of a form: arrays, or their shapes and dtypes.
 A = TypeVar("A", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+@functools.cache
+def _options(form: type["Form"]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(form) if field.name not in form.OPERANDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +39,7 @@ class Form:
     @property
     def options(self) -> dict[str, Any]:
         """The options by name."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in names if name not in self.OPERANDS}
+        return {name: getattr(self, name) for name in _options(type(self))}
 
     def of(self, operands: tuple[Any, ...]) -> Self:
         """The same call of other operands."""

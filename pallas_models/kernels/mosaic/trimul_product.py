@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,21 +12,14 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.tiles import check_divides
-from pallas_models.kernels.mosaic.common import gemm as _gemm
-from pallas_models.kernels.mosaic.common.gemm import (
-    Block,
-    Config,
-    Output,
-    Tile,
-    blocks,
-    candidates,
-    gemm,
-    staging,
-    store,
-)
+from pallas_models.kernels.forms.trimul import Product
+from pallas_models.kernels.mosaic.common import gemm
+from pallas_models.kernels.mosaic.common.gemm_config import Config
+from pallas_models.kernels.mosaic.common.gemm_heuristic import candidates
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.peers import Peers
-from pallas_models.kernels.mosaic.matmul import num_slots
+from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
+from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -50,21 +42,12 @@ def heuristic(n: int) -> Config:
 
 def shared_memory(config: Config) -> int:
     """Bytes of shared memory that a CTA takes."""
-    return _gemm.shared_memory(config, _num_slots(config))
-
-
-def _num_slots(config: Config) -> int:
-    return num_slots(config, config.block_n, jnp.float16, residual=False)
+    return gemm.shared_memory(config, Staging.of(config, config.block_n, jnp.float16))
 
 
 def product(
-    sides: jax.Array,
+    form: Product[jax.Array],
     *,
-    channels: int,
-    pieces: tuple[int, int] = (1, 1),
-    by_rows: bool,
-    incoming: bool,
-    factor: float,
     peers: Peers | None = None,
     config: Config | Chooser | None,
     target: Target,
@@ -85,8 +68,9 @@ def product(
     Returns:
       (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
-    b = len(sides) // math.prod(pieces)
-    n, padded = sides.shape[1:3] if by_rows else (sides.shape[2] * pieces[0], sides.shape[1])
+    sides, channels, incoming, factor = form.sides, form.channels, form.incoming, form.factor
+    pieces, by_rows = form.pieces, form.by_rows
+    b, n, padded = form.batch, form.size, 2 * form.padded_channels
     if pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
@@ -105,8 +89,7 @@ def product(
         target,
     )
     check_divides(config, n, pieces)
-    slots = _num_slots(config)
-    parts = blocks(config, config.block_n, sides.dtype, slots)
+    staging = Staging.of(config, config.block_n, sides.dtype)
     piece_rows, piece_columns = (n // count for count in pieces)
 
     def matrix(
@@ -146,26 +129,26 @@ def product(
                 peers.store(slot, y, i * pieces[1] + j, there)
 
         tile = dataclasses.replace(tile, row=row, column=column)
-        store(tile, parts, Output(refs.slots, warpgroup, y, value, copy), wait=True)
+        store(tile, staging, Output(refs.slots, warpgroup, y, value, copy), wait=True)
 
     width = sides.shape[3]
     shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
-    (y,) = gemm(
+    (y,) = gemm.gemm(
         dict(sides=sides),
         dict(y=jax.ShapeDtypeStruct(shape, sides.dtype)),
+        gemm.Product(
+            batch=b * channels,
+            m=n,
+            n=n,
+            k=n,
+            dtype=sides.dtype,
+            a=lambda refs, tile, ks: part(refs, tile, 0, tile.rows, ks),
+            b=[lambda refs, tile, ks: part(refs, tile, padded // 2, tile.columns, ks)],
+            transpose_a=incoming,
+            transpose_b=not incoming,
+        ),
+        gemm.Epilogue(store=epilogue, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
-        batch=b * channels,
-        m=n,
-        n=n,
-        k=n,
-        dtype=sides.dtype,
-        a=lambda refs, tile, ks: part(refs, tile, 0, tile.rows, ks),
-        b=[lambda refs, tile, ks: part(refs, tile, padded // 2, tile.columns, ks)],
-        transpose_a=incoming,
-        transpose_b=not incoming,
-        epilogue=epilogue,
-        scratch_types=dict(slots=staging(config, parts, sides.dtype, slots)),
-        peers=peers,
         name="trimul_product",
         target=target,
         interpret=interpret,

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -29,10 +30,10 @@ _MULTIPLIERS = 3  # warpgroups that multiply
 _SHARED_MEMORY = 223 * 1024  # bytes of a CTA, less what barriers, sums over rows and alignment take
 
 
-def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
+def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `project` does not serve a call; None if it does."""
-    c, h, gates = x.shape[2], w.shape[2], w_gate.shape[1]
-    if reason := unsupported_by_both(x, w):
+    x, c, h, gates = form.x, form.x.shape[2], form.hidden, form.gates
+    if reason := unsupported_by_both(form):
         return reason
     if c not in (64, 96, 128) or h % (COLUMNS // 2):
         return f"takes 64, 96 or 128 channels and hidden channels in multiples of {COLUMNS // 2}, not {c} and {h}"
@@ -41,12 +42,12 @@ def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.A
     return None
 
 
-def unsupported_by_both(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array) -> str | None:
+def unsupported_by_both(form: Projection[jax.ShapeDtypeStruct]) -> str | None:
     """Why neither this kernel nor `trimul_project_wide` serves a call; None if one of them may."""
     if jax.__version_info__ < (0, 11):
         return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
-    if w.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes weights in float16 and bfloat16, not {w.dtype}"
+    if form.w.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes weights in float16 and bfloat16, not {form.w.dtype}"
     return None
 
 
@@ -210,16 +211,8 @@ def gate_and_store(
 
 
 def project(
-    x: jax.Array,
-    mask: jax.Array | None,
-    norm_scale: jax.Array,
-    norm_bias: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    w_gate: jax.Array,
-    b_gate: jax.Array | None,
+    form: Projection[jax.Array],
     *,
-    epsilon: float,
     peers: Peers | None = None,
     target: Target,
     interpret: bool,
@@ -233,6 +226,8 @@ def project(
       (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
       dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
+    x, mask, norm_scale, norm_bias, w, bias, w_gate, b_gate = form.operands
+    epsilon = form.epsilon
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
     if interpret:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -43,10 +44,10 @@ _X_BYTES = 40 * 1024  # of x that a warpgroup has copied ahead
 _WIDEST = 384  # channels of x that fit into registers
 
 
-def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.Array) -> str | None:
+def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `project` does not serve a call; None if it does."""
-    c, h = x.shape[2], w.shape[2]
-    if reason := unsupported_by_both(x, w):
+    c, h = form.x.shape[2], form.hidden
+    if reason := unsupported_by_both(form):
         return reason
     if c % _STEP or c > _WIDEST or h % (COLUMNS // 2):
         return (
@@ -57,16 +58,8 @@ def unsupported(x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array, w_gate: jax.A
 
 
 def project(
-    x: jax.Array,
-    mask: jax.Array | None,
-    norm_scale: jax.Array,
-    norm_bias: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    w_gate: jax.Array,
-    b_gate: jax.Array | None,
+    form: Projection[jax.Array],
     *,
-    epsilon: float,
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -78,6 +71,8 @@ def project(
       (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
       dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
+    x, mask, norm_scale, norm_bias, w, bias, w_gate, b_gate = form.operands
+    epsilon = form.epsilon
     batch, size, c = x.shape
     h, dtype = w.shape[2], w.dtype
     if interpret:

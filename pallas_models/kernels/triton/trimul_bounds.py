@@ -1,11 +1,8 @@
-"""Bounds of left and right of the triangle multiplicative update, and the scales that keep them in range."""
-
-from collections.abc import Sequence
+"""Bounds of left and right of the triangle multiplicative update, of which the scales are made."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.triton.common import (
@@ -18,34 +15,9 @@ from pallas_models.kernels.triton.common import (
     tile_mask,
 )
 
-LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
-_PROGRAMS = 8  # for each side; where so few are read, their largest takes no kernel of XLA's of its own
-_MASK_PROGRAMS = 128  # at most
+_PROGRAMS = 8  # for each side: XLA finds the largest of so few bounds without a kernel of its own
+_MASK_PROGRAMS = 128  # for the mask, at most
 _BLOCK_C, _BLOCK_MASK = 128, 16384
-
-
-def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
-    """Powers of two for left and right, times which they are at most `2**LOG2_LARGEST`, whatever x is.
-
-    Weights, of `dtype`, take these scales, too, which must not make them grow beyond their own range. Nor does the
-    mask count as less than 1, nor for so much that float16 rounds it. Sums of such masks may be infinite. NaN
-    where even the bound is beyond float32.
-
-    Args:
-      largest: what the columns of `bounds` are at most, each a number.
-    """
-    *sides, mask = largest
-    mask = jnp.clip(mask, 1.0, 2.0**10 if dtype == jnp.float16 else jnp.inf)
-
-    def scale(bound: jax.Array, weight: jax.Array) -> jax.Array:
-        growth = weight * 2.0 ** (LOG2_LARGEST + 1 - jnp.finfo(dtype).maxexp)
-        # At least 2**-17, of which the scale is 2**30: the squares of both are within float32.
-        bound = jnp.maximum(jnp.maximum(bound * mask, growth), 2.0**-17)
-        exponent = jax.lax.bitcast_convert_type(bound, jnp.int32) >> 23
-        power = jax.lax.bitcast_convert_type((LOG2_LARGEST + 253 - exponent) << 23, jnp.float32)
-        return jnp.where(bound < jnp.inf, power, jnp.nan)
-
-    return [scale(*side) for side in zip(sides[:2], sides[2:], strict=True)]
 
 
 def _bounds_kernel(
@@ -56,7 +28,7 @@ def _bounds_kernel(
     b_ref: Ref | None,  # (4, H)
     o_ref: Ref,  # (parts, 5)
 ) -> None:
-    """Programs of left, of right and of the mask: each waits for memory once."""
+    """Some programs bound left, some right, some the mask, so that each waits for memory once."""
     c, h = w_ref.shape[0], w_ref.shape[2]
     pid = pl.program_id(0)
 
@@ -93,14 +65,14 @@ def _bounds_kernel(
                 start = (part * steps + i) * _BLOCK_MASK
                 factors = load(mask_ref.at[span(start, _BLOCK_MASK)], start + jnp.arange(_BLOCK_MASK) < size)
                 factors = jnp.abs(factors.astype(jnp.float32))
-                # What is not finite is so in its own sums alone.
+                # A factor that is not finite spoils its own sums alone.
                 return jnp.maximum(carry, jnp.where(factors < jnp.inf, factors, 1.0))
 
             zeros = jnp.zeros(_BLOCK_MASK, jnp.float32)
             factor = jnp.max(jax.lax.fori_loop(0, jnp.int32(steps), step, zeros))
         store(o_ref.at[part, jnp.int32(4)], factor)
         for i in range(4):
-            store(o_ref.at[part, jnp.int32(i)], jnp.float32(0.0), part >= _PROGRAMS)  # which no side has
+            store(o_ref.at[part, jnp.int32(i)], jnp.float32(0.0), part >= _PROGRAMS)  # parts without a side
 
 
 def bounds(
@@ -114,12 +86,17 @@ def bounds(
 ) -> jax.Array:
     """Bounds for a mask of any shape, w (C, 4, H) and bias (4, H).
 
-    The squares of a normalised row of C channels add up to C at most. So what is projected is by Cauchy and
-    Schwarz at most sqrt(C) |norm_scale w| plus the sum of |norm_bias w| and |bias|.
+    The squares of a normalised row of C channels add up to C at most. So a projection is by Cauchy and Schwarz at
+    most sqrt(C) |norm_scale w| plus the sum of |norm_bias w| and |bias|.
+
+    Args:
+      mask: its factors, or None where they are 0 or 1.
+      norm_scale: (C,), float32.
+      norm_bias: (C,), float32.
 
     Returns:
-      (parts, 5), float32: of left, of right, without the mask; the largest |weight| of each; the largest factor of
-      the mask.
+      (parts, 5), float32, whose largest elements by column are what `scales` takes: bounds of left and of right
+      without the mask, the largest |weight| of each, the largest factor of the mask.
     """
     parts = _PROGRAMS
     if mask is not None:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.common import trimul_scales
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.triton import trimul_bounds
+from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -60,11 +61,9 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
     )
 
 
-def heuristic(
-    m: int, h: int, c: int, dtype: DTypeLike, target: Target, *, gate_after: bool, out_dtype: DTypeLike
-) -> Config:
-    """Chooses blocks for m positions, h hidden channels and c output channels."""
-    config = _measured(m, h, c, dtype, target, gate_after=gate_after, out_dtype=out_dtype)
+def heuristic(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
+    """Chooses blocks that fit into the shared memory of a target."""
+    config, (h, c), dtype = _measured(form, target), form.w.shape, form.w.dtype
     while shared_memory(config, h, c, dtype) > target.shared_memory and config.block_m > 16:
         if config.num_stages > 1:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
@@ -73,14 +72,13 @@ def heuristic(
     return config
 
 
-def _measured(
-    m: int, h: int, c: int, dtype: DTypeLike, target: Target, *, gate_after: bool, out_dtype: DTypeLike
-) -> Config:
+def _measured(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
     """The fastest blocks on an H200."""
-    if jnp.dtype(dtype).itemsize == 4:
+    (h, c), gate_after = form.w.shape, form.gate_after
+    if form.w.dtype.itemsize == 4:
         return _config(32, 32, 4, 4, 1)
-    wide_out = jnp.dtype(out_dtype).itemsize == 4
-    if h <= 128 and c <= 128 and wide_out and m >= 4096 * target.num_cores:
+    wide_out = form.out_dtype.itemsize == 4
+    if h <= 128 and c <= 128 and wide_out and form.batch * form.size >= 4096 * target.num_cores:
         return _config(128, 64, 2, 4, 2) if gate_after else _config(128, 64, 1, 4, 3)
     block_m = 64 if h <= 128 else 32
     if gate_after and c > 128:  # the gate takes the registers and the shared memory of what is loaded ahead
@@ -96,7 +94,7 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a CTA takes."""
+    """Bytes of shared memory that weights and what is loaded ahead take."""
     block_h = block_size(h, 16, 1024)
     weights = block_h * pl.cdiv(c, config.block_n) * config.block_n * jnp.dtype(dtype).itemsize
     held = weights if weights <= _HELD_BYTES else config.num_stages * block_h * config.block_n * 2
@@ -115,14 +113,10 @@ def _output_kernel(
     *,
     config: Config,
     programs: int,
-    gate_after: bool,
-    factor: float,
-    epsilon: float,
-    precision: jax.lax.Precision,
+    form: Output[jax.ShapeDtypeStruct],
 ) -> None:
     batches, size, c = o_ref.shape
-    part = y_refs[0].shape[1]
-    h = part * len(y_refs)
+    part, h, gate_after = y_refs[0].shape[1], form.hidden, form.gate_after
     block_m, block_n, block_h = config.block_m, config.block_n, block_size(part, 16, 1024)
     pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
     all_row_blocks = batches * pl.cdiv(size, block_m)
@@ -142,9 +136,9 @@ def _output_kernel(
     ws = [weights(j) for j in range(column_blocks)] if held else []
 
     largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
-    y_scale = functools.reduce(operator.mul, trimul_bounds.scales(largest, w_ref.dtype), factor)
-    # What scales y leaves its norm as it was once epsilon is scaled too; not to 0, or zeros would become NaN.
-    y_epsilon = jnp.maximum(y_scale * y_scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
+    y_scale = functools.reduce(operator.mul, trimul_scales.scales(largest, w_ref.dtype), form.factor)
+    # The norm of a scaled y is the norm of y if epsilon is scaled, too: not to 0, or zeros would become NaN.
+    y_epsilon = jnp.maximum(y_scale * y_scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
 
     total = functools.partial(functools.reduce, operator.add)
 
@@ -170,7 +164,9 @@ def _output_kernel(
         def write(j: jax.Array | int, w: list[jax.Array]) -> None:
             columns, column_mask = columns_of(j)
             mask = tile_mask(row_mask, column_mask)
-            products = (plgpu.dot(z, v, trans_a=True, precision=precision) for z, v in zip(zs, w, strict=True))
+            products = (
+                plgpu.dot(z, v, trans_a=True, precision=form.precision) for z, v in zip(zs, w, strict=True)
+            )
             out = total(products)
             if b_ref is not None:
                 out += load(b_ref.at[columns], column_mask)[None, :]
@@ -195,63 +191,31 @@ def _output_kernel(
 
 
 def output(
-    ys: Sequence[jax.Array],
-    gate: jax.Array,
-    bounds: jax.Array,
-    scale: jax.Array,
-    shift: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    *,
-    gate_after: bool,
-    factor: float,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    size: int,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Output[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """The output (B, size, C) for y (B, H, M), the gate (B, G', M) and w (H, C), M >= size.
-
-    y comes in parts (B, H / parts, M). It is `factor`, times both scales of `bounds`, times what is to be
-    normalised.
-    """
-    b, h = len(ys[0]), sum(y.shape[1] for y in ys)
-    c = w.shape[1]
+    """The end of the update, (B, size, C)."""
+    b, size, (h, c), dtype = form.batch, form.size, form.w.shape, form.w.dtype
     config = choose(
         config,
         Problem(
             backend="triton",
             op="trimul_output",
-            shape={"m": b * size, "h": h, "c": c, "gate_after": int(gate_after)},
+            shape={"m": b * size, "h": h, "c": c, "gate_after": int(form.gate_after)},
             bucketed=("m",),
-            dtype=w.dtype,
+            dtype=dtype,
             config=Config,
-            heuristic=functools.partial(
-                heuristic, b * size, h, c, w.dtype, target, gate_after=gate_after, out_dtype=out_dtype
-            ),
-            candidates=functools.partial(configs, w.dtype),
-            shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=w.dtype),
+            heuristic=functools.partial(heuristic, form.abstract(), target),
+            candidates=functools.partial(configs, dtype),
+            shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=dtype),
         ),
         target,
     )
     programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * target.num_cores)
-    kernel = functools.partial(
-        _output_kernel,
-        config=config,
-        programs=programs,
-        gate_after=gate_after,
-        factor=factor,
-        epsilon=epsilon,
-        precision=precision,
-    )
     return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((b, size, c), out_dtype),
+        functools.partial(_output_kernel, config=config, programs=programs, form=form.abstract()),
+        out_shape=jax.ShapeDtypeStruct((b, size, c), form.out_dtype),
         grid=(programs,),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_output",
-    )(list(ys), gate, bounds, scale, shift, w, bias)
+    )(list(form.ys), form.gate, form.bounds, form.scale, form.shift, form.w, form.bias)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.tiles import check_divides, tile_order
+from pallas_models.kernels.forms.trimul import Product
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -68,7 +68,7 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a CTA takes: the operands of all stages."""
+    """Bytes of shared memory that the operands of all stages take."""
     return config.num_stages * (config.block_m + config.block_n) * config.block_k * jnp.dtype(dtype).itemsize
 
 
@@ -77,21 +77,17 @@ def _product_kernel(
     o_ref: Ref,  # (B P, H, N / P rows, N / P columns)
     *,
     config: Config,
-    pieces: tuple[int, int],
-    incoming: bool,
-    factor: float,
-    precision: jax.lax.Precision,
+    form: Product[jax.ShapeDtypeStruct],
 ) -> None:
     h, piece_rows, piece_columns = o_ref.shape[1:]
-    n = piece_rows * pieces[0]
-    padded = sides_ref.shape[1] // 2
+    n, pieces, incoming = form.size, form.pieces, form.incoming
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tiles_m, tiles_n = pl.cdiv(n, block_m), pl.cdiv(n, block_n)
     pid, tiles = pl.program_id(0), jnp.int32(tiles_m * tiles_n)
     i, j = tile_order(jax.lax.rem(pid, tiles), tiles_m, tiles_n, group_m=8)
     matrix = jax.lax.div(pid, tiles)
     batch, left = jax.lax.div(matrix, jnp.int32(h)), jax.lax.rem(matrix, jnp.int32(h))
-    right = left + padded
+    right = left + form.padded_channels
     rows, columns = (i * block_m, block_m), (j * block_n, block_n)
     row_mask, column_mask = (in_bounds(*block, n) for block in (rows, columns))
 
@@ -119,40 +115,25 @@ def _product_kernel(
         else:
             a = load(at(sides_ref, left, rows, ks), tile_mask(row_mask, k_mask))
             b = load(at(sides_ref, right, columns, ks), tile_mask(column_mask, k_mask))
-        return acc + plgpu.dot(a, b, trans_a=incoming, trans_b=not incoming, precision=precision)
+        return acc + plgpu.dot(a, b, trans_a=incoming, trans_b=not incoming, precision=form.precision)
 
     acc = jax.lax.fori_loop(0, pl.cdiv(n, block_k), step, jnp.zeros((block_m, block_n), jnp.float32))
-    store(at(o_ref, left, rows, columns), acc * factor, tile_mask(row_mask, column_mask))
+    store(at(o_ref, left, rows, columns), acc * form.factor, tile_mask(row_mask, column_mask))
 
 
 def product(
-    sides: jax.Array,
-    *,
-    channels: int,
-    pieces: tuple[int, int] = (1, 1),
-    incoming: bool,
-    factor: float,
-    precision: jax.lax.Precision,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Product[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
-
-    `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N / rows, N /
-    columns). So does the result. Tiles have to divide them.
-
-    Returns:
-      (B, channels, N, N) in the dtype of `sides`.
-    """
-    n = sides.shape[2] * pieces[0]
-    b = len(sides) // math.prod(pieces)
+    """The sums over third positions, in the dtype of the sides; not `by_rows`."""
+    assert not form.by_rows, "Triton's product takes matrices channel by channel"
+    sides, n = form.sides, form.size
+    matrices = form.batch * form.channels
     config = choose(
         config,
         Problem(
             backend="triton",
             op="trimul_product",
-            shape={"b": b * channels, "n": n, "incoming": int(incoming)},
+            shape={"b": matrices, "n": n, "incoming": int(form.incoming)},
             bucketed=("b", "n"),
             dtype=sides.dtype,
             config=Config,
@@ -162,14 +143,11 @@ def product(
         ),
         target,
     )
-    check_divides(config, n, pieces)
-    kernel = functools.partial(
-        _product_kernel, config=config, pieces=pieces, incoming=incoming, factor=factor, precision=precision
-    )
+    check_divides(config, n, form.pieces)
     return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((len(sides), channels, *sides.shape[2:]), sides.dtype),
-        grid=(b * channels * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
+        functools.partial(_product_kernel, config=config, form=form.abstract()),
+        out_shape=jax.ShapeDtypeStruct((len(sides), form.channels, *sides.shape[2:]), sides.dtype),
+        grid=(matrices * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_product",

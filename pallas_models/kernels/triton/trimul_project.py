@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton.common import (
     activate,
@@ -33,7 +34,7 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _WIDEST = 128  # channels: rows of x up to this width are normalised in this kernel
-_GROUP = 8  # rows: projections and gates alternate in groups of 8, so that one thread holds a value and its gate
+_GROUP = 8  # rows: projections and gates alternate in groups of 8, so that a thread holds a value and its gate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def configs(c: int, dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that a CTA takes."""
+    """Bytes of shared memory that the operands of a product take."""
     depth = c if _is_narrow(c) else config.block_k
     staged, kept = config.block_n * depth, config.block_m * depth
     stages = max(config.num_stages, 1)
@@ -93,7 +94,7 @@ def _is_narrow(c: int) -> bool:
 
 
 def _gated(p: jax.Array | float, g: jax.Array, *, fast: bool, interpret: bool) -> jax.Array:
-    """2 p sigmoid(2 g); `fast` takes one instruction of the GPU for tanh, good to 11 bits."""
+    """2 p sigmoid(2 g). Where it is `fast`, tanh is one instruction of the GPU, good to 11 bits."""
     if fast and not interpret:
         return p * (plgpu.approx_tanh(g) + 1.0)
     return 2.0 * p * activate("sigmoid", 2.0 * g, interpret=interpret)
@@ -146,12 +147,12 @@ def _project_kernel(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     side_blocks, blocks = 2 * sides_ref.shape[1] // block_n, w_ref.shape[1] // block_n
     gated = functools.partial(_gated, fast=w_ref.dtype != jnp.float32, interpret=interpret)
-    # Channels as the rows of the result: what is written channel by channel is contiguous.
+    # Channels are the rows of the result, so that stores, channel by channel, are contiguous.
     dot = functools.partial(plgpu.dot, trans_a=True, trans_b=True, precision=precision)
 
     pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
     column_block = jnp.int32(0)
-    if not narrow:  # the blocks of columns of the same rows one after the other
+    if not narrow:  # programs of the same rows one after another
         pid, column_block = jax.lax.div(pid, jnp.int32(blocks)), jax.lax.rem(pid, jnp.int32(blocks))
     batch, row = jax.lax.div(pid, row_blocks), jax.lax.rem(pid, row_blocks) * block_m
     rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
@@ -173,7 +174,7 @@ def _project_kernel(
 
     def side(j: jax.Array, carry: jax.Array) -> jax.Array:
         y = gated(*pairs(j))
-        if mask_ref is not None:  # read at every step: kept, it takes registers that a third program needs
+        if mask_ref is not None:  # read at every step: kept, it would take registers that a third program needs
             factor = load(mask_ref.at[batch, rows], row_mask).astype(jnp.float32)[None, :]
             y = jnp.where(factor == 0.0, 0.0, factor * y)  # 0 times what is not finite would be NaN
         channels = span(j * (block_n // 2), block_n // 2)
@@ -208,40 +209,28 @@ def _project_kernel(
 
 
 def project(
-    x: jax.Array,
-    mask: jax.Array | None,
-    norm_scale: jax.Array,
-    norm_bias: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    w_gate: jax.Array,
-    b_gate: jax.Array | None,
-    *,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Projection[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
+    """Left and right, and the gate, in the dtype of the weights.
 
     Returns:
-      (B, 2 H', M), left in the first H channels and right in those from H' >= H, masked; and the gate,
-      (B, G', M), G' >= G, None for G = 0. Both in the dtype of w.
+      (B, 2 H', M), left in the first H channels and right in those from H' >= H on, masked; and the gate,
+      (B, G', M), G' >= G, or None for G = 0.
     """
+    x, dtype, hidden = form.x, form.w.dtype, form.hidden
     b, size, c = x.shape
     config = choose(
         config,
         Problem(
             backend="triton",
             op="trimul_project",
-            shape={"m": b * size, "c": c, "h": w.shape[2], "g": w_gate.shape[1]},
+            shape={"m": b * size, "c": c, "h": hidden, "g": form.gates},
             bucketed=("m",),
-            dtype=w.dtype,
+            dtype=dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, b * size, c, w.dtype, target),
-            candidates=functools.partial(configs, c, w.dtype),
-            shared_memory=functools.partial(shared_memory, c=c, dtype=w.dtype),
+            heuristic=functools.partial(heuristic, b * size, c, dtype, target),
+            candidates=functools.partial(configs, c, dtype),
+            shared_memory=functools.partial(shared_memory, c=c, dtype=dtype),
         ),
         target,
     )
@@ -249,51 +238,51 @@ def project(
     if not narrow:
         z = norm.sum_layer_norm(
             x.reshape(1, b * size, c),
-            norm_scale,
-            norm_bias,
+            form.norm_scale,
+            form.norm_bias,
             None,
             None,
-            epsilon=epsilon,
-            out_dtype=w.dtype,
+            epsilon=form.epsilon,
+            out_dtype=dtype,
             config=norm.Config(block_m=2, block_n=block_size(c, 16, 8192), num_warps=block_size(c // 512, 1, 8)),
             target=target,
             interpret=interpret,
         )
         x = z.reshape(b, size, c)
-    channels = pl.cdiv(2 * w.shape[2], config.block_n) * config.block_n // 2
-    gates = pl.cdiv(w_gate.shape[1], config.block_n) * config.block_n
-    halved = functools.partial(_halved, width=gates, block_n=config.block_n)
-    weights = 0.5 * jnp.concatenate([_interleave(w, channels), halved(w_gate)], axis=1)
-    biases = None
-    if bias is not None or b_gate is not None:
-        b_sides = jnp.zeros(4 * channels) if bias is None else _interleave(bias, channels)
-        b_gates = jnp.zeros(gates) if b_gate is None else halved(b_gate)
-        biases = 0.5 * jnp.concatenate([b_sides, b_gates])
+    channels = pl.cdiv(2 * hidden, config.block_n) * config.block_n // 2
+    gates = pl.cdiv(form.gates, config.block_n) * config.block_n
+    weights, biases = _arranged(form, channels, gates, config.block_n)
     kernel = functools.partial(
         _project_kernel,
         config=config,
         narrow=narrow,
-        epsilon=epsilon,
-        precision=precision,
+        epsilon=form.epsilon,
+        precision=form.precision,
         interpret=interpret,
     )
     column_blocks = 1 if narrow else (4 * channels + gates) // config.block_n
     sides, gate = pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((b, 2 * channels, size), w.dtype),
-            jax.ShapeDtypeStruct((b, gates, size), w.dtype) if gates else None,
+            jax.ShapeDtypeStruct((b, 2 * channels, size), dtype),
+            jax.ShapeDtypeStruct((b, gates, size), dtype) if gates else None,
         ),
         grid=(b * pl.cdiv(size, config.block_m) * column_blocks,),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="trimul_project",
-    )(
-        x,
-        mask,
-        norm_scale,
-        norm_bias,
-        weights,
-        biases,
-    )
+    )(x, form.mask, form.norm_scale, form.norm_bias, weights, biases)
     return sides, gate
+
+
+def _arranged(
+    form: Projection[jax.Array], channels: int, gates: int, block_n: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Halves of all weights side by side, and halves of all biases, None where there are none."""
+    halved = functools.partial(_halved, width=gates, block_n=block_n)
+    weights = 0.5 * jnp.concatenate([_interleave(form.w, channels), halved(form.w_gate)], axis=1)
+    if form.bias is None and form.b_gate is None:
+        return weights, None
+    b_sides = jnp.zeros(4 * channels) if form.bias is None else _interleave(form.bias, channels)
+    b_gates = jnp.zeros(gates) if form.b_gate is None else halved(form.b_gate)
+    return weights, 0.5 * jnp.concatenate([b_sides, b_gates])

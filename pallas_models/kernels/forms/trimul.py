@@ -1,0 +1,229 @@
+"""What a call of the triangle multiplicative update is, and what each of the steps is that kernels take."""
+
+import dataclasses
+from typing import ClassVar, Generic, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_models.kernels import forms
+from pallas_models.kernels.forms import A
+
+Direction = Literal["outgoing", "incoming"]
+DIRECTIONS: tuple[Direction, ...] = ("outgoing", "incoming")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form(forms.Form, Generic[A]):
+    """The update of a pair representation; see `pallas_models.ops.triangle_update`.
+
+    Attributes:
+      x: (B, N, N, C), or the rows and columns of it that a device has.
+      mask: (B, N, N), factors of left and right, or None.
+      norm_scale: (C,).
+      norm_bias: (C,).
+      w_in: (C, 4, H): left, its gate, right, its gate.
+      b_in: (4, H), or None.
+      out_norm_scale: (H,).
+      out_norm_bias: (H,).
+      w_gate: (C, G): G is C where `gate_after`, else H.
+      b_gate: (G,), or None.
+      w_out: (H, C).
+      b_out: (C,), or None.
+      direction: whether left and right of an edge are summed with those that go out of, or come into, its nodes.
+      gate_after: whether the gate is applied to the result and not to the hidden channels.
+      epsilon: added to the variances of both layer norms.
+      compute_dtype: of the operands of products.
+      precision: of products of float32 operands.
+      out_dtype: of the result.
+      rows_over: the axes of the mesh that the rows of x are split over.
+      columns_over: the axes of the mesh that the columns of x are split over.
+    """
+
+    OPERANDS: ClassVar = (
+        "x",
+        "mask",
+        "norm_scale",
+        "norm_bias",
+        "w_in",
+        "b_in",
+        "out_norm_scale",
+        "out_norm_bias",
+        "w_gate",
+        "b_gate",
+        "w_out",
+        "b_out",
+    )
+    WEIGHTS: ClassVar = OPERANDS[2:]
+
+    x: A
+    mask: A | None
+    norm_scale: A
+    norm_bias: A
+    w_in: A
+    b_in: A | None
+    out_norm_scale: A
+    out_norm_bias: A
+    w_gate: A
+    b_gate: A | None
+    w_out: A
+    b_out: A | None
+    direction: Direction
+    gate_after: bool
+    epsilon: float
+    compute_dtype: jnp.dtype
+    precision: jax.lax.Precision
+    out_dtype: jnp.dtype
+    rows_over: tuple[str, ...] = ()
+    columns_over: tuple[str, ...] = ()
+
+    @property
+    def hidden(self) -> int:
+        """The number H of hidden channels."""
+        return self.w_in.shape[2]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether devices share the pairs."""
+        return bool(self.rows_over or self.columns_over)
+
+    @property
+    def factors(self) -> A | None:
+        """The mask where it is more than 0 or 1: where it is of a float dtype."""
+        is_float = self.mask is not None and jnp.issubdtype(self.mask.dtype, jnp.floating)
+        return self.mask if is_float else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projection(forms.Form, Generic[A]):
+    """Left and right of the update, and its gate: what a position makes of its own channels.
+
+    With z = layer_norm(x) and p = z @ w + bias, left is `mask * p[:, 0] * sigmoid(p[:, 1])`, right is
+    `mask * p[:, 2] * sigmoid(p[:, 3])`, and the gate is `sigmoid(z @ w_gate + b_gate)`.
+
+    Attributes:
+      x: (B, M, C).
+      mask: (B, M), or None.
+      norm_scale: (C,), float32.
+      norm_bias: (C,), float32.
+      w: (C, 4, H), in the dtype of the products.
+      bias: (4, H), float32, or None.
+      w_gate: (C, G), in the dtype of the products; G may be 0.
+      b_gate: (G,), float32, or None.
+      epsilon: added to the variance.
+      precision: of products of float32 operands.
+    """
+
+    OPERANDS: ClassVar = ("x", "mask", "norm_scale", "norm_bias", "w", "bias", "w_gate", "b_gate")
+
+    x: A
+    mask: A | None
+    norm_scale: A
+    norm_bias: A
+    w: A
+    bias: A | None
+    w_gate: A
+    b_gate: A | None
+    epsilon: float
+    precision: jax.lax.Precision
+
+    @property
+    def hidden(self) -> int:
+        """The number H of channels of left, and of right."""
+        return self.w.shape[2]
+
+    @property
+    def gates(self) -> int:
+        """The number G of channels of the gate."""
+        return self.w_gate.shape[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product(forms.Form, Generic[A]):
+    """`factor` times the sums over third positions of left and right, a matrix product for each hidden channel.
+
+    Attributes:
+      sides: (B, 2 H', N, N), left and then right, H' >= `channels`. With `pieces` so many rows and columns lie one
+        after another, row by row: (B * pieces, 2 H', N / rows, N / columns); so does the result, and tiles have to
+        divide them. With `by_rows` it is (B, N, 2 H', N'), and the result (B, N, channels, N').
+      channels: how many channels of left and of right are multiplied.
+      incoming: whether the sums run over rows and not over columns.
+      factor: multiplies the sums before they are rounded.
+      precision: of products of float32 operands.
+      pieces: in how many rows and columns of pieces the matrices come.
+      by_rows: whether matrices of all channels lie row by row beside one another, so that who writes or reads all
+        channels of a few positions has them near one another.
+    """
+
+    OPERANDS: ClassVar = ("sides",)
+
+    sides: A
+    channels: int
+    incoming: bool
+    factor: float
+    precision: jax.lax.Precision
+    pieces: tuple[int, int] = (1, 1)
+    by_rows: bool = False
+
+    @property
+    def batch(self) -> int:
+        """The number B of items."""
+        return self.sides.shape[0] // (self.pieces[0] * self.pieces[1])
+
+    @property
+    def size(self) -> int:
+        """The number N of positions."""
+        return self.sides.shape[1] if self.by_rows else self.sides.shape[2] * self.pieces[0]
+
+    @property
+    def padded_channels(self) -> int:
+        """The number H' of channels that left and right have each."""
+        return self.sides.shape[2 if self.by_rows else 1] // 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(forms.Form, Generic[A]):
+    """The end of the update: `(layer_norm(y) * gate) @ w + bias`, or `(layer_norm(y) @ w + bias) * gate`.
+
+    Attributes:
+      ys: y, (B, H, M), in equal parts of its channels. It is `factor`, times both scales of `bounds`, times what
+        is to be normalised.
+      gate: (B, G', M), G' >= G: G is C where `gate_after`, else H.
+      bounds: of left and right, of which the scales are made.
+      scale: (H,), float32, of the layer norm.
+      shift: (H,), float32, its bias.
+      w: (H, C), in the dtype of the products.
+      bias: (C,), float32, or None.
+      gate_after: whether the gate is applied to the result and not to the hidden channels.
+      factor: that of the products.
+      epsilon: added to the variance.
+      precision: of products of float32 operands.
+      out_dtype: of the result.
+      size: how many of the M positions the result has.
+    """
+
+    OPERANDS: ClassVar = ("ys", "gate", "bounds", "scale", "shift", "w", "bias")
+
+    ys: tuple[A, ...]
+    gate: A
+    bounds: A
+    scale: A
+    shift: A
+    w: A
+    bias: A | None
+    gate_after: bool
+    factor: float
+    epsilon: float
+    precision: jax.lax.Precision
+    out_dtype: jnp.dtype
+    size: int
+
+    @property
+    def batch(self) -> int:
+        """The number B of items."""
+        return self.ys[0].shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """The number H of hidden channels."""
+        return sum(y.shape[1] for y in self.ys)

@@ -1,0 +1,376 @@
+"""The kernels that the triangle multiplicative update is made of, on one GPU and on several that share the pairs.
+
+Bounds of left and right, projections, products over third positions, and the end of the update are a kernel each.
+Mosaic has projections and products for Hopper GPUs. The other kernels, and projections of sizes that Mosaic's do
+not serve, are Triton's, so that this lies above both backends. GPUs that share the pairs exchange them by channels
+between kernels, or the kernels themselves store what they compute where it is needed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_models.kernels.common.channel_exchange import ByChannels
+from pallas_models.kernels.common.trimul_scales import scales, sums_factor
+from pallas_models.kernels.forms.trimul import Form, Output, Product, Projection
+from pallas_models.kernels.mosaic import trimul_product as mosaic_product
+from pallas_models.kernels.mosaic import trimul_project as mosaic_project
+from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
+from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser
+
+_BY_ROWS = 2048  # the largest N at which channels of a row side by side are faster, measured on an H200
+_GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
+_SENDERS = 32  # multiprocessors that are left to what sends; 16 are too few
+_STORED_FROM = 2048**2  # pairs, from which on stores of the kernels to other GPUs are measured to be faster
+_TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The configs of the three Triton kernels, or what chooses them; None for the tables and the heuristic."""
+
+    project: trimul_project.Config | Chooser | None = None
+    product: trimul_product.Config | Chooser | None = None
+    output: trimul_output.Config | Chooser | None = None
+
+
+class _Project(Protocol):
+    def __call__(
+        self, form: Projection[jax.Array], *, target: Target, interpret: bool
+    ) -> tuple[jax.Array, jax.Array | None]: ...
+
+
+class _Multiply(Protocol):
+    def __call__(self, form: Product[jax.Array], *, target: Target, interpret: bool) -> jax.Array: ...
+
+
+class _Finish(Protocol):
+    def __call__(self, form: Output[jax.Array], *, target: Target, interpret: bool) -> jax.Array: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    """The kernels of an update.
+
+    Attributes:
+      project: normalises x and writes left, right and the gate, each once.
+      multiply: sums over third positions.
+      finish: normalises the sums, gates and projects them.
+      by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
+        (B, channels, N, N).
+      store_to_peers: whether the first two store to the GPUs that share the pairs, where their results are needed.
+    """
+
+    project: _Project
+    multiply: _Multiply
+    finish: _Finish
+    by_rows: bool = False
+    store_to_peers: bool = False
+
+
+def triton(
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
+) -> jax.Array:
+    """The update in Triton kernels."""
+    configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
+    kernels = _Kernels(
+        project=functools.partial(trimul_project.project, config=configs.project),
+        multiply=functools.partial(trimul_product.product, config=configs.product),
+        finish=functools.partial(trimul_output.output, config=configs.output),
+    )
+    return _update(form, kernels, target=target, interpret=interpret)
+
+
+def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    """Why `mosaic` does not serve a call; None if it does."""
+    if form.is_split and not _in_tiles(*form.x.shape[1:3]):
+        return f"takes a part of the pairs in multiples of {_TILE}, not {form.x.shape[1:3]}"
+    return mosaic_product.unsupported(form.compute_dtype)
+
+
+def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
+    """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
+    x, mask = form.x, form.mask
+    n, project = x.shape[1], _mosaic_projection(form.abstract(), target, _GROUPS if form.is_split else 1)
+    by_rows = n <= _BY_ROWS and not form.is_split
+    # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
+    if not form.is_split and (padding := -n % (8 if by_rows and project is not None else 64)):
+        pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
+        mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
+        x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
+    peers = _peers(form.abstract(), target)
+    multiply = functools.partial(mosaic_product.product, config=config)
+    kernels = _Kernels(
+        project=functools.partial(trimul_project.project, config=config) if project is None else project,
+        multiply=multiply,
+        finish=functools.partial(trimul_output.output, config=config),
+        by_rows=by_rows,
+    )
+    if peers is not None:
+        kernels = dataclasses.replace(
+            kernels,
+            project=functools.partial(mosaic_project.project, peers=peers),
+            multiply=functools.partial(multiply, peers=peers),
+            store_to_peers=True,
+        )
+
+    def update(*operands: Any) -> jax.Array:
+        return _update(form.of(operands), kernels, target=target, interpret=interpret)
+
+    out = _batchable(update)(x, mask, *form.operands[2:])
+    return out if form.is_split else out[:, :n, :n]
+
+
+def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`update(x, mask, *weights)` for vmap: operands have as many axes as a copy to shared memory can take.
+
+    The pairs of equal weights become a batch; for several sets of weights there is a call each.
+    """
+    function = jax.custom_batching.custom_vmap(update)
+
+    @function.def_vmap
+    def _(size: int, mapped: Any, x: jax.Array, mask: jax.Array | None, *weights: Any) -> tuple[jax.Array, bool]:
+        if any(jax.tree.leaves(mapped[2:])):
+            arrays = (x, mask, *weights)
+            leaves, tree = jax.tree.flatten(arrays)
+            axes = jax.tree.leaves(mapped)
+
+            def one(some: list[jax.Array]) -> jax.Array:
+                given = iter(some)
+                each = [next(given) if m else leaf for leaf, m in zip(leaves, axes, strict=True)]
+                return function(*jax.tree.unflatten(tree, each))
+
+            return jax.lax.map(one, [leaf for leaf, m in zip(leaves, axes, strict=True) if m]), True
+
+        def fold(y: jax.Array, mapped: bool) -> jax.Array:
+            y = y if mapped else jnp.broadcast_to(y, (size, *y.shape))
+            return y.reshape(-1, *y.shape[2:])
+
+        out = function(fold(x, mapped[0]), None if mask is None else fold(mask, mapped[1]), *weights)
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return function
+
+
+def _mosaic_projection(form: Form[jax.ShapeDtypeStruct], target: Target, groups: int) -> _Project | None:
+    """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
+    b, rows, columns, c = form.x.shape
+    shaped = jax.ShapeDtypeStruct
+    projection = Projection(
+        x=shaped((b, rows * columns, c), form.x.dtype),
+        mask=None,
+        norm_scale=form.norm_scale,
+        norm_bias=form.norm_bias,
+        w=shaped((c, 4, form.hidden // groups), form.compute_dtype),
+        bias=None,
+        w_gate=shaped(form.w_gate.shape, form.compute_dtype),
+        b_gate=None,
+        epsilon=form.epsilon,
+        precision=form.precision,
+    )
+    modules = mosaic_project, mosaic_project_wide
+    serving = (module.project for module in modules if module.unsupported(projection, target) is None)
+    return next(serving, None)
+
+
+def _peers(form: Form[jax.ShapeDtypeStruct], target: Target) -> Peers | None:
+    """The GPUs that share the pairs, where projections and products can store to them and that is faster."""
+    names = (*form.rows_over, *form.columns_over)
+    if not target.has_peers or len(names) != 1 or not _in_tiles(*form.x.shape[1:3]):
+        return None
+    peers = Peers(axis=names[0], count=jax.lax.axis_size(names[0]))
+    if form.x.shape[1] * form.x.shape[2] * peers.count < _STORED_FROM:
+        return None
+    if 2 * form.hidden % (peers.count * mosaic_project.COLUMNS):
+        return None
+    serving = {_mosaic_projection(form, target, groups) for groups in (1, _GROUPS)}
+    return peers if serving == {mosaic_project.project} else None
+
+
+def _in_tiles(rows: int, columns: int) -> bool:
+    """Whether tiles of every product divide pieces of so many rows and columns."""
+    return rows % _TILE == 0 and columns % _TILE == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Update:
+    """What all schedules share: an update whose weights are converted and scaled.
+
+    Attributes:
+      by_channels: how the devices share the pairs.
+      projection: left, right and the gate of all hidden channels.
+      incoming: the direction of the products.
+      factor: of the products.
+      shape: B, and the rows and columns that this device has.
+    """
+
+    kernels: _Kernels
+    by_channels: ByChannels
+    projection: Projection[jax.Array]
+    incoming: bool
+    factor: float
+    shape: tuple[int, int, int]
+    target: Target
+    interpret: bool
+
+    def project(
+        self, projection: Projection[jax.Array], target: Target | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Left and right, and the gate."""
+        return self.kernels.project(projection, target=target or self.target, interpret=self.interpret)
+
+    def multiply(
+        self, sides: jax.Array, channels: int, pieces: tuple[int, int] = (1, 1), target: Target | None = None
+    ) -> jax.Array:
+        """The sums over third positions."""
+        product = Product(
+            sides=sides,
+            channels=channels,
+            incoming=self.incoming,
+            factor=self.factor,
+            precision=self.projection.precision,
+            pieces=pieces,
+            by_rows=self.kernels.by_rows,
+        )
+        return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
+
+    def alone(self) -> tuple[list[jax.Array], jax.Array | None]:
+        """The sums and the gate where this device has all pairs."""
+        (b, n, _), by_rows = self.shape, self.kernels.by_rows
+        sides, gate = self.project(self.projection)
+        sides = sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n))
+        y = self.multiply(sides, self.projection.hidden)
+        lead, size = self.projection.x.shape[:2]
+        return [y.reshape(lead, -1, y.shape[-1] if by_rows else size)], gate
+
+    def with_others(self) -> tuple[list[jax.Array], jax.Array | None]:
+        """The sums in groups of channels, one on its way while others are projected or multiplied; and the gate.
+
+        Devices swap left and right, and then their sums, and keep the gate.
+        """
+        (b, rows, columns), by_channels, projection = self.shape, self.by_channels, self.projection
+        size, in_tiles = rows * columns, _in_tiles(rows, columns)
+        # Kernels that take every multiprocessor and what sends would wait for each other.
+        beside = dataclasses.replace(self.target, num_cores=max(self.target.num_cores - _SENDERS, 1))
+        arrived, sums, gate = [], [], None
+        for i, group in enumerate(self.grouped(_GROUPS)):
+            if i < _GROUPS - 1:  # the gate comes with the last group
+                group = group.replace(w_gate=projection.w_gate[:, :0], b_gate=None)
+            sides, gate = self.project(group, beside if i else self.target)
+            sides = sides.reshape(b, 2, -1, size)[:, :, : group.hidden].reshape(b, -1, size)
+            sides = by_channels.swap(sides, 1)
+            arrived.append(sides.reshape(-1, 2 * group.hidden // by_channels.devices, rows, columns))
+        for sides in arrived:
+            channels = sides.shape[1] // 2
+            if in_tiles:
+                y = self.multiply(sides, channels, by_channels.grid, beside)
+            else:
+                y = by_channels.pieces(self.multiply(by_channels.joined(sides), channels, target=beside))
+            sums.append(by_channels.swap(y.reshape(b, -1, size), 1))
+        if sum(y.shape[1] for y in sums) > projection.hidden:
+            sums = [jnp.concatenate(sums, axis=1)[:, : projection.hidden]]
+        return sums, gate
+
+    def by_stores(self) -> tuple[list[jax.Array], jax.Array | None]:
+        """The sums and the gate, where kernels store left, right and the sums to the devices that need them."""
+        (b, rows, columns), by_channels = self.shape, self.by_channels
+        (projection,) = self.grouped(1)
+        sides, gate = self.project(projection)
+        each = projection.hidden // by_channels.devices
+        y = self.multiply(sides.reshape(-1, 2 * each, rows, columns), each, by_channels.grid)
+        return [y.reshape(b, -1, rows * columns)], gate
+
+    def grouped(self, groups: int) -> list[Projection[jax.Array]]:
+        """The projections in groups of channels, sorted by the devices that multiply them."""
+        w, bias = self.projection.w, self.projection.bias
+        biases: Sequence[jax.Array | None] = [None] * groups
+        if bias is not None:
+            biases = self.by_channels.grouped(bias, groups)
+        ws = self.by_channels.grouped(w, groups)
+        return [self.projection.replace(w=w, bias=bias) for w, bias in zip(ws, biases, strict=True)]
+
+
+def _update(form: Form[jax.Array], kernels: _Kernels, *, target: Target, interpret: bool) -> jax.Array:
+    """The update of x (B, N, N, C), with tensors of the compute dtype between its kernels."""
+    b, rows, columns, c = form.x.shape
+    lead, size = (b * rows, columns) if kernels.by_rows else (b, rows * columns)
+    by_channels = ByChannels.over(form.rows_over, form.columns_over)
+    form = _converted(form)
+    mask, factors = form.mask, form.factors
+    if mask is not None:
+        mask = mask.astype(mask.dtype if factors is not None else form.compute_dtype).reshape(lead, size)
+    bounds = trimul_bounds.bounds(
+        None if factors is None else mask,
+        form.norm_scale,
+        form.norm_bias,
+        form.w_in,
+        form.b_in,
+        interpret=interpret,
+    )
+    if factors is not None:
+        bounds = by_channels.largest(bounds)
+    left, right = scales(jnp.unstack(jnp.max(bounds, axis=0)), form.compute_dtype)
+    by_projection = jnp.stack([left, jnp.float32(1.0), right, jnp.float32(1.0)])[:, None]
+    w_in, b_in = (form.w_in * by_projection).astype(form.compute_dtype), form.b_in
+    if b_in is not None:
+        b_in = b_in * by_projection
+    update = _Update(
+        kernels=kernels,
+        by_channels=by_channels,
+        projection=Projection(
+            x=form.x.reshape(lead, size, c),
+            mask=mask,
+            norm_scale=form.norm_scale,
+            norm_bias=form.norm_bias,
+            w=w_in,
+            bias=b_in,
+            w_gate=form.w_gate,
+            b_gate=form.b_gate,
+            epsilon=form.epsilon,
+            precision=form.precision,
+        ),
+        incoming=form.direction == "incoming",
+        factor=sums_factor(rows * by_channels.grid[0]),
+        shape=(b, rows, columns),
+        target=target,
+        interpret=interpret,
+    )
+    if by_channels.devices == 1:
+        ys, gate = update.alone()
+    elif kernels.store_to_peers:
+        ys, gate = update.by_stores()
+    else:
+        ys, gate = update.with_others()
+    assert gate is not None
+    end = Output(
+        ys=tuple(ys),
+        gate=gate,
+        bounds=bounds,
+        scale=form.out_norm_scale,
+        shift=form.out_norm_bias,
+        w=form.w_out,
+        bias=form.b_out,
+        gate_after=form.gate_after,
+        factor=update.factor,
+        epsilon=form.epsilon,
+        precision=form.precision,
+        out_dtype=form.out_dtype,
+        size=size,
+    )
+    return kernels.finish(end, target=target, interpret=interpret).reshape(form.x.shape)
+
+
+def _converted(form: Form[jax.Array]) -> Form[jax.Array]:
+    """The same call with its matrices in the compute dtype, and the other weights in float32."""
+
+    def converted(name: str, w: jax.Array | None) -> jax.Array | None:
+        return None if w is None else w.astype(form.compute_dtype if name.startswith("w_") else jnp.float32)
+
+    return form.replace(**{name: converted(name, getattr(form, name)) for name in Form.WEIGHTS})

@@ -1,0 +1,76 @@
+"""README.md and docs: short, their links lead somewhere, and their examples run as they stand."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import weights
+from pallas_models import qwen3
+from parity import ROOT
+from parity.support.common import ON_GPU
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+    # That needs real weights, and test_encoder.py runs it; test_meshes.py runs these on 8 devices.
+    if (page.name, number) != ("README.md", 0) and page.name != "meshes.md"
+]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) < 15_000
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "bench" / "NOTES.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8"))
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if link.startswith("http"):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_examples_run(monkeypatch, tmp_path, code):
+    """As they stand, but with a small Qwen3 in place of one that would be downloaded."""
+    if "autotune" in code and not ON_GPU:
+        compile(code, "example", "exec")
+        pytest.skip("tuning times kernels on a GPU")
+    config = qwen3.Qwen3Config(
+        vocab_size=10_000,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+    )
+    monkeypatch.setattr(weights, "load_qwen3", lambda name: qwen3.init(jax.random.key(0), config))
+    monkeypatch.setattr(weights, "load_qwen3_config", lambda name: config)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names: dict[str, object] = {}
+    exec(code, names)
+    arrays = [value for value in names.values() if isinstance(value, jax.Array)]
+    assert all(bool(jnp.isfinite(array.astype(jnp.float32)).all()) for array in arrays)
+    assert arrays or "logits" in names
+
+
+def test_every_op_and_model_is_listed():
+    from pallas_models import ops
+
+    text = (ROOT / "README.md").read_text("utf-8")
+    operations = {name for name in ops.__all__ if callable(getattr(ops, name)) and name[0].islower()}
+    helpers = {"rotary_table", "segment_ids_from_cu_seqlens", "stack_gate_up", "unstack_gate_up", "zigzag_order"}
+    assert not [name for name in sorted(operations - helpers) if f"`{name}`" not in text]
+    assert not [
+        name for name in weights.__all__ if re.fullmatch(r"load_\w+(?<!config)", name) and name not in text
+    ]
