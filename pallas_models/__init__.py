@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pallas_models import (
+        bert,
         compilation_cache,
         corpus,
         exporting,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         quantization,
         qwen3,
         ray,
+        sentence,
         target,
         training,
         trimul,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "bert",
     "compilation_cache",
     "corpus",
     "exporting",
@@ -34,6 +37,7 @@ __all__ = [
     "quantization",
     "qwen3",
     "ray",
+    "sentence",
     "target",
     "training",
     "trimul",

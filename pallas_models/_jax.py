@@ -1,14 +1,28 @@
-"""What this library touches of JAX's internals, each with its reason; a test fails where JAX moves it."""
+"""What this library touches of JAX's internals: each piece with its reason and the versions that have it.
 
-import contextvars
+No other module of the library names `jax._src`. A test for each piece fails where a version of JAX moves it:
+parity/dispatch/test_jax_internals.py.
+"""
+
+import contextlib
 import functools
 import types
 from typing import Any
 
-from jax._src import deprecations
+import jax
+from jax._src import config, sharding_impls
 from jax._src.pallas import core
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.sharding import Mesh, PartitionSpec
 
-_lowers_ours = contextvars.ContextVar("lowers a kernel of this library", default=False)
+MOSAIC_CALL = "mosaic_gpu_v2"  # the name of the calls that Mosaic's kernels are in a program
+
+
+def since(*version: int) -> bool:
+    """Whether JAX is of a version or newer."""
+    return jax.__version_info__ >= version
 
 
 @functools.cache
@@ -16,27 +30,116 @@ def quiet(params: type) -> type:
     """The class of `compiler_params` of our Triton kernels, made from Pallas's: JAX lowers them without a warning.
 
     From 0.11 on JAX warns, where it lowers a Triton kernel, that the backend is deprecated. Who calls an op cannot
-    heed that, it may come long after the call, and `python -W error` would make it an error. JAX still warns of
-    kernels of others. Pallas finds the rule that lowers a kernel by the class of its parameters.
+    heed that, it may come long after the call, and `python -W error` would make it an error. Pallas finds the rule
+    that lowers a kernel by the class of its parameters. Ours have the same rule with a name of its own for what
+    warns: JAX's module stays as it is, and JAX still warns of kernels of others.
     """
     rule = core.get_lowering_rule(params, "gpu")
     if rule is None:  # JAX 0.10, which does not warn
         return params
-    from jax._src.pallas.triton import pallas_call_registration
-
-    def lower(*args: Any, **options: Any) -> Any:
-        token = _lowers_ours.set(True)
-        try:
-            return rule(*args, **options)
-        finally:
-            _lowers_ours.reset(token)
-
-    vars(pallas_call_registration)["deprecations"] = types.SimpleNamespace(warn=_warn)
+    names = rule.__globals__ | {"deprecations": types.SimpleNamespace(warn=lambda *_, **__: None)}
+    own = types.FunctionType(rule.__code__, names, rule.__name__, rule.__defaults__, rule.__closure__)
+    own.__kwdefaults__ = rule.__kwdefaults__
     ours = type("CompilerParams", (params,), {"__module__": __name__})
-    core.register_lowering_rule(ours, lower, "gpu")
+    core.register_lowering_rule(ours, own, "gpu")
     return ours
 
 
-def _warn(deprecation: str, message: str, stacklevel: int) -> None:
-    if not _lowers_ours.get():
-        deprecations.warn(deprecation, message, stacklevel=stacklevel + 1)
+def without_shard_map_types() -> contextlib.AbstractContextManager[None]:
+    """Traces what is inside without the types that `jax.shard_map` checks.
+
+    The result of a kernel has no such type, and Pallas refuses a kernel where they are checked. Nothing public
+    turns the check off for a part of what is traced. In all versions from 0.10 on.
+    """
+    unchecked: contextlib.AbstractContextManager[None] = config._check_vma(False)
+    return unchecked
+
+
+def is_lowered_alone(primitive: Primitive) -> None:
+    """Says that JAX need not rewrite a program that is a parameter of a primitive, whose lowering lowers it alone.
+
+    JAX asks that of each call. By itself it says yes of programs that it calls high, from 0.12 on programs inside
+    of a shard_map among them, and then wants a rule of the primitive that rewrites them. The method is in all
+    versions from 0.10 on.
+    """
+    primitive.is_high = lambda *_, **__: False  # type: ignore[method-assign]
+
+
+def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:
+    """The axes of the mesh that an array is split over; none where it is split over a part of an axis.
+
+    XLA's partitioner says it in a form of its own. JAX decodes that for `custom_partitioning` too, but fails on an
+    array that is split over a part of an axis, in any of the ways below. XLA makes such a split of a reshape: of
+    projections over 4 devices that are 2 heads, say. In all versions from 0.10 on.
+    """
+    try:
+        spec: PartitionSpec = sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
+    except (ValueError, LookupError, AssertionError, NotImplementedError):
+        return PartitionSpec()
+    return spec
+
+
+def mosaic_interpreter_params() -> Any:
+    """What has Pallas run a kernel in the interpreter of Mosaic GPU; private in JAX 0.10, public from 0.11 on."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    if hasattr(mosaic_gpu, "InterpretGPUParams"):
+        return mosaic_gpu.InterpretGPUParams()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+def prepare_mosaic_module(context: Any, name: str) -> None:
+    """Makes the module of a Mosaic kernel one that compiles faster, and once for equal kernels.
+
+    Args:
+      context: Mosaic's, as `plgpu.inline_mgpu` gives it.
+      name: of the kernel.
+    """
+    # Inference of layouts has MLIR check the module hundreds of times: to wake threads takes longer than that.
+    context.module.context.enable_multithreading(False)
+    if since(0, 11):
+        _set_name(ir.InsertionPoint.current.block, name)
+    context.scratch.host_init.append(functools.partial(_copy_words, context.scratch))
+
+
+def _set_name(block: Any, name: str) -> None:
+    """Names the module; else JAX, from 0.11 on, numbers modules as a process comes to lower them.
+
+    By their numbers equal kernels would differ: XLA would compile each of them, and the persistent compilation
+    cache would find a program only where a process has lowered the same kernels before it.
+    """
+    module = block.owner
+    while module.parent is not None:
+        module = module.parent
+    module.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+
+def _copy_words(scratch: Any, memory: Any) -> None:
+    """Has the host hand over the descriptors of copies, 128 bytes each, in vectors of 64 bytes.
+
+    JAX hands them over as an array of bytes, which LLVM loads and stores one by one; the time to optimise that
+    grows with the square of their number. It was a quarter of the time to compile a product with five of them;
+    with words of 64 bits it was a fifth of the time to compile a kernel with 24. In all versions from 0.10 on.
+    """
+    words = ir.Type.parse(f"!llvm.array<{scratch.next_offset // 64} x vector<8xi64>>")
+    memory.owner.attributes["elem_type"] = ir.TypeAttr.get(words)
+    (load,) = (use.owner for use in memory.uses if use.owner.name == "llvm.load")
+    load.result.set_type(words)
+
+
+def mosaic_call_options(result: ir.Value) -> dict[str, bytes | bool] | None:
+    """The attributes of the call of a Mosaic kernel that gives a value in a lowered program; None of another one.
+
+    `kernel_hash`, by which a process keeps each kernel that it has compiled, is among them, and `module`, the
+    kernel. In all versions from 0.10 on.
+    """
+    call = result.owner
+    if not isinstance(call, stablehlo.CustomCallOp) or call.call_target_name.value != MOSAIC_CALL:
+        return None
+    attributes: Any = call.attributes["mhlo.backend_config"]
+    return {
+        entry.name: entry.attr.value_bytes if isinstance(entry.attr, ir.StringAttr) else entry.attr.value
+        for entry in attributes
+    }

@@ -1,8 +1,12 @@
-"""Building blocks of the models: modules that only hold parameters, and conversion between modules and pytrees."""
+"""Building blocks of the models.
+
+First modules that only hold parameters, then steps that several models compute, then the conversion between
+modules and pytrees of parameters.
+"""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +15,30 @@ from jax.typing import DTypeLike
 
 from pallas_models import ops, training
 from pallas_models._implementation import check_implementation
-from pallas_models.ops import _checks
+from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.embedding import rows_of
 
 Params = dict[str, Any]
+LayerInput = Array | tuple[jax.Array, jax.Array] | None  # such as a mask, or cos and sin of a rotation
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
 
 
 def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
-    """A parameter drawn at random; where `rngs` is empty zeros, which are traced in less time."""
+    """A parameter drawn at random, or zeros where `rngs` is empty: they are traced in less time."""
     x = nnx.initializers.normal(0.02)(rngs.params(), shape, dtype) if rngs else jnp.zeros(shape, dtype)
     return nnx.Param(x)
 
 
 class Projection(nnx.Module):
-    """The parameter of `x @ kernel`."""
+    """The kernel of the projection `x @ kernel`."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.kernel = _random(rngs, (d_in, d_out), dtype)
 
 
 class Linear(Projection):
-    """Parameters of `x @ kernel + bias`."""
+    """Kernel and bias of the projection `x @ kernel + bias`."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(d_in, d_out, dtype=dtype, rngs=rngs)
@@ -41,14 +46,14 @@ class Linear(Projection):
 
 
 class GateUp(nnx.Module):
-    """Two projections of one input side by side, (in, 2, out): the gate and what it gates."""
+    """The kernel (in, 2, out) of two projections of one input: the gate, and the values that it gates."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.kernel = _random(rngs, (d_in, 2, d_out), dtype)
 
 
 class GatedMLP(nnx.Module):
-    """Parameters of a gated MLP."""
+    """Parameters of a gated MLP: gate and up side by side, then down."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate_up = GateUp(hidden_size, intermediate_size, dtype=dtype, rngs=rngs)
@@ -56,7 +61,7 @@ class GatedMLP(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Parameters of a layer norm."""
+    """Scale and bias of a layer norm."""
 
     def __init__(self, features: int):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
@@ -64,14 +69,14 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """The parameter of an RMS norm."""
+    """The scale of an RMS norm."""
 
     def __init__(self, features: int):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
 
 
 class Embedding(nnx.Module):
-    """A table of vectors."""
+    """A table of vectors, one a row."""
 
     def __init__(self, rows: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.embedding = _random(rngs, (rows, features), dtype)
@@ -85,12 +90,32 @@ def look_up(table: jax.Array, ids: Array) -> jax.Array:
     return rows_of(table, ids)
 
 
+def position_ids(segment_ids: Array) -> jax.Array:
+    """The index of each token in its segment, of ids (B, S); 0 for padding, which has negative ids."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
+    first = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
+    return jnp.where(segment_ids < 0, 0, index - first)
+
+
 def last_tokens(x: jax.Array, mask: Array | None) -> jax.Array:
-    """The last position of each sequence in x (B, S, H), or the last whose mask is not 0: (B, H)."""
+    """The last token of each sequence in x (B, S, H), (B, H); without a mask the one at the last position."""
     if mask is None:
         return x[:, -1]
     last = x.shape[1] - 1 - jnp.argmax(mask[:, ::-1].astype(bool), axis=1)
     return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+
+
+def next_token_logits(
+    x: jax.Array, kernel: jax.Array, *, tied: bool, implementation: Implementation | None
+) -> jax.Array:
+    """The head of a language model in float32: logits (..., V) of x (..., H).
+
+    The kernel is (H, V), or (V, H) where it is `tied` to the embeddings.
+    """
+    return ops.matmul(
+        x, kernel.astype(x.dtype), transpose_w=tied, out_dtype=jnp.float32, implementation=implementation
+    )
 
 
 def next_token_loss(
@@ -101,19 +126,20 @@ def next_token_loss(
     weights: Array | None,
     *,
     tied: bool,
-    implementation: Any,
-    **options: Any,
+    label_smoothing: float,
+    reduction: Literal["mean", "sum"],
+    implementation: Implementation | None,
 ) -> jax.Array:
-    """The cross entropy of each token of ids (B, S) given those before it.
+    """The cross entropy of each token of ids (B, S) given the tokens before it.
 
     A position predicts the next one where both are tokens. The last position stays, with weight 0: a length that
     is a multiple of a tile remains one.
 
     Args:
-      x: (B, S, H), what the head takes.
-      kernel: of the head: (H, V), or (V, H) if it is `tied` to the embeddings.
+      x: (B, S, H), the input of the head.
+      kernel: of the head: (H, V), or (V, H) where it is `tied` to the embeddings.
       weights: (B, S), how much each token counts where it is predicted; 1 when None.
-      **options: of `ops.linear_cross_entropy`.
+      label_smoothing, reduction: as in `ops.linear_cross_entropy`.
     """
     counts = jnp.ones(ids.shape, jnp.float32)
     if weights is not None:
@@ -128,27 +154,40 @@ def next_token_loss(
         kernel.astype(x.dtype),
         jnp.roll(ids, -1, axis=1),
         weights=jnp.roll(counts, -1, axis=1).at[:, -1].set(0.0),
-        transposed=tied,
+        transpose_w=tied,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
         implementation=implementation,
-        **options,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "implementation"))
-def _call(graph: Any, state: Any, *args: Any, implementation: Any) -> Any:
+def _call(
+    graph: nnx.GraphDef[Any], state: nnx.State, *args: LayerInput, implementation: Implementation | None
+) -> jax.Array:
     return nnx.merge(graph, state)(*args, implementation=implementation)
 
 
 def call_layers(
-    layers: nnx.Module, x: jax.Array, *args: Any, implementation: Any, remat: training.Remat = "none"
+    layers: nnx.Module,
+    x: jax.Array,
+    *args: LayerInput,
+    implementation: Implementation | None,
+    remat: training.Remat = "none",
 ) -> jax.Array:
     """Calls the layers of a model one after another on `x`, in the dtype of their kernels.
 
-    Layers that are alike are traced and lowered once, and stacked ones also compiled once.
+    Layers that are alike are traced and lowered once; stacked layers are also compiled once.
+
+    Args:
+      layers: a list of modules, or one module whose parameters `training.stack_layers` stacked.
+      x: the input of the first layer.
+      *args: what each layer takes beside `x`.
+      remat: as in `training.checkpointed`.
     """
     names = check_implementation(implementation) or None
 
-    def step(graph: Any, *, scanned: bool) -> Callable[..., jax.Array]:
+    def step(graph: nnx.GraphDef[Any], *, scanned: bool) -> Callable[..., jax.Array]:
         call = functools.partial(_call, graph, implementation=names)
         return training.checkpointed(call, remat, scanned=scanned)
 
@@ -169,7 +208,7 @@ def _kernel_dtype(layers: nnx.Module) -> DTypeLike:
 
 
 class Kind(Hashable, Protocol[Module]):
-    """A class of modules whose constructor takes a config."""
+    """A class of modules that are made from a config."""
 
     def __call__(self, config: Any, *, dtype: DTypeLike = ..., rngs: nnx.Rngs) -> Module: ...
 
@@ -181,7 +220,7 @@ def init_params(kind: Kind[Any], config: Any, key: jax.Array, dtype: DTypeLike) 
 
 def bind(kind: Kind[Module], config: Any, params: Params) -> Module:
     """The module with these parameters; ValueError listing every parameter that does not fit the config."""
-    if isinstance(params, nnx.State):  # of a module, as nnx.split gives it
+    if isinstance(params, nnx.State):  # as nnx.split gives it
         params = nnx.to_pure_dict(params)
     graph, state = _abstract(kind, config, training.is_stacked(params))
     params = _with_keys(int, params)
@@ -212,7 +251,7 @@ def _abstract(kind: Kind[Any], config: Any, stacked: bool) -> tuple[nnx.GraphDef
 
 
 def _with_keys(kind: Callable[[str], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The nested dict with its numeric keys, those of the layers, converted to `kind`.
+    """The nested dict with the numbers of its layers, which are keys, converted to `kind`.
 
     NNX numbers the modules of a list by integers, and jax.export takes no dict with such keys.
     """

@@ -1,4 +1,4 @@
-"""What the command lines share, without JAX, so that they answer at once."""
+"""Options that command lines share. JAX is not imported here, so that `--help` answers at once."""
 
 import argparse
 import os
@@ -7,14 +7,14 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in two lines, whatever there is to choose from."""
+    """A parser whose errors take two lines: the message, and where the options are explained."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nsee {self.prog} --help\n")
 
 
 def default_folder() -> Path:
-    """The folder that programs use unless told otherwise."""
+    """The folder in which programs keep compiled code unless told otherwise."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "pallas_models" / "compilation"
 

@@ -1,4 +1,4 @@
-"""How the parameters of a decoder are spread over a mesh, by tensor parallelism and fully sharded."""
+"""How the parameters of a decoder are spread over a mesh: by tensor parallelism, and fully sharded."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_models import training
 from pallas_models._modules import Params
 
-# The axis of each parameter that is split between groups of heads, of columns or of words, by the end of its path.
+# By the end of a parameter's path, the axis that devices share in tensor parallelism: heads, columns or words.
 _SPLIT = {
     "attention.qkv.kernel": 1,
     "attention.qkv.bias": 0,
@@ -34,7 +34,7 @@ def shardings(
     fsdp: str | None,
     stacked: bool,
 ) -> dict[str, Any]:
-    """The shardings of the parameters that `init(key, config)` gives, a tree like them: see `gpt2.shardings`."""
+    """A sharding for each parameter that `init(key, config)` gives, in a tree like them: see `gpt2.shardings`."""
     for name, axis in (("tensor", tensor), ("fsdp", fsdp)):
         if axis is not None and axis not in mesh.shape:
             raise ValueError(f"{name}={axis!r} is no axis of the mesh; expected None or one of {mesh.axis_names}")
@@ -52,8 +52,9 @@ def shardings(
 
         if tensor is not None and split is not None:
             spread(split + offset, tensor)
-        if fsdp is not None and leaf.ndim - offset > 1:  # what has one axis is small
-            spread(offset, fsdp)  # the inputs: XLA gathers weights then, where it would send split outputs instead
+        if fsdp is not None and leaf.ndim - offset > 1:  # vectors are small
+            # The axis of the inputs: XLA gathers the weights then. Where outputs are split it sends activations.
+            spread(offset, fsdp)
         return NamedSharding(mesh, PartitionSpec(*(over or None for over in spec)))
 
     def build(key: jax.Array) -> Params:
@@ -64,7 +65,10 @@ def shardings(
 
 
 def group_heads(params: Params, given: int, wanted: int, heads: tuple[int, int]) -> Params:
-    """Parameters whose QKV projections have `wanted` groups in place of `given`: see `gpt2.group_heads`."""
+    """Parameters whose QKV projections have `wanted` groups in place of `given`: see `gpt2.group_heads`.
+
+    `heads` are the numbers of heads of queries, and of keys and values.
+    """
     num_heads, num_kv_heads = heads
     total = num_heads + 2 * num_kv_heads
     ends = [num_heads // given, (num_heads + num_kv_heads) // given]
@@ -78,20 +82,17 @@ def group_heads(params: Params, given: int, wanted: int, heads: tuple[int, int])
     def of_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         if not any(entry.key == "qkv" for entry in path):
             return leaf
-        # What is spread stays so.
-        return (
-            regrouped(leaf)
-            if isinstance(leaf, jax.core.Tracer)
-            else jax.device_put(regrouped(leaf), leaf.sharding)
-        )
+        if isinstance(leaf, jax.core.Tracer):
+            return regrouped(leaf)
+        return jax.device_put(regrouped(leaf), leaf.sharding)  # spread over the mesh as before
 
     return jax.tree.map_with_path(of_leaf, params)
 
 
 def over_groups(function: Callable[[jax.Array], jax.Array], qkv: jax.Array, groups: int) -> jax.Array:
-    """`function` of each group of heads of the projections (B, S, groups * F), side by side in what it gives.
+    """Calls `function` for each group of heads of the projections (B, S, groups * F); results are side by side.
 
-    Groups are an axis of their own that devices share, as they share a batch.
+    Groups are an axis of their own, which devices share as they share a batch.
     """
     if groups == 1:
         return function(qkv)

@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 
 def cores() -> int:
-    """How many cores this process may use: those that it is held to."""
+    """The number of cores that this process may use: its affinity counts, not the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_INTERRUPTED = 130  # what a shell has of a program that Ctrl-C ends
-_UNREAD = 141  # and of one that ends as nobody reads on
+# Exit statuses as a shell reports them.
+_INTERRUPTED = 130  # of a program that Ctrl-C ended
+_UNREAD = 141  # of a program that ended because nobody reads its output
 
 
 def _interrupt_again(passed_over: "sys.UnraisableHookArgs") -> None:
@@ -27,10 +28,10 @@ def _interrupt_again(passed_over: "sys.UnraisableHookArgs") -> None:
 
 
 def run_program(main: Callable[[], int]) -> None:
-    """Ends this process with what `main` returns, or quietly where nobody reads on, as behind `| head`.
+    """Ends this process with the status that `main` returns, or quietly where nobody reads on, as before `| head`.
 
-    An interrupted one ends at once. Python would wait for its threads, those that compile among them; and where a
-    second signal ends that wait, C++ under them ends the process with "FATAL: exception not rethrown".
+    An interrupted process ends at once. Python would wait for its threads, some of which compile; and where a
+    second signal ends that wait, C++ under the threads ends the process with "FATAL: exception not rethrown".
     """
     sys.unraisablehook = _interrupt_again
     try:

@@ -1,12 +1,11 @@
 """GPT-2: a decoder of pre-norm transformer blocks, with learned positions.
 
-The model, in its four published sizes, is that of
-[Language Models are Unsupervised Multitask Learners](https://github.com/openai/gpt-2).
+The model of [Language Models are Unsupervised Multitask Learners](https://github.com/openai/gpt-2), in its four
+published sizes.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -16,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_models import _parameter_sharding, ops, training
+from pallas_models._gpt2_flat import FLAT_SIZE as FLAT_SIZE
+from pallas_models._gpt2_flat import unpack
 from pallas_models._modules import (
     Embedding,
     LayerNorm,
@@ -27,6 +28,7 @@ from pallas_models._modules import (
     init_params,
     last_tokens,
     look_up,
+    next_token_logits,
     next_token_loss,
 )
 from pallas_models._parameter_sharding import over_groups
@@ -40,17 +42,18 @@ HEAD_DIM = 64  # of every published size
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Config:
-    """Sizes of the model; the defaults are those of GPT-2 small.
+    """Sizes of the model; the defaults are the sizes of GPT-2 small.
 
     Attributes:
       activation: of the MLPs, as in `ops.mlp`.
       tie_embeddings: whether the head is the table of word embeddings.
-      scale_attn_weights, scale_attn_by_inverse_layer_idx: by what a checkpoint scales scores of attention: 1 over
-        the root of the head size, and 1 over the layer's number. Here it is always the first alone: `weights`
-        multiplies the queries of a checkpoint by the rest, and `weights.export` divides them again.
+      scale_attn_weights, scale_attn_by_inverse_layer_idx: whether a checkpoint scales the scores of attention by 1
+        over the root of the head size, and by 1 over the layer's number. Here they are always scaled by the first
+        alone: `weights` multiplies the queries of a checkpoint by the rest, and `weights.export` divides them
+          again.
     """
 
-    head_groups = 1  # no field of what files describe: see `group_heads`
+    head_groups = 1  # no field, as no file describes it: see `group_heads`
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -76,7 +79,7 @@ class GroupedGPT2Config(GPT2Config):
     """Sizes of a model with parameters that `group_heads` gave.
 
     Attributes:
-      head_groups: how many groups of heads the QKV projections have, one after another.
+      head_groups: the number of groups of heads in the QKV projections, one after another.
     """
 
     head_groups: int = 1
@@ -101,7 +104,7 @@ CONFIGS = {
 
 
 class Embeddings(nnx.Module):
-    """Words and positions."""
+    """The tables of words and positions: (B, S) ids to (B, S, H)."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.word = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -160,7 +163,7 @@ class Block(nnx.Module):
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the block; arguments and errors are those of `block`."""
+        """Computes the block; arguments and errors are as in `block`."""
 
         def norm(x: Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
             # With x itself, whose gradient the norm's kernel then adds to its own.
@@ -212,7 +215,7 @@ class Block(nnx.Module):
 
 
 class GPT2(nnx.Module):
-    """The language model without its head: the kernel is that of `head`, or the table of word embeddings."""
+    """The language model without its head, which multiplies by the kernel of `head` or by the word embeddings."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -232,7 +235,7 @@ class GPT2(nnx.Module):
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes what the head takes, (B, S, H); arguments and errors are those of `logits` and `loss`."""
+        """Computes the input of the head, (B, S, H); arguments and errors are as in `logits` and `loss`."""
         x = self.embeddings(ids, mask, positions)
         x = call_layers(self.layers, x, mask, remat=remat, implementation=implementation)
         if last_only:
@@ -274,19 +277,20 @@ def shardings(
     """How the parameters are spread over a mesh, for `jax.device_put(params, shardings(config, mesh))`.
 
     Tensor parallelism: devices share heads, columns of the MLP and words of the vocabulary, so that a layer sums
-    twice over them, after attention and after the MLP. What does not divide, such as a vocabulary of 50257, each
-    device has whole. They share attention where `group_heads` made as many groups of heads; else each gathers all.
+    twice over them, after attention and after the MLP. An axis that does not divide, such as a vocabulary of
+    50257, is whole on each device. Devices share attention where `group_heads` made as many groups of heads as
+    there are devices; else each gathers all heads.
 
     Args:
       config: the model's sizes.
       mesh: with all axes that are named.
       tensor: the axis of the mesh for tensor parallelism, or None for none.
-      fsdp: the axis over which matrices are split too, gathered where they are used, or None for none; that of
-        the batch as a rule.
-      stacked: whether the layers are those of `training.stack_layers`.
+      fsdp: the axis over which matrices are split too, and gathered where they are used, or None for none; as a
+        rule it is the axis of the batch.
+      stacked: whether `training.stack_layers` stacked the layers.
 
     Returns:
-      A tree like the parameters, of `jax.sharding.NamedSharding`.
+      A `jax.sharding.NamedSharding` for each parameter, in a tree like the parameters.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -331,15 +335,15 @@ def block(
 
     Args:
       params: nested dict of arrays, from `init_block`, `unpack`, `weights.load_gpt2_block`, or
-        `["layers"]["0"]` of a whole model's. Widths are read off it.
+        `["layers"]["0"]` of a whole model's. They say the widths.
       x: (B, S, H) in the dtype of the matrices: float16, bfloat16 or float32. Sums and statistics are float32.
       causal: whether a token attends only to itself and those before it.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed, or None.
-      num_heads: number of heads; H / 64 when None, which is that of every published size.
+      num_heads: number of heads; H / 64 when None, as in every published size.
       epsilon: added to the variance in the layer norms.
       activation: of the MLP, as in `ops.mlp`.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       The shape and dtype of `x`. Rows of padding positions hold values without meaning.
@@ -375,16 +379,16 @@ def logits(
     """Computes the logits of the tokens that follow each token.
 
     Args:
-      params: nested dict of arrays, from `init` or `weights.load_gpt2`. The dtype of the matrices (float16,
-        bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      params: nested dict of arrays, from `init` or `weights.load_gpt2`. The computation has the dtype of the
+        matrices, float16, bfloat16 or float32; sums and statistics are float32.
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, or None where there is no padding. A
         token attends to the tokens up to itself.
-      positions: (B, S), integers below max_positions. When None, a token's is the number of tokens before it,
-        padding not counted: the same wherever padding is, as when Hugging Face generates.
+      positions: (B, S), integers below max_positions. When None, the position of a token is the number of tokens
+        before it, padding not counted: the same wherever padding is, as when Hugging Face generates.
       last_only: whether to compute the logits of the last token of each sequence only.
       config: the model's sizes.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (B, S, vocab_size) float32, or (B, vocab_size) with `last_only`. Rows of padding have no meaning.
@@ -396,13 +400,7 @@ def logits(
     """
     model = bind(GPT2, config, params)
     x = model(ids, mask, positions=positions, last_only=last_only, implementation=implementation)
-    return ops.matmul(
-        x,
-        model.head_kernel().astype(x.dtype),
-        transpose_w=config.tie_embeddings,
-        out_dtype=jnp.float32,
-        implementation=implementation,
-    )
+    return next_token_logits(x, model.head_kernel(), tied=config.tie_embeddings, implementation=implementation)
 
 
 def loss(
@@ -428,9 +426,10 @@ def loss(
       weights: (B, S), float or bool: how much each token counts where it is predicted, e.g. 0 in a prompt; 1 for
         all when None. The first token of a sequence is never predicted.
       label_smoothing: the share of a label that is spread over the vocabulary.
-      reduction: "mean" divides the sum by that of the weights; it is 0 where that is 0.
-      remat: what the backward pass finds kept, as in `training.checkpointed`. The names of a block's values:
-        "attention_norm", "qkv", "attention", "residual" (after attention), "mlp_norm", "mlp_up" (activated).
+      reduction: "mean" divides the sum by the sum of the weights; the loss is 0 where all weights are.
+      remat: what a layer keeps for the backward pass, as in `training.checkpointed`. The names of a block's
+        values: "attention_norm", "qkv", "attention", "residual" (after attention), "mlp_norm", "mlp_up"
+          (activated).
 
     Returns:
       A float32 scalar, in nats.
@@ -452,54 +451,6 @@ def loss(
     )
 
 
-# A block of GPT-2 small as one flat buffer: its parameters in this order, matrices (in, out) row by row.
-_FLAT_LAYOUT: dict[str, tuple[int, ...]] = {
-    "attention_norm.scale": (768,),
-    "attention_norm.bias": (768,),
-    "attention.qkv.kernel": (768, 2304),
-    "attention.qkv.bias": (2304,),
-    "attention.out.kernel": (768, 768),
-    "attention.out.bias": (768,),
-    "mlp_norm.scale": (768,),
-    "mlp_norm.bias": (768,),
-    "mlp.up.kernel": (768, 3072),
-    "mlp.up.bias": (3072,),
-    "mlp.down.kernel": (3072, 768),
-    "mlp.down.bias": (768,),
-}
-FLAT_SIZE = sum(math.prod(shape) for shape in _FLAT_LAYOUT.values())  # 7,087,872
-
-
-def unpack(flat_weights: jax.Array) -> Params:
-    """Unpacks the parameters of a block of GPT-2 small from one flat buffer, for `block`.
-
-    Args:
-      flat_weights: (7087872,), any float dtype: scale and bias of the first layer norm, kernel and bias of
-        queries, keys and values (768 x 2304, in x out) and of the projection after attention (768 x 768),
-        scale and bias of the second layer norm, kernel and bias of the MLP's 768 x 3072 and 3072 x 768.
-
-    Returns:
-      A nested dict like that of `init_block`, of slices of the buffer, in its dtype.
-
-    Raises:
-      TypeError: the buffer is not floating point.
-      ValueError: it is of another size.
-    """
-    _checks.check_float("flat_weights", flat_weights)
-    _checks.check_shape("flat_weights", flat_weights, (FLAT_SIZE,), "a block of GPT-2 small")
-    params: Params = {}
-    start = 0
-    for name, shape in _FLAT_LAYOUT.items():
-        *modules, leaf = name.split(".")
-        node = params
-        for module in modules:
-            node = node.setdefault(module, {})
-        end = start + math.prod(shape)
-        node[leaf] = flat_weights[start:end].reshape(shape)
-        start = end
-    return params
-
-
 def solve(
     x: jax.Array,
     flat_weights: jax.Array,
@@ -515,7 +466,7 @@ def solve(
       x: (S, 768), float32, or the half precision that flat_weights has too.
       flat_weights: (7087872,) in the layout of `unpack`.
       precision: of float32 products, as in `block`.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (S, 768) in the dtype of `x`.

@@ -1,7 +1,7 @@
 """ModernBERT: an encoder of pre-norm layers with rotary positions, gated MLPs and alternating attention.
 
-The model is that of [ModernBERT](https://arxiv.org/abs/2412.13663). Every third layer attends to all tokens, the
-others to a window around each; neither projections nor norms have biases.
+The model of [ModernBERT](https://arxiv.org/abs/2412.13663). Every third layer attends to all tokens, the other
+layers to a window around each token; neither projections nor norms have biases.
 """
 
 import dataclasses
@@ -12,8 +12,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops, training
-from pallas_models._modules import Embedding, GatedMLP, Params, Projection, bind, call_layers, init_params, look_up
-from pallas_models.minilm.packing import position_ids
+from pallas_models._modules import (
+    Embedding,
+    GatedMLP,
+    Params,
+    Projection,
+    bind,
+    call_layers,
+    init_params,
+    look_up,
+    position_ids,
+)
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
@@ -23,13 +32,13 @@ Table = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModernBertConfig:
-    """Sizes of the encoder; the defaults are those of ModernBERT-base.
+    """Sizes of the encoder; the defaults are the sizes of ModernBERT-base.
 
     Attributes:
-      local_attention: tokens of a window, half of them on either side of a token, which is one more.
+      local_attention: the tokens that a token in a window sees beside itself, half of them on either side.
       global_every: of so many layers the first attends to all tokens.
-      global_theta: base of the rotary frequencies of these layers.
-      local_theta: that of the others.
+      global_theta: base of the rotary frequencies of the layers that attend to all tokens.
+      local_theta: base of the rotary frequencies of the other layers.
       activation: of the gates of the MLPs, as in `ops.gated_mlp`.
     """
 
@@ -147,7 +156,7 @@ class ModernBert(nnx.Module):
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the hidden states, (B, S, H); arguments and errors are those of `encode`."""
+        """Computes the hidden states, (B, S, H); arguments and errors are as in `encode`."""
         config, length = self.config, ids.shape[1]
         x = look_up(self.word.embedding[...], ids)
         if mask is not None:
@@ -186,13 +195,13 @@ def encode(
     """Computes the hidden states after the last norm.
 
     Args:
-      params: nested dict of arrays, from `init` or `weights.load_encoder`. The dtype of the matrices (float16,
-        bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      params: nested dict of arrays, from `init` or `weights.load_encoder`. The computation has the dtype of the
+        matrices, float16, bfloat16 or float32; sums and statistics are float32.
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions` without `segment_ids`.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding. None where all are tokens.
-      segment_ids: (B, S), integers, of packed sentences, as in `minilm.encode`.
+      segment_ids: (B, S), integers, of packed sentences, as in `bert.encode`.
       config: the model's sizes.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (B, S, hidden_size) in the dtype of the matrices. Rows of padding positions hold values without meaning.

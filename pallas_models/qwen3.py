@@ -3,7 +3,7 @@
 The dense models of the [Qwen3 Technical Report](https://arxiv.org/abs/2505.09388), 0.6B to 32B. This is the
 prefill: the forward pass over whole prompts, without a cache.
 
-Rounding is ours, not Hugging Face's: norms and rotations compute in float32 and round once, to their result.
+Rounding differs from Hugging Face: here norms and rotations compute in float32 and round their result once.
 Hugging Face's Qwen3 rounds a normalised vector to the model's dtype before it multiplies the scale and after it,
 and does the same with cos, sin and the products of the rotation. In float32 both are the same.
 """
@@ -29,10 +29,11 @@ from pallas_models._modules import (
     init_params,
     last_tokens,
     look_up,
+    next_token_logits,
     next_token_loss,
+    position_ids,
 )
 from pallas_models._parameter_sharding import over_groups
-from pallas_models.minilm.packing import position_ids
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
 
@@ -41,9 +42,9 @@ Table = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3Config:
-    """Sizes of the model; the defaults are those of Qwen3-8B."""
+    """Sizes of the model; the defaults are the sizes of Qwen3-8B."""
 
-    head_groups = 1  # no field of what files describe: see `group_heads`
+    head_groups = 1  # no field, as no file describes it: see `group_heads`
 
     vocab_size: int = 151936
     hidden_size: int = 4096
@@ -73,7 +74,7 @@ class GroupedQwen3Config(Qwen3Config):
     """Sizes of a model with parameters that `group_heads` gave.
 
     Attributes:
-      head_groups: how many groups of heads the QKV projections have, one after another.
+      head_groups: the number of groups of heads in the QKV projections, one after another.
     """
 
     head_groups: int = 1
@@ -81,7 +82,7 @@ class GroupedQwen3Config(Qwen3Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3EncoderConfig(Qwen3Config):
-    """Sizes of a model without a head, for `encode`; the defaults are those of Qwen3-Embedding-0.6B."""
+    """Sizes of a model without a head, for `encode`; the defaults are the sizes of Qwen3-Embedding-0.6B."""
 
     vocab_size: int = 151669
     hidden_size: int = 1024
@@ -145,7 +146,9 @@ class Layer(nnx.Module):
             num_heads=config.num_heads // groups, num_kv_heads=config.num_kv_heads // groups
         )
         norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
-        with_x: dict[str, Any] = norm | dict(return_residual=True)  # x's gradient is added where the norm's is
+        with_x: dict[str, Any] = norm | dict(
+            return_residual=True
+        )  # the norm's kernel adds the gradient of x to its own
         product: dict[str, Any] = dict(precision=precision, implementation=implementation)
 
         y, x = ops.rms_norm(x, self.attention_norm.scale[...], **with_x)
@@ -165,7 +168,7 @@ class Layer(nnx.Module):
 
 
 class Qwen3(nnx.Module):
-    """The language model without its head: the kernel is that of `head`, or the table of word embeddings."""
+    """The language model without its head, which multiplies by the kernel of `head` or by the word embeddings."""
 
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -186,7 +189,7 @@ class Qwen3(nnx.Module):
         remat: training.Remat = "none",
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes what the head takes, (B, S, H); arguments and errors are those of `logits` and `loss`."""
+        """Computes the input of the head, (B, S, H); arguments and errors are as in `logits` and `loss`."""
         config = self.config
         x = look_up(self.word.embedding[...], ids)
         if mask is not None:
@@ -234,7 +237,7 @@ def shardings(
     fsdp: str | None = None,
     stacked: bool = False,
 ) -> dict[str, Any]:
-    """How the parameters are spread over a mesh; arguments, result and errors are those of `gpt2.shardings`."""
+    """How the parameters are spread over a mesh; arguments, result and errors are as in `gpt2.shardings`."""
     return _parameter_sharding.shardings(init, config, mesh, tensor=tensor, fsdp=fsdp, stacked=stacked)
 
 
@@ -278,9 +281,9 @@ def layer(
       x: (B, S, H) in the dtype of the matrices: float16, bfloat16 or float32. Sums and statistics are float32.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed, or None.
       positions: (S,) or (B, S), integers; 0 to S - 1 when None.
-      config: the model's sizes, of which a layer ignores those of the vocabulary and the number of layers.
+      config: the model's sizes; a layer ignores the size of the vocabulary and the number of layers.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on a GPU.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       The shape and dtype of `x`. Rows of padding positions hold values without meaning.
@@ -304,15 +307,15 @@ def encode(
     config: Qwen3Config = Qwen3EncoderConfig(),
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes the hidden states after the last norm, of which an encoder of sentences takes the last token's.
+    """Computes the hidden states after the last norm; an encoder of sentences pools the last token's.
 
     Args:
       params: nested dict of arrays, from `init` or `weights.load_encoder`.
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding (on either side). None where all are tokens.
-      segment_ids: (B, S), integers, of packed sentences, as in `minilm.encode`.
+      segment_ids: (B, S), integers, of packed sentences, as in `bert.encode`.
       config: the model's sizes.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (B, S, hidden_size) in the dtype of the matrices. Rows of padding positions hold values without meaning.
@@ -339,16 +342,16 @@ def logits(
     """Computes the logits of the tokens that follow each token of whole prompts.
 
     Args:
-      params: nested dict of arrays, from `init` or `weights.load_qwen3`. The dtype of the matrices (float16,
-        bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      params: nested dict of arrays, from `init` or `weights.load_qwen3`. The computation has the dtype of the
+        matrices, float16, bfloat16 or float32; sums and statistics are float32.
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding (on either side), or None where there is
         none. A token attends to the tokens up to itself.
-      positions: (S,) or (B, S), integers; 0 to S - 1 when None. What counts is their differences.
-      last_only: whether to compute the logits of the last token of each sequence only, which is what
-        generation starts from and spares most of the head's product.
+      positions: (S,) or (B, S), integers; 0 to S - 1 when None. Only their differences count.
+      last_only: whether to compute the logits of the last token of each sequence only: generation starts from
+        them, and most of the head's product is spared.
       config: the model's sizes, e.g. `CONFIGS["Qwen3-0.6B"]`.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (B, S, vocab_size) float32, or (B, vocab_size) with `last_only`. Rows of padding have no meaning.
@@ -360,13 +363,7 @@ def logits(
     """
     model = bind(Qwen3, config, params)
     x = model(ids, mask, positions=positions, last_only=last_only, implementation=implementation)
-    return ops.matmul(
-        x,
-        model.head_kernel().astype(x.dtype),
-        transpose_w=config.tie_embeddings,
-        out_dtype=jnp.float32,
-        implementation=implementation,
-    )
+    return next_token_logits(x, model.head_kernel(), tied=config.tie_embeddings, implementation=implementation)
 
 
 def loss(
@@ -392,9 +389,10 @@ def loss(
       weights: (B, S), float or bool: how much each token counts where it is predicted, e.g. 0 in a prompt; 1 for
         all when None. The first token of a sequence is never predicted.
       label_smoothing: the share of a label that is spread over the vocabulary.
-      reduction: "mean" divides the sum by that of the weights; it is 0 where that is 0.
-      remat: what the backward pass finds kept, as in `training.checkpointed`. The names of a layer's values:
-        "attention_norm", "qkv" (before the rotation), "rotated", "attention", "residual" (after attention),
+      reduction: "mean" divides the sum by the sum of the weights; the loss is 0 where all weights are.
+      remat: what a layer keeps for the backward pass, as in `training.checkpointed`. The names of a layer's
+        values: "attention_norm", "qkv" (before the rotation), "rotated", "attention", "residual" (after
+          attention),
         "mlp_norm".
 
     Returns:

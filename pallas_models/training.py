@@ -1,4 +1,4 @@
-"""What training needs of every model: stacked layers, mixed precision, what the backward pass keeps.
+"""Training any model: stacked layers, mixed precision, and how much a layer keeps for the backward pass.
 
 A step is a function of float32 parameters that casts them, computes a loss and is differentiated:
 
@@ -22,7 +22,7 @@ Remat = Literal["none", "block"] | Policy
 
 
 def stack_layers(params: Mapping[str, Any]) -> Params:
-    """Stacks the layers of a model: every array in `["layers"]` gets a leading axis of their number.
+    """Stacks the layers of a model: every array in `["layers"]` gets a leading axis, an entry for each layer.
 
     A model with stacked layers runs them in `jax.lax.scan`: one layer is compiled, however many there are. Values
     and gradients are the same.
@@ -31,7 +31,7 @@ def stack_layers(params: Mapping[str, Any]) -> Params:
       params: nested dict of arrays with the layers as `["layers"]["0"]`, `["layers"]["1"]` and so on.
 
     Returns:
-      The same with `["layers"]` like the parameters of one layer. The other arrays are not copied.
+      The parameters with `["layers"]` like the parameters of one layer. The other arrays are not copied.
 
     Raises:
       ValueError: there are no layers to stack, or their numbers have gaps.
@@ -46,7 +46,7 @@ def stack_layers(params: Mapping[str, Any]) -> Params:
 
 
 def unstack_layers(params: Mapping[str, Any]) -> Params:
-    """Undoes `stack_layers`, as `weights.save` wants it.
+    """Undoes `stack_layers`; `weights.save` takes layers one by one.
 
     Raises:
       ValueError: the layers are not stacked.
@@ -59,17 +59,17 @@ def unstack_layers(params: Mapping[str, Any]) -> Params:
 
 
 def is_stacked(params: Mapping[Any, Any]) -> bool:
-    """Whether the parameters have layers that `stack_layers` stacked."""
+    """Whether `stack_layers` stacked the layers of the parameters."""
     layers = params.get("layers")
     return isinstance(layers, Mapping) and not all(str(name).isdecimal() for name in layers)
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
-    """Casts the kernels of a model, which decide in what dtype it computes.
+    """Casts the kernels of a model; a model computes in their dtype.
 
     Embeddings, biases and scales keep their dtype: gradients of embeddings are sums over many tokens, which
     float32 holds and bfloat16 does not, and biases and scales are too few to matter. Inside of a function that
-    is differentiated, the gradients have the dtype of the parameters before the cast.
+    is differentiated, the gradients have the dtype that the parameters had before the cast.
 
     Args:
       params: nested dict of arrays of any model.
@@ -81,13 +81,13 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
 
 
 def checkpointed(function: Callable[..., Any], remat: Remat, *, scanned: bool) -> Callable[..., Any]:
-    """A layer that keeps for its derivatives what `remat` says.
+    """The layer, made to keep for its derivatives only the values that `remat` asks for.
 
     Args:
       function: the layer.
       remat: "none" keeps all that derivatives need; "block" keeps the input of the layer and computes the rest
-        again; a policy of `jax.checkpoint_policies` says what to keep, by the names of the model.
-      scanned: whether `jax.lax.scan` calls it, which does on its own what `prevent_cse` is for.
+        again; a policy of `jax.checkpoint_policies` chooses among the values that the model names.
+      scanned: whether `jax.lax.scan` calls the layer: `prevent_cse` is not needed then.
 
     Raises:
       ValueError: `remat` is none of these.

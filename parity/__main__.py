@@ -6,7 +6,7 @@ summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there
 The processes of the suite share the GPU's memory: a test that needs more than its part runs again with fewer
 beside it, in the end alone. What they compile is kept beside the folder, for the other processes and the next run.
 
-`python -m parity campaign`, `sanitize` and `mutate` are programs of their own; each has `--help`.
+`python -m parity campaign`, `sanitize`, `lowered` and `mutate` are programs of their own; each has `--help`.
 """
 
 import argparse
@@ -23,16 +23,17 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parity import ROOT
 from parity.support import sharing
 from parity.support.sharing import GB
 
-ROOT = Path(__file__).parent.parent
 # Every test fits into as much, alone on the GPU: where one does not, it fails.
 ENOUGH = 22 * GB
 
 PROGRAMS = {
     "campaign": "parity.campaign.__main__",
     "sanitize": "parity.support.sanitize",
+    "lowered": "parity.support.lowered",
     "mutate": "parity.support.mutate",
 }
 

@@ -153,7 +153,7 @@ def on_gpu() -> bool:
 def reference() -> ModuleType:
     """The torch references; tests that ask for them are skipped where torch is absent."""
     pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity.support import reference
+    from parity.ops import reference
 
     return reference
 
@@ -162,7 +162,7 @@ def reference() -> ModuleType:
 def torch_trimul() -> ModuleType:
     """The triangle multiplicative updates of several models, in torch."""
     pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
-    from parity.support import reference_trimul
+    from parity.ops import reference_trimul
 
     return reference_trimul
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_models.minilm import model as minilm
-from pallas_models.minilm.model import DistilBertConfig, EncoderConfig, MPNetConfig, RobertaConfig
+from pallas_models import bert
+from pallas_models.bert import DistilBertConfig, EncoderConfig, MPNetConfig, RobertaConfig
 from weights import configs
 from weights.checkpoint import shown
 from weights.families import Family, Part, Shape, joined, linear, register, same
@@ -53,7 +53,7 @@ class Names:
 
 
 def parts(config: EncoderConfig, names: Names = Names(), unused_positions: int = 0) -> dict[str, Part]:
-    """How the parameters of `minilm.encode` are made; the first rows of the table of positions may be unused."""
+    """How the parameters of `bert.encode` are made; the first rows of the table of positions may be unused."""
     h, f = config.hidden_size, config.intermediate_size
 
     def norm(parameter: str, name: str) -> dict[str, Part]:
@@ -123,7 +123,7 @@ register(
         name="roberta",
         description="RoBERTa and XLM-RoBERTa encoders",
         config=RobertaConfig,
-        init=minilm.init,
+        init=bert.init,
         model_types=("roberta", "xlm-roberta", "camembert"),
         keys=KEYS | {"num_token_types": "type_vocab_size", "first_position": "first_position"},
         defaults={"epsilon": 1e-12},
@@ -135,7 +135,7 @@ register(
         parts=lambda config: parts(config, unused_positions=config.first_position),
         prefix="roberta.",
         ignored=lambda config: UNUSED,
-        encode=minilm.encode,
+        encode=bert.encode,
     )
 )
 
@@ -144,7 +144,7 @@ register(
         name="mpnet",
         description="MPNet encoders such as all-mpnet-base-v2",
         config=MPNetConfig,
-        init=minilm.init,
+        init=bert.init,
         model_types=("mpnet",),
         keys=KEYS,
         defaults={"epsilon": 1e-12},
@@ -164,7 +164,7 @@ register(
         ),
         prefix="mpnet.",
         ignored=lambda config: UNUSED,
-        encode=minilm.encode,
+        encode=bert.encode,
     )
 )
 
@@ -173,7 +173,7 @@ register(
         name="distilbert",
         description="DistilBERT encoders",
         config=DistilBertConfig,
-        init=minilm.init,
+        init=bert.init,
         model_types=("distilbert",),
         keys=KEYS
         | {
@@ -201,6 +201,6 @@ register(
         ),
         prefix="distilbert.",
         ignored=lambda config: UNUSED[:1],
-        encode=minilm.encode,
+        encode=bert.encode,
     )
 )

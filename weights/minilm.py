@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models.minilm import model as minilm
-from pallas_models.minilm.model import MiniLMConfig
+from pallas_models.bert import MiniLMConfig, encode, init
 from weights import bert, hub, lazy, loading
 from weights.families import Family, register
 
@@ -71,7 +70,7 @@ _FAMILY = register(
         name="minilm",
         description="BERT sentence encoders such as all-MiniLM-L6-v2",
         config=MiniLMConfig,
-        init=minilm.init,
+        init=init,
         model_types=("bert",),
         keys=bert.KEYS | {"num_token_types": "type_vocab_size"},
         defaults={"epsilon": 1e-12},
@@ -81,6 +80,6 @@ _FAMILY = register(
         parts=bert.parts,
         prefix="bert.",
         ignored=lambda config: bert.UNUSED,
-        encode=minilm.encode,
+        encode=encode,
     )
 )

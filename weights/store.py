@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save as serialize
 
 from pallas_models import files
-from pallas_models.minilm.model import MiniLMConfig
+from pallas_models.bert import MiniLMConfig
 from weights import checkpoint, configs, families, lazy, tree
 from weights.checkpoint import CheckpointError
 from weights.families import Family

@@ -32,7 +32,7 @@ from pallas_models._processes import cores
 from pallas_models.corpus import job, manifest, reading
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.job import Layout
-from pallas_models.minilm import pipeline
+from pallas_models.sentence import pipeline
 
 HELP = "a corpus from files to files: sentences a second, memory"
 NAME = "corpus"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
 from pallas_models import ops
-from pallas_models.kernels.triton.matmul import ALGORITHMS
+from pallas_models.kernels.forms.matmul import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
 
 HELP = "matrix products: ours and its ladder of algorithms, XLA, torch"

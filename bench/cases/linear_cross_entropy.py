@@ -21,18 +21,18 @@ def _precision(x: jax.Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def plain(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean as a user of jax.numpy writes it, for a kernel (V, D)."""
-    logits = jnp.matmul(x, kernel.T, precision=_precision(x)).astype(jnp.float32)
+def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean as a user of jax.numpy writes it, for weights (V, D)."""
+    logits = jnp.matmul(x, w.T, precision=_precision(x)).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - chosen)
 
 
-def padded(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+def padded(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     """The same with a vocabulary that is a multiple of 128, which cuBLAS takes: XLA multiplies others itself."""
-    vocab = len(kernel)
-    kernel = jnp.pad(kernel, ((0, -vocab % 128), (0, 0)))
-    logits = jnp.matmul(x, kernel.T, precision=_precision(x)).astype(jnp.float32)
+    vocab = len(w)
+    w = jnp.pad(w, ((0, -vocab % 128), (0, 0)))
+    logits = jnp.matmul(x, w.T, precision=_precision(x)).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
     known = jnp.arange(logits.shape[1]) < vocab
     return jnp.mean(jax.nn.logsumexp(jnp.where(known, logits, -jnp.inf), axis=1) - chosen)
@@ -40,29 +40,29 @@ def padded(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
 
 def ours(**options: Any) -> Callable[..., jax.Array]:
     """This library's."""
-    return lambda x, kernel, labels: ops.linear_cross_entropy(x, kernel, labels, transposed=True, **options)
+    return lambda x, w, labels: ops.linear_cross_entropy(x, w, labels, transpose_w=True, **options)
 
 
 def in_torch() -> Callable[..., Any]:
     """torch.nn.functional's, of logits in float32."""
     from torch.nn import functional
 
-    return lambda x, kernel, labels: functional.cross_entropy(functional.linear(x, kernel).float(), labels)
+    return lambda x, w, labels: functional.cross_entropy(functional.linear(x, w).float(), labels)
 
 
 def workload(dtype: str, shape: Shape) -> Workload:
-    """The mean over (tokens, width) for a kernel (vocabulary, width)."""
+    """The mean over (tokens, width) for weights (vocabulary, width)."""
     tokens, vocab, width = map(int, shape)
     flop, operands = 2.0 * tokens * vocab * width, float((tokens + vocab) * width * itemsize(dtype))
 
     def inputs(seed: int) -> tuple[jax.Array, ...]:
-        x, kernel = normal(seed, dtype, (tokens, width), (vocab, width))
+        x, w = normal(seed, dtype, (tokens, width), (vocab, width))
         labels = jax.random.randint(jax.random.key(seed), (tokens,), 0, vocab, jnp.int32)
-        return x, kernel * width**-0.5, labels  # logits of about the size of 1
+        return x, w * width**-0.5, labels  # logits of about the size of 1
 
     return Workload(
         inputs=inputs,
-        reference=jax.jit(lambda x, kernel, y: plain(x.astype(jnp.float32), kernel.astype(jnp.float32), y)),
+        reference=jax.jit(lambda x, w, y: plain(x.astype(jnp.float32), w.astype(jnp.float32), y)),
         contenders=[
             Contender("pallas", "ours", ours, gpu=True),
             Contender("heuristic", "ladder", functools.partial(ours, config=HEURISTIC), gpu=True),

@@ -70,7 +70,7 @@ class Parts:
     """Where the seconds of `Encoder.encode` go: of the main thread, and when else something was there."""
 
     def __init__(self) -> None:
-        from pallas_models.minilm import packing, pipeline, programs, tokenizing
+        from pallas_models.sentence import packing, pipeline, programs, tokenizing
 
         self._found: dict[str, float] = {}
         self._begun = time.perf_counter()

@@ -32,7 +32,7 @@ from bench.measuring.results import Accuracy, Case, Entry, Family
 from bench.reporting import tables
 from pallas_models import minilm
 from pallas_models._processes import cores
-from pallas_models.minilm import packing
+from pallas_models.sentence import packing
 
 HELP = "MiniLM on real sentences: accuracy against torch, Spearman's correlation, sentences a second"
 NAME = "sts"

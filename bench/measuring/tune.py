@@ -114,7 +114,7 @@ def _rms_norm(dtype: str, m: int, n: int) -> Call:
 def _linear_cross_entropy(dtype: str, tokens: int, vocab: int, width: int) -> Call:
     x, kernel = operands(dtype, (tokens, width), (vocab, width))
     labels = jnp.asarray(np.random.default_rng(0).integers(0, vocab, tokens), jnp.int32)
-    return ops.linear_cross_entropy, (x, kernel, labels), {"transposed": True}
+    return ops.linear_cross_entropy, (x, kernel, labels), {"transpose_w": True}
 
 
 def _rotary(dtype: str, b: int, s: int, h: int, g: int) -> Call:

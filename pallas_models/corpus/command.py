@@ -13,10 +13,11 @@ from typing import IO
 
 import numpy as np
 
-from pallas_models import files, quantization
+from pallas_models import files
 from pallas_models.corpus import job, manifest, progress, reading, writing
 from pallas_models.corpus.embedder import Embedder
 from pallas_models.corpus.job import Layout
+from pallas_models.sentence import quantization
 
 EXAMPLES = (
     "A man is playing a guitar.",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pallas_models.minilm import pipeline
+from pallas_models.sentence import pipeline
 
 if TYPE_CHECKING:
-    from pallas_models.minilm import Encoder
+    from pallas_models.sentence.encoder import Encoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Embedder:
 
     @functools.cached_property
     def _encoder(self) -> "Encoder":
-        from pallas_models.minilm import Encoder
+        from pallas_models.sentence.encoder import Encoder
 
         encoder = Encoder.from_pretrained(
             self.model,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pallas_models import files, quantization
+from pallas_models import files
 from pallas_models.corpus import manifest, writing
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
 from pallas_models.corpus.writing import Beside, Parts, Ranges
-from pallas_models.minilm import pipeline
+from pallas_models.sentence import pipeline, quantization
 
 # Shards that are written side by side. Parquet takes 5 us of one core for 384 values; the rest is disk and hash.
 _WRITERS = 3

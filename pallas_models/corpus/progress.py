@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from pallas_models.corpus.reading import Corpus
-from pallas_models.minilm.inputs import shows
+from pallas_models.sentence.inputs import shows
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from typing import IO, cast, get_args
 
 import numpy as np
 
-from pallas_models import files, quantization
+from pallas_models import files
 from pallas_models.corpus.reading import pyarrow
+from pallas_models.sentence import quantization
 
 DTYPES = (*get_args(quantization.Precision), "float16")
 # Those that are relative to ranges, as `quantization.ranges_of` finds them.

@@ -34,7 +34,15 @@ class _Untyped(Form):
     def of(self, operands: tuple[Any, ...]) -> Self:
         return dataclasses.replace(self, arrays=tuple(operands))
 
+    OPERANDS = ("arrays",)
+
     def replace(self, **fields: Any) -> Self:
+        if "arrays" in fields:
+            return dataclasses.replace(
+                self,
+                arrays=(),
+                given=tuple((self.options | {k: v for k, v in fields.items() if k != "arrays"}).items()),
+            )
         return dataclasses.replace(self, given=tuple((self.options | fields).items()))
 
 

@@ -1,7 +1,7 @@
 """What an op states of itself, and what a call of it is: data, from which the rest of dispatch decides."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from pallas_models._implementation import Name
@@ -75,6 +75,19 @@ class Backward(Generic[F]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Together(Generic[F]):
+    """The ops that compute a call and its gradient together, where kernels serve all of them and their gradients.
+
+    Attributes:
+      parts: `parts(form)` gives these ops, each with its form, for a form of shapes and dtypes.
+      call: `call(form, names)` is the call made of them, which are given the implementations that `names` names.
+    """
+
+    parts: Callable[[F], Sequence[tuple["Op[Any]", Form]]]
+    call: Callable[[F, tuple[Name, ...]], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Op(Generic[F]):
     """Everything that `run` needs to know of an op.
 
@@ -92,6 +105,7 @@ class Op(Generic[F]):
       stands_for: `stands_for(form, names)` is the op made of other ops, which are given the implementations that
         `names` names. It runs where no kernel serves the call, and is differentiated where one does. With names of
         `("xla",)` it is the reference.
+      together: what an op that `stands_for` others is differentiated as, where kernels serve that.
     """
 
     name: str
@@ -99,6 +113,7 @@ class Op(Generic[F]):
     sharding: Sharding | Callable[[F], Sharding]
     reference: Callable[[F], Any] | None = None
     stands_for: Callable[[F, tuple[Name, ...]], Any] | None = None
+    together: Together[F] | None = None
     derivative: Callable[[F], Any] | None = None
     backward: tuple[Backward[F], ...] = ()
     contracted: Callable[[Callable[[F], Any], Total, F], Any] | None = None

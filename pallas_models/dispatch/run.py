@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -52,14 +52,21 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
         array is larger than it can index. Where the program is lowered: kernels for GPUs are named alone, and it
         is for another platform than CUDA.
     """
+    operands = form.operands
     traced = {name: value for name, value in form.options.items() if isinstance(value, jax.Array)}
-    call = _call(op, form.replace(**dict.fromkeys(traced)), config, implementation)
+    # How JAX knows calls that are alike: the operands have their shapes beside it.
+    options = form.replace(**dict.fromkeys((*form.OPERANDS, *traced)))
+    names, target = check_implementation(implementation), targets.current()
+    call = Call(op=op, form=options, config=config, names=names, target=target)
     if op.stands_for is not None:
-        others = functools.partial(_stand_for, form, op.stands_for, call.names)
+        others = functools.partial(_stand_for, form, op.stands_for, names)
+        if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
+            together = functools.partial(_stand_for, form, op.together.call, names)
+            return differentiated_as(others, together)(*operands)
         if traced or not has_kernel(op, form, implementation=implementation):
-            return others(*form.operands)
-        return differentiated_as(functools.partial(_run_whole, call), others)(*form.operands)
-    return _run_whole(call, *form.operands, traced=traced)
+            return others(*operands)
+        return differentiated_as(functools.partial(_run_whole, call), others)(*operands)
+    return _run_whole(call, *operands, traced=traced)
 
 
 def _stand_for(form: Form, function: Callable[..., Any], names: tuple[Name, ...], *operands: Any) -> Any:
@@ -106,6 +113,10 @@ def has_backward(op: Op[F], form: F, *, implementation: Implementation | None) -
         return choice.has_backward(_call(op, form, None, implementation))
 
 
+def _all_have_backward(parts: Iterable[tuple[Op[Any], Form]], implementation: Implementation | None) -> bool:
+    return all(has_backward(op, form, implementation=implementation) for op, form in parts)
+
+
 def _call(op: Op[F], form: F, config: Any, implementation: Implementation | None) -> Call[F]:
     names = check_implementation(implementation)
     return Call(op=op, form=form.abstract(), config=config, names=names, target=targets.current())
@@ -119,6 +130,7 @@ def _run_whole(call: Call[F], *operands: Any, traced: dict[str, jax.Array] | Non
 @functools.partial(jax.jit, static_argnames=("call", "tables"))
 def _run(operands: Operands, traced: dict[str, jax.Array], *, call: Call[F], tables: tuple[Table, ...]) -> Any:
     del tables  # a change of them asks for another trace
+    call = call.replace(form=call.form.of(operands).abstract())
     with plain_settings(operands), jax.named_scope(call.op.name):
         if traced:  # kernels have their scalars built in
             if call.names and "xla" not in call.names:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-from jax._src import config as _config  # nothing public traces without what shard_map checks
-from jax._src import sharding_impls
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
 
-from pallas_models import exporting
+from pallas_models import _jax, exporting
 from pallas_models import target as targets
 from pallas_models.kernels.forms import Form
 from pallas_models.target import Target
@@ -301,7 +299,7 @@ def _partitioned(function: Function, layout: Layout, leaves: list[jax.Array], fo
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         arrays = zip((*layout.results, *layout.operands), (*results, *operands), strict=True)
-        split = layout.split(((axes, _spec(x.sharding, mesh)) for axes, x in arrays), mesh.shape)
+        split = layout.split(((axes, _jax.partition_spec(x.sharding, mesh)) for axes, x in arrays), mesh.shape)
         into, out_of = ([NamedSharding(mesh, spec) for spec in specs] for specs in layout.specs(split))
         once = functools.partial(_lowered_once, programs, mesh.devices.flat[0])
 
@@ -321,7 +319,7 @@ def _has_peers(mesh: Any) -> bool:
     """Whether kernels get the addresses that outputs have on all devices of a mesh: up to 8, of one process."""
     in_order = [device.id for device in mesh.devices.flat] == list(range(mesh.size))
     alone = jax.process_count() == 1
-    return jax.__version_info__ >= (0, 11) and len(mesh.shape) == 1 < mesh.size <= 8 and in_order and alone
+    return _jax.since(0, 11) and len(mesh.shape) == 1 < mesh.size <= 8 and in_order and alone
 
 
 def _lowered_once(programs: dict[Any, Any], device: Any, function: Program) -> Program:
@@ -347,18 +345,6 @@ def _lowered_once(programs: dict[Any, Any], device: Any, function: Program) -> P
     return call
 
 
-def _spec(sharding: Any, mesh: Any) -> PartitionSpec:
-    """The axes of the mesh that an array is split over; none where it is split over a part of one.
-
-    JAX decodes shardings for a partitioning too, but fails on the latter, in any of these ways. XLA makes it of a
-    reshape: of projections over 4 devices that are 2 heads, say.
-    """
-    try:
-        return sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
-    except (ValueError, LookupError, AssertionError, NotImplementedError):
-        return PartitionSpec()
-
-
 def varying_alike(arrays: Any) -> Any:
     """The arrays, all varying over the axes of a shard_map that one varies over, as a kernel's results will."""
     leaves, tree = jax.tree.flatten(arrays)
@@ -380,14 +366,14 @@ def _on_device(function: Function, layout: Layout, leaves: list[jax.Array], form
     del layout
     leaves = varying_alike(leaves)
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    with _config._check_vma(False):
+    with _jax.without_shard_map_types():
         program = jax.make_jaxpr(lambda *leaves: function(list(leaves), form, None))(*plain)
     return _device_program.bind(*leaves, program=program)
 
 
 _device_program = Primitive("device_program")
 _device_program.multiple_results = True
-_device_program.is_high = lambda *_, **__: False  # type: ignore[method-assign]  # what is inside is lowered alone
+_jax.is_lowered_alone(_device_program)
 
 
 def _types(*avals: Any, program: ClosedJaxpr) -> list[Any]:
@@ -402,7 +388,7 @@ def _types(*avals: Any, program: ClosedJaxpr) -> list[Any]:
 
 def _lower(context: mlir.LoweringRuleContext, *values: Any, program: ClosedJaxpr) -> Any:
     untyped = context.replace(avals_in=program.in_avals, avals_out=program.out_avals)
-    with _config._check_vma(False):
+    with _jax.without_shard_map_types():
         return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(untyped, *values)
 
 

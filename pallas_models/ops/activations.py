@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu"]
+from pallas_models.kernels.forms.matmul import Activation as Activation
 
 
 @jax.custom_jvp

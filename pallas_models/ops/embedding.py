@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
-from pallas_models.target import AMPERE_ON
+from pallas_models.target import AMPERE_ON, Target
 from pallas_models.tuning import Chooser
 
 
@@ -86,20 +87,19 @@ def embed_tokens(
             _checks.check_integer(name, given)
             _checks.check_shape(name, given, ids.shape, "the shape of ids")
             _checks.check_ids(name, given, table.shape[0], what)
-    return run(
-        _OP,
-        _signed(ids, word),
-        None if token_type_ids is None else _signed(token_type_ids, token_type),
-        None if position_ids is None else _signed(position_ids, position),
-        word,
-        position,
-        token_type,
-        scale,
-        bias,
-        config=config,
-        implementation=implementation,
+    form = Form(
+        ids=_signed(ids, word),
+        token_type_ids=None if token_type_ids is None else _signed(token_type_ids, token_type),
+        position_ids=None if position_ids is None else _signed(position_ids, position),
+        word=word,
+        position=position,
+        token_type=token_type,
+        scale=scale,
+        bias=bias,
         epsilon=epsilon,
     )
+    out: jax.Array = run(_OP, form, config=config, implementation=implementation)
+    return out
 
 
 def _signed(ids: Array, table: Array) -> Array:
@@ -123,61 +123,43 @@ def first_rows(table: jax.Array, count: int) -> jax.Array:
     return jnp.take(table, jnp.arange(count), axis=0, mode="fill", fill_value=jnp.nan)
 
 
-def reference(
-    ids: jax.Array,
-    token_type_ids: jax.Array | None,
-    position_ids: jax.Array | None,
-    word: jax.Array,
-    position: jax.Array,
-    token_type: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    *,
-    epsilon: float,
-) -> jax.Array:
+def reference(form: Form[jax.Array]) -> jax.Array:
     """The same in plain XLA. Ids outside their table are clamped to it."""
-    if ids.size == 0:
-        return jnp.zeros((*ids.shape, word.shape[1]), word.dtype)
-    total = _sum(ids, token_type_ids, position_ids, word, position, token_type)
-    return norm.reference(total, scale, bias, None, epsilon=epsilon).astype(word.dtype)
+    if form.ids.size == 0:
+        return jnp.zeros((*form.ids.shape, form.word.shape[1]), form.word.dtype)
+    out: jax.Array = norm.normalize(_sum(form), form.scale, form.bias, None, epsilon=form.epsilon)
+    return out.astype(form.word.dtype)
 
 
-def _sum(
-    ids: jax.Array,
-    token_type_ids: jax.Array | None,
-    position_ids: jax.Array | None,
-    word: jax.Array,
-    position: jax.Array,
-    token_type: jax.Array,
-) -> jax.Array:
-    """What is normalised, in float32."""
-    types = token_type[:1] if token_type_ids is None else rows_of(token_type, token_type_ids)
-    positions = first_rows(position, ids.shape[1]) if position_ids is None else rows_of(position, position_ids)
-    total = rows_of(word, ids).astype(jnp.float32)
+def _sum(form: Form[jax.Array]) -> jax.Array:
+    """The sum of the three look-ups, which is normalised, in float32."""
+    ids, type_ids, position_ids = form.ids, form.token_type_ids, form.position_ids
+    types = form.token_type[:1] if type_ids is None else rows_of(form.token_type, type_ids)
+    if position_ids is None:
+        positions = first_rows(form.position, ids.shape[1])
+    else:
+        positions = rows_of(form.position, position_ids)
+    total = rows_of(form.word, ids).astype(jnp.float32)
     return total + (positions.astype(jnp.float32) + types.astype(jnp.float32))
 
 
 def _backward(
-    ids: jax.Array,
-    token_type_ids: jax.Array | None,
-    position_ids: jax.Array | None,
-    word: jax.Array,
-    position: jax.Array,
-    token_type: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    dout: jax.Array,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
     *,
-    epsilon: float,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
     interpret: bool,
-    **_: Any,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of the norm in its kernels, then sums over tokens, in float32 whatever the dtype."""
-    total = _sum(ids, token_type_ids, position_ids, word, position, token_type)
+    ids, token_type_ids, position_ids, word, position, token_type, scale, bias = form.operands
+    (dout,) = cotangents
     layer_norm = functools.partial(
-        norm.layer_norm, epsilon=epsilon, implementation="interpret" if interpret else "triton"
+        norm.layer_norm, epsilon=form.epsilon, implementation="interpret" if interpret else "triton"
     )
-    pull = jax.vjp(layer_norm, total, scale, bias)[1]
+    pull = jax.vjp(layer_norm, _sum(form), scale, bias)[1]
     dtotal, dscale, dbias = pull(dout.astype(jnp.float32))
 
     def scattered(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -197,7 +179,7 @@ def _backward(
     return None, None, None, *tables, dscale, dbias
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="embed_tokens",
     reference=reference,
     kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),),

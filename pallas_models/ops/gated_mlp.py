@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,17 +13,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.gated_mlp import Form
+from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
-from pallas_models.kernels.mosaic import matmul as mosaic_matmul
 from pallas_models.kernels.triton import gated_mlp as triton
 from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import matmul
-from pallas_models.target import AMPERE_ON, HOPPER
+from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
 EQUATION = "mk,kgn->mgn"
@@ -90,37 +91,26 @@ def gated_matmul(
         _checks.check_shape("bias", bias, (2, n), "(2, N)")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), k)
-    out = run(
-        _OP,
-        rows,
-        w_gate_up,
-        bias,
-        config=config,
-        implementation=implementation,
+    form = Form(
+        x=rows,
+        w_gate_up=w_gate_up,
+        bias=bias,
         activation=activation,
         precision=_checks.as_precision(precision),
         out_dtype=out_dtype,
     )
-    return out.reshape(*x.shape[:-1], n)
+    return run(_OP, form, config=config, implementation=implementation).reshape(*x.shape[:-1], n)
 
 
-def reference(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    bias: jax.Array | None,
-    *,
-    activation: Activation | None,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    return_products: bool = False,
-) -> Any:
-    """`gated_matmul` in plain XLA, for x (M, K)."""
-    y = _half_precision.einsum(EQUATION, x, w_gate_up, precision=precision)
-    if bias is not None:
-        y += bias.astype(jnp.float32)
+def reference(form: Form[jax.Array]) -> Any:
+    """`gated_matmul` in plain XLA; with `return_products` a triple."""
+    x = form.x
+    y = _half_precision.einsum(EQUATION, x, form.w_gate_up, precision=form.precision)
+    if form.bias is not None:
+        y += form.bias.astype(jnp.float32)
     gate, up = y[:, 0], y[:, 1]
-    out = _finish(gate, up, activation).astype(out_dtype)
-    return (out, gate.astype(x.dtype), up.astype(x.dtype)) if return_products else out
+    out = _finish(gate, up, form.activation).astype(form.out_dtype)
+    return (out, gate.astype(x.dtype), up.astype(x.dtype)) if form.return_products else out
 
 
 def _finish(gate: jax.Array, up: jax.Array, activation: Activation | None) -> jax.Array:
@@ -128,27 +118,27 @@ def _finish(gate: jax.Array, up: jax.Array, activation: Activation | None) -> ja
 
 
 def _backward(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    bias: jax.Array | None,
-    gate: jax.Array,
-    up: jax.Array,
-    dout: jax.Array,
-    *_: None,
-    activation: Activation | None,
-    precision: jax.lax.Precision,
-    **__: Any,
+    form: Form[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients as XLA's products of x, both weights and the cotangent of both products."""
-    products = gate.astype(jnp.float32), up.astype(jnp.float32)
-    dgate_up = jax.vjp(functools.partial(_finish, activation=activation), *products)[1](dout.astype(jnp.float32))
-    dy = jnp.stack(dgate_up, axis=1)
-    dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
-    pull = jax.vjp(functools.partial(_half_precision.einsum, EQUATION, precision=precision), x, w_gate_up)[1]
-    return *pull(dy), dbias
+    gate, up = (y.astype(jnp.float32) for y in kept)
+    dout = cotangents[0]
+    assert dout is not None
+    finish = functools.partial(_finish, activation=form.activation)
+    dy = jnp.stack(jax.vjp(finish, gate, up)[1](dout.astype(jnp.float32)), axis=1)
+    dbias = None if form.bias is None else jnp.sum(dy, axis=0).astype(form.bias.dtype)
+    product = functools.partial(_half_precision.einsum, EQUATION, precision=form.precision)
+    return *jax.vjp(product, form.x, form.w_gate_up)[1](dy), dbias
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="gated_matmul",
     reference=reference,
     kernels=(
@@ -158,7 +148,7 @@ _OP = Op(
             call=mosaic.gated_matmul,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
-            preferred=mosaic_matmul.prefer,
+            preferred=mosaic.prefer,
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.gated_matmul, config=triton.Config),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,9 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, varying_alike
+from pallas_models.kernels.forms.linear_cross_entropy import Form, Loss
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -25,20 +26,20 @@ from pallas_models.tuning import Chooser
 Reduction = Literal["mean", "sum"]
 
 # The logits of so many tokens are held at a time, and of more where the vocabulary is small. Each chunk reads and
-# writes the float32 gradient of the kernel, so fewer tokens take longer: for 8192 x 151936 x 1024 on an H200, this
-# product takes 7.4 ms in chunks of 512, and 3.1 at once.
+# writes the float32 gradient of w, so fewer tokens take longer: for 8192 x 151936 x 1024 on an H200, this product
+# takes 7.4 ms in chunks of 512, and 3.1 at once.
 _TOKENS = 2048
 _LOGITS = 2**26
 
 
 def linear_cross_entropy(
     x: Array,
-    kernel: Array,
+    w: Array,
     labels: Array,
     *,
     bias: Array | None = None,
     weights: Array | None = None,
-    transposed: bool = False,
+    transpose_w: bool = False,
     label_smoothing: float = 0.0,
     logit_softcap: float | None = None,
     z_loss: float = 0.0,
@@ -47,7 +48,7 @@ def linear_cross_entropy(
     config: triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes `-sum_j target_j log(softmax(y)_j)` for each token, `y = x @ kernel + bias`, and their mean or sum.
+    """Computes `-sum_j target_j log(softmax(y)_j)` for each token, `y = x @ w + bias`, and their mean or sum.
 
     `target` is 1 at the label, or `1 - label_smoothing` there and `label_smoothing / V` more everywhere, as in
     `torch.nn.functional.cross_entropy`. Logits exist for a chunk of tokens at a time, never as (tokens, V). Where
@@ -58,13 +59,13 @@ def linear_cross_entropy(
 
     Args:
       x: (..., D), float16, bfloat16 or float32.
-      kernel: (D, V), the dtype of `x`. V that is no multiple of 8 costs the kernels a padded copy.
+      w: (D, V), the dtype of `x`. V that is no multiple of 8 costs the kernels a padded copy.
       labels: (...), any integer dtype, from 0 to V - 1. The loss of a token with another label is NaN, and so are
         mean and sum, unless its weight is 0: torch's `ignore_index=-100` is `weights=labels != -100` here.
       bias: (V,), any float dtype, or None.
       weights: (...), bool, integer or float; None for 1 everywhere. A token of weight 0 has no effect on results
         and gradients, whatever `x` and `labels` hold there, NaN included, and the gradient of its weight is 0.
-      transposed: whether `kernel` is given as (V, D), the layout of embeddings and of torch's linear layers.
+      transpose_w: whether `w` is given as (V, D), the layout of embeddings and of torch's linear layers.
       label_smoothing: from 0 to 1.
       logit_softcap: a bound c of the logits, which become `c tanh(y / c)`, as in
         [Gemma 2](https://arxiv.org/abs/2408.00118); None for none.
@@ -79,14 +80,19 @@ def linear_cross_entropy(
 
     Returns:
       A float32 scalar, or (...) in float32 if `reduction` is None. Half precisions round the logits, as a linear
-      layer does; softmax, losses and sums over tokens, the gradient of `kernel` among them, are float32.
+      layer does; softmax, losses and sums over tokens, the gradient of `w` among them, are float32.
 
     Raises:
-      TypeError: an operand is not of the kind that it must be, or `x` and `kernel` differ in dtype.
+      TypeError: an operand is not of the kind that it must be, or `x` and `w` differ in dtype.
       ValueError: shapes do not fit, the vocabulary is empty, or an option is out of its range.
     """
-    _check(x, kernel, labels, bias, weights, transposed, label_smoothing, logit_softcap, z_loss, reduction)
-    shape, vocab = labels.shape, kernel.shape[0 if transposed else 1]
+    loss = Loss(
+        label_smoothing=float(label_smoothing),
+        logit_softcap=None if logit_softcap is None else float(logit_softcap),
+        z_loss=float(z_loss),
+    )
+    _check(x, w, labels, bias, weights, transpose_w, loss, reduction)
+    shape, vocab = labels.shape, w.shape[0 if transpose_w else 1]
     if labels.dtype.itemsize < 4:  # which may not hold the size of the vocabulary
         labels = labels.astype(jnp.int32)
     labels = jnp.where((labels >= 0) & (labels < vocab), labels.astype(jnp.int32), -1).reshape(-1)
@@ -96,21 +102,17 @@ def linear_cross_entropy(
     chunk = _chunk(labels.size, vocab)  # not within what follows: a derivative outlives the arrays that it is of
 
     def call(*arrays: Any, gradient: bool) -> Any:
-        return run(
-            _OP,
-            *arrays,
-            config=config,
-            implementation=implementation,
-            gradient=gradient,
-            transposed=transposed,
-            label_smoothing=float(label_smoothing),
-            logit_softcap=None if logit_softcap is None else float(logit_softcap),
-            z_loss=float(z_loss),
+        form = Form(
+            **dict(zip(Form.OPERANDS, arrays, strict=True)),
+            transpose_w=transpose_w,
+            loss=loss,
             chunk=chunk,
             precision=_checks.as_precision(precision),
+            gradient=gradient,
         )
+        return run(_OP, form, config=config, implementation=implementation)
 
-    arrays = x.reshape(-1, x.shape[-1]), kernel, bias, labels
+    arrays = x.reshape(-1, x.shape[-1]), w, bias, labels
     if reduction is None:
         return (weights * call(*arrays, jax.lax.stop_gradient(weights), gradient=False)).reshape(shape)
     total = _sum(call)(*arrays, weights)
@@ -123,29 +125,25 @@ def linear_cross_entropy(
 
 def _check(
     x: Array,
-    kernel: Array,
+    w: Array,
     labels: Array,
     bias: Array | None,
     weights: Array | None,
-    transposed: bool,
-    label_smoothing: float,
-    logit_softcap: float | None,
-    z_loss: float,
+    transpose_w: bool,
+    loss: Loss,
     reduction: str | None,
 ) -> None:
     _checks.check_float("x", x)
-    _checks.check_float("kernel", kernel)
-    if x.dtype != kernel.dtype:
-        raise TypeError(f"x has dtype {x.dtype} and kernel has dtype {kernel.dtype}; expected the same")
-    axes = "(V, D)" if transposed else "(D, V)"
-    _checks.check_rank("kernel", kernel, 2, axes)
-    depth, vocab = kernel.shape[::-1] if transposed else kernel.shape
+    _checks.check_float("w", w)
+    if x.dtype != w.dtype:
+        raise TypeError(f"x has dtype {x.dtype} and w has dtype {w.dtype}; expected the same")
+    axes = "(V, D)" if transpose_w else "(D, V)"
+    _checks.check_rank("w", w, 2, axes)
+    depth, vocab = w.shape[::-1] if transpose_w else w.shape
     if x.ndim < 1 or x.shape[-1] != depth:
-        raise ValueError(
-            f"x has shape {x.shape} and kernel has shape {kernel.shape}; expected (..., D) and {axes}"
-        )
+        raise ValueError(f"x has shape {x.shape} and w has shape {w.shape}; expected (..., D) and {axes}")
     if vocab == 0:
-        raise ValueError(f"kernel has shape {kernel.shape}; expected at least one label in {axes}")
+        raise ValueError(f"w has shape {w.shape}; expected at least one label in {axes}")
     _checks.check_integer("labels", labels)
     _checks.check_shape("labels", labels, x.shape[:-1], "that of x but its last axis")
     if bias is not None:
@@ -155,12 +153,14 @@ def _check(
         if not hasattr(weights, "dtype") or jnp.issubdtype(weights.dtype, jnp.inexact):
             _checks.check_float("weights", weights)
         _checks.check_shape("weights", weights, x.shape[:-1], "that of x but its last axis")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{label_smoothing=} is out of range; expected 0 to 1")
-    if logit_softcap is not None and not 0.0 < logit_softcap < math.inf:
-        raise ValueError(f"{logit_softcap=} is out of range; expected None or a positive number")
-    if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"{z_loss=} is out of range; expected 0 or a positive number")
+    if not 0.0 <= loss.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={loss.label_smoothing!r} is out of range; expected 0 to 1")
+    if loss.logit_softcap is not None and not 0.0 < loss.logit_softcap < math.inf:
+        raise ValueError(
+            f"logit_softcap={loss.logit_softcap!r} is out of range; expected None or a positive number"
+        )
+    if not 0.0 <= loss.z_loss < math.inf:
+        raise ValueError(f"z_loss={loss.z_loss!r} is out of range; expected 0 or a positive number")
     if reduction not in (None, "mean", "sum"):
         raise ValueError(f"{reduction=} is unknown; expected 'mean', 'sum' or None")
 
@@ -186,10 +186,10 @@ def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         *_, weights = primals
-        losses, dx, dkernel, dbias = call(*primals, gradient=True)
+        losses, dx, dw, dbias = call(*primals, gradient=True)
         moving = [
             jnp.sum(gradient.astype(jnp.float32) * tangent.astype(jnp.float32))
-            for gradient, tangent in zip((dx, dkernel, dbias, None, losses), tangents, strict=True)
+            for gradient, tangent in zip((dx, dw, dbias, None, losses), tangents, strict=True)
             if gradient is not None and not isinstance(tangent, SymbolicZero)
         ]
         return jnp.sum(weights * losses), sum(moving, jnp.float32(0.0))
@@ -198,56 +198,43 @@ def _sum(call: Callable[..., Any]) -> Callable[..., jax.Array]:
     return total
 
 
-_Rows = Callable[..., tuple[jax.Array, ...]]
+# `rows(logits, bias, labels, weights)` gives the losses of rows of logits (M, V) and, where the form asks for it,
+# the gradient of `sum(weights * losses)` by the logits.
+_Rows = Callable[[jax.Array, jax.Array | None, jax.Array, jax.Array], tuple[jax.Array, ...]]
 
 
-def _over_chunks(
-    rows: _Rows,
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    weights: jax.Array,
-    *,
-    transposed: bool,
-    precision: jax.lax.Precision,
-    chunk: int,
-    gradient: bool,
-) -> Any:
-    """The losses of all tokens and, if `gradient`, that of their weighted sum: (losses, dx, dkernel, dbias).
-
-    Args:
-      rows: `rows(logits, bias, labels, weights)` gives the losses of a chunk, and the gradient of its logits.
-    """
-    tokens, vocab = x.shape[0], kernel.shape[0 if transposed else 1]
-    chunk = min(chunk, _chunk(tokens, vocab))  # these may be a device's part of the tokens
+def _over_chunks(rows: _Rows, form: Form[jax.Array]) -> Any:
+    """The losses of all tokens; with the gradient of their weighted sum, (losses, dx, dw, dbias)."""
+    x, w, bias, labels, weights = form.operands
+    tokens, vocab, gradient = x.shape[0], form.vocab, form.gradient
+    chunk = min(form.chunk, _chunk(tokens, vocab))  # these may be a device's part of the tokens
     steps = pl.cdiv(tokens, chunk)
     padding = steps * chunk - tokens
-    dot = functools.partial(jax.lax.dot_general, precision=precision)
-    inputs, outputs = (1, 0) if transposed else (0, 1)
+    dot = functools.partial(jax.lax.dot_general, precision=form.precision)
+    inputs, outputs = (1, 0) if form.transpose_w else (0, 1)
 
     @jax.checkpoint  # the gradient of this, where it is taken, holds the logits of no other chunk either
     def step(carry: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         x, labels, weights = part
         x = jnp.where(weights[:, None] == 0.0, 0.0, x)  # 0 times a NaN would be one
-        logits = dot(x, kernel, (((1,), (inputs,)), ((), ())), preferred_element_type=x.dtype)
+        logits = dot(x, w, (((1,), (inputs,)), ((), ())), preferred_element_type=x.dtype)
         losses, *gradients = rows(logits, bias, labels, weights)
         if not gradient:
             return carry, losses
         (g,) = gradients
         # In float32 too: the scalar that it is still to be multiplied by would round it a second time.
-        dx = dot(g, kernel, (((1,), (outputs,)), ((), ())), preferred_element_type=jnp.float32)
-        pair = (g, x) if transposed else (x, g)
-        dkernel, dbias = carry
-        dkernel += dot(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dx = dot(g, w, (((1,), (outputs,)), ((), ())), preferred_element_type=jnp.float32)
+        pair = (g, x) if form.transpose_w else (x, g)
+        dw, dbias = carry
+        dw += dot(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         if dbias is not None:
             dbias += jnp.sum(g.astype(jnp.float32), axis=0)
-        return (dkernel, dbias), (losses, dx)
+        return (dw, dbias), (losses, dx)
 
     zeros: Any = None
     if gradient:
-        zeros = jnp.zeros(kernel.shape, jnp.float32), None if bias is None else jnp.zeros(vocab, jnp.float32)
-    zeros, *_ = varying_alike((zeros, x, kernel, labels, weights))  # as what is added to them
+        zeros = jnp.zeros(w.shape, jnp.float32), None if bias is None else jnp.zeros(vocab, jnp.float32)
+    zeros, *_ = varying_alike((zeros, x, w, labels, weights))  # as what is added to them
     # What fills the last chunk has weight 0.
     parts = [
         jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]).reshape(steps, chunk, *a.shape[1:])
@@ -257,8 +244,8 @@ def _over_chunks(
     out = jax.tree.map(lambda a: a.reshape(steps * chunk, *a.shape[2:])[:tokens], out)
     if not gradient:
         return out
-    (losses, dx), (dkernel, dbias) = out, carry
-    return losses, dx, dkernel, dbias
+    (losses, dx), (dw, dbias) = out, carry
+    return losses, dx, dw, dbias
 
 
 def _plain_rows(
@@ -267,121 +254,97 @@ def _plain_rows(
     labels: jax.Array,
     weights: jax.Array,
     *,
+    loss: Loss,
     gradient: bool,
-    label_smoothing: float,
-    logit_softcap: float | None,
-    z_loss: float,
 ) -> tuple[jax.Array, ...]:
-    """The losses of rows of logits (M, V) and, if `gradient`, that of `sum(weights * losses)`, in plain XLA."""
+    """The losses of rows of logits (M, V) in plain XLA, and the gradient of `sum(weights * losses)`, if asked."""
 
-    def losses(logits: jax.Array) -> jax.Array:
+    def losses_of(logits: jax.Array) -> jax.Array:
         y = logits.astype(jnp.float32)
         if bias is not None:
             y += bias.astype(jnp.float32)
-        if logit_softcap is not None:
-            y = logit_softcap * jnp.tanh(y / logit_softcap)
+        if loss.logit_softcap is not None:
+            y = loss.logit_softcap * jnp.tanh(y / loss.logit_softcap)
         chosen = jnp.sum(jnp.where(labels[:, None] == jnp.arange(y.shape[1]), y, 0.0), axis=1)
         lse = jax.nn.logsumexp(y, axis=1)
-        loss = lse - (1.0 - label_smoothing) * chosen
-        if label_smoothing:
-            loss -= label_smoothing * jnp.mean(y, axis=1)
-        if z_loss:
-            loss += z_loss * jnp.square(lse)
-        loss *= jnp.where((labels < 0) & counts, jnp.nan, 1.0)  # a product, for it to reach the gradient
-        return jnp.where(counts, loss, 0.0)
+        losses = lse - (1.0 - loss.label_smoothing) * chosen
+        if loss.label_smoothing:
+            losses -= loss.label_smoothing * jnp.mean(y, axis=1)
+        if loss.z_loss:
+            losses += loss.z_loss * jnp.square(lse)
+        losses *= jnp.where((labels < 0) & counts, jnp.nan, 1.0)  # a product, for it to reach the gradient
+        return jnp.where(counts, losses, 0.0)
 
     counts = weights != 0.0
     if not gradient:
-        return (losses(logits),)
-    loss, pullback = jax.vjp(losses, logits)
-    return loss, *pullback(weights)
+        return (losses_of(logits),)
+    losses, pullback = jax.vjp(losses_of, logits)
+    return losses, *pullback(weights)
 
 
-def reference(
-    *arrays: Any,
-    transposed: bool,
-    precision: jax.lax.Precision,
-    chunk: int,
-    gradient: bool,
-    **form: Any,
-) -> Any:
-    """The same in plain XLA, for x (T, D), labels (T,), -1 where out of range, and weights (T,).
-
-    It gives the losses (T,) and, if `gradient`, that of `sum(weights * losses)` with it: (losses, dx, dkernel,
-    dbias), all in float32.
-    """
-    rows = functools.partial(_plain_rows, gradient=gradient, **form)
-    return _over_chunks(rows, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient)
+def reference(form: Form[jax.Array]) -> Any:
+    """The losses (T,) in plain XLA, and all gradients in float32 where the form asks for them."""
+    return _over_chunks(functools.partial(_plain_rows, loss=form.loss, gradient=form.gradient), form)
 
 
 def _with_kernel(
-    x: jax.Array,
-    kernel: jax.Array,
-    *arrays: Any,
-    transposed: bool,
-    precision: jax.lax.Precision,
-    chunk: int,
-    gradient: bool,
-    config: triton.Config | Chooser | None,
-    target: Target,
-    interpret: bool,
-    **form: Any,
+    form: Form[jax.Array], *, config: triton.Config | Chooser | None, target: Target, interpret: bool
 ) -> Any:
     """`reference`, with the Triton kernel for what follows the logits."""
-    axis = 0 if transposed else 1
-    vocab = kernel.shape[axis]
+    axis, vocab = 0 if form.transpose_w else 1, form.vocab
+    padded = form
     if vocab % 8:  # rows of logits that begin at multiples of 16 bytes are read in whole vectors
         widths = [(0, 0), (0, 0)]
         widths[axis] = (0, -vocab % 128)
-        kernel = jnp.pad(kernel, widths)
+        padded = form.replace(w=jnp.pad(form.w, widths))
     rows = functools.partial(
         triton.cross_entropy,
         vocab=vocab,
-        gradient=gradient,
+        loss=form.loss,
+        gradient=form.gradient,
         config=config,
         target=target,
         interpret=interpret,
-        **form,
     )
-    out = _over_chunks(
-        rows, x, kernel, *arrays, transposed=transposed, precision=precision, chunk=chunk, gradient=gradient
-    )
-    if not gradient:
+    out = _over_chunks(rows, padded)
+    if not form.gradient:
         return out
-    losses, dx, dkernel, dbias = out
-    dkernel = jax.lax.slice_in_dim(dkernel, 0, vocab, axis=axis)
-    return losses, dx, dkernel, None if dbias is None else dbias[:vocab]
+    losses, dx, dw, dbias = out
+    dw = jax.lax.slice_in_dim(dw, 0, vocab, axis=axis)
+    return losses, dx, dw, None if dbias is None else dbias[:vocab]
 
 
 def _backward(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    weights: jax.Array,
-    cotangent: jax.Array,
+    form: Form[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
     *,
     wanted: tuple[bool, ...],
-    **options: Any,
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """The cotangents of x, kernel and bias, for that of the losses: the gradient of a sum with other weights."""
-    del wanted  # XLA leaves out the products that nothing needs
-    weights = jnp.where(weights == 0.0, 0.0, cotangent)
-    _, dx, dkernel, dbias = _with_kernel(x, kernel, bias, labels, weights, **(options | {"gradient": True}))
+    """The cotangents of x, w and bias, given the losses' cotangent: the gradient of a sum with other weights.
+
+    XLA leaves out the products of those that are not wanted.
+    """
+    weights = jnp.where(form.weights == 0.0, 0.0, cotangents[0])
+    gradient = form.replace(weights=weights, gradient=True)
+    _, dx, dw, dbias = _with_kernel(gradient, config=config, target=target, interpret=interpret)
     return (
-        dx.astype(x.dtype),
-        dkernel.astype(kernel.dtype),
-        None if bias is None else dbias.astype(bias.dtype),
+        dx.astype(form.x.dtype),
+        dw.astype(form.w.dtype),
+        None if form.bias is None else dbias.astype(form.bias.dtype),
         None,
         None,
     )
 
 
-def _refuses_backward(*_: Any, gradient: bool, **__: Any) -> str | None:
-    return "has no kernel for the gradient of a gradient" if gradient else None
+def _refuses_backward(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    return "has no kernel for the gradient of a gradient" if form.gradient else None
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="linear_cross_entropy",
     reference=reference,
     kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=_with_kernel, config=triton.Config),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,19 +12,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, Total
+from pallas_models.kernels.forms.matmul import ALGORITHMS, Activation, Algorithm, Form
 from pallas_models.kernels.mosaic import matmul as mosaic
-from pallas_models.kernels.mosaic import peer_reduction as sum_of_parts
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
-from pallas_models.kernels.mosaic.matmul_backward import unsupported, weight_gradient
+from pallas_models.kernels.mosaic.matmul_backward import unsupported as weight_gradient_unsupported
+from pallas_models.kernels.mosaic.matmul_backward import weight_gradient
+from pallas_models.kernels.mosaic.peer_reduction import sum_of_parts
 from pallas_models.kernels.triton import matmul as triton
 from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops.activations import Activation
 from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
@@ -43,7 +44,7 @@ def matmul(
     acc_dtype: DTypeLike = jnp.float32,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
-    algorithm: triton.Algorithm | None = None,
+    algorithm: Algorithm | None = None,
     config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -84,17 +85,9 @@ def matmul(
       NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     shape = check(x, w, bias, activation, residual, acc_dtype, transpose_w=transpose_w, batched=True)
-    if algorithm is not None and algorithm not in triton.ALGORITHMS:
-        raise ValueError(f"{algorithm=} is unknown; expected None or one of {triton.ALGORITHMS}")
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(f"{algorithm=} is unknown; expected None or one of {ALGORITHMS}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    static: dict[str, Any] = dict(
-        transpose_w=transpose_w,
-        activation=activation,
-        acc_dtype=jnp.dtype(acc_dtype),
-        precision=_checks.as_precision(precision),
-        out_dtype=out_dtype,
-        algorithm=algorithm,
-    )
     if math.prod(w.shape[:-2]) == 1:  # it is shared by the rows of all the batch
         rows = math.prod(shape[:-1])
         x, w = x.reshape(rows, x.shape[-1]), w.reshape(w.shape[-2:])
@@ -102,94 +95,95 @@ def matmul(
     batch = math.prod(shape[:-2]) if w.ndim > 2 else 1
 
     def one(x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-        names = implementation if batch else "xla"
-        return run(_OP, x, w, bias, residual, config=config, implementation=names, batch=batch, **static)
+        form = Form(
+            x=x,
+            w=w,
+            bias=bias,
+            residual=residual,
+            transpose_w=transpose_w,
+            activation=activation,
+            acc_dtype=jnp.dtype(acc_dtype),
+            precision=_checks.as_precision(precision),
+            out_dtype=out_dtype,
+            algorithm=algorithm,
+            batch=batch,
+        )
+        return run(_OP, form, config=config, implementation=implementation if batch else "xla")
 
     return _over_batch(one, x, w, bias, residual).reshape(shape)
 
 
 def backward(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *kept_and_cotangents: Any,
-    transpose_w: bool,
-    activation: Activation | None,
-    precision: jax.lax.Precision,
-    config: Chooser | None,
-    target: Target,
-    interpret: bool,
-    in_kernel: bool = False,
-    **_: Any,
-) -> tuple[jax.Array | None, ...]:
-    """The gradients as XLA's products of x, w and the cotangent, each read as it lies in memory.
-
-    With `in_kernel` the cotangent of what the activation was applied to comes from a Triton kernel.
-    """
-    y, dout = kept_and_cotangents[:2] if activation else (None, kept_and_cotangents[0])
-    dresidual = None if residual is None else dout.astype(residual.dtype)
-    if activation and in_kernel:
-        dy, dbias = activation_backward(
-            y, dout, activation=activation, config=config, target=target, interpret=interpret
-        )
-        dy = dy.astype(jnp.float32)
-    else:
-        dy = dout.astype(jnp.float32)
-        if activation:
-            pull = jax.vjp(functools.partial(activations.apply, activation), y.astype(jnp.float32))[1]
-            (dy,) = pull(dy)
-        dbias = jnp.sum(dy, axis=0)
-    pull = jax.vjp(functools.partial(_half_precision.einsum, EQUATIONS[transpose_w], precision=precision), x, w)[1]
-    return *pull(dy), None if bias is None else dbias.astype(bias.dtype), dresidual
-
-
-def mosaic_backward(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    dout: jax.Array,
-    *_: None,
+    form: Form[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array | None],
+    *,
     wanted: tuple[bool, ...],
     config: Chooser | None,
     target: Target,
     interpret: bool,
-    **static: Any,
+    in_kernel: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """The same without an activation; one kernel reads the cotangent for the weights' gradient and the bias's."""
+    """The gradients as XLA's products of x, w and the cotangent, each read as it lies in memory.
+
+    Args:
+      kept: what the activation was applied to, if there is one.
+      in_kernel: whether a Triton kernel computes the cotangent of what the activation was applied to.
+    """
+    dout = cotangents[0]
+    assert dout is not None
+    dresidual = None if form.residual is None else dout.astype(form.residual.dtype)
+    if form.activation is not None and in_kernel:
+        dy, dbias = activation_backward(
+            kept[0], dout, activation=form.activation, config=config, target=target, interpret=interpret
+        )
+        dy = dy.astype(jnp.float32)
+    else:
+        dy = dout.astype(jnp.float32)
+        if form.activation is not None:
+            apply = functools.partial(activations.apply, form.activation)
+            (dy,) = jax.vjp(apply, kept[0].astype(jnp.float32))[1](dy)
+        dbias = jnp.sum(dy, axis=0)
+    product = functools.partial(_half_precision.einsum, EQUATIONS[form.transpose_w], precision=form.precision)
+    dx, dw = jax.vjp(product, form.x, form.w)[1](dy)
+    return dx, dw, None if form.bias is None else dbias.astype(form.bias.dtype), dresidual
+
+
+def mosaic_backward(
+    form: Form[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The gradients without an activation. One kernel reads the cotangent for the weights' and the bias's."""
     kernel: dict[str, Any] = dict(config=config, target=target, interpret=interpret)
-    dx, dw, dbias, dresidual = backward(x, w, bias, residual, dout, **kernel, **static)
+    dx, dw, dbias, dresidual = backward(form, kept, cotangents, wanted=wanted, **kernel)
     serves = not interpret or interprets_transposed()
-    if serves and bias is not None and wanted[1] and wanted[2]:
-        dw, dbias = weight_gradient(x, dout, **kernel)
-        dbias = dbias.astype(bias.dtype)
+    dout = cotangents[0]
+    if serves and dout is not None and form.bias is not None and wanted[1] and wanted[2]:
+        dw, sums = weight_gradient(form.x, dout, **kernel)
+        dbias = sums.astype(form.bias.dtype)
     return dx, dw, dbias, dresidual
 
 
-def refuses_mosaic_backward(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    activation: Activation | None,
-    out_dtype: DTypeLike,
-    **static: Any,
-) -> str | None:
+def refuses_mosaic_backward(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `mosaic_backward` does not serve the gradient of a call; None if it does."""
-    if out_dtype != x.dtype:
-        return f"takes results of the dtype of the operands, {x.dtype}, not {out_dtype}"
-    return _has_activation(activation=activation) or unsupported(x, w, **static)
+    if form.out_dtype != form.x.dtype:
+        return f"takes results of the dtype of the operands, {form.x.dtype}, not {form.out_dtype}"
+    return _has_activation(form, target) or weight_gradient_unsupported(form)
 
 
-def many_rows(x: jax.Array, *_: Any, **__: Any) -> bool:
-    """Whether Mosaic's gradients of a product pay, by the rows of what it multiplies."""
-    return x.shape[0] >= 2048
+def many_rows(rows: int) -> bool:
+    """Whether Mosaic's gradients of a product of so many rows pay."""
+    return rows >= 2048
 
 
-def _prefer_mosaic_backward(x: jax.Array, w: jax.Array, bias: jax.Array | None, *_: Any, **__: Any) -> bool:
-    return bias is not None and many_rows(x)
+def _prefer_mosaic_backward(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    return form.bias is not None and many_rows(form.x.shape[0])
 
 
 def _over_batch(
@@ -207,24 +201,13 @@ def _over_batch(
     return jax.vmap(over_rest, (*axes, None, None if residual is None else 0))(x, w, bias, residual)
 
 
-def reference(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    transpose_w: bool = False,
-    activation: Activation | None,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    return_preactivation: bool = False,
-    **_: Any,
-) -> Any:
-    """The same in plain XLA, for x (M, K) and w (K, N), or (N, K) if `transpose_w`."""
-    y = _half_precision.einsum(EQUATIONS[transpose_w], x, w, precision=precision, acc_dtype=acc_dtype)
-    out, y = finish(y.astype(jnp.float32), bias, residual, activation)
-    return (out.astype(out_dtype), y.astype(x.dtype)) if return_preactivation else out.astype(out_dtype)
+def reference(form: Form[jax.Array]) -> Any:
+    """The product with epilogue in plain XLA; with `return_preactivation` a pair."""
+    equation = EQUATIONS[form.transpose_w]
+    y = _half_precision.einsum(equation, form.x, form.w, precision=form.precision, acc_dtype=form.acc_dtype)
+    out, y = finish(y.astype(jnp.float32), form.bias, form.residual, form.activation)
+    out = out.astype(form.out_dtype)
+    return (out, y.astype(form.x.dtype)) if form.return_preactivation else out
 
 
 def finish(
@@ -237,55 +220,42 @@ def finish(
     return out if residual is None else out + residual.astype(jnp.float32), y
 
 
-def _has_activation(*_: Any, activation: Activation | None, **__: Any) -> str | None:
-    return None if activation is None else "needs what the activation was applied to"
+def _has_activation(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    return None if form.activation is None else "needs what the activation was applied to"
 
 
-def _contracted(
-    call: Callable[..., jax.Array],
-    total: Total,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    activation: Activation | None,
-    return_preactivation: bool = False,
-    **static: Any,
-) -> Any:
-    """The product of a device's part of K, added up in the dtype of the result; then the epilogue."""
-    if not return_preactivation and _can_store(total, x, w, bias, residual, activation=activation, **static):
+def _contracted(call: Callable[[Form[jax.Array]], jax.Array], total: Total, form: Form[jax.Array]) -> Any:
+    """The products of each device's part of K, added up in the dtype of the result; then the epilogue."""
+    if not form.return_preactivation and _can_store(total, form):
         peers = Peers(axis=total.over[0], count=jax.lax.axis_size(total.over[0]))
-        runs: dict[str, Any] = dict(peers=peers, target=total.target, interpret=False)
-        parts = mosaic.matmul(x, w, None, None, activation=None, config=None, **runs, **static)
-        return sum_of_parts.sum_of_parts(parts, residual, **runs)
-    y = total(call(x, w, None, None, activation=None, **static)).astype(jnp.float32)
-    out, y = finish(y, bias, residual, activation)
-    out = out.astype(static["out_dtype"])
-    return (out, y.astype(x.dtype)) if return_preactivation else out
+        product = form.replace(residual=None)
+        parts = mosaic.matmul(product, config=None, target=total.target, interpret=False, peers=peers)
+        return sum_of_parts(parts, form.residual, peers=peers, target=total.target, interpret=False)
+    product = form.replace(bias=None, residual=None, activation=None, return_preactivation=False)
+    out, y = finish(total(call(product)).astype(jnp.float32), form.bias, form.residual, form.activation)
+    out = out.astype(form.out_dtype)
+    return (out, y.astype(form.x.dtype)) if form.return_preactivation else out
 
 
-def _can_store(
-    total: Total, x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, **static: Any
-) -> bool:
+def _can_store(total: Total, form: Form[jax.Array]) -> bool:
     """Whether kernels store parts on the GPU that adds them up, and it the sums on all: where it is faster."""
-    if not total.target.has_peers or bias is not None or static["activation"] is not None:
+    if not total.target.has_peers or form.bias is not None or form.activation is not None:
         return False
-    m, n = x.shape[0], w.shape[0 if static["transpose_w"] else 1]
+    m, n, _ = form.sizes
     return (
         m % (256 * jax.lax.axis_size(total.over[0])) == 0
         and m * n >= _STORED_FROM
-        and static["out_dtype"] == x.dtype
-        and mosaic.unsupported(x, w, bias, residual, **static) is None
+        and form.out_dtype == form.x.dtype
+        and mosaic.unsupported(form.abstract(), total.target) is None
     )
 
 
-def _sharding(*_: Any, transpose_w: bool, **__: Any) -> Sharding:
-    return Sharding(equation=f"m k, {'n k' if transpose_w else 'k n'}, n, m n -> m n, m n")
+def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
+    return Sharding(equation=f"m k, {'n k' if form.transpose_w else 'k n'}, n, m n -> m n, m n")
 
 
 _PREACTIVATION = {"return_preactivation": True}
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="matmul",
     reference=reference,
     kernels=(

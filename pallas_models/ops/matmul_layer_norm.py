@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as mosaic_cluster
 from pallas_models.kernels.triton import matmul_layer_norm as triton
@@ -20,7 +22,7 @@ from pallas_models.ops._checks import Array
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
-from pallas_models.target import AMPERE_ON, HOPPER
+from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
 
@@ -73,73 +75,46 @@ def matmul_layer_norm(
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, (w.shape[1],), "(N,)")
     m, (k, n) = math.prod(x.shape[:-1]), w.shape
-    out = run(
-        _OP,
-        x.reshape(m, k),
-        w,
-        scale,
-        offset,
-        bias,
-        None if residual is None else residual.reshape(m, n),
-        config=config,
-        implementation=implementation,
+    form = Form(
+        x=x.reshape(m, k),
+        w=w,
+        scale=scale,
+        offset=offset,
+        bias=bias,
+        residual=None if residual is None else residual.reshape(m, n),
         epsilon=epsilon,
         precision=_checks.as_precision(precision),
     )
-    return out.reshape(*x.shape[:-1], n)
+    return run(_OP, form, config=config, implementation=implementation).reshape(*x.shape[:-1], n)
 
 
-def reference(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    return_kept: bool = False,
-) -> Any:
-    """The same in plain XLA, for x (M, K) and w (K, N); with `return_kept` what the gradient wants of it too."""
-    product = matmul_reference(
-        x,
-        w,
-        bias,
-        None,
-        activation=None,
-        acc_dtype=jnp.float32,
-        precision=precision,
-        out_dtype=jnp.float32,
+def reference(form: Form[jax.Array]) -> Any:
+    """The product and the layer norm in plain XLA; with `return_kept` a triple."""
+    dtype, product = form.x.dtype, matmul_reference(form.product)
+    vectors = form.scale, form.offset
+    out = norm.normalize(
+        product, *vectors, form.residual, epsilon=form.epsilon, return_statistics=form.return_kept
     )
-    out = norm.reference(product, scale, offset, residual, epsilon=epsilon, return_statistics=return_kept)
-    if not return_kept:
-        return out.astype(x.dtype)
+    if not form.return_kept:
+        return out.astype(dtype)
     out, statistics = out
-    return out.astype(x.dtype), product.astype(x.dtype), statistics
+    return out.astype(dtype), product.astype(dtype), statistics
 
 
 def _triton(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    return_kept: bool = False,
-    **static: Any,
+    form: Form[jax.Array], *, config: triton.Config | Chooser | None, target: Target, interpret: bool
 ) -> Any:
     """The kernel; or, for the gradient, product and norm by themselves, and what they keep.
 
     The sum of product and residual is not rounded: of rows far from 0 that would leave little to normalise.
     """
-    if not return_kept:
-        return triton.matmul_layer_norm(x, w, scale, offset, bias, residual, **static)
-    names = _names(static["interpret"])
-    product = matmul(x, w, bias=bias, precision=static["precision"], implementation=names)
-    epsilon = static["epsilon"]
-    out, statistics = norm.with_statistics(product, scale, offset, residual, epsilon=epsilon, implementation=names)
+    if not form.return_kept:
+        return triton.matmul_layer_norm(form, config=config, target=target, interpret=interpret)
+    names = _names(interpret)
+    product = matmul(form.x, form.w, bias=form.bias, precision=form.precision, implementation=names)
+    out, statistics = norm.with_statistics(
+        product, form.scale, form.offset, form.residual, epsilon=form.epsilon, implementation=names
+    )
     return out, product, statistics
 
 
@@ -148,35 +123,32 @@ def _names(interpret: bool) -> Implementation:
 
 
 def _backward(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    product: jax.Array,
-    statistics: jax.Array,
-    dout: jax.Array,
-    *_: None,
-    epsilon: float,
-    precision: jax.lax.Precision,
+    form: Form[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
     interpret: bool,
-    **__: Any,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of norm and product, each by its own."""
-    names = _names(interpret)
-    kept = product, scale, offset, residual, statistics
-    dproduct, dscale, doffset, dresidual = norm.gradient(*kept, dout, epsilon=epsilon, implementation=names)
+    names, (product, statistics), dout = _names(interpret), kept, cotangents[0]
+    assert dout is not None
+    of_norm = product, form.scale, form.offset, form.residual, statistics
+    dproduct, dscale, doffset, dresidual = norm.gradient(
+        *of_norm, dout, epsilon=form.epsilon, implementation=names
+    )
 
     def multiply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return matmul(x, w, bias=bias, precision=precision, implementation=names)
+        return matmul(x, w, bias=bias, precision=form.precision, implementation=names)
 
-    pull = jax.vjp(multiply, x, w, bias)[1]  # of which nothing is computed but the gradient
+    pull = jax.vjp(multiply, form.x, form.w, form.bias)[1]  # of which nothing is computed but the gradient
     dx, dw, dbias = pull(dproduct)
     return dx, dw, dscale, doffset, dbias, dresidual
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="matmul_layer_norm",
     reference=reference,
     kernels=(

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_models._implementation import Implementation
-from pallas_models.dispatch.derivatives import differentiated_as
-from pallas_models.dispatch.legacy import Op, has_backward, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models._implementation import Implementation, Name
+from pallas_models.dispatch.records import Backward, Kernel, Op, Together
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, Total
+from pallas_models.kernels import forms
+from pallas_models.kernels.forms.matmul import Activation
+from pallas_models.kernels.forms.mlp import Down, Form, Up
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops.activations import Activation
 from pallas_models.ops.matmul import backward as matmul_backward
 from pallas_models.ops.matmul import finish, many_rows, matmul, mosaic_backward, refuses_mosaic_backward
 from pallas_models.ops.matmul import reference as matmul_reference
-from pallas_models.target import HOPPER
+from pallas_models.target import HOPPER, Target
+from pallas_models.tuning import Chooser
+
+AnyProduct = Up[jax.ShapeDtypeStruct] | Down[jax.ShapeDtypeStruct]  # one of the two that an MLP is made of
 
 
 def mlp(
@@ -85,90 +89,104 @@ def mlp(
     activations.check_activation(activation)
     if activation is None:
         raise ValueError(f"{activation=} is not supported; expected one of {tuple(activations.ACTIVATIONS)}")
-    options: dict[str, Any] = dict(precision=_checks.as_precision(precision), implementation=implementation)
     rows = math.prod(shape[:-1])
-    x, y = x.reshape(rows, x.shape[-1]), jax.ShapeDtypeStruct((rows, n), x.dtype)
-    residual = None if residual is None else residual.reshape(rows, shape[-1])
-
-    def apart(x: Any, w_up: Any, bias_up: Any, w_down: Any, bias_down: Any, residual: Any) -> jax.Array:
-        hidden = matmul(x, w_up, bias=bias_up, activation=activation, **options)
-        hidden = checkpoint_name(hidden, "mlp_up")
-        return matmul(hidden, w_down, bias=bias_down, residual=residual, **options)
-
-    def together(x: Any, w_up: Any, bias_up: Any, w_down: Any, bias_down: Any, residual: Any) -> jax.Array:
-        """The same as a function of what the activation is applied to; the hidden values are constants in it."""
-        y, hidden = run(_UP, x, w_up, bias_up, activation=activation, **options)
-        return run(
-            _DOWN, y, jax.lax.stop_gradient(hidden), w_down, bias_down, residual, activation=activation, **options
-        )
-
-    arrays = x, w_up, bias_up, w_down, bias_down, residual
-    static = dict(activation=activation) | options
-    if has_backward(_UP, *arrays[:3], **static) and has_backward(_DOWN, y, y, *arrays[3:], **static):
-        return differentiated_as(apart, together)(*arrays).reshape(shape)
-    return apart(*arrays).reshape(shape)
+    form = Form(
+        x=x.reshape(rows, x.shape[-1]),
+        w_up=w_up,
+        bias_up=bias_up,
+        w_down=w_down,
+        bias_down=bias_down,
+        residual=None if residual is None else residual.reshape(rows, shape[-1]),
+        activation=activation,
+        precision=_checks.as_precision(precision),
+    )
+    return run(_OP, form, implementation=implementation).reshape(shape)
 
 
-def _product(x: Any, **options: Any) -> dict[str, Any]:
-    """What products take beside arrays and these options."""
-    fixed: dict[str, Any] = dict(transpose_w=False, acc_dtype=jnp.dtype(jnp.float32), out_dtype=x.dtype)
-    return fixed | dict(algorithm=None, batch=1) | options
+def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
+    """Two products, the first with an activation."""
+    options: dict[str, Any] = dict(precision=form.precision, implementation=names or None)
+    hidden = matmul(form.x, form.w_up, bias=form.bias_up, activation=form.activation, **options)
+    hidden = checkpoint_name(hidden, "mlp_up")
+    return matmul(hidden, form.w_down, bias=form.bias_down, residual=form.residual, **options)
 
 
-def _up(call: Callable[..., Any], x: jax.Array, w: jax.Array, bias: jax.Array | None, **static: Any) -> Any:
-    """What the activation is applied to, and the hidden values, (M, N) in the dtype of x."""
-    hidden, y = call(x, w, bias, None, return_preactivation=True, **_product(x, **static))
+def _together(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
+    """Two products that are differentiated by what the activation is applied to, not by the hidden values."""
+    y, hidden = run(_UP, form.up, implementation=names or None)
+    return run(_DOWN, form.down(y, jax.lax.stop_gradient(hidden)), implementation=names or None)
+
+
+def _parts(form: Form[jax.ShapeDtypeStruct]) -> tuple[tuple[Op[Any], forms.Form], ...]:
+    y = jax.ShapeDtypeStruct((form.x.shape[0], form.w_up.shape[1]), form.x.dtype)
+    return (_UP, form.up), (_DOWN, form.down(y, y))
+
+
+def _unsupported(form: AnyProduct, target: Target) -> str | None:
+    return mosaic.unsupported(form.product, target)
+
+
+def _prefer(form: AnyProduct, target: Target) -> bool:
+    return mosaic.prefer(form.product, target)
+
+
+def _backward_unsupported(form: AnyProduct, target: Target) -> str | None:
+    return refuses_mosaic_backward(form.product.replace(activation=None), target)
+
+
+def _prefer_backward(form: AnyProduct, target: Target) -> bool:
+    return many_rows(form.product.x.shape[0])
+
+
+def _up(form: Up[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What the activation is applied to, and the hidden values, in plain XLA."""
+    hidden, y = matmul_reference(form.product)
     return y, hidden
 
 
-def _up_refuses(x: jax.Array, w: jax.Array, bias: jax.Array | None, **static: Any) -> str | None:
-    return mosaic.unsupported(x, w, bias, None, **_product(x, **static))
+def _up_kernel(
+    form: Up[jax.Array], *, config: Chooser | None, target: Target, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    hidden, y = mosaic.matmul(form.product, config=config, target=target, interpret=interpret)
+    return y, hidden
 
 
 def _up_contracted(
-    call: Callable[..., Any],
-    total: Total,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    *,
-    activation: Activation,
-    **static: Any,
+    call: Callable[[Up[jax.Array]], Any], total: Total, form: Up[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    part, _ = call(x, w, None, activation=activation, **static)
-    hidden, y = finish(total(part).astype(jnp.float32), bias, None, activation)
-    return y.astype(x.dtype), hidden.astype(x.dtype)
+    part, _ = call(form.replace(bias=None))
+    hidden, y = finish(total(part).astype(jnp.float32), form.bias, None, form.activation)
+    return y.astype(form.x.dtype), hidden.astype(form.x.dtype)
 
 
 def _up_backward(
-    call: Callable[..., Any],
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    *_: None,
+    gradient: Callable[..., Any],
+    form: Up[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array | None],
+    *,
     wanted: tuple[bool, ...],
-    **static: Any,
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    options = _product(x, **static | {"activation": None, "wanted": (*wanted, False)})
-    return tuple(call(x, w, bias, None, dy, **options)[:3])
+    """The gradients of a product without activation and residual, as `gradient` has them."""
+    kernel: dict[str, Any] = dict(config=config, target=target, interpret=interpret)
+    product = form.product.replace(activation=None)
+    return tuple(gradient(product, kept, cotangents, wanted=(*wanted, False), **kernel)[:3])
 
 
-def _up_backward_refuses(x: jax.Array, w: jax.Array, bias: jax.Array | None, **static: Any) -> str | None:
-    return refuses_mosaic_backward(x, w, bias, None, **_product(x, **static | {"activation": None}))
-
-
-_UP = Op(
+_UP: Op[Up[Any]] = Op(
     name="mlp_up",
-    reference=functools.partial(_up, matmul_reference),
+    reference=_up,
     kernels=(
         Kernel(
             backend="mosaic",
             architectures=HOPPER,
-            call=functools.partial(_up, mosaic.matmul),
+            call=_up_kernel,
             config=None,
-            refuses=_up_refuses,
-            preferred=mosaic.prefer,
+            refuses=_unsupported,
+            preferred=_prefer,
         ),
     ),
     backward=(
@@ -176,8 +194,8 @@ _UP = Op(
             backend="mosaic",
             architectures=HOPPER,
             call=functools.partial(_up_backward, mosaic_backward),
-            refuses=_up_backward_refuses,
-            preferred=many_rows,
+            refuses=_backward_unsupported,
+            preferred=_prefer_backward,
         ),
         Backward(backend="xla", call=functools.partial(_up_backward, matmul_backward)),
     ),
@@ -186,87 +204,61 @@ _UP = Op(
 )
 
 
-def _down(
-    call: Callable[..., Any],
-    y: jax.Array,
-    hidden: jax.Array,
-    *arrays: jax.Array | None,
-    activation: Activation,
-    **static: Any,
-) -> Any:
-    """hidden @ w + bias + residual; hidden (M, N) is activation(y), kept from where y was computed."""
-    del y, activation
-    return call(hidden, *arrays, **_product(hidden, activation=None, **static))
+def _down(form: Down[jax.Array]) -> jax.Array:
+    """The product of the hidden values in plain XLA."""
+    out: jax.Array = matmul_reference(form.product)
+    return out
 
 
-def _down_derivative(
-    y: jax.Array, hidden: jax.Array, *arrays: jax.Array | None, activation: Activation, **static: Any
-) -> Any:
-    """The same as a function of y."""
-    hidden = activations.apply(activation, y.astype(jnp.float32)).astype(hidden.dtype)
-    return _down(matmul_reference, y, hidden, *arrays, activation=activation, **static)
+def _down_derivative(form: Down[jax.Array]) -> jax.Array:
+    """The product with the hidden values computed from y."""
+    hidden = activations.apply(form.activation, form.y.astype(jnp.float32)).astype(form.hidden.dtype)
+    return _down(form.replace(hidden=hidden))
 
 
-def _down_refuses(y: jax.Array, hidden: jax.Array, *arrays: jax.Array | None, **static: Any) -> str | None:
-    del y
-    return mosaic.unsupported(hidden, *arrays, **_product(hidden, **static))  # type: ignore[arg-type]
+def _down_kernel(form: Down[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
+    out: jax.Array = mosaic.matmul(form.product, config=config, target=target, interpret=interpret)
+    return out
 
 
 def _down_backward(
-    y: jax.Array,
-    hidden: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    dout: jax.Array,
+    form: Down[jax.Array],
+    kept: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array | None],
     *,
-    activation: Activation,
     wanted: tuple[bool, ...],
-    **static: Any,
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    options = _product(hidden, activation=None, **static)
-    # dout w^T, the gradient of the hidden values, times the activation's derivative at y.
-    dy = (
-        mosaic.matmul(dout, w, None, y, slope=activation, **options | {"transpose_w": True}) if wanted[0] else None
-    )
-    _, *others = mosaic_backward(hidden, w, bias, residual, dout, wanted=(False, *wanted[2:]), **options)
+    kernel: dict[str, Any] = dict(config=config, target=target, interpret=interpret)
+    dout, dy = cotangents[0], None
+    if wanted[0]:  # dout w^T, the gradient of the hidden values, times the activation's derivative at y
+        into_hidden = form.product.replace(x=dout, bias=None, residual=form.y, transpose_w=True)
+        dy = mosaic.matmul(into_hidden, slope=form.activation, **kernel)
+    _, *others = mosaic_backward(form.product, kept, cotangents, wanted=(False, *wanted[2:]), **kernel)
     return dy, None, *others
 
 
-def _down_backward_refuses(
-    y: jax.Array, hidden: jax.Array, *arrays: jax.Array | None, **static: Any
-) -> str | None:
-    del y
-    options = _product(hidden, **static | {"activation": None})
-    return refuses_mosaic_backward(hidden, *arrays, **options)  # type: ignore[arg-type]
-
-
 def _down_contracted(
-    call: Callable[..., jax.Array],
-    total: Total,
-    y: jax.Array,
-    hidden: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    **static: Any,
+    call: Callable[[Down[jax.Array]], jax.Array], total: Total, form: Down[jax.Array]
 ) -> jax.Array:
-    out = total(call(y, hidden, w, None, None, **static)).astype(jnp.float32)
-    return finish(out, bias, residual, None)[0].astype(hidden.dtype)
+    out = total(call(form.replace(bias=None, residual=None))).astype(jnp.float32)
+    return finish(out, form.bias, form.residual, None)[0].astype(form.hidden.dtype)
 
 
-_DOWN = Op(
+_DOWN: Op[Down[Any]] = Op(
     name="mlp_down",
-    reference=functools.partial(_down, matmul_reference),
+    reference=_down,
     derivative=_down_derivative,
     kernels=(
         Kernel(
             backend="mosaic",
             architectures=HOPPER,
-            call=functools.partial(_down, mosaic.matmul),
+            call=_down_kernel,
             config=None,
-            refuses=_down_refuses,
-            preferred=mosaic.prefer,
+            refuses=_unsupported,
+            preferred=_prefer,
         ),
     ),
     backward=(
@@ -274,10 +266,17 @@ _DOWN = Op(
             backend="mosaic",
             architectures=HOPPER,
             call=_down_backward,
-            refuses=_down_backward_refuses,
-            preferred=many_rows,
+            refuses=_backward_unsupported,
+            preferred=_prefer_backward,
         ),
     ),
     sharding=Sharding(equation="m n, m n, n d, d, m d -> m d"),
     contracted=_down_contracted,
+)
+_OP: Op[Form[Any]] = Op(
+    name="mlp",
+    kernels=(),
+    stands_for=_apart,
+    together=Together(parts=_parts, call=_together),
+    sharding=Sharding(equation="m k, k n, n, n d, d, m d -> m d"),
 )

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run, run_backward
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run, run_backward
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic import norm_backward as mosaic
 from pallas_models.kernels.triton import norm as triton
-from pallas_models.kernels.triton.norm_backward import norm_backward, unsupported
+from pallas_models.kernels.triton import norm_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.target import AMPERE_ON, HOPPER
+from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
 
@@ -71,7 +71,7 @@ def layer_norm(
       scale: (D,), any float dtype.
       bias: (D,), any float dtype.
       residual: the shape of `x`, any float dtype, or None.
-      return_residual: whether to return y too, which is the residual of what follows.
+      return_residual: whether to return y too, the residual of the next layer.
       epsilon: added to the variance.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
@@ -83,7 +83,7 @@ def layer_norm(
       TypeError: an operand is not floating point.
       ValueError: shapes do not fit.
     """
-    return _norm(x, scale, bias, residual, return_residual, epsilon, config, implementation, subtract_mean=True)
+    return _norm(x, dict(scale=scale, bias=bias), residual, return_residual, epsilon, config, implementation)
 
 
 @overload
@@ -132,7 +132,7 @@ def rms_norm(
       x: (..., D), float16, bfloat16 or float32; any D.
       scale: (D,), any float dtype.
       residual: the shape of `x`, any float dtype, or None.
-      return_residual: whether to return y too, which is the residual of what follows.
+      return_residual: whether to return y too, the residual of the next layer.
       epsilon: added to the mean of squares.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
@@ -144,25 +144,21 @@ def rms_norm(
       TypeError: an operand is not floating point.
       ValueError: shapes do not fit.
     """
-    return _norm(x, scale, None, residual, return_residual, epsilon, config, implementation, subtract_mean=False)
+    return _norm(x, dict(scale=scale), residual, return_residual, epsilon, config, implementation)
 
 
 def _norm(
     x: Array,
-    scale: Array,
-    bias: Array | None,
+    vectors: dict[str, Array],
     residual: Array | None,
     return_residual: bool,
     epsilon: float,
     config: triton.Config | Chooser | None,
     implementation: Implementation | None,
-    *,
-    subtract_mean: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     _checks.check_float("x", x)
     if x.ndim < 1:
         raise ValueError(f"x has shape {x.shape}; expected (..., D)")
-    vectors: dict[str, Any] = {"scale": scale} | ({"bias": bias} if subtract_mean else {})
     for name, vector in vectors.items():
         _checks.check_float(name, vector)
         _checks.check_shape(name, vector, x.shape[-1:], "(D,)")
@@ -170,18 +166,16 @@ def _norm(
         _checks.check_float("residual", residual)
         _checks.check_shape("residual", residual, x.shape, "the shape of x")
     rows = math.prod(x.shape[:-1]), x.shape[-1]
-    out = run(
-        _OP,
-        x.reshape(rows),
-        scale,
-        bias,
-        None if residual is None else residual.reshape(rows),
-        config=config,
-        implementation=implementation,
-        subtract_mean=subtract_mean,
+    form = Form(
+        x=x.reshape(rows),
+        scale=vectors["scale"],
+        bias=vectors.get("bias"),
+        residual=None if residual is None else residual.reshape(rows),
+        subtract_mean="bias" in vectors,
         return_residual=return_residual,
         epsilon=epsilon,
     )
+    out = run(_OP, form, config=config, implementation=implementation)
     return jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
 
 
@@ -194,9 +188,9 @@ def with_statistics(
     epsilon: float,
     implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array]:
-    """`layer_norm` of rows (M, D), and what `gradient` wants of it: three numbers a row in float32."""
-    options = dict(subtract_mean=True, return_residual=False, return_statistics=True, epsilon=epsilon)
-    out, statistics = run(_OP, x, scale, bias, residual, implementation=implementation, **options)
+    """Computes `layer_norm` of rows (M, D), and for `gradient` three numbers of each row in float32."""
+    form = _rows(x, scale, bias, residual, epsilon).replace(return_statistics=True)
+    out, statistics = run(_OP, form, implementation=implementation)
     return out, statistics
 
 
@@ -211,29 +205,39 @@ def gradient(
     epsilon: float,
     implementation: Implementation,
 ) -> tuple[jax.Array | None, ...]:
-    """The cotangents of the operands of `with_statistics`, from that of the norm."""
-    options: dict[str, Any] = dict(subtract_mean=True, return_residual=False)
-    arrays = x, scale, bias, residual
+    """The cotangents of the operands of `with_statistics`, from the cotangent of the norm."""
+    form = _rows(x, scale, bias, residual, epsilon)
 
-    def in_xla(arrays: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[jax.Array]:
-        return jax.tree.leaves(_backward(*arrays, *kept, *cotangents, **options))
+    def in_xla(operands: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[jax.Array]:
+        return jax.tree.leaves(_gradient_in_xla(form.of(operands), kept, cotangents))
 
-    found = run_backward(
-        _OP,
-        arrays,
-        [statistics],
-        [dout, None],
-        (True,) * 4,
-        in_xla,
-        implementation=implementation,
-        epsilon=epsilon,
-        **options,
-    )
-    given: tuple[jax.Array | None, ...] = jax.tree.unflatten(jax.tree.structure(arrays), found)
+    wanted = (True,) * len(form.OPERANDS)
+    found = run_backward(_OP, form, [statistics], [dout, None], wanted, in_xla, implementation=implementation)
+    given: tuple[jax.Array | None, ...] = jax.tree.unflatten(jax.tree.structure(form.operands), found)
     return given
 
 
-def reference(
+def _rows(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, residual: jax.Array | None, epsilon: float
+) -> Form[jax.Array]:
+    """The layer norm of rows (M, D)."""
+    return Form(
+        x=x,
+        scale=scale,
+        bias=bias,
+        residual=residual,
+        subtract_mean=True,
+        return_residual=False,
+        epsilon=epsilon,
+    )
+
+
+def reference(form: Form[jax.Array]) -> Any:
+    """The same in plain XLA, over the rows of x (M, N)."""
+    return normalize(*form.operands, **form.options)
+
+
+def normalize(
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array | None,
@@ -245,10 +249,7 @@ def reference(
     epsilon: float,
     axis: int = -1,
 ) -> Any:
-    """The same in plain XLA, over the last axis of x or another.
-
-    The statistics are what the gradient wants: the mean in two parts, and the factor that d is multiplied by.
-    """
+    """Layer or RMS norm in plain XLA, over the last axis of x or another; see `Form` of the rest."""
     y = x.astype(jnp.float32)
     if residual is not None:
         y += residual.astype(jnp.float32)
@@ -258,7 +259,7 @@ def reference(
         return v.astype(jnp.float32).reshape(-1, *[1] * (x.ndim - 1 - axis))
 
     d, statistics = y, []
-    # Twice: what rounding the mean leaves counts in rows that vary less.
+    # Twice: the error of the rounded mean counts in rows that vary less than it.
     for _ in range(2 if subtract_mean else 0):
         statistics.append(jnp.mean(d, axis=axis, keepdims=True))
         d -= statistics[-1]
@@ -272,18 +273,25 @@ def reference(
 
 
 def _backward(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    statistics: jax.Array,
-    dout: jax.Array,
-    dsum: jax.Array | None,
-    *_: None,
-    subtract_mean: bool,
-    **__: Any,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """What `norm_backward` computes, in plain XLA: for rows that no kernel holds."""
+    """The gradient of rows that no kernel holds."""
+    return _gradient_in_xla(form, kept, cotangents)
+
+
+def _gradient_in_xla(
+    form: Form[jax.Array], kept: list[jax.Array], cotangents: list[jax.Array | None]
+) -> tuple[jax.Array | None, ...]:
+    """The gradient that `norm_backward` computes, in plain XLA."""
+    (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
+    x, scale, bias, residual = form.operands
     *means, factor = statistics[:, :, None]
     h, dout = x.astype(jnp.float32), dout.astype(jnp.float32)
     if residual is not None:
@@ -293,7 +301,7 @@ def _backward(
     h *= factor
     dh = dout * scale.astype(jnp.float32)
     dx = dh - h * jnp.mean(dh * h, axis=1, keepdims=True)
-    if subtract_mean:
+    if form.subtract_mean:
         dx -= jnp.mean(dh, axis=1, keepdims=True)
     dx *= factor
     if dsum is not None:
@@ -306,25 +314,14 @@ def _backward(
     )
 
 
-def _of_results(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient that is given the cotangent of the sum where the call returned it.
-
-    Statistics have a cotangent too where a gradient is differentiated; it is zero.
-    """
-
-    def backward(*operands: Any, return_residual: bool, **options: Any) -> Any:
-        *known, dout, dsum = operands[:7] if return_residual else (*operands[:6], None)
-        return gradient(*known, dout, dsum, **options)
-
-    return backward
-
-
-def _sharding(*_: Any, return_residual: bool, return_statistics: bool = False, **__: Any) -> Sharding:
-    results = ["m D"] + return_residual * ["m D"] + return_statistics * ["S m"]
+def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
+    results = ["m D"] + form.return_residual * ["m D"] + form.return_statistics * ["S m"]
     return Sharding(equation=f"m D, D, D, m D -> {', '.join(results)}")
 
 
-_OP = Op(
+_STATISTICS = {"return_statistics": True}  # what the forward pass gives the gradient
+
+_OP: Op[Form[Any]] = Op(
     name="norm",
     reference=reference,
     kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.norm, config=triton.Config),),
@@ -332,19 +329,19 @@ _OP = Op(
         Backward(
             backend="mosaic",
             architectures=HOPPER,
-            call=_of_results(mosaic.norm_backward),
+            call=mosaic.norm_backward,
             keeps=-1,
-            options={"return_statistics": True},
+            options=_STATISTICS,
             refuses=mosaic.unsupported,
         ),
         Backward(
             backend="triton",
-            call=_of_results(norm_backward),
+            call=triton_backward.norm_backward,
             keeps=-1,
-            options={"return_statistics": True},
-            refuses=unsupported,
+            options=_STATISTICS,
+            refuses=triton_backward.unsupported,
         ),
-        Backward(backend="xla", call=_of_results(_backward), keeps=-1, options={"return_statistics": True}),
+        Backward(backend="xla", call=_backward, keeps=-1, options=_STATISTICS),
     ),
     sharding=_sharding,
 )

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.target import AMPERE_ON
+from pallas_models.target import AMPERE_ON, Target
 from pallas_models.tuning import Chooser
 
 
@@ -53,15 +54,9 @@ def mean_pool(
     _checks.check_float("x", x)
     _checks.check_rank("x", x, 3, "(B, S, D)")
     _checks.check_mask("mask", mask, x.shape[:2], "(B, S)")
-    return run(
-        _OP,
-        x,
-        _checks.as_int32(mask),
-        config=config,
-        implementation=implementation,
-        normalize=normalize,
-        epsilon=epsilon,
-    )
+    form = Form(x=x, mask=_checks.as_int32(mask), normalize=normalize, epsilon=epsilon)
+    out: jax.Array = run(_OP, form, config=config, implementation=implementation)
+    return out
 
 
 def segment_mean_pool(
@@ -100,54 +95,45 @@ def segment_mean_pool(
         segment_ids = segment_ids.astype(jnp.int32)  # those beyond it come out negative
     # Of no segment: one past the last, as an index below 0 would count from the end.
     is_one = (segment_ids >= 0) & (segment_ids < num_segments)
-    return run(
-        _SEGMENTS,
-        x,
-        jnp.where(is_one, segment_ids, num_segments).astype(jnp.int32),
-        config=config,
-        implementation=implementation,
+    form = SegmentForm(
+        x=x,
+        segment_ids=jnp.where(is_one, segment_ids, num_segments).astype(jnp.int32),
         num_segments=num_segments,
         normalize=normalize,
         epsilon=epsilon,
     )
+    out: jax.Array = run(_SEGMENTS, form, config=config, implementation=implementation)
+    return out
 
 
-def reference(x: jax.Array, mask: jax.Array, *, normalize: bool, epsilon: float, return_mean: bool = False) -> Any:
-    """`mean_pool` in plain XLA, and the mean itself on request, for the gradient."""
-    kept = jnp.where((mask != 0)[:, :, None], x.astype(jnp.float32), 0.0)
-    mean = jnp.sum(kept, axis=1) / _tokens(mask)
-    out = _normalize(mean, epsilon) if normalize else mean
-    return (out, mean) if return_mean else out
+def reference(form: Form[jax.Array]) -> Any:
+    """`mean_pool` in plain XLA."""
+    kept = jnp.where((form.mask != 0)[:, :, None], form.x.astype(jnp.float32), 0.0)
+    return _results(form, jnp.sum(kept, axis=1) / _tokens(form.mask))
 
 
-def segment_reference(
-    x: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    num_segments: int,
-    normalize: bool,
-    epsilon: float,
-    return_mean: bool = False,
-) -> Any:
-    """`segment_mean_pool` in plain XLA, and the means themselves on request, for the gradient.
-
-    The id of tokens of no segment is `num_segments`.
-    """
-    ids, rows = segment_ids.ravel(), x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+def segment_reference(form: SegmentForm[jax.Array]) -> Any:
+    """`segment_mean_pool` in plain XLA."""
+    ids, x, num_segments = form.segment_ids.ravel(), form.x, form.num_segments
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     total = jnp.zeros((num_segments, x.shape[-1]), jnp.float32).at[ids].add(rows, mode="drop")
-    mean = total / _tokens_of_segments(ids, num_segments)
-    out = _normalize(mean, epsilon) if normalize else mean
-    return (out, mean) if return_mean else out
+    return _results(form, total / _tokens_of_segments(ids, num_segments))
+
+
+def _results(form: Form[jax.Array] | SegmentForm[jax.Array], mean: jax.Array) -> Any:
+    """The results of a call whose mean is known."""
+    out = _normalize(mean, form.epsilon) if form.normalize else mean
+    return (out, mean) if form.return_mean else out
 
 
 def _tokens_of_segments(places: jax.Array, num_segments: int) -> jax.Array:
-    """What the sum of a segment is divided by, (num_segments, 1)."""
+    """The number of tokens of each segment, at least 1, (num_segments, 1)."""
     tokens = jnp.zeros(num_segments, jnp.int32).at[places].add(1, mode="drop")
     return jnp.maximum(tokens, 1)[:, None]
 
 
 def _tokens(mask: jax.Array) -> jax.Array:
-    """What the sum of a row is divided by, (B, 1)."""
+    """The number of tokens of each row, at least 1, (B, 1)."""
     return jnp.maximum(jnp.sum(mask != 0, axis=1, keepdims=True), 1)
 
 
@@ -162,55 +148,67 @@ def _normalize(mean: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _with_mean(kernel: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The kernel; or, for the gradient, without the norm, which is then by itself."""
+    """The kernel; for the gradient, which wants the mean, without the scaling, which XLA does."""
 
-    def call(*arrays: jax.Array, normalize: bool, epsilon: float, return_mean: bool = False, **runs: Any) -> Any:
-        if not return_mean:
-            return kernel(*arrays, normalize=normalize, epsilon=epsilon, **runs)
-        mean = kernel(*arrays, normalize=False, epsilon=epsilon, **runs)
-        return _normalize(mean, epsilon) if normalize else mean, mean
+    def call(
+        form: Form[jax.Array] | SegmentForm[jax.Array],
+        *,
+        config: triton.Config | Chooser | None,
+        target: Target,
+        interpret: bool,
+    ) -> Any:
+        plain = form.replace(normalize=False) if form.return_mean else form
+        out = kernel(plain, config=config, target=target, interpret=interpret)
+        return _results(form, out) if form.return_mean else out
 
     return call
 
 
-def _pull_norm(mean: jax.Array, dout: jax.Array, normalize: bool, epsilon: float) -> jax.Array:
+def _pull_norm(
+    form: Form[jax.Array] | SegmentForm[jax.Array], kept: list[jax.Array], cotangents: list[jax.Array | None]
+) -> jax.Array:
     """The cotangent of the mean."""
-    return jax.vjp(functools.partial(_normalize, epsilon=epsilon), mean)[1](dout)[0] if normalize else dout
+    (mean,), dout = kept, cotangents[0]
+    assert dout is not None
+    if not form.normalize:
+        return dout
+    found: jax.Array = jax.vjp(functools.partial(_normalize, epsilon=form.epsilon), mean)[1](dout)[0]
+    return found
 
 
 def _backward(
-    x: jax.Array,
-    mask: jax.Array,
-    mean: jax.Array,
-    dout: jax.Array,
-    *_: None,
-    normalize: bool,
-    epsilon: float,
-    **__: Any,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array, None]:
     """A share of the mean's cotangent for each token, written once: x is not read again."""
-    share = (_pull_norm(mean, dout, normalize, epsilon) / _tokens(mask)).astype(x.dtype)
+    x, mask = form.x, form.mask
+    share = (_pull_norm(form, kept, cotangents) / _tokens(mask)).astype(x.dtype)
     return jnp.where((mask != 0)[:, :, None], share[:, None, :], jnp.zeros((), x.dtype)), None
 
 
 def _segments_backward(
-    x: jax.Array,
-    segment_ids: jax.Array,
-    mean: jax.Array,
-    dout: jax.Array,
-    *_: None,
-    num_segments: int,
-    normalize: bool,
-    epsilon: float,
-    **__: Any,
+    form: SegmentForm[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
 ) -> tuple[jax.Array, None]:
-    """The same by segments; XLA would add up the means again, in another order each time."""
-    places = segment_ids.ravel()
-    share = _pull_norm(mean, dout, normalize, epsilon) / _tokens_of_segments(places, num_segments)
+    """A share of its segment's cotangent for each token; XLA would add up the means again, in another order."""
+    x, places = form.x, form.segment_ids.ravel()
+    share = _pull_norm(form, kept, cotangents) / _tokens_of_segments(places, form.num_segments)
     return share.astype(x.dtype).at[places].get(mode="fill", fill_value=0).reshape(x.shape), None
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="mean_pool",
     reference=reference,
     kernels=(
@@ -219,7 +217,7 @@ _OP = Op(
     sharding=Sharding(equation="b S N, b S -> b N, b N"),
     backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_mean": True}),),
 )
-_SEGMENTS = Op(
+_SEGMENTS: Op[SegmentForm[Any]] = Op(
     name="segment_mean_pool",
     reference=segment_reference,
     kernels=(

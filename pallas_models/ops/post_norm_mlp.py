@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models import target as targets
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.derivatives import differentiated_as
 from pallas_models.dispatch.legacy import Op, run, serves
 from pallas_models.dispatch.records import Kernel
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.attention import Form as AttentionForm
+from pallas_models.kernels.forms.matmul import Form as MatmulForm
+from pallas_models.kernels.forms.matmul_layer_norm import Form as NormForm
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
 from pallas_models.kernels.mosaic.matmul_layer_norm import fills
 from pallas_models.kernels.triton import attention_matmul_layer_norm as triton
@@ -128,7 +131,7 @@ def post_norm_mlp(
         How many those are is not in the records, so that what a device has of them runs in the kernel too.
         """
         served = serves(op, *arrays, implementation=implementation, **static)
-        return served and (implementation is not None or fills(jax.ShapeDtypeStruct((rows, n), x.dtype)))
+        return served and (implementation is not None or fills(rows, targets.current()))
 
     def in_one(op: Op, other: Any, *arrays: Any, **static: Any) -> jax.Array:
         """`op` in a kernel that serves it; where it is differentiated `other`."""
@@ -211,18 +214,15 @@ def reference(
 ) -> jax.Array:
     """The same in plain XLA, for y (M, K) and x (M, N)."""
     options: dict[str, Any] = dict(epsilon=epsilon, precision=precision)
-    z = norm_reference(y, w_out, scale_out, offset_out, bias_out, x, **options)
-    hidden = matmul_reference(
-        z,
-        w_up,
-        bias_up,
-        None,
-        activation=activation,
-        acc_dtype=jnp.float32,
-        precision=precision,
-        out_dtype=z.dtype,
+    z = norm_reference(
+        NormForm(x=y, w=w_out, scale=scale_out, offset=offset_out, bias=bias_out, residual=x, **options)
     )
-    out = norm_reference(hidden, w_down, scale, offset, bias_down, z, **options)
+    hidden = matmul_reference(
+        MatmulForm(x=z, w=w_up, bias=bias_up, activation=activation, precision=precision, out_dtype=z.dtype)
+    )
+    out = norm_reference(
+        NormForm(x=hidden, w=w_down, scale=scale, offset=offset, bias=bias_down, residual=z, **options)
+    )
     assert isinstance(out, jax.Array)
     return out
 
@@ -285,7 +285,11 @@ def _projecting_reference(
 ) -> jax.Array:
     y = _attend(qkv, mask, segment_ids, num_heads=num_heads, precision=precision)
     rows = residual.reshape(-1, residual.shape[2])
-    out = norm_reference(y, w, scale, offset, bias, rows, epsilon=epsilon, precision=precision)
+    out = norm_reference(
+        NormForm(
+            x=y, w=w, scale=scale, offset=offset, bias=bias, residual=rows, epsilon=epsilon, precision=precision
+        )
+    )
     assert isinstance(out, jax.Array)
     return out.reshape(residual.shape)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops import _checks
@@ -112,18 +112,18 @@ def rotary(
         if scale is not None:
             _checks.check_float(name, scale)
             _checks.check_shape(name, scale, (head_dim,), "(head_dim,)")
-    return run(
-        _OP,
-        qkv,
-        *(table if table.ndim == 3 else table[None] for table in (cos, sin)),
-        q_scale,
-        k_scale,
-        config=config,
-        implementation=implementation,
+    form = Form(
+        qkv=qkv,
+        cos=cos if cos.ndim == 3 else cos[None],
+        sin=sin if sin.ndim == 3 else sin[None],
+        q_scale=q_scale,
+        k_scale=k_scale,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         epsilon=epsilon,
     )
+    out: jax.Array = run(_OP, form, config=config, implementation=implementation)
+    return out
 
 
 def _check_head_dim(head_dim: int) -> None:
@@ -131,60 +131,51 @@ def _check_head_dim(head_dim: int) -> None:
         raise ValueError(f"{head_dim=} cannot be rotated; expected an even number")
 
 
-def reference(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    epsilon: float,
-) -> jax.Array:
-    """The same in plain XLA, for cos and sin (B or 1, S, head_dim / 2)."""
-    by_head = qkv.reshape(*qkv.shape[:2], num_heads + 2 * num_kv_heads, 2 * cos.shape[-1])
-    q, k, v = jnp.split(by_head, (num_heads, num_heads + num_kv_heads), axis=2)
-    cos, sin = (table.astype(jnp.float32)[:, :, None, :] for table in (cos, sin))
+def reference(form: Form[jax.Array]) -> jax.Array:
+    """The same in plain XLA."""
+    qkv = form.qkv
+    by_head = qkv.reshape(*qkv.shape[:2], form.num_rotated + form.num_kv_heads, form.head_dim)
+    q, k, v = jnp.split(by_head, (form.num_heads, form.num_rotated), axis=2)
+    cos, sin = (table.astype(jnp.float32)[:, :, None, :] for table in (form.cos, form.sin))
 
     def rotate(x: jax.Array, scale: jax.Array | None) -> jax.Array:
         y = x.astype(jnp.float32)
         if scale is not None:
-            y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+            y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + form.epsilon)
             y *= scale.astype(jnp.float32)
         a, b = jnp.split(y, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
-    return jnp.concatenate([rotate(q, q_scale), rotate(k, k_scale), v], axis=2).reshape(qkv.shape)
+    return jnp.concatenate([rotate(q, form.q_scale), rotate(k, form.k_scale), v], axis=2).reshape(qkv.shape)
 
 
 def _backward(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
-    dout: jax.Array,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
     *,
     wanted: tuple[bool, ...],
     config: Chooser | None,
     target: Target,
     interpret: bool,
-    **static: Any,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangent turned back by the same angles, and through the norm if there is one."""
-    runs: dict[str, Any] = dict(config=config, target=target, interpret=interpret, **static)
+    (dout,) = cotangents
     dcos, dsin = None, None
     if wanted[1] or wanted[2]:  # of a table that is learned; others are constants
-        table = functools.partial(reference, q_scale=q_scale, k_scale=k_scale, **static)
-        dcos, dsin = jax.vjp(functools.partial(table, qkv), cos, sin)[1](dout)
-    if q_scale is None or k_scale is None:
-        return triton.rotary(dout, cos, -sin, None, None, **runs), dcos, dsin, None, None
-    dqkv, dq_scale, dk_scale = rotary_backward(qkv, cos, sin, q_scale, k_scale, dout, **runs)
-    return dqkv, dcos, dsin, dq_scale, dk_scale
+
+        def of_table(cos: jax.Array, sin: jax.Array) -> jax.Array:
+            return reference(form.replace(cos=cos, sin=sin))
+
+        dcos, dsin = jax.vjp(of_table, form.cos, form.sin)[1](dout)
+    if form.q_scale is None:
+        back = form.replace(qkv=dout, sin=-form.sin)
+        return triton.rotary(back, config=config, target=target, interpret=interpret), dcos, dsin, None, None
+    dqkv, *dscales = rotary_backward(form, dout, config=config, target=target, interpret=interpret)
+    return dqkv, dcos, dsin, *dscales
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="rotary",
     reference=reference,
     kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     return Sharding(equation="(w R) N, w N -> (w R) N", sizes={"w": rows})
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="softmax",
     reference=reference,
     kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),),

@@ -202,7 +202,7 @@ def reference(
         factor = mask.astype(jnp.float32)
         return jnp.where(factor == 0, 0.0, factor * y)  # 0 times what is not finite would be NaN
 
-    z = norm.reference(x.astype(jnp.float32), norm_scale, norm_bias, None, epsilon=epsilon)
+    z = norm.normalize(x.astype(jnp.float32), norm_scale, norm_bias, None, epsilon=epsilon)
     projections = product("cgh,bijc->ghbij", w_in, z, None if b_in is None else b_in[..., None, None, None])
     left, right = half(*projections[:2]), half(*projections[2:])
     by_channels = ByChannels.over(rows_over, columns_over)
@@ -217,7 +217,7 @@ def reference(
         y = by_channels.apply(functools.partial(product, _EQUATIONS[direction]), *sides) / scales[0] / scales[1]
     else:
         y = by_channels.apply(functools.partial(product, _EQUATIONS[direction]), left, right)
-    y = norm.reference(y, out_norm_scale, out_norm_bias, None, epsilon=epsilon, axis=0)
+    y = norm.normalize(y, out_norm_scale, out_norm_bias, None, epsilon=epsilon, axis=0)
     gate = jax.nn.sigmoid(product("bijc,cg->bijg", z, w_gate, b_gate))
     if gate_after:
         out = product("hbij,hc->bijc", y, w_out, b_out) * gate

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from parity.campaign import _bounded as b
-from parity.campaign._bounded import HALF_ULP, Array, Bounded, exact
+from parity.support import bounded as b
+from parity.support.bounded import HALF_ULP, Array, Bounded, exact
 
 TF32 = 2.0**-10  # operands cut off to 10 + 1 bits, where `precision` allows it
 
@@ -479,11 +479,11 @@ def linear_cross_entropy(
     *,
     dtype: str,
     x: Array,
-    kernel: Array,
+    w: Array,
     labels: Array,
     bias: Array | None = None,
     weights: Array | None = None,
-    transposed: bool = False,
+    transpose_w: bool = False,
     label_smoothing: float = 0.0,
     logit_softcap: float | None = None,
     z_loss: float = 0.0,
@@ -493,7 +493,7 @@ def linear_cross_entropy(
     given = np.ones(labels.shape) if weights is None else weights
     counts = given != 0
     x = np.where(counts[..., None], x, 0.0)
-    products = _product(x, kernel.T if transposed else kernel, dtype=dtype, precision=precision)
+    products = _product(x, w.T if transpose_w else w, dtype=dtype, precision=precision)
     # The product may be rounded before the bias is added, and the sum again.
     y = b.held(_plus(b.rounded(b.rounded(products, dtype), dtype), bias), dtype)
     y = b.rounded(y, dtype) if bias is not None else y

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from parity import ROOT
+
 TIMEOUT_S = 20.0
 # On top of 4 times the size of what is read: what compiling a program and reading code for the first time take.
 SLACK = 96 << 20

@@ -16,9 +16,9 @@ import numpy as np
 from jax.export import symbolic_shape
 
 from pallas_models import exporting, gpt2, minilm, modernbert, ops, qwen3, trimul
-from parity.campaign._bounded import Array, apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick
+from parity.support.bounded import Array, apart
 from parity.support.cases import CALLS
 from parity.support.common import random_params
 from parity.support.tolerances import DEEP, MODEL_GRADIENT

@@ -19,14 +19,15 @@ import numpy as np
 from pallas_models import ops
 from pallas_models.dispatch import legacy
 from pallas_models.dispatch.records import Op
-from pallas_models.kernels.forms.softmax import ALGORITHMS
+from pallas_models.kernels.forms import matmul as matmul_form
+from pallas_models.kernels.forms import softmax as softmax_form
 from pallas_models.kernels.triton import attention as triton_attention
 from pallas_models.kernels.triton import matmul as triton_matmul
 from pallas_models.kernels.triton import norm as triton_norm
 from pallas_models.kernels.triton import softmax as triton_softmax
-from parity.campaign._bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.campaign._case import Case
 from parity.campaign._references import REFERENCES
+from parity.support.bounded import HALF_ULP, UNIT, Array, Bounded, disagreement
 from parity.support.common import ON_GPU, ON_HOPPER
 from parity.support.tolerances import DEEP, OP
 
@@ -183,7 +184,7 @@ def _matmul(pick: Pick, dtype: str, mosaic: bool) -> _Drawn:
     if dtype == "float16" and pick.chance(0.1):
         options["acc_dtype"] = "float16"
     if not mosaic and not batch and pick.chance(0.3):
-        options["algorithm"] = pick.of(triton_matmul.ALGORITHMS)
+        options["algorithm"] = pick.of(matmul_form.ALGORITHMS)
     elif not mosaic and pick.chance(0.3):
         options["config"] = pick.tiles(splits=(1, 2, 3))
     w = (*batch, n, k) if options.get("transpose_w") else (*batch, k, n)
@@ -313,7 +314,7 @@ def _softmax(pick: Pick, dtype: str, _: bool) -> _Drawn:
     if pick.chance(0.25):
         options["axis"] = pick.of((0, 1, -2))
     elif pick.chance(0.6):
-        options["algorithm"] = pick.of(ALGORITHMS)
+        options["algorithm"] = pick.of(softmax_form.ALGORITHMS)
         if options["algorithm"] != "fused" and pick.chance(0.5):
             splits = pick.of((1, 2, 3)) if options["algorithm"] == "online" else 1
             options["config"] = triton_softmax.Config(
@@ -478,13 +479,13 @@ def _linear_cross_entropy(pick: Pick, dtype: str, _: bool) -> _Drawn:
     m, k, v = pick.size(), pick.size(), pick.rows()
     options: dict[str, Any] = pick.precision(dtype) | {"reduction": pick.of(("mean", "sum", None))}
     if pick.chance(0.4):
-        options["transposed"] = True
+        options["transpose_w"] = True
     for name, values in (("label_smoothing", (0.1, 1.0)), ("logit_softcap", (5.0, 30.0)), ("z_loss", (1e-3, 0.1))):
         if pick.chance(0.3):
             options[name] = pick.of(values)
     inputs = {
         "x": Input((m, k), dtype, limit=1e4),
-        "kernel": Input((v, k) if options.get("transposed") else (k, v), dtype, scale=k**-0.5, limit=1e4),
+        "w": Input((v, k) if options.get("transpose_w") else (k, v), dtype, scale=k**-0.5, limit=1e4),
         "labels": Input((m,), pick.of(("int32", "int16")), "rows", scale=v),
     }
     if pick.chance(0.4):

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from parity.campaign import ops
-from parity.campaign._bounded import apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick, Program
+from parity.support.bounded import apart
 from parity.support.tolerances import CHAIN, DEEP, OP
 
 DRAWS = 8

@@ -14,18 +14,20 @@ import numpy as np
 import pytest
 
 from pallas_models import ops as library
+from parity import ROOT
 from parity import __main__ as check
 from parity.campaign import __main__ as campaign
-from parity.campaign import _bounded, _sandbox, ops
-from parity.campaign._bounded import Bounded, disagreement, exact
+from parity.campaign import ops
 from parity.campaign._references import REFERENCES
+from parity.support import bounded
+from parity.support.bounded import Bounded, disagreement, exact
 
 
 def test_every_op_is_drawn():
     functions = [getattr(library, name) for name in library.__all__]
     functions = [function for function in functions if inspect.isfunction(function)]
     options = {function.__name__: inspect.signature(function).parameters for function in functions}
-    # What runs over an axis of a mesh is parity/support/meshes.py's; layers are other ops, drawn by themselves.
+    # What runs over an axis of a mesh is parity/dispatch/meshes.py's; layers are other ops, drawn by themselves.
     with_kernels = {
         name for name, o in options.items() if "implementation" in o and not {"axis_name", "layers"} & {*o}
     }
@@ -50,10 +52,10 @@ def test_a_case_is_the_same_alone():
 
 
 FORMULAS = {
-    "product": lambda x, w: _bounded.dot(exact(x), exact(w)),
-    "norm": lambda x, w: _bounded.normalised(exact(x), 1e-5, subtract_mean=True),
-    "softmax": lambda x, w: _bounded.exp(exact(x)) / _bounded.total(_bounded.exp(exact(x))),
-    "gelu": lambda x, w: _bounded.activation("gelu", exact(x)),
+    "product": lambda x, w: bounded.dot(exact(x), exact(w)),
+    "norm": lambda x, w: bounded.normalised(exact(x), 1e-5, subtract_mean=True),
+    "softmax": lambda x, w: bounded.exp(exact(x)) / bounded.total(bounded.exp(exact(x))),
+    "gelu": lambda x, w: bounded.activation("gelu", exact(x)),
 }
 
 
@@ -66,7 +68,7 @@ def in_float32(name, x, w):
         return d / np.sqrt(np.mean(d * d, -1, keepdims=True) + np.float32(1e-5))
     if name == "softmax":
         return np.exp(x) / np.sum(np.exp(x), -1, keepdims=True)
-    return x * np.float32(0.5) * _bounded.special.erfc(-x * np.float32(0.5**0.5))
+    return x * np.float32(0.5) * bounded.special.erfc(-x * np.float32(0.5**0.5))
 
 
 @pytest.mark.parametrize("scale, shift", [(1.0, 0.0), (1e-3, 0.0), (5.0, 0.0), (1.0, 30.0)])
@@ -90,8 +92,8 @@ def test_sums_may_begin_with_what_is_added_to_them():
     for i in range(70):
         sums += (x[:, i, None] * w[i]).astype(np.float32)
     off = np.abs(sums - 16.0 - x @ w)
-    assert np.all(off <= _bounded.dot(exact(x), exact(w), np.full(30, 16.0)).error)
-    assert np.any(off > (_bounded.dot(exact(x), exact(w)) + exact(16.0)).error)
+    assert np.all(off <= bounded.dot(exact(x), exact(w), np.full(30, 16.0)).error)
+    assert np.any(off > (bounded.dot(exact(x), exact(w)) + exact(16.0)).error)
 
 
 def test_tensor_cores_align_subnormal_operands_as_the_smallest_normal():
@@ -104,8 +106,8 @@ def test_tensor_cores_align_subnormal_operands_as_the_smallest_normal():
     exponents = [np.floor(np.log2(np.maximum(np.abs(a), 2.0**-14))) for a in (x, w)]
     unit = 2.0 ** (np.max(exponents[0][:, :, None] + exponents[1], 1, keepdims=True) - 25)
     off = np.abs(np.sum(np.trunc(products / unit) * unit, 1) - x @ w)
-    assert np.all(off <= _bounded.dot(exact(x), exact(w), dtype="float16").error)
-    assert np.any(off > _bounded.dot(exact(x), exact(w)).error)
+    assert np.all(off <= bounded.dot(exact(x), exact(w), dtype="float16").error)
+    assert np.any(off > bounded.dot(exact(x), exact(w)).error)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_a_sandbox_whose_campaign_is_over_ends_quietly(tmp_path, asked):
         "def warm_up(): sys.stdin.buffer.peek(1)\n"  # until whoever asks is gone
     )
     command = [sys.executable, "-m", "parity.campaign._sandbox", "module"]
-    paths = os.pathsep.join([str(_sandbox.ROOT), str(tmp_path)])
+    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, **pipes) as process:
         process.stdout.close()

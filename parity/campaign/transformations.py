@@ -19,9 +19,9 @@ import numpy as np
 
 from pallas_models import gpt2, minilm, modernbert, qwen3, training, trimul
 from parity.campaign import ops
-from parity.campaign._bounded import HALF_ULP, apart
 from parity.campaign._case import Case
 from parity.campaign.ops import Pick
+from parity.support.bounded import HALF_ULP, apart
 from parity.support.common import random_params
 from parity.support.tolerances import DEEP, MODEL_GRADIENT, OP
 from weights import tree

@@ -22,8 +22,10 @@ from pallas_models.__main__ import main
 from pallas_models._processes import run_program
 from pallas_models.corpus.command import EXAMPLES
 from pallas_models.corpus.writing import convert
-from pallas_models.minilm import Encoder, programs
+from pallas_models.minilm import Encoder
 from pallas_models.quantization import ranges_of
+from pallas_models.sentence import programs
+from parity import ROOT
 from parity.weights import checkpoints
 
 
@@ -491,15 +493,15 @@ def test_killed_it_continues_to_the_same_bytes(folder, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{checkpoints.WORDS[i % 13]} man {i % 7}\n" for i in range(6000)))
     options = ["--model", str(folder), "--shard-size", "100", "--format", "npz", "--dtype", "int8"]
     program = [sys.executable, "-m", "pallas_models", "embed", str(tmp_path / "text.txt"), *options, "--output"]
-    root, killed = Path(__file__).parents[2], tmp_path / "killed"
+    killed = tmp_path / "killed"
     for shards in (3, 20):
-        with subprocess.Popen([*program, f"{killed}/"], cwd=root) as process:
+        with subprocess.Popen([*program, f"{killed}/"], cwd=ROOT) as process:
             while len(list(killed.glob("*.npz"))) < shards:
                 assert process.poll() is None
                 time.sleep(1e-3)
             process.kill()
         assert not json.loads((killed / "manifest.json").read_text())["complete"]
-    assert subprocess.run([*program, f"{killed}/"], cwd=root, stdout=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run([*program, f"{killed}/"], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
     assert main([*program[3:], f"{tmp_path / 'whole'}/"]) == 0
     contents = [
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (killed, tmp_path / "whole")
@@ -509,9 +511,8 @@ def test_killed_it_continues_to_the_same_bytes(folder, tmp_path):
 
 def test_help(capsys):
     """At once: JAX is imported when there is work to do."""
-    root = Path(__file__).parents[2]
     command = [sys.executable, "-X", "importtime", "-m", "pallas_models", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0 and "embed" in done.stdout
     assert "pallas_models" in imported and not {"jax", "flax", "weights"} & imported
@@ -531,7 +532,7 @@ def test_ray_that_is_not_installed(folder, table, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("cuda, message", [("99", "CUDA=99; expected 12 or 13"), ("13", "")])
 def test_make_knows_the_versions_of_cuda(cuda, message):
     command = ["make", "--dry-run", "help", f"CUDA={cuda}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert bool(done.returncode) == bool(message) and message in done.stderr
 
 

@@ -17,8 +17,8 @@ from pallas_models.corpus import job, manifest, writing
 from pallas_models.corpus.job import Layout
 from pallas_models.corpus.manifest import Manifest
 from pallas_models.corpus.writing import DTYPES, RANGED, convert
-from pallas_models.minilm import pipeline
-from pallas_models.quantization import ranges_of
+from pallas_models.sentence import pipeline
+from pallas_models.sentence.quantization import ranges_of
 
 SENTENCES = [f"sentence {i}" * (i % 3) for i in range(23)]
 DIMENSION = 16

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pallas_models import files
+from parity import ROOT
 
 
 def names(folder: Path) -> list[str]:
@@ -279,7 +280,6 @@ def test_no_lock_where_there_is_none_to_be_had(tmp_path, monkeypatch):
     assert (tmp_path / "thesis").read_text() == "whole"
 
 
-ROOT = Path(__file__).parents[2]
 WRITES = re.compile(
     r"""\.write_(text|bytes)\(|open\(.*["'][wxa]b?["']|os\.(replace|rename)\(|(np\.save|save_file)\((?!file,)"""
 )

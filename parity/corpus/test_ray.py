@@ -18,6 +18,7 @@ from pallas_models.corpus.reading import Corpus
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder
 from pallas_models.ray import Embed, _EmbedFile
+from parity import ROOT
 from parity.weights import checkpoints
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -122,7 +123,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_doubles_nothing(folder, tmp_p
     for name, sentences in files.items():
         parquet.write_table(pa.table({"id": range(len(sentences)), "text": sentences}), tmp_path / "in" / name)
     program = [sys.executable, "-c", PROGRAM, tmp_path, folder, FATAL]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     encoder = Encoder.from_pretrained(folder)

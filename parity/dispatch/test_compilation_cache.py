@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from pallas_models import compilation_cache
-from pallas_models.minilm import Encoder, programs
+from pallas_models.minilm import Encoder
+from pallas_models.sentence import programs
+from parity import ROOT
 from parity.weights import checkpoints
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 
@@ -71,7 +72,8 @@ def run(program: str, *arguments: object) -> dict:
 def test_the_next_process_compiles_nothing(folder, cache):
     program = """
 import json, sys, jax
-from pallas_models.minilm import Encoder, programs
+from pallas_models.minilm import Encoder
+from pallas_models.sentence import programs
 before, lowered = dict(jax.config.values), []
 lower = programs.Programs._lower
 programs.Programs._lower = lambda *args: lowered.append(args[1]) or lower(*args)

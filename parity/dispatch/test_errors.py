@@ -40,8 +40,8 @@ def triangle_update(x=PAIRS, norm_scale=N6, w_in=W_IN, out_norm_scale=N8, w_gate
     return ops.triangle_update(x, norm_scale, N6, w_in, out_norm_scale, N8, w_gate, w_out, **options)
 
 
-def cross_entropy(x=X, kernel=W, labels=INTS[0, :5], **options):
-    return ops.linear_cross_entropy(x, kernel, labels, **options)
+def cross_entropy(x=X, w=W, labels=INTS[0, :5], **options):
+    return ops.linear_cross_entropy(x, w, labels, **options)
 
 
 def attention(q=Q4, k=Q4[:, :3, :2], v=Q4[:, :3, :2], **options):
@@ -87,14 +87,14 @@ CASES = {
     ],
     "linear_cross_entropy": [
         (lambda: cross_entropy(x=INTS), TypeError, "x has dtype int32; expected float16, bfloat16 or float32"),
-        (lambda: cross_entropy(kernel=INTS), TypeError, "kernel has dtype int32; expected float16"),
-        (lambda: cross_entropy(kernel=W.astype("float16")), TypeError, "float32 and kernel has dtype float16"),
-        (lambda: cross_entropy(kernel=N6), ValueError, "kernel has shape (6,); expected 2 axes, (D, V)"),
-        (lambda: cross_entropy(kernel=W.T), ValueError, "kernel has shape (8, 6); expected (..., D) and (D, V)"),
-        (lambda: cross_entropy(transposed=True), ValueError, "(6, 8); expected (..., D) and (V, D)"),
-        (lambda: cross_entropy(x=X[0, 0]), ValueError, "x has shape () and kernel has shape (6, 8); expected (.."),
+        (lambda: cross_entropy(w=INTS), TypeError, "w has dtype int32; expected float16"),
+        (lambda: cross_entropy(w=W.astype("float16")), TypeError, "float32 and w has dtype float16"),
+        (lambda: cross_entropy(w=N6), ValueError, "w has shape (6,); expected 2 axes, (D, V)"),
+        (lambda: cross_entropy(w=W.T), ValueError, "w has shape (8, 6); expected (..., D) and (D, V)"),
+        (lambda: cross_entropy(transpose_w=True), ValueError, "(6, 8); expected (..., D) and (V, D)"),
+        (lambda: cross_entropy(x=X[0, 0]), ValueError, "x has shape () and w has shape (6, 8); expected (.."),
         (
-            lambda: cross_entropy(kernel=W[:, :0]),
+            lambda: cross_entropy(w=W[:, :0]),
             ValueError,
             "shape (6, 0); expected at least one label in (D, V)",
         ),

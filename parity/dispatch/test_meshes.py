@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +25,10 @@ from bench.measuring import results
 from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
 from pallas_models.dispatch.sharding import Total
+from pallas_models.kernels.forms.matmul import Form
 from pallas_models.ops import trimul
 from pallas_models.ops.matmul import _contracted as contracted
+from parity import ROOT
 from parity.support.common import (
     MOSAIC_CALL,
     ON_HOPPER,
@@ -47,14 +48,13 @@ needs_addresses = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX
 
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    """What `parity.support.meshes` found, which needs 8 devices from its start."""
+    """What `parity.dispatch.meshes` found, which needs 8 devices from its start."""
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-m", "parity.support.meshes"]
-    folder = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    command = [sys.executable, "-m", "parity.dispatch.meshes"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -158,14 +158,10 @@ def test_kernels_store_pairs_where_they_are_needed():
 
 @needs_addresses
 def test_kernels_store_parts_where_they_are_added_up():
-    static: dict[str, Any] = dict(transpose_w=False, acc_dtype=jnp.float32, precision=None, algorithm=None)
-    static |= dict(out_dtype=jnp.dtype("bfloat16"), batch=1, activation=None)
-
     def part(x, w, residual, total):
-        def call(x, w, *_, **__):
-            return jnp.dot(x, w)
-
-        return contracted(call, total, x, w, None, residual, **static)
+        options = dict(precision=jax.lax.Precision.HIGHEST, out_dtype=jnp.dtype("bfloat16"))
+        form = Form(x=x, w=w, residual=residual, **options)
+        return contracted(lambda form: jnp.dot(form.x, form.w), total, form)
 
     shapes, specs = ((8192, 256), (256, 4096), (8192, 4096)), (P(None, "d"), P("d", None), P(None, None))
     for has_peers, kernels, sums in ((True, 2, 0), (False, 0, 1)):
@@ -277,8 +273,7 @@ def test_scaling_is_measured(tmp_path, capsys):
 
 def test_two_processes_take_a_step():
     """The program of the docs as it stands: each process has half of the batch, both find the loss of all."""
-    root = Path(__file__).parents[2]
-    (program,) = re.findall(r"```py\n(.*?)```", (root / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
+    (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -292,7 +287,7 @@ def test_two_processes_take_a_step():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=root,
+            cwd=ROOT,
             env=environment,
         )
         for i in range(2)

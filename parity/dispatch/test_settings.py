@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.experimental import pallas
 from jax.experimental.pallas import triton
 
 from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
+from parity import ROOT
 from parity.support.cases import CALLS, Call
 from parity.support.common import KERNEL, TRITON_CALL, assert_close, cuda_device, float64, normal
 
@@ -246,7 +246,7 @@ def test_nothing_outlives_a_trace():
     """
     names = ["matmul", "matmul_layer_norm", "attention", "linear_cross_entropy_mean", "triangle_update"]
     program = [sys.executable, "-c", LEAKS.format(names=names, implementation=KERNEL)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert done.stdout.split() == names, done.stderr
 

@@ -30,6 +30,7 @@ from pallas_models.kernels.triton import (
 )
 from pallas_models.tuning import HEURISTIC, Entry, Problem, Table, TableError, autotuner, choose
 from pallas_models.tuning import table as tables
+from parity import ROOT
 from parity.support.common import ON_GPU, cuda_device, gpu, normal
 
 GPU = "NVIDIA H200"
@@ -610,7 +611,7 @@ class TestShipped:
         wheel = pytest.importorskip("hatchling.builders.wheel")
         import zipfile
 
-        (path,) = wheel.WheelBuilder(str(Path(__file__).parents[2])).build(directory=str(tmp_path))
+        (path,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
         archive = zipfile.ZipFile(path)
         names = archive.namelist()
         assert self.PATHS and {f"pallas_models/tuning/tables/{path.name}" for path in self.PATHS} <= set(names)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from pallas_models.gpt2 import GPT2Config
 from pallas_models.qwen3 import Qwen3Config
-from parity.support.reference import DEVICE, tensor
+from parity.ops.reference import DEVICE, tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:

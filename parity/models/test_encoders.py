@@ -9,11 +9,11 @@ import pytest
 
 import weights
 from pallas_models import minilm, modernbert, qwen3
+from parity.ops.test_lowering import lowered_for_cuda
 from parity.sentence import encoder_checkpoints
 from parity.support.common import assert_close, cuda_device, kernel_calls
-from parity.ops.test_lowering import lowered_for_cuda
-from parity.weights.test_weights import assert_trees_equal
 from parity.support.tolerances import DEEP
+from parity.weights.test_weights import assert_trees_equal
 from weights import families, loading
 
 LENGTHS = (38, 1, 17, 9)

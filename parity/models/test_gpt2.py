@@ -12,6 +12,8 @@ from jax import export
 
 from pallas_models import gpt2
 from pallas_models.gpt2 import GPT2Config
+from parity.models.decoder_checkpoints import gpt2_json, gpt2_tensors
+from parity.ops.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
     ON_GPU,
@@ -26,8 +28,6 @@ from parity.support.common import (
     random_params,
     relative_error,
 )
-from parity.models.decoder_checkpoints import gpt2_json, gpt2_tensors
-from parity.ops.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 from parity.support.tolerances import CHAIN, DEEP, LONG, MODEL, MODEL_GRADIENT, OP, SAME
 
 SMALL = GPT2Config(

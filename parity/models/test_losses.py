@@ -13,8 +13,16 @@ from pallas_models import gpt2, minilm, qwen3, training
 from pallas_models.gpt2 import GPT2Config
 from pallas_models.minilm import MiniLMConfig
 from pallas_models.qwen3 import Qwen3Config
-from parity.support.common import KERNEL, assert_close, assert_equal, cuda_device, normal, random_params, relative_error
 from parity.models.decoder_checkpoints import gpt2_tensors, qwen3_tensors
+from parity.support.common import (
+    KERNEL,
+    assert_close,
+    assert_equal,
+    cuda_device,
+    normal,
+    random_params,
+    relative_error,
+)
 from parity.support.tolerances import DEEP, MODEL, MODEL_GRADIENT, SAME
 
 GPT2 = GPT2Config(vocab_size=20, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=12)

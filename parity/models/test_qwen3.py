@@ -10,6 +10,8 @@ import pytest
 
 from pallas_models import qwen3
 from pallas_models.qwen3 import Qwen3Config
+from parity.models.decoder_checkpoints import qwen3_json, qwen3_tensors
+from parity.ops.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
     ON_GPU,
@@ -24,8 +26,6 @@ from parity.support.common import (
     random_params,
     relative_error,
 )
-from parity.models.decoder_checkpoints import qwen3_json, qwen3_tensors
-from parity.ops.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 from parity.support.tolerances import CHAIN, DEEP, LONG, MODEL, MODEL_GRADIENT
 
 SMALL = Qwen3Config(

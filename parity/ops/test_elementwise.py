@@ -36,10 +36,9 @@ def kernel(function: Callable[..., Any], dtypes: Sequence[Any], arrays: Arrays, 
         plgpu.barrier_wait(refs.full)
         both = (load(tile(name), plgpu.Layout.WGMMA) for name in "xy")
         rows, columns = (
-            [load_vector(tile(name), axis, interpret=interpret) for name in names]
-            for axis, names in enumerate((ROWS, COLUMNS))
+            [load_vector(tile(name), axis) for name in names] for axis, names in enumerate((ROWS, COLUMNS))
         )
-        results = elementwise(function, *both, rows=rows, columns=columns, interpret=interpret)
+        results = elementwise(function, *both, rows=rows, columns=columns)
         for i, result in enumerate(results):
             tile(f"o{i}")[...] = result
         plgpu.commit_smem()

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models.minilm import heads
-from pallas_models.minilm.heads import Dense, Head, Normalize
+from pallas_models.sentence import heads
+from pallas_models.sentence.heads import Dense, Head, Normalize
 from parity.support.common import assert_close, normal
 from parity.support.tolerances import SHORT
 

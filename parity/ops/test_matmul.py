@@ -11,12 +11,14 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.common.tiles import tile_order
+from pallas_models.kernels.forms.matmul import ALGORITHMS, Form
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.activation_backward import Config as EpilogueConfig
 from pallas_models.kernels.triton.activation_backward import activation_backward
-from pallas_models.kernels.triton.matmul import ALGORITHMS, Config
+from pallas_models.kernels.triton.matmul import Config
 from pallas_models.ops.matmul import reference as plain
 from parity.ops.test_lowering import HOPPER, every_device, lowered_for_cuda
 from parity.support.common import (
@@ -257,22 +259,19 @@ def test_gradients_of_half_precision(reference, implementation, activation, dtyp
 
 def kept(backend, x, w, bias, residual, *, config, out_dtype):
     """What a kernel gives with what its activation is applied to, and both in float32 in plain XLA."""
-    options = dict(transpose_w=False, activation="gelu_tanh", acc_dtype="float32", return_preactivation=True)
-    options["precision"] = jax.lax.Precision.HIGHEST
-    expected = plain(
-        *(a if a is None else a.astype("float32") for a in (x, w, bias, residual)), **options, out_dtype="float32"
-    )
-    call = functools.partial(
-        backend.matmul,
-        config=config,
-        out_dtype=out_dtype,
-        algorithm=None,
-        batch=1,
-        target=gpu(),
-        interpret=not ON_GPU,
-        **options,
-    )
-    return jax.jit(call)(x, w, bias, residual), expected
+
+    def form(*arrays, out_dtype):
+        operands = dict(zip(Form.OPERANDS, arrays, strict=True))
+        options = dict(activation="gelu_tanh", precision=jax.lax.Precision.HIGHEST, return_preactivation=True)
+        return Form(**operands, **options, out_dtype=jnp.dtype(out_dtype))
+
+    def call(*arrays):
+        given = form(*arrays, out_dtype=out_dtype)
+        return backend.matmul(given, config=config, target=gpu(), interpret=not ON_GPU)
+
+    arrays = x, w, bias, residual
+    wide = (a if a is None else a.astype("float32") for a in arrays)
+    return jax.jit(call)(*arrays), plain(form(*wide, out_dtype="float32"))
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
@@ -457,7 +456,7 @@ def test_nothing_to_multiply(shape):
 def test_tiles_are_walked_once_each_and_in_groups(tiles_m, tiles_n, group_m):
     count = tiles_m * tiles_n
     pids = jnp.arange(count, dtype=jnp.int32)
-    rows, columns = map(np.asarray, jax.vmap(lambda pid: matmul.tile_order(pid, tiles_m, tiles_n, group_m))(pids))
+    rows, columns = map(np.asarray, jax.vmap(lambda pid: tile_order(pid, tiles_m, tiles_n, group_m))(pids))
     assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == count
     assert rows.max() == tiles_m - 1 and columns.max() == tiles_n - 1
     group = min(group_m, tiles_m)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
+from pallas_models.kernels.forms.matmul import Form
 from pallas_models.kernels.mosaic import matmul
 from pallas_models.kernels.mosaic import matmul_backward as backward
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -58,21 +59,13 @@ def test_sums_of_columns_are_those_of_whole_tiles():
 
 def times_slope(activation, x, w, y):
     """x w^T times the slope of the activation at y, by the kernel."""
-    call = functools.partial(
-        matmul.matmul,
-        transpose_w=True,
-        activation=None,
-        slope=activation,
-        acc_dtype="float32",
-        precision=jax.lax.Precision.HIGHEST,
-        out_dtype=x.dtype,
-        algorithm=None,
-        batch=1,
-        config=matmul.Config(block_m=128, block_n=64, num_stages=2, ping_pong=False),
-        target=gpu(),
-        interpret=not ON_GPU,
-    )
-    return jax.jit(call)(x, w, None, y)
+
+    def call(x, w, y):
+        form = Form(x=x, w=w, residual=y, transpose_w=True, precision=jax.lax.Precision.HIGHEST, out_dtype=x.dtype)
+        config = matmul.Config(block_m=128, block_n=64, num_stages=2, ping_pong=False)
+        return matmul.matmul(form, slope=activation, config=config, target=gpu(), interpret=not ON_GPU)
+
+    return jax.jit(call)(x, w, y)
 
 
 @pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
@@ -130,9 +123,10 @@ def test_heuristic(m, n, k, columns, splits, uneven):
 
 def test_what_the_kernel_does_not_serve():
     x, w = jnp.ones((64, 64), "bfloat16"), jnp.ones((64, 64), "bfloat16")
-    assert backward.unsupported(x, w, transpose_w=False) is None
-    assert "takes no transposed w" in backward.unsupported(x, w, transpose_w=True)
-    assert "takes float16 and bfloat16" in backward.unsupported(x.astype("float32"), w, transpose_w=False)
-    assert "x of shape (60, 64)" in backward.unsupported(x[:60], w, transpose_w=False)
+    form = Form(x=x, w=w, precision=jax.lax.Precision.HIGHEST, out_dtype=x.dtype)
+    assert backward.unsupported(form) is None
+    assert "takes no transposed w" in backward.unsupported(form.replace(transpose_w=True))
+    assert "takes float16 and bfloat16" in backward.unsupported(form.replace(x=x.astype("float32")))
+    assert "x of shape (60, 64)" in backward.unsupported(form.replace(x=x[:60]))
     with pytest.raises(ValueError, match="splits must be positive"):
         config(128, 128, 0)

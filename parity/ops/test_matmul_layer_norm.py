@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as cluster
 from pallas_models.kernels.mosaic.common import launch
@@ -323,12 +324,19 @@ def test_gradients_of_the_hopper_kernel():
         assert_close(mine, expected, OP["bfloat16"])
 
 
+def form(rows: int, k: int = 384) -> Form:
+    """A call with so many rows, of 384 columns."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, k), (k, 384)))
+    vector, precision = jax.ShapeDtypeStruct((384,), jnp.float16), jax.lax.Precision.HIGHEST
+    return Form(x=x, w=w, scale=vector, offset=vector, bias=None, residual=None, epsilon=0.1, precision=precision)
+
+
 @pytest.mark.parametrize(
     "rows, expected",
     [(4096, False), (4232, True), (8192, True), (8448, True), (8449, False), (12416, True), (65536, True)],
 )
 def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
-    assert mosaic.prefer(jax.ShapeDtypeStruct((rows, 384), jnp.float16)) is expected
+    assert mosaic.prefer(form(rows), gpu()) is expected
 
 
 @pytest.mark.parametrize(
@@ -343,16 +351,12 @@ def test_hopper_takes_over_where_rows_fill_its_multiprocessors(rows, expected):
     ],
 )
 def test_clusters_take_over_from_triton_and_leave_to_whole_rows(rows, k, expected):
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((rows, k), (k, 384)))
-    with cuda_device(*HOPPER):
-        assert cluster.prefer(x, w) is expected
-    assert rows < 4224 or mosaic.prefer(x)
+    assert cluster.prefer(form(rows, k), gpu()) is expected
+    assert rows < 4224 or mosaic.prefer(form(rows, k), gpu())
 
 
 def test_clusters_are_for_gpus_that_run_all_of_them_at_once():
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((2112, 384), (384, 384)))
-    with cuda_device("NVIDIA H20", 78):
-        assert cluster.prefer(x, w) and not cluster.prefer(jax.ShapeDtypeStruct((4224, 384), jnp.float16), w)
+    assert cluster.prefer(form(2112), gpu(78)) and not cluster.prefer(form(4224), gpu(78))
     assert cluster.heuristic(2112, 384, 384, gpu(132)).block_n == 128
     assert cluster.heuristic(2112, 384, 384, gpu(78)).block_n == 192
 

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_models import ops
 from pallas_models.dispatch.sharding import Total
+from pallas_models.kernels.forms.mlp import Down, Up
 from pallas_models.ops.mlp import _DOWN, _UP
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
 from parity.ops.test_matmul import edges
@@ -162,24 +163,29 @@ def test_bad_calls(call, error, message):
 @pytest.mark.parametrize("part", ["up", "down"])
 def test_devices_that_share_a_contraction_add_up_before_the_epilogue(part):
     x, w_up, w_down, bias_up, bias_down, residual = operands()
-    static = dict(activation="gelu_tanh", precision=jax.lax.Precision.HIGHEST)
+    options = dict(activation="gelu_tanh", precision=jax.lax.Precision.HIGHEST)
     total = Total(over=("device",), once=lambda function: function)
 
     def halves(a, axis):
         return jnp.stack(jnp.split(a, 2, axis))
 
     def on_device(*arrays):
-        op, split = (_UP, arrays) if part == "up" else (_DOWN, arrays)
-        rest = [bias_up] if part == "up" else [bias_down, residual]
-        return op.contracted(op.reference, total, *split, *rest, **static)
+        op, form = (_UP, up(*arrays)) if part == "up" else (_DOWN, down(*arrays))
+        return op.contracted(op.reference, total, form)
 
-    y, hidden = _UP.reference(x, w_up, bias_up, **static)
+    def up(x, w):
+        return Up(x=x, w=w, bias=bias_up, **options)
+
+    def down(y, hidden, w):
+        return Down(y=y, hidden=hidden, w=w, bias=bias_down, residual=residual, **options)
+
+    y, hidden = _UP.reference(up(x, w_up))
     if part == "up":
         x, w_up = (jnp.concatenate([a, a[i]], axis) for a, i, axis in ((x, np.s_[:, :1], 1), (w_up, np.s_[:1], 0)))
-        split, expected = (halves(x, 1), halves(w_up, 0)), _UP.reference(x, w_up, bias_up, **static)
+        split, expected = (halves(x, 1), halves(w_up, 0)), _UP.reference(up(x, w_up))
     else:
         split = halves(y, 1), halves(hidden, 1), halves(w_down, 0)
-        expected = [_DOWN.reference(y, hidden, w_down, bias_down, residual, **static)]
+        expected = [_DOWN.reference(down(y, hidden, w_down))]
     found = jax.vmap(on_device, axis_name="device")(*split)
     for each, wanted in zip(found if part == "up" else [found], expected, strict=True):
         for of_device in each:

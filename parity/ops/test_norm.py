@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.norm_backward import unsupported
 from pallas_models.kernels.triton.norm import Config
 from pallas_models.kernels.triton.norm_backward import Config as BackwardConfig
@@ -325,20 +326,27 @@ def test_every_config_of_the_gradient(config, subtract_mean):
     cotangents = [normal(np.random.default_rng(seed), 33, 50) for seed in (16, 17)]
     names = ("block_m", "block_n", "num_warps", "num_programs", "num_stages")
     arrays = (x, scale, bias if subtract_mean else None, residual)
-
     options = dict(subtract_mean=subtract_mean, epsilon=0.0, return_residual=True)
-    pull = jax.jit(
-        functools.partial(
-            norm_backward,
+
+    def form(*arrays, **more):
+        return Form(**dict(zip(Form.OPERANDS, arrays, strict=True)), **options, **more)
+
+    @jax.jit
+    def pull(arrays, kept, cotangents):
+        return norm_backward(
+            form(*arrays),
+            kept,
+            cotangents,
+            wanted=(True,) * 4,
             config=BackwardConfig(**dict(zip(names, config, strict=True))),
             target=gpu(),
             interpret=not ON_GPU,
-            **options,
         )
-    )
-    _, expected = jax.vjp(lambda *arrays: xla(*arrays, **options), *arrays)
-    _, statistics = xla(*arrays, **options, return_statistics=True)
-    for out, wanted in zip(pull(*arrays, statistics, *cotangents), expected(tuple(cotangents)), strict=True):
+
+    _, expected = jax.vjp(lambda *arrays: xla(form(*arrays)), *arrays)
+    _, statistics = xla(form(*arrays, return_statistics=True))
+    given = pull(arrays, [statistics], [*cotangents, None])
+    for out, wanted in zip(given, expected(tuple(cotangents)), strict=True):
         assert (out is None) == (wanted is None)
         if out is not None:
             assert_close(out, wanted, GRADIENT)
@@ -454,7 +462,17 @@ def test_gradients_of_long_rows_have_a_kernel_of_their_own_on_hopper(n, own):
 )
 def test_rows_that_no_cluster_shares(n, dtype, residual, message):
     x, other = (kind and jax.ShapeDtypeStruct((8, n), kind) for kind in (dtype, residual))
-    assert message in unsupported(x, None, None, other, return_residual=residual is not None)
+    vector = jax.ShapeDtypeStruct((n,), dtype)
+    form = Form(
+        x=x,
+        scale=vector,
+        bias=vector,
+        residual=other,
+        subtract_mean=True,
+        return_residual=residual is not None,
+        epsilon=0.0,
+    )
+    assert message in unsupported(form, gpu())
 
 
 @pytest.mark.parametrize("changes", [dict(num_programs=0), dict(num_stages=3), dict(block_m=3)], ids=str)

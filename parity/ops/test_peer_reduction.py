@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_models.kernels.forms.matmul import Form
 from pallas_models.kernels.mosaic import matmul, trimul_product, trimul_project
-from pallas_models.kernels.mosaic import peer_reduction as sum_of_parts
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.gemm import Config
 from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.mosaic.peer_reduction import sum_of_parts
 from parity.support.common import ON_GPU, assert_equal, gpu, normal
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="compiled kernels need the other GPUs")
@@ -56,12 +57,14 @@ each_gpu = pytest.mark.parametrize("peers", [OneMemory(axis="d", count=COUNT, me
 def test_rows_of_a_product_go_to_whose_they_are(peers):
     rng = np.random.default_rng(0)
     x, w = normal(rng, 4 * TILES.block_m, 64, dtype="bfloat16"), normal(rng, 64, 64, dtype="bfloat16")
-    static: dict[str, Any] = dict(transpose_w=False, activation=None, acc_dtype=jnp.float32, precision=None)
-    static |= dict(out_dtype=x.dtype, algorithm=None, batch=1, config=TILES, **RUNS)
-    product = functools.partial(matmul.matmul, **static)
-    parts = jax.jit(functools.partial(product, peers=peers))(x, w, None, None)
+
+    def product(x, w, peers=None):
+        form = Form(x=x, w=w, precision=jax.lax.Precision.HIGHEST, out_dtype=x.dtype)
+        return matmul.matmul(form, config=TILES, peers=peers, **RUNS)
+
+    parts = jax.jit(functools.partial(product, peers=peers))(x, w)
     assert parts.shape == (COUNT, len(x) // COUNT, 64)
-    assert_equal(parts.reshape(-1, 64), jax.jit(product)(x, w, None, None))
+    assert_equal(parts.reshape(-1, 64), jax.jit(product)(x, w))
 
 
 @each_gpu
@@ -71,7 +74,7 @@ def test_sum_of_parts(peers, has_residual):
     parts = normal(rng, COUNT, 128, 192, dtype="bfloat16")
     residual = normal(rng, COUNT * 128, 192, dtype="bfloat16") if has_residual else None
     own = slice(peers.me * 128, (peers.me + 1) * 128)
-    out = jax.jit(functools.partial(sum_of_parts.sum_of_parts, peers=peers, **RUNS))(parts, residual)
+    out = jax.jit(functools.partial(sum_of_parts, peers=peers, **RUNS))(parts, residual)
     expected = parts[0].astype(jnp.float32) + parts[1].astype(jnp.float32)
     if residual is not None:
         expected += residual[own].astype(jnp.float32)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.triton.rotary import Config
 from pallas_models.kernels.triton.rotary_backward import Config as BackwardConfig
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
@@ -186,10 +187,16 @@ def test_every_config_of_the_gradient(config):
     arrays = (qkv, *(t[None] for t in ops.rotary_table(jnp.arange(11), 32)), q_scale, k_scale)
     cotangent = normal(np.random.default_rng(10), *qkv.shape)
     config = BackwardConfig(**dict(zip(("block_s", "block_h", "num_warps", "splits"), config, strict=True)))
-    options = dict(**SIZES, epsilon=0.1)
-    pull = functools.partial(rotary_backward, config=config, target=gpu(), interpret=not ON_GPU, **options)
-    expected = jax.vjp(functools.partial(xla, **options), *arrays)[1](cotangent)
-    for out, wanted in zip(jax.jit(pull)(*arrays, cotangent), (expected[0], *expected[3:]), strict=True):
+
+    def form(*arrays):
+        return Form(**dict(zip(Form.OPERANDS, arrays, strict=True)), **SIZES, epsilon=0.1)
+
+    @jax.jit
+    def pull(arrays, cotangent):
+        return rotary_backward(form(*arrays), cotangent, config=config, target=gpu(), interpret=not ON_GPU)
+
+    expected = jax.vjp(lambda *arrays: xla(form(*arrays)), *arrays)[1](cotangent)
+    for out, wanted in zip(pull(arrays, cotangent), (expected[0], *expected[3:]), strict=True):
         assert_close(out, wanted, GRADIENT)
 
 

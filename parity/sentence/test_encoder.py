@@ -22,7 +22,9 @@ import weights
 from pallas_models import gpt2, minilm, target
 from pallas_models.corpus.command import EXAMPLES
 from pallas_models.corpus.embedder import Embedder
-from pallas_models.minilm import CrossEncoder, Encoder, packing, pipeline, programs
+from pallas_models.minilm import CrossEncoder, Encoder
+from pallas_models.sentence import packing, pipeline, programs
+from parity import ROOT
 from parity.support.common import assert_close, by_device, cosines
 from parity.weights import checkpoints
 from parity.weights.checkpoints import CONFIG, WORDS, bert_tensors
@@ -333,7 +335,8 @@ PROGRAM = """
 import sys
 import jax, numpy as np, pytest
 from pallas_models.__main__ import main
-from pallas_models.minilm import Encoder, programs
+from pallas_models.minilm import Encoder
+from pallas_models.sentence import programs
 
 folder, sentences = sys.argv[1], open(sys.argv[2]).read().splitlines()
 run, used = programs.Programs.__call__, []
@@ -380,8 +383,7 @@ def test_devices_take_turns(folder, tmp_path):
     """Three devices of a CPU give what one gives, in the same order; a process has the devices it begins with."""
     (tmp_path / "sentences.txt").write_text("\n".join(random_sentences(60)))
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "sentences.txt"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -495,7 +497,7 @@ def test_a_long_list_s_program_is_lowered_while_its_first_texts_are_tokenized(fo
     monkeypatch.setattr(pipeline, "MANY", 50)
     monkeypatch.setattr(pipeline, "CHUNK", 20)
     monkeypatch.setattr(pipeline, "_tokenized", after)
-    monkeypatch.setattr(Encoder, "_elsewhere", lambda self, call, count: None)
+    monkeypatch.setattr(Encoder, "_elsewhere", lambda self, programs, count: None)
     encoder.encode(["a man" if i % 2 else "a man is playing" for i in range(100)], batch_size=8)
     assert seen[0] == [(2, 8, 20)]
 
@@ -678,7 +680,7 @@ try:
 except ImportError as error:
     print(error)
 """)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -762,7 +764,7 @@ def test_real_embeddings_know_meaning(real_encoder):
 
 @checkpoints.needs_real_weights
 def test_readme_example(capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]  # the others need weights from a hub
     names: dict = {}
     exec(example, names)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import minilm
-from pallas_models.minilm import packing
+from pallas_models._modules import position_ids
+from pallas_models.sentence import packing
 from parity.models.test_minilm import SMALL, in_every_dtype
 from parity.support.common import KERNEL, ON_GPU, assert_close, cosines, normal, random_params
 from parity.support.tolerances import COSINE, MODEL, MODEL_GRADIENT
@@ -95,7 +96,7 @@ def test_many_sentences_need_one_shape():
 def test_position_ids():
     segments = jnp.array([[0, 0, 0, 1, 2, 2], [3, 3, -1, -1, -1, 4], [0, 0, 0, 0, 0, 0]])
     expected = [[0, 1, 2, 0, 0, 1], [0, 1, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5]]
-    assert packing.position_ids(segments).tolist() == expected
+    assert position_ids(segments).tolist() == expected
 
 
 def packed(

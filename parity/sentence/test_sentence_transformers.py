@@ -13,7 +13,7 @@ import pytest
 
 import weights
 from pallas_models.minilm import Encoder
-from pallas_models.minilm.heads import Dense, Head, Normalize
+from pallas_models.sentence.heads import Dense, Head, Normalize
 from parity.sentence import encoder_checkpoints
 from parity.sentence.encoder_checkpoints import sentences
 from parity.support.common import ON_GPU, assert_close, cosines

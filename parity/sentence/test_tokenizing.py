@@ -18,7 +18,9 @@ import pytest
 import tokenizers
 
 import weights
-from pallas_models.minilm import Encoder, pipeline, tokenizer_process, tokenizing
+from pallas_models.minilm import Encoder
+from pallas_models.sentence import pipeline, tokenizer_process, tokenizing
+from parity import ROOT
 from parity.weights import checkpoints
 from parity.weights.checkpoints import needs_real_weights as needs_real
 
@@ -199,7 +201,7 @@ def is_there(pid: int) -> bool:
 
 PROGRAM = """
 import os, signal
-from pallas_models.minilm import tokenizing
+from pallas_models.sentence import tokenizing
 from parity.weights.checkpoints import word_tokenizer
 processes = tokenizing.Processes(word_tokenizer(), 1)
 processes(["a man"], 9)
@@ -212,7 +214,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_processes_end_with_the_one_that_asks():
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
     deadline = time.monotonic() + 30

@@ -278,13 +278,13 @@ def _call_embed_tokens(word, position, token_type, scale, bias, ids, types, **op
     )
 
 
-def _call_linear_cross_entropy(x, kernel, bias, weights, labels, **options):
+def _call_linear_cross_entropy(x, w, bias, weights, labels, **options):
     options = dict(bias=bias, weights=weights, label_smoothing=0.1, reduction=None) | options
-    return ops.linear_cross_entropy(x, kernel, labels, **options)
+    return ops.linear_cross_entropy(x, w, labels, **options)
 
 
-def _call_mean_linear_cross_entropy(x, kernel, bias, weights, labels, **options):
-    mean = _call_linear_cross_entropy(x, kernel, bias, weights, labels, reduction="mean", **options)
+def _call_mean_linear_cross_entropy(x, w, bias, weights, labels, **options):
+    mean = _call_linear_cross_entropy(x, w, bias, weights, labels, reduction="mean", **options)
     return jnp.broadcast_to(mean, labels.shape)  # the tests ask for the axes of the operands
 
 

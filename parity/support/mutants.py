@@ -1,13 +1,16 @@
-"""Small breaks of kernels, dispatch, models and loaders, and the tests that are to see each: see `mutate.py`.
+"""Small breaks of kernels, dispatch, models and loaders, each with the tests that have to notice it.
 
-They stand in `mutants.txt`: "/x" for `pallas_models/x.py`, below it for each break the lines
-that are in it after "-", those that take their place after "+", and the tests after a space: "matmul -k gelu" are
-those of `test_matmul.py`.
+`mutants.txt` holds them. A line "/x" names the file `pallas_models/x.py`, and the breaks of that file follow it. A
+break is the lines of the file that it replaces, after "-", the lines that take their place, after "+", and the
+tests, after a space: "matmul -k gelu" means `parity/ops/test_matmul.py -k gelu`. A name is that of a test file of
+`parity/ops`, or of the only one in another folder; "weights/gpt2" names the folder too. `mutate.py` runs them.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+
+from parity import ROOT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,16 +18,29 @@ class Mutant:
     """A break.
 
     Attributes:
-      file: of the project.
-      old: what is in it, exactly once.
-      new: what takes its place.
-      tests: arguments of pytest: a file of `parity` and, after it, which of its tests.
+      file: the file to break, from the root of the project.
+      old: a text that the file holds exactly once.
+      new: the text that takes its place.
+      tests: arguments of pytest: files, from the root of the project, and after them which of their tests.
     """
 
     file: str
     old: str
     new: str
     tests: str
+
+
+def _file_of(name: str) -> str:
+    """The test file of a name in `mutants.txt`, from the root of the project."""
+    folder, _, stem = name.rpartition("/")
+    if not folder and (ROOT / "parity" / "ops" / f"test_{stem}.py").exists():
+        folder = "ops"
+    found = [
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "parity").glob(f"{folder or '*'}/test_{stem}.py")
+    ]
+    if len(found) != 1:
+        raise LookupError(f"mutants.txt names the tests {name!r}, which are {found or 'nowhere'}")
+    return found[0]
 
 
 def _read(path: Path) -> Iterator[Mutant]:
@@ -36,7 +52,7 @@ def _read(path: Path) -> Iterator[Mutant]:
         elif line[0] == " ":
             old, new = ("\n".join(lines[kind]) for kind in "-+")
             names, k, chosen = line[1:].partition(" -k ")
-            tests = " ".join(f"test_{name}.py" for name in names.split())
+            tests = " ".join(map(_file_of, names.split()))
             yield Mutant(file, old, new, tests + k + chosen)
             lines = {"-": [], "+": []}
         else:

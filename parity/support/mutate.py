@@ -1,8 +1,8 @@
-"""`python -m parity mutate`: do the tests see it when something is broken?
+"""`python -m parity mutate`: do the tests notice when something is broken?
 
-Applies the breaks of `parity/support/mutants.txt` one after another to a copy of the project and runs the tests
-that each names. A mutant that its tests let pass lives. The exit code is 0 where none does, and 2 where tests fail
-as it is.
+It applies the breaks of `parity/support/mutants.txt`, one after another, to a copy of the project and runs the
+tests that each break names. A mutant lives if its tests pass. The exit code is 0 if every mutant is killed, 1 if
+one lives, and 2 if tests fail on the unbroken copy.
 """
 
 import argparse
@@ -24,17 +24,15 @@ from typing import Any
 
 from pallas_models import files
 from pallas_models._processes import cores
+from parity import ROOT
 from parity.support.mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).parents[2]
-_LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "__pycache__", ".*_cache", "build", "dist", "models", ".hypothesis"
-)
+_OUTPUTS = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "build", "dist", ".hypothesis")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a mutant: `killed` by failing tests, or it `lives`, or its tests `cannot run`."""
+    """The fate of a mutant: tests that fail `killed` it, or it `lives`, or its tests `cannot run`."""
 
     mutant: Mutant
     state: str
@@ -42,11 +40,16 @@ class Outcome:
     seconds: float
 
 
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """The names in a folder of the project that a copy does not need."""
+    return set(_OUTPUTS(folder, names)) | ({"models"} if Path(folder) == ROOT else set())  # converted weights
+
+
 def applied(mutant: Mutant, text: str) -> str:
     """The text of the mutant's file with the break in it.
 
     Raises:
-      ValueError: what is to be replaced is not there exactly once.
+      ValueError: the file does not hold the text to replace exactly once.
     """
     if (count := text.count(mutant.old)) != 1:
         raise ValueError(f"{mutant.file} has {mutant.old!r} {count} times; expected once")
@@ -55,8 +58,8 @@ def applied(mutant: Mutant, text: str) -> str:
 
 def tested(tests: str, tree: Path, seconds: float) -> subprocess.CompletedProcess[str]:
     """Runs tests, given as in a mutant, on a copy of the project."""
-    parts = [str(next(tree.glob(f"parity/**/{x}"))) if x.endswith(".py") else x for x in shlex.split(tests)]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *parts]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    command += shlex.split(tests)
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -104,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trees: queue.Queue[Path] = queue.Queue()
         for i in range(args.workers):
-            trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=_LEFT_OUT)))
+            trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=_left_out)))
 
         def run(function: Callable[..., Any], what: Any) -> Any:
             tree = trees.get()

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_models import files
+from parity import ROOT
 from parity.__main__ import describe_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -37,7 +38,7 @@ _HOST = re.compile(r"=========\s+(?:Host Frame:|in /|Saved host backtrace|$)")
 # Of XLA's: none to choose from, and none of cuBLAS, which brings many that are not run.
 _FEW_KERNELS = "--xla_gpu_autotune_level=0 --xla_gpu_cublas_fallback=false"
 
-_NAMES = "from parity import sanitize; print(*sanitize.served(), sep='\\n')"
+_NAMES = "from parity.support import sanitize; print(*sanitize.served(), sep='\\n')"
 
 
 def runs() -> Iterator[tuple[str, Any, str, int]]:
@@ -142,9 +143,7 @@ def environment(cache: str) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
 
 
@@ -170,7 +169,7 @@ def sanitize(
     tool: str | None, call: str, *, program: str, until: float, environment: dict[str, str], patience: float
 ) -> Outcome:
     """Runs a call under one tool, or under none, which finds nothing; again while the process hangs."""
-    command = [sys.executable, "-c", f"from parity import sanitize; sanitize.run_call({call!r})"]
+    command = [sys.executable, "-c", f"from parity.support import sanitize; sanitize.run_call({call!r})"]
     if tool is not None:
         command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20", *command]
     tries, code, log = 0, -signal.SIGKILL, ""

@@ -4,18 +4,18 @@ import csv
 import itertools
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pallas_models import minilm
+from parity import ROOT
 from parity.support.common import assert_close
 from parity.weights import checkpoints
 
 pytest.importorskip("orbax.checkpoint")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(autouse=True)

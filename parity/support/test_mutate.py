@@ -1,4 +1,4 @@
-"""That every mutant can be made, and that those which live are found."""
+"""Every mutant can be made, and a mutant that lives is found."""
 
 import ast
 import shlex
@@ -18,7 +18,7 @@ def test_every_mutant_applies():
         assert broken != text
         ast.parse(broken)  # what does not even parse would be killed by any test
         files = [part for part in shlex.split(mutant.tests) if part.endswith(".py")]
-        assert files and all(len(list(ROOT.glob(f"parity/**/{file}"))) == 1 for file in files)
+        assert files and all((ROOT / file).exists() for file in files)
     assert len({(mutant.file, mutant.new) for mutant in MUTANTS}) == len(MUTANTS) >= 60
 
 
@@ -36,7 +36,7 @@ def test_outcomes(monkeypatch, tmp_path, capsys, old, state, code):
         "from two import two\n\n\ndef test_two():\n    assert two == 2\n"
     )
     monkeypatch.setattr(mutate, "ROOT", tmp_path)
-    monkeypatch.setattr(mutate, "MUTANTS", [Mutant("two.py", old, "1 + 2", "test_two.py")])
+    monkeypatch.setattr(mutate, "MUTANTS", [Mutant("two.py", old, "1 + 2", "parity/test_two.py")])
     output = tmp_path / "out" / "mutants.json"
     assert check.main(["mutate", "--workers", "1", "--output", str(output)]) == code
     assert capsys.readouterr().out.startswith(state)
@@ -44,4 +44,4 @@ def test_outcomes(monkeypatch, tmp_path, capsys, old, state, code):
     assert (tmp_path / "two.py").read_text() == "two = 1 + 1  # comment\n"
     (tmp_path / "parity" / "test_two.py").write_text("def test_two():\n    assert False\n")
     assert check.main(["mutate", "--workers", "1"]) == 2
-    assert "do not pass as it is:\ntest_two.py" in capsys.readouterr().err
+    assert "do not pass as it is:\nparity/test_two.py" in capsys.readouterr().err

@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from parity import ROOT
 from parity.support import sharing
 from parity.support.sharing import GB
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import weights
 from pallas_models import gpt2, minilm, qwen3
 from pallas_models.minilm import Encoder
+from parity import ROOT
 from parity.models import decoder_checkpoints
 from parity.support.common import assert_close, random_params
 from parity.weights import checkpoints
@@ -403,7 +404,7 @@ assert abs(float(jax.numpy.sum(embedding**2)) - 1) < 1e-5
 assert "tokenizers" not in sys.modules  # only the text encoder needs it
 """
     command = [sys.executable, "-c", program, str(folder), str(tmp_path / "own.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

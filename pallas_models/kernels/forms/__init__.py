@@ -1,12 +1,19 @@
 """What a call of each op is: one record a file, by the name of the op, which references and kernels take."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
+import numpy as np
 
 # What a form holds in the place of each operand: an array, or its shape and dtype.
-A = TypeVar("A", bound=jax.Array | jax.ShapeDtypeStruct)
+A = TypeVar("A", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+@functools.cache
+def _options(form: type["Form"]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(form) if field.name not in form.OPERANDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +39,7 @@ class Form:
     @property
     def options(self) -> dict[str, Any]:
         """The options by name."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in names if name not in self.OPERANDS}
+        return {name: getattr(self, name) for name in _options(type(self))}
 
     def of(self, operands: tuple[Any, ...]) -> Self:
         """The same call of other operands."""

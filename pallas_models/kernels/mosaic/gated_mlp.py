@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.gated_mlp import Form
 from pallas_models.kernels.mosaic.common import gemm as _gemm
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -27,30 +28,26 @@ from pallas_models.kernels.mosaic.common.gemm import (
 )
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import row, untiled
-from pallas_models.kernels.mosaic.matmul import num_slots
+from pallas_models.kernels.mosaic.matmul import is_long, num_slots
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
-def unsupported(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    bias: jax.Array | None,
-    *,
-    activation: str | None,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    return_products: bool = False,
-) -> str | None:
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `gated_matmul` does not serve a call; None if it does."""
+    (m, n, k), x = form.sizes, form.x
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
-    k, _, n = w_gate_up.shape
     return (
         untiled("x", x.shape, x.dtype)
         or untiled("gate and up", (k, n), x.dtype)
-        or untiled("the result", (x.shape[0], n), out_dtype)
+        or untiled("the result", (m, n), form.out_dtype)
     )
+
+
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether it is the faster kernel for a call that it serves."""
+    return is_long(form.x.shape[0], form.w_gate_up.size)
 
 
 def shared_memory(config: Config, out_dtype: DTypeLike, *, products: DTypeLike | None = None) -> int:
@@ -79,37 +76,23 @@ def heuristic(
 
 
 def gated_matmul(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    bias: jax.Array | None,
-    *,
-    activation: str | None,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
-    return_products: bool = False,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> Any:
-    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`.
-
-    With `return_products` both products too, in the dtype of x: (result, x @ gate, x @ up).
-    """
-    (m, k), n = x.shape, w_gate_up.shape[2]
-    del precision  # of float32, see `unsupported`
-    kept = x.dtype if return_products else None
-    form: dict[str, Any] = dict(out_dtype=out_dtype, products=kept)
-    size = functools.partial(shared_memory, **form)
+    """Both products in one kernel, with `return_products` a triple of the result and them."""
+    (m, n, k), x, bias, out_dtype = form.sizes, form.x, form.bias, form.out_dtype
+    kept = x.dtype if form.return_products else None
+    what: dict[str, Any] = dict(out_dtype=out_dtype, products=kept)
+    size = functools.partial(shared_memory, **what)
     config = choose(
         config,
         Problem(
             backend="mosaic",
             op="gated_matmul",
-            shape={"m": m, "n": n, "k": k} | ({"products": 1} if return_products else {}),
+            shape={"m": m, "n": n, "k": k} | ({"products": 1} if form.return_products else {}),
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, k, target, **form),
+            heuristic=functools.partial(heuristic, m, n, k, target, **what),
             candidates=functools.partial(candidates, m, 2 * n, size, target, parts=2),
             shared_memory=size,
         ),
@@ -142,7 +125,7 @@ def gated_matmul(
             return y if bias is None else y + row(refs.bias_tiles.at[warpgroup, part, block.columns], y.shape)
 
         def value(block: Block, slot: Ref) -> jax.Array:
-            return activate(activation, product(0, block, slot), out_dtype) * product(1, block, slot)
+            return activate(form.activation, product(0, block, slot), out_dtype) * product(1, block, slot)
 
         for part in range(2 if kept is not None else 0):
             of_part = functools.partial(product, part)
@@ -152,7 +135,7 @@ def gated_matmul(
 
     product_type = None if kept is None else jax.ShapeDtypeStruct((m, n), kept)
     out, *products = gemm(
-        dict(x=x, w=w_gate_up, bias=bias),
+        dict(x=x, w=form.w_gate_up, bias=bias),
         dict(
             o=jax.ShapeDtypeStruct((m, n), out_dtype),
             gate=product_type,

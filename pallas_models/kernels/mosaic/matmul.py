@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.matmul import Activation, Form
 from pallas_models.kernels.mosaic.common import gemm as _gemm
 from pallas_models.kernels.mosaic.common.activations import activate, derivative
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -37,48 +38,39 @@ from pallas_models.tuning import Chooser, Problem, choose
 _LARGE = 1 << 20  # weights
 
 
-def unsupported(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    transpose_w: bool,
-    activation: str | None,
-    acc_dtype: DTypeLike,
-    out_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-    algorithm: str | None,
-    batch: int,
-    return_preactivation: bool = False,
-) -> str | None:
+def unsupported(form: Form[Any], target: Target) -> str | None:
     """Why `matmul` does not serve a call; None if it does."""
+    x, w, residual = form.x, form.w, form.residual
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
-    if jnp.dtype(acc_dtype) != jnp.float32:
-        return f"accumulates in float32, not {jnp.dtype(acc_dtype)}"
-    if residual is not None and residual.dtype != out_dtype:
-        return f"takes a residual of the dtype of the result, {out_dtype}, not {residual.dtype}"
-    if algorithm is not None:
-        return f"has none of the algorithms of the Triton kernel, such as {algorithm!r}"
-    if batch > 1:
+    if form.acc_dtype != jnp.float32:
+        return f"accumulates in float32, not {form.acc_dtype}"
+    if residual is not None and residual.dtype != form.out_dtype:
+        return f"takes a residual of the dtype of the result, {form.out_dtype}, not {residual.dtype}"
+    if form.algorithm is not None:
+        return f"has none of the algorithms of the Triton kernel, such as {form.algorithm!r}"
+    if form.batch > 1:
         return "takes no batch of weights"
-    n = w.shape[0 if transpose_w else 1]
+    m, n, _ = form.sizes
     return (
         untiled("x", x.shape, x.dtype)
         or untiled("w", w.shape, w.dtype)
-        or untiled("the result", (x.shape[0], n), out_dtype)
+        or untiled("the result", (m, n), form.out_dtype)
     )
 
 
-def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
-    """Whether it is the faster kernel for a call that it serves; so for gated products.
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether it is the faster kernel for a call that it serves."""
+    return is_long(form.x.shape[0], form.w.size)
 
-    XLA has a Triton kernel begin while the one before it ends, but not a kernel of Mosaic. Where both are short
-    that decides.
+
+def is_long(rows: int, weights: int) -> bool:
+    """Whether a product of so many rows and weights takes so long that Mosaic's kernel is faster than Triton's.
+
+    XLA has a Triton kernel begin while the kernel before it ends, but not a kernel of Mosaic. Where both kernels
+    are short that decides.
     """
-    rows = x.shape[0]
-    return rows >= 256 or (rows >= 128 and w.size >= _LARGE)
+    return rows >= 256 or (rows >= 128 and weights >= _LARGE)
 
 
 # Fitted to 34 products of 128 to 32768 rows and K of 384 to 12288 in bfloat16 on an H200; the tiles that the fit
@@ -167,23 +159,12 @@ def heuristic(
 
 
 def matmul(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
+    form: Form[jax.Array],
     *,
-    transpose_w: bool,
-    activation: str | None,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    algorithm: str | None,
-    batch: int,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-    return_preactivation: bool = False,
-    slope: str | None = None,
+    slope: Activation | None = None,
     peers: Peers | None = None,
 ) -> Any:
     """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
@@ -195,18 +176,26 @@ def matmul(
     (GPUs, M / GPUs, N), is what all GPUs stored. Parts are multiples of the rows of a tile, at most 256, and N of
     its columns.
     """
-    if transpose_w and interpret and not interprets_transposed():
-        w, transpose_w = w.T, False
-    (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    del acc_dtype, precision, algorithm, batch  # see `unsupported`
-    kept = x.dtype if return_preactivation else None
-    form: dict[str, Any] = dict(out_dtype=out_dtype, residual=residual is not None, preactivation=kept)
-    size = functools.partial(shared_memory, k=k, **form)
+    if form.transpose_w and interpret and not interprets_transposed():
+        form = form.replace(w=form.w.T, transpose_w=False)
+    x, w, bias, residual, transpose_w, activation = (
+        form.x,
+        form.w,
+        form.bias,
+        form.residual,
+        form.transpose_w,
+        form.activation,
+    )
+    m, n, k = form.sizes
+    out_dtype = form.out_dtype
+    kept = x.dtype if form.return_preactivation else None
+    what: dict[str, Any] = dict(out_dtype=out_dtype, residual=residual is not None, preactivation=kept)
+    size = functools.partial(shared_memory, k=k, **what)
     variant = {
         "transpose_w": transpose_w,
         "residual": residual is not None,
         "activation": activation is not None,
-        "preactivation": return_preactivation,
+        "preactivation": kept is not None,
         "wide_out": jnp.dtype(out_dtype).itemsize == 4,
         "slope": slope is not None,
         "peers": peers is not None,
@@ -229,7 +218,7 @@ def matmul(
                 activation=activation is not None,
                 slope=slope is not None,
                 peers=peers is not None,
-                **form,
+                **what,
             ),
             candidates=functools.partial(candidates, m, n, size, target, resident=True),
             shared_memory=size,

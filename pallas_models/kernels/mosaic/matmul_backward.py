@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.matmul import Form
 from pallas_models.kernels.mosaic.common import gemm as _gemm
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.gemm import Beside, Block, Output, Tile, blocks, gemm, staging, store
@@ -103,11 +104,12 @@ def shared_memory(config: Config) -> int:
     return _gemm.shared_memory(config, config.num_slots) + 2048 + 4 * _COLUMNS  # where warps add up columns
 
 
-def unsupported(x: jax.Array, w: jax.Array, *_: Any, transpose_w: bool, **__: Any) -> str | None:
-    """Why `weight_gradient` does not serve the gradient of a product of x (M, K) and w; None if it does."""
+def unsupported(form: Form[jax.ShapeDtypeStruct]) -> str | None:
+    """Why `weight_gradient` does not serve the gradient of a product; None if it does."""
+    x, w = form.x, form.w
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
-    if transpose_w:
+    if form.transpose_w:
         return "takes no transposed w"
     return untiled("x", x.shape, x.dtype) or untiled("w", w.shape, w.dtype)
 

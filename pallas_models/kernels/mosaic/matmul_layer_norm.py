@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.gemm import Block, Config, Output, Tile, gemm, staging, store
 from pallas_models.kernels.mosaic.common.launch import Refs
@@ -19,51 +20,41 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 _MOST_COLUMNS = 512  # of rows that fit on a multiprocessor, a half in the registers of each warpgroup
 _ROWS = 64  # of a tile
-_CORES = 132  # of an H200, on which it was measured
 _COLUMNS = 64  # that leave at a time, as in `store`
 
 
-def unsupported(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    return_kept: bool = False,
-) -> str | None:
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `matmul_layer_norm` does not serve a call; None if it does."""
+    x, residual = form.x, form.residual
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
     if residual is not None and residual.dtype != x.dtype:
         return f"takes a residual of the dtype of x, {x.dtype}, not {residual.dtype}"
-    if return_kept:
+    if form.return_kept:
         return "does not keep what the gradient wants"
-    n = w.shape[1]
+    _, n, _ = form.sizes
     if n % (2 * _COLUMNS) or n > _MOST_COLUMNS:
         return f"takes rows of up to {_MOST_COLUMNS} columns in multiples of {2 * _COLUMNS}, not of {n}"
     return untiled("x", x.shape, x.dtype)
 
 
-def fills(x: jax.Array | jax.ShapeDtypeStruct, share: float = 0.72) -> bool:
-    """Whether tiles of the rows of x are at least a share of what multiprocessors have in as many rounds.
+def fills(rows: int, target: Target, share: float = 0.72) -> bool:
+    """Whether tiles of so many rows are at least a share of what multiprocessors have in as many rounds.
 
     A round of tiles takes its time however few there are in it: 0.72 of what Triton's kernel takes for 8192 rows,
     which are one for nearly every multiprocessor of an H200.
     """
-    tiles = pl.cdiv(x.shape[0], _ROWS)
-    return tiles >= share * _CORES * pl.cdiv(tiles, _CORES)
+    tiles = pl.cdiv(rows, _ROWS)
+    return tiles >= share * target.num_cores * pl.cdiv(tiles, target.num_cores)
 
 
-def prefer(x: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves.
 
-    So it is in its first round with half of the tiles too: Triton has two kernels there.
+    It is faster with half of the tiles of its first round too, where Triton has two kernels.
     """
-    return fills(x, 0.72 if x.shape[0] > _CORES * _ROWS else 0.5)
+    rows = form.x.shape[0]
+    return fills(rows, target, 0.72 if rows > target.num_cores * _ROWS else 0.5)
 
 
 def shared_memory(config: Config) -> int:
@@ -91,22 +82,10 @@ def candidates(n: int, target: Target) -> Iterator[Config]:
 
 
 def matmul_layer_norm(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """layer_norm(x @ w + bias + residual) for x (M, K); see `pallas_models.ops.matmul_layer_norm`."""
-    (m, k), n = x.shape, w.shape[1]
-    del precision  # of float32, see `unsupported`
+    """Product, residual and layer norm in one kernel, whose CTAs have whole rows."""
+    (m, n, k), x, bias, residual = form.sizes, form.x, form.bias, form.residual
     config = choose(
         config,
         Problem(
@@ -127,7 +106,7 @@ def matmul_layer_norm(
         raise ValueError(f"{config} has the wrong tiles; expected {expected}")
     half = n // 2
     blocks = [Block(0, column, _COLUMNS) for column in range(0, half, _COLUMNS)]
-    vectors = {"scale": scale, "offset": offset} | ({} if bias is None else {"bias": bias})
+    vectors = {"scale": form.scale, "offset": form.offset} | ({} if bias is None else {"bias": bias})
     scratch_types: dict[str, Any] = dict(
         slots=staging(config, blocks, x.dtype, len(blocks)),
         ready=plgpu.Barrier(num_arrivals=len(vectors) + (0 if residual is None else len(blocks)), num_barriers=2),
@@ -182,7 +161,7 @@ def matmul_layer_norm(
         if residual is not None:
             ys = [y + refs.slots.at[warpgroup, i][...].astype(jnp.float32) for i, y in enumerate(ys)]
         mean, variance = moments(refs, ys, warpgroup)
-        rstd = jax.lax.rsqrt(variance + epsilon)
+        rstd = jax.lax.rsqrt(variance + form.epsilon)
 
         def value(block: Block, _: Ref) -> jax.Array:
             y = (ys[block.column // _COLUMNS] - along_rows(mean)) * along_rows(rstd)
@@ -191,7 +170,7 @@ def matmul_layer_norm(
         store(tile, blocks, Output(refs.slots, warpgroup, refs.o, value), wait=residual is None)
 
     (out,) = gemm(
-        dict(x=x, w=w, residual=residual, **vectors),
+        dict(x=x, w=form.w, residual=residual, **vectors),
         dict(o=jax.ShapeDtypeStruct((m, n), x.dtype)),
         config=config,
         m=m,

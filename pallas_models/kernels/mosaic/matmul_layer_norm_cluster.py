@@ -6,19 +6,19 @@ The CTAs of a cluster share the columns of 64 rows, and tell one another the mom
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.cluster_sums import all_gather
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, tiled
-from pallas_models.target import Target, current
+from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _ROWS = 64  # of a tile: those of one instruction of the tensor cores
@@ -72,33 +72,20 @@ def _at_once(m: int, n: int, block_n: int, target: Target) -> bool:
     return pl.cdiv(m, _ROWS) * ctas <= target.num_cores * (132 if ctas <= 2 else 100) // 132
 
 
-def prefer(x: jax.Array, w: jax.Array, *_: jax.Array | None, **__: Any) -> bool:
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the fastest kernel for a call that it serves, as measured on an H200.
 
     With fewer rows Triton is faster, which adds up parts of the contraction; with more the kernel of whole rows.
     """
-    (m, k), n = x.shape, w.shape[1]
-    target = current()
+    m, n, k = form.sizes
     return m >= max(256, k // 3) and any(_at_once(m, n, block_n, target) for block_n in _parts(n))
 
 
 def matmul_layer_norm(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """layer_norm(x @ w + bias + residual) for x (M, K), in calls that the kernel of whole rows serves too."""
-    del precision
-    (m, k), n, dtype = x.shape, w.shape[1], x.dtype
+    """Product, residual and layer norm in one kernel, for calls that the kernel of whole rows serves too."""
+    (m, n, k), x, dtype, residual = form.sizes, form.x, form.x.dtype, form.residual
     config = choose(
         config,
         Problem(
@@ -187,7 +174,7 @@ def matmul_layer_norm(
             # As in Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
             mean = total(lambda j: moment(j, 0)) * (1.0 / ctas)
             square = total(lambda j: moment(j, 1) + jnp.square(moment(j, 0) - mean) * block_n)
-        rstd = jax.lax.rsqrt(square * (1.0 / n) + epsilon)
+        rstd = jax.lax.rsqrt(square * (1.0 / n) + form.epsilon)
         refs.slot[...] = ((y - along(mean, 0)) * along(rstd, 0) * scale + offset).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.slot, refs.o.at[rows, columns])
@@ -195,7 +182,7 @@ def matmul_layer_norm(
 
     (out,) = launch(
         body,
-        dict(x=x, w=w, scale=scale, offset=offset, bias=bias, residual=residual),
+        dict(x=x, w=form.w, scale=form.scale, offset=form.offset, bias=form.bias, residual=residual),
         dict(o=jax.ShapeDtypeStruct((m, n), dtype)),
         dict(
             x_ring=tiled((num_stages, _ROWS, block_k), dtype),

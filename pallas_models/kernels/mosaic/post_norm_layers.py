@@ -366,8 +366,8 @@ def post_norm_layers(
                 s = jnp.dot(refs.qkv_t[:FEATURES].T, keys[...], preferred_element_type=jnp.float32)
             else:
                 s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
-            apply = functools.partial(elementwise, interpret=interpret)
-            taken = load_vector(refs.taken, 1, interpret=interpret)
+            apply = elementwise
+            taken = load_vector(refs.taken, 1)
             s = apply(lambda s, taken: jnp.where(taken == 0, -jnp.inf, s), s, columns=[taken])
             if seq < tokens:
                 query, key = (
@@ -415,7 +415,7 @@ def post_norm_layers(
                 share(rank, then, 1, refs.y.at[pl.ds(0, _WIDTH)], FEATURES)
 
             def hidden(values: jax.Array, rank: jax.Array, then: jax.Array) -> None:
-                apply = functools.partial(elementwise, interpret=interpret)
+                apply = elementwise
                 store(apply(lambda x: activate(activation, x, dtype), values), "h_t")
                 meet(2)
                 share(rank, then, 2, refs.h_t)
@@ -423,10 +423,8 @@ def post_norm_layers(
             def work(rank: jax.Array, index: jax.Array) -> None:
                 first = i * layer_steps + half * (ranks * head_steps)
                 first += index * jnp.where(half == 0, head_steps, hidden_steps)
-                bias = load_vector(
-                    refs.vectors.at[half, index, pl.ds(warpgroup * _BLOCK, _BLOCK)], 0, interpret=interpret
-                )
-                values = elementwise(operator.add, product(first), rows=[bias], interpret=interpret)
+                bias = load_vector(refs.vectors.at[half, index, pl.ds(warpgroup * _BLOCK, _BLOCK)], 0)
+                values = elementwise(operator.add, product(first), rows=[bias])
                 pl.when(half == 0)(lambda: head(values, rank, first + steps))
                 pl.when(half == 1)(lambda: hidden(values, rank, first + steps))
                 if interpret:

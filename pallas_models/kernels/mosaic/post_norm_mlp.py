@@ -95,7 +95,7 @@ def attention_post_norm_mlp(
     """`post_norm_mlp` of what attention gives for qkv (B, S, 3 N); tokens see those of the same of ids (B, S)."""
     batch, seq, _ = x.shape
     ids = None if ids is None else ids.astype(jnp.int32)
-    heads = Heads(num_heads=num_heads, keys=seq, ids=ids, interpret=interpret)
+    heads = Heads(num_heads=num_heads, keys=seq, ids=ids)
     rows = (a.reshape(batch * seq, a.shape[2]) for a in (qkv, x))
     return post_norm_mlp(*rows, *others, heads=heads, interpret=interpret, **options).reshape(x.shape)
 
@@ -280,7 +280,7 @@ def post_norm_mlp(
             plgpu.wgmma_wait(0)
             ring.release(slot_of(steps - 1))
 
-        apply = functools.partial(elementwise, interpret=interpret)
+        apply = elementwise
         own_columns = pl.Slice(warpgroup * half, half)
 
         def block_of(tiles: Ref, k: jax.Array) -> Ref:
@@ -299,14 +299,12 @@ def post_norm_mlp(
             for i, value in enumerate((mean, square)):
                 refs.moments.at[warpgroup, i][...] = value
             meet(refs.known.at[0])
-            mean_there, square_there = (
-                load_vector(refs.moments.at[other, i], 0, interpret=interpret) for i in range(2)
-            )
+            mean_there, square_there = (load_vector(refs.moments.at[other, i], 0) for i in range(2))
             square += square_there + jnp.square(mean - mean_there) * (half / 2)
             return (mean + mean_there) * 0.5, square * (1.0 / n)
 
         def vector(i: jax.Array) -> jax.Array:
-            return load_vector(refs.vector_tiles.at[i, own_columns], 1, interpret=interpret)
+            return load_vector(refs.vector_tiles.at[i, own_columns], 1)
 
         def shifted(x: jax.Array, bias: jax.Array) -> jax.Array:
             return x.astype(jnp.float32) + bias
@@ -369,7 +367,7 @@ def post_norm_mlp(
 
             def bias_of(j: jax.Array) -> jax.Array:
                 there = refs.bias_tile.at[pl.ds(j * n + warpgroup * half, half)]
-                return load_vector(there, 1, interpret=interpret)
+                return load_vector(there, 1)
 
             def of_round(j: jax.Array, bias: jax.Array) -> jax.Array:
                 first = start + j * round_steps + warpgroup * up_steps

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -101,23 +102,12 @@ def _embed_tokens_kernel(
 
 
 def embed_tokens(
-    ids: jax.Array,
-    token_type_ids: jax.Array | None,
-    position_ids: jax.Array | None,
-    word: jax.Array,
-    position: jax.Array,
-    token_type: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    *,
-    epsilon: float,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """Embeds ids (B, S) to (B, S, N); see `pallas_models.ops.embed_tokens`."""
-    batch, seq = ids.shape
-    m, n = batch * seq, word.shape[1]
+    """Embeds ids (B, S) to (B, S, N)."""
+    batch, seq = form.ids.shape
+    ids, dtype = (form.ids, form.token_type_ids, form.position_ids), form.word.dtype
+    m, n = batch * seq, form.word.shape[1]
     config = choose(
         config,
         Problem(
@@ -125,7 +115,7 @@ def embed_tokens(
             op="embed_tokens",
             shape={"m": m, "n": n},
             bucketed=("m",),
-            dtype=word.dtype,
+            dtype=dtype,
             config=Config,
             heuristic=functools.partial(heuristic, m, n),
             candidates=functools.partial(configs, m, n),
@@ -133,18 +123,18 @@ def embed_tokens(
         target,
     )
     out = pl.pallas_call(
-        functools.partial(_embed_tokens_kernel, config=config, seq=seq, epsilon=epsilon),
-        out_shape=jax.ShapeDtypeStruct((m, n), word.dtype),
+        functools.partial(_embed_tokens_kernel, config=config, seq=seq, epsilon=form.epsilon),
+        out_shape=jax.ShapeDtypeStruct((m, n), dtype),
         grid=(pl.cdiv(m, config.block_m),),
         compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="embed_tokens",
     )(
-        *(None if x is None else x.reshape(m).astype(jnp.int32) for x in (ids, token_type_ids, position_ids)),
-        word,
-        position,
-        token_type,
-        scale,
-        bias,
+        *(None if x is None else x.reshape(m).astype(jnp.int32) for x in ids),
+        form.word,
+        form.position,
+        form.token_type,
+        form.scale,
+        form.bias,
     )
     return out.reshape(batch, seq, n)

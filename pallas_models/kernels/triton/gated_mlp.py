@@ -11,10 +11,13 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.gated_mlp import Form
+from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.common import activate, compiler_params, load, tile_mask
-from pallas_models.kernels.triton.matmul import (
+from pallas_models.kernels.triton.product import (
     Config,
+    Dot,
     Load,
     Tile,
     accumulate,
@@ -63,8 +66,8 @@ def _gated_matmul_kernel(
     up_ref: Ref | None,  # (M, N)
     *,
     config: Config,
-    activation: str | None,
-    precision: jax.lax.Precision,
+    activation: Activation | None,
+    dot: Dot,
     interpret: bool,
 ) -> None:
     m, n = o_ref.shape
@@ -75,8 +78,7 @@ def _gated_matmul_kernel(
         [2 * int(columns.size) for columns, _ in tile.columns],
         x_ref.shape[1],
         config,
-        jnp.float32,
-        precision,
+        dot,
     )
     for c, y in enumerate(ys):
         gate, up = jnp.split(y, 2, axis=1)
@@ -90,23 +92,10 @@ def _gated_matmul_kernel(
 
 
 def gated_matmul(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    bias: jax.Array | None,
-    *,
-    activation: str | None,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
-    return_products: bool = False,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> Any:
-    """activation(x @ gate) * (x @ up) for x (M, K), w (K, 2, N); see `pallas_models.ops.gated_matmul`.
-
-    With `return_products` both products too, in the dtype of x: (result, x @ gate, x @ up).
-    """
-    (m, k), n = x.shape, w_gate_up.shape[2]
+    """Both products in one kernel, with `return_products` a triple of the result and them."""
+    x, (m, n, k) = form.x, form.sizes
     config = choose(
         config,
         Problem(
@@ -125,18 +114,22 @@ def gated_matmul(
     if config.splits > 1:
         raise ValueError(f"splits={config.splits}: a gated product does not split its contraction")
     kernel = functools.partial(
-        _gated_matmul_kernel, config=config, activation=activation, precision=precision, interpret=interpret
+        _gated_matmul_kernel,
+        config=config,
+        activation=form.activation,
+        dot=Dot(precision=form.precision),
+        interpret=interpret,
     )
-    product = jax.ShapeDtypeStruct((m, n), x.dtype) if return_products else None
+    product = jax.ShapeDtypeStruct((m, n), x.dtype) if form.return_products else None
     out, *products = pl.pallas_call(
         kernel,
-        out_shape=(jax.ShapeDtypeStruct((m, n), out_dtype), product, product),
+        out_shape=(jax.ShapeDtypeStruct((m, n), form.out_dtype), product, product),
         grid=(num_tiles(config, m, n),),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="gated_matmul",
-    )(x, w_gate_up.reshape(k, 2 * n), bias)
-    return (out, *products) if return_products else out
+    )(x, form.w_gate_up.reshape(k, 2 * n), form.bias)
+    return (out, *products) if form.return_products else out
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:

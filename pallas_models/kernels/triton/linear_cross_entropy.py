@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.linear_cross_entropy import Loss
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -68,12 +69,11 @@ def _loss_kernel(
     gradient_ref: Ref | None = None,  # (M, W), the memory of logits_ref
     *,
     vocab: int,
-    label_smoothing: float,
-    logit_softcap: float | None,
-    z_loss: float,
+    loss: Loss,
     config: Config,
     interpret: bool,
 ) -> None:
+    label_smoothing, logit_softcap, z_loss = loss.label_smoothing, loss.logit_softcap, loss.z_loss
     width, block_v = logits_ref.shape[1], config.block_v
     row = pl.program_id(0)
     within = jnp.arange(block_v)
@@ -131,12 +131,12 @@ def _loss_kernel(
     total = jnp.sum(totals * exp(peaks - peak))
     total = jnp.where(in_vocabulary, total, jnp.nan)  # and with it the loss and the gradient
     lse = peak + jnp.log(total)
-    loss = lse - (1.0 - label_smoothing) * chosen
+    value = lse - (1.0 - label_smoothing) * chosen
     if label_smoothing:
-        loss -= label_smoothing / vocab * jnp.sum(plain[0])
+        value -= label_smoothing / vocab * jnp.sum(plain[0])
     if z_loss:
-        loss += z_loss * lse * lse
-    plgpu.store(loss_ref.at[row], jnp.where(weight == 0.0, 0.0, loss))
+        value += z_loss * lse * lse
+    plgpu.store(loss_ref.at[row], jnp.where(weight == 0.0, 0.0, value))
     if gradient_ref is None:
         return
     factor = jnp.where(weight == 0.0, 0.0, weight * (1.0 + 2.0 * z_loss * lse) / total)
@@ -167,15 +167,13 @@ def cross_entropy(
     weights: jax.Array,
     *,
     vocab: int,
-    label_smoothing: float,
-    logit_softcap: float | None,
-    z_loss: float,
+    loss: Loss,
     gradient: bool,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """The loss of each row of logits (M, W), and if `gradient` that of `sum(weights * losses)`, in their memory.
+    """The loss of each row of logits (M, W); if asked, the gradient of `sum(weights * losses)` in their memory.
 
     Columns from `vocab` on are padding: they do not count, and their gradient is 0.
     """
@@ -199,9 +197,7 @@ def cross_entropy(
         functools.partial(
             _loss_kernel,
             vocab=vocab,
-            label_smoothing=label_smoothing,
-            logit_softcap=logit_softcap,
-            z_loss=z_loss,
+            loss=loss,
             config=config,
             interpret=interpret,
         ),

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,48 +13,22 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.tiles import tile_order
-from pallas_models.kernels.triton.common import (
-    activate,
-    check_powers_of_two,
-    compiler_params,
-    in_bounds,
-    load,
-    power_of_two_blocks,
-    span,
-    store,
-    tile_mask,
+from pallas_models.kernels.forms.matmul import Activation, Algorithm, Form
+from pallas_models.kernels.triton.common import activate, compiler_params
+from pallas_models.kernels.triton.product import (
+    Config,
+    Dot,
+    Tile,
+    multiply_and_add,
+    num_tiles,
+    product,
+    product_parts,
+    program_tile,
+    shared_memory,
+    steps_per_part,
 )
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
-
-Algorithm = Literal["naive", "tiled", "pipelined", "split_k"]
-ALGORITHMS: tuple[Algorithm, ...] = ("naive", "tiled", "pipelined", "split_k")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """Tile sizes: `block_m` x `block_n` outputs per program, `block_k` of the contraction per step.
-
-    `group_m` row blocks are walked together before the next column block, so that programs running at
-    the same time share operands in L2. With `splits` above 1 that many programs each take a part of K for the same
-    tile, and a second kernel adds up their partial sums.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 8
-    splits: int = 1
-
-    def __post_init__(self) -> None:
-        check_powers_of_two(self, "block_m", "block_k", "num_warps")
-        if self.block_n < 16 or self.block_n % 16:
-            raise ValueError(f"{__name__}: block_n={self.block_n} must be a positive multiple of 16")
-        if self.splits < 1:
-            raise ValueError(f"{__name__}: splits={self.splits} must be positive")
 
 
 def _config(
@@ -163,141 +137,6 @@ def heuristic(
     return dataclasses.replace(chosen.config, splits=split, num_stages=stages)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """A tile of a matrix: its rows, and its columns as blocks of power-of-two width."""
-
-    rows: pl.Slice
-    row_mask: jax.Array | None
-    columns: list[tuple[pl.Slice, jax.Array | None]]
-
-    def load(self, ref: Ref, c: int, *leading: jax.Array) -> jax.Array:
-        """Column block `c` of this tile, in float32, of the matrix that `leading` indices select."""
-        columns, mask = self.columns[c]
-        block = ref.at[(*leading, self.rows, columns)]
-        return load(block, tile_mask(self.row_mask, mask)).astype(jnp.float32)
-
-    def load_vector(self, ref: Ref, c: int, *leading: jax.Array) -> jax.Array:
-        """The part of a vector that belongs to column block `c`, in float32, as a row."""
-        columns, mask = self.columns[c]
-        return load(ref.at[(*leading, columns)], mask).astype(jnp.float32)[None, :]
-
-    def store(self, ref: Ref, c: int, value: jax.Array, *leading: jax.Array) -> None:
-        """Stores `value` as column block `c` of this tile, in the matrix that `leading` indices select."""
-        columns, mask = self.columns[c]
-        store(ref.at[(*leading, self.rows, columns)], value, tile_mask(self.row_mask, mask))
-
-
-def make_tile(config: Config, i: jax.Array, j: jax.Array | int, m: int, n: int, *, largest: int = 256) -> Tile:
-    """The tile at row block i and column block j of an (m, n) matrix, in blocks of up to `largest` columns."""
-    row, column = i * config.block_m, j * config.block_n
-    exact = n % config.block_n == 0
-    return Tile(
-        span(row, config.block_m),
-        in_bounds(row, config.block_m, m),
-        [
-            (span(column + start, block), None if exact else column + start + jnp.arange(block) < n)
-            for start, block in power_of_two_blocks(config.block_n, largest)
-        ],
-    )
-
-
-def program_tile(config: Config, m: int, n: int, *, largest: int = 256) -> Tile:
-    """The tile of this program, from the first axis of the grid."""
-    i, j = tile_order(pl.program_id(0), pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), config.group_m)
-    return make_tile(config, i, j, m, n, largest=largest)
-
-
-def num_tiles(config: Config, m: int, n: int) -> int:
-    """The number of tiles of an (m, n) output."""
-    return pl.cdiv(m, config.block_m) * pl.cdiv(n, config.block_n)
-
-
-def steps_per_part(k: int, config: Config, parts: int) -> int:
-    """How many blocks of K each of `parts` programs takes."""
-    return pl.cdiv(pl.cdiv(k, config.block_k), parts)
-
-
-Load = Callable[
-    [pl.Slice, jax.Array | None], list[jax.Array]
-]  # blocks of an operand at a block of K, and its mask
-
-
-def load_rows(x_ref: Ref, tile: Tile) -> Load:
-    """Loads the rows of x, (M, K), that belong to a tile."""
-    return lambda ks, k_mask: [load(x_ref.at[tile.rows, ks], tile_mask(tile.row_mask, k_mask))]
-
-
-def load_columns(w_ref: Ref, tile: Tile, *, transpose_w: bool = False) -> Load:
-    """Loads the columns of w, (K, N) or, transposed, (N, K), that belong to a tile, block by block."""
-    if transpose_w:
-        return lambda ks, k_mask: [load(w_ref.at[ns, ks], tile_mask(mask, k_mask)) for ns, mask in tile.columns]
-    return lambda ks, k_mask: [load(w_ref.at[ks, ns], tile_mask(k_mask, mask)) for ns, mask in tile.columns]
-
-
-def accumulate(
-    load_x: Load,
-    load_w: Load,
-    widths: list[int],
-    k: int,
-    config: Config,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-    *,
-    part: jax.Array | int = 0,
-    parts: int = 1,
-    transpose_w: bool = False,
-    dot: Callable[..., jax.Array] = jax.lax.dot_general,
-) -> list[jax.Array]:
-    """The product of rows of x with blocks of `widths` columns of w, over one of equal parts of K, in float32."""
-    steps, block_k = steps_per_part(k, config, parts), config.block_k
-    exact = k == parts * steps * block_k
-    contraction = (((1,), (1 if transpose_w else 0,)), ((), ()))
-
-    def step(s: jax.Array, accs: list[jax.Array]) -> list[jax.Array]:
-        start = (part * steps + s) * block_k
-        ks, k_mask = span(start, block_k), None if exact else start + jnp.arange(block_k) < k
-        (x,), ws = load_x(ks, k_mask), load_w(ks, k_mask)
-        return [acc + dot(x, w, contraction, precision, acc_dtype) for acc, w in zip(accs, ws, strict=True)]
-
-    accs = [jnp.zeros((config.block_m, width), acc_dtype) for width in widths]
-    return [acc.astype(jnp.float32) for acc in jax.lax.fori_loop(0, steps, step, accs)]
-
-
-def product(
-    x_ref: Ref,
-    w_ref: Ref,
-    tile: Tile,
-    config: Config,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-    *,
-    transpose_w: bool = False,
-    **options: Any,
-) -> list[jax.Array]:
-    """A tile of x @ w, one array per column block; see `accumulate`."""
-    return accumulate(
-        load_rows(x_ref, tile),
-        load_columns(w_ref, tile, transpose_w=transpose_w),
-        [int(ns.size) for ns, _ in tile.columns],
-        x_ref.shape[1],
-        config,
-        acc_dtype,
-        precision,
-        transpose_w=transpose_w,
-        **options,
-    )
-
-
-def _multiply_and_add(
-    x: jax.Array, w: jax.Array, contraction: Any, precision: jax.lax.Precision, acc_dtype: DTypeLike
-) -> jax.Array:
-    """`dot_general` of one row, element by element: exact in float32, and no tensor cores."""
-    ((_, (axis,)), _), _ = contraction, precision
-    terms = x.astype(acc_dtype).reshape((-1, 1) if axis == 0 else (1, -1)) * w.astype(acc_dtype)
-    return jnp.sum(terms, axis=axis)[None, :]
-
-
 def _finish(
     tile: Tile,
     ys: list[jax.Array],
@@ -305,7 +144,7 @@ def _finish(
     residual_ref: Ref | None,
     o_ref: Ref,
     kept_ref: Ref | None,
-    activation: str | None,
+    activation: Activation | None,
     interpret: bool,
 ) -> None:
     """Stores a tile of the product after bias, activation and residual, and, if kept, after the bias alone."""
@@ -322,40 +161,20 @@ def _finish(
 
 def _matmul_kernel(
     x_ref: Ref,  # (M, K)
-    w_ref: Ref,  # (K, N), or (N, K) if transpose_w
+    w_ref: Ref,  # (K, N), or (N, K) if transposed
     bias_ref: Ref | None,  # (N,)
     residual_ref: Ref | None,  # (M, N)
     o_ref: Ref,  # (M, N)
     kept_ref: Ref | None,  # (M, N)
     *,
     config: Config,
-    transpose_w: bool,
-    dot: Callable[..., jax.Array],
-    activation: str | None,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
+    dot: Dot,
+    activation: Activation | None,
     interpret: bool,
 ) -> None:
     tile = program_tile(config, *o_ref.shape)
-    ys = product(x_ref, w_ref, tile, config, acc_dtype, precision, transpose_w=transpose_w, dot=dot)
+    ys = product(x_ref, w_ref, tile, config, dot)
     _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation, interpret)
-
-
-def _parts_kernel(
-    x_ref: Ref,  # (M, K)
-    w_ref: Ref,  # (K, N), or (N, K) if transpose_w
-    o_ref: Ref,  # (P, M, N)
-    *,
-    config: Config,
-    transpose_w: bool,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-) -> None:
-    parts, m, n = o_ref.shape
-    part, tile = pl.program_id(1), program_tile(config, m, n)
-    ys = product(x_ref, w_ref, tile, config, acc_dtype, precision, part=part, parts=parts, transpose_w=transpose_w)
-    for c, y in enumerate(ys):
-        tile.store(o_ref, c, y, part)
 
 
 def _sum_kernel(
@@ -366,7 +185,7 @@ def _sum_kernel(
     kept_ref: Ref | None,  # (M, N)
     *,
     config: Config,
-    activation: str | None,
+    activation: Activation | None,
     interpret: bool,
 ) -> None:
     parts, m, n = parts_ref.shape
@@ -377,29 +196,19 @@ def _sum_kernel(
     _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation, interpret)
 
 
-def _choose_config(
-    m: int,
-    n: int,
-    k: int,
-    dtype: DTypeLike,
-    batch: int,
-    transpose_w: bool,
-    residual: bool,
-    algorithm: Algorithm | None,
-    config: Config | Chooser | None,
-    target: Target,
-) -> Config:
+def _choose_config(form: Form[jax.Array], config: Config | Chooser | None, target: Target) -> Config:
     """The config of an algorithm, None being the fastest.
 
     Raises:
       ValueError: `config` is not one of that algorithm.
     """
-    variant = {"batch": batch} if batch > 1 else {}
-    if transpose_w:
+    (m, n, k), dtype, algorithm, residual = form.sizes, form.x.dtype, form.algorithm, form.residual is not None
+    variant = {"batch": form.batch} if form.batch > 1 else {}
+    if form.transpose_w:
         variant["transpose_w"] = 1
     if residual:
         variant["residual"] = 1
-    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, target, batch=batch, residual=residual)
+    chosen_by_shape = functools.partial(heuristic, m, n, k, dtype, target, batch=form.batch, residual=residual)
     defaults: dict[Algorithm | None, Callable[[], Config]] = {
         None: chosen_by_shape,
         "naive": lambda: _NAIVE,
@@ -418,7 +227,7 @@ def _choose_config(
             config=Config,
             heuristic=defaults[algorithm],
             candidates=tuple if algorithm else functools.partial(configs, m, n, k, target.num_cores),
-            shared_memory=functools.partial(shared_memory, itemsize=jnp.dtype(dtype).itemsize),
+            shared_memory=functools.partial(shared_memory, itemsize=dtype.itemsize),
         ),
         target,
     )
@@ -431,86 +240,39 @@ def _choose_config(
     return config
 
 
-def product_parts(
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    transpose_w: bool = False,
-    acc_dtype: DTypeLike = jnp.float32,
-    precision: jax.lax.Precision,
-    config: Config,
-    interpret: bool,
-) -> jax.Array:
-    """The partial sums of x @ w, (splits, M, N) in float32, one for each part of K."""
-    m, n = x.shape[0], w.shape[0 if transpose_w else 1]
-    return pl.pallas_call(
-        functools.partial(
-            _parts_kernel, config=config, transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision
-        ),
-        out_shape=jax.ShapeDtypeStruct((config.splits, m, n), jnp.float32),
-        grid=(num_tiles(config, m, n), config.splits),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
-        name="matmul_parts",
-    )(x, w)
-
-
-def matmul(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    transpose_w: bool,
-    activation: str | None,
-    acc_dtype: DTypeLike,
-    precision: jax.lax.Precision,
-    out_dtype: DTypeLike,
-    algorithm: Algorithm | None,
-    config: Config | Chooser | None,
-    target: Target,
-    batch: int,
-    interpret: bool,
-    return_preactivation: bool = False,
-) -> Any:
-    """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
-
-    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x.
-
-    Args:
-      batch: how many products there are side by side, where this is one of a batch under `vmap`.
+def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool) -> Any:
+    """The product with epilogue in one kernel, or in two where its contraction is split.
 
     Raises:
       ValueError: `config` does not fit the algorithm.
     """
-    (m, k), n = x.shape, w.shape[0 if transpose_w else 1]
-    config = _choose_config(m, n, k, x.dtype, batch, transpose_w, residual is not None, algorithm, config, target)
-    finish: dict[str, Any] = dict(activation=activation, interpret=interpret)
-    options: dict[str, Any] = dict(transpose_w=transpose_w, acc_dtype=acc_dtype, precision=precision)
-    operands: tuple[jax.Array | None, ...] = (x, w)
-    kernel = functools.partial(
-        _matmul_kernel,
-        config=config,
-        dot=_multiply_and_add if algorithm == "naive" else jax.lax.dot_general,
-        **options,
-        **finish,
+    x, (m, n, _) = form.x, form.sizes
+    config = _choose_config(form, config, target)
+    finish: dict[str, Any] = dict(activation=form.activation, interpret=interpret)
+    dot = Dot(
+        precision=form.precision,
+        acc_dtype=form.acc_dtype,
+        transpose_w=form.transpose_w,
+        multiply=multiply_and_add if form.algorithm == "naive" else jax.lax.dot_general,
     )
+    operands: tuple[jax.Array, ...] = (x, form.w)
+    kernel = functools.partial(_matmul_kernel, config=config, dot=dot, **finish)
     if config.splits > 1:
-        operands = (product_parts(x, w, config=config, interpret=interpret, **options),)
+        operands = (product_parts(x, form.w, dot=dot, config=config, interpret=interpret),)
         config = _SUM
         kernel = functools.partial(_sum_kernel, config=config, **finish)
     out, kept = pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((m, n), out_dtype),
-            jax.ShapeDtypeStruct((m, n), x.dtype) if return_preactivation else None,
+            jax.ShapeDtypeStruct((m, n), form.out_dtype),
+            jax.ShapeDtypeStruct((m, n), x.dtype) if form.return_preactivation else None,
         ),
         grid=(num_tiles(config, m, n),),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul",
-    )(*operands, bias, residual)
-    return (out, kept) if return_preactivation else out
+    )(*operands, form.bias, form.residual)
+    return (out, kept) if form.return_preactivation else out
 
 
 def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
@@ -538,8 +300,3 @@ def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
             for splits in (2, 4, 8):
                 if num_tiles(config, m, n) * splits < 2 * num_cores and steps_per_part(k, config, splits) >= 2:
                     yield dataclasses.replace(config, splits=splits)
-
-
-def shared_memory(config: Config, itemsize: int) -> int:
-    """Bytes of shared memory that a CTA takes: the operands of all stages."""
-    return config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize

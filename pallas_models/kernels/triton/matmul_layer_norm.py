@@ -10,11 +10,12 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton.common import compiler_params
-from pallas_models.kernels.triton.matmul import Config, make_tile, product, product_parts, shared_memory
 from pallas_models.kernels.triton.matmul import configs as product_configs
 from pallas_models.kernels.triton.matmul import heuristic as product_heuristic
+from pallas_models.kernels.triton.product import Config, Dot, make_tile, product, product_parts, shared_memory
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -75,11 +76,11 @@ def _matmul_layer_norm_kernel(
     *,
     config: Config,
     epsilon: float,
-    precision: jax.lax.Precision,
+    dot: Dot,
 ) -> None:
     m, n = o_ref.shape
     tile = make_tile(config, pl.program_id(0), 0, m, n)
-    ys = product(x_ref, w_ref, tile, config, jnp.float32, precision)
+    ys = product(x_ref, w_ref, tile, config, dot)
     for c in range(len(ys)):
         if bias_ref is not None:
             ys[c] += tile.load_vector(bias_ref, c)
@@ -97,21 +98,10 @@ def _matmul_layer_norm_kernel(
 
 
 def matmul_layer_norm(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """layer_norm(x @ w + bias + residual) for x (M, K); see `pallas_models.ops.matmul_layer_norm`."""
-    (m, k), n = x.shape, w.shape[1]
+    """Product and layer norm in one kernel where `block_n` covers a row and `splits` is 1, else in two."""
+    (m, n, k), x, dot = form.sizes, form.x, Dot(precision=form.precision)
     config = choose(
         config,
         Problem(
@@ -129,20 +119,20 @@ def matmul_layer_norm(
     )
     if config.block_n < n or config.splits > 1:
         # Tiles of the product, maybe of parts of K in parallel, whose sum the layer norm takes.
-        sums = product_parts(x, w, precision=precision, config=config, interpret=interpret)
+        sums = product_parts(x, form.w, dot=dot, config=config, interpret=interpret)
         return norm.sum_layer_norm(
             sums,
-            scale,
-            offset,
-            residual,
-            bias,
-            epsilon=epsilon,
+            form.scale,
+            form.offset,
+            form.residual,
+            form.bias,
+            epsilon=form.epsilon,
             out_dtype=x.dtype,
             config=None,
             target=target,
             interpret=interpret,
         )
-    kernel = functools.partial(_matmul_layer_norm_kernel, config=config, epsilon=epsilon, precision=precision)
+    kernel = functools.partial(_matmul_layer_norm_kernel, config=config, epsilon=form.epsilon, dot=dot)
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
@@ -150,4 +140,4 @@ def matmul_layer_norm(
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="matmul_layer_norm",
-    )(x, w, scale, offset, bias, residual)
+    )(x, form.w, form.scale, form.offset, form.bias, form.residual)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -194,40 +195,28 @@ def _norm_kernel(
     jax.lax.fori_loop(0, steps, write_block, None)
 
 
-def norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    subtract_mean: bool,
-    return_residual: bool,
-    epsilon: float,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
-    return_statistics: bool = False,
-) -> Any:
-    """Layer norm or, without `subtract_mean`, RMS norm over the rows of x (M, N); see `pallas_models.ops`.
+def norm(form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool) -> Any:
+    """Layer or RMS norm over the rows of x (M, N).
 
     Without a residual, the sum that `return_residual` asks for is x, which is not copied.
     """
+    x = form.x
     out, total, statistics = _call(
         x[None],
-        scale,
-        bias,
-        residual,
+        form.scale,
+        form.bias,
+        form.residual,
         None,
-        subtract_mean=subtract_mean,
-        sum_dtype=x.dtype if return_residual and residual is not None else None,
-        statistics=return_statistics,
-        epsilon=epsilon,
+        subtract_mean=form.subtract_mean,
+        sum_dtype=x.dtype if form.return_residual and form.residual is not None else None,
+        statistics=form.return_statistics,
+        epsilon=form.epsilon,
         out_dtype=x.dtype,
         config=config,
         target=target,
         interpret=interpret,
     )
-    result = (out, x if total is None else total) if return_residual else out
+    result = (out, x if total is None else total) if form.return_residual else out
     return result if statistics is None else (result, statistics)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
@@ -186,34 +187,32 @@ def _kernel(
             store(dvectors_ref.at[jnp.int32(i), program, columns], jnp.sum(part, axis=0), mask)
 
 
-def unsupported(x: jax.Array, *_: object, **__: object) -> str | None:
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why this does not serve a call: a row is held in registers."""
-    return f"holds rows of up to {_LONGEST} columns, not {x.shape[1]}" if x.shape[1] > _LONGEST else None
+    n = form.x.shape[1]
+    return f"holds rows of up to {_LONGEST} columns, not {n}" if n > _LONGEST else None
 
 
 def norm_backward(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    statistics: jax.Array,
-    dout: jax.Array,
-    dsum: jax.Array | None,
-    *_: None,
-    subtract_mean: bool,
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-    **__: object,
 ) -> tuple[jax.Array | None, ...]:
-    """The cotangents of x (M, N), scale, bias and residual, from those of the norm and of the sum x + residual.
+    """The cotangents of x (M, N), scale, bias and residual, from the statistics of the rows.
 
-    With `h` the normalised rows, `f` what they were multiplied by and `g = dout * scale`, it is
-    `dx = (g - mean(g) - h * mean(g * h)) * f + dsum`, without `mean(g)` for the RMS norm. The sums for scale and
-    bias are those of each program, and then those of all programs, always in the same order.
+    With `h` the normalised rows, `f` the factor that they were multiplied by and `g = dout * scale`, it is
+    `dx = (g - mean(g) - h * mean(g * h)) * f + dsum`, without `mean(g)` for the RMS norm. The gradients of scale
+    and bias are summed in two stages, by each program and over the programs, always in the same order.
     """
+    (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
+    x, scale, bias, residual = form.operands
     m, n = x.shape
-    name = f"{'layer' if subtract_mean else 'rms'}_norm_backward"
+    name = f"{form.name}_backward"
     variant = {"residual": 1} if residual is not None else {}
     if dsum is not None:
         variant["sum"] = 1
@@ -232,9 +231,9 @@ def norm_backward(
         target,
     )
     apart = residual is not None and residual.dtype != x.dtype
-    vectors = jax.ShapeDtypeStruct((2 if subtract_mean else 1, config.num_programs, n), jnp.float32)
+    vectors = jax.ShapeDtypeStruct((2 if form.subtract_mean else 1, config.num_programs, n), jnp.float32)
     dx, dresidual, dvectors = pl.pallas_call(
-        functools.partial(_kernel, config=config, subtract_mean=subtract_mean, interpret=interpret),
+        functools.partial(_kernel, config=config, subtract_mean=form.subtract_mean, interpret=interpret),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), x.dtype),
             jax.ShapeDtypeStruct((m, n), residual.dtype) if residual is not None and apart else None,

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -99,43 +100,26 @@ def _mean_pool_kernel(
 
 
 def mean_pool(
-    x: jax.Array,
-    mask: jax.Array,
-    *,
-    normalize: bool,
-    epsilon: float,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """Masked mean of x (B, S, N) over S; see `pallas_models.ops.mean_pool`."""
-    batch, seq, n = x.shape
-    config = _choose(config, batch, seq, n, x.dtype, target)
-    kernel = functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon)
-    return _pool(kernel, batch, config, interpret)(
-        x.reshape(batch * seq, n), mask.reshape(batch * seq), None, None
-    )
+    """Masked mean of x (B, S, N) over S."""
+    batch, seq, n = form.x.shape
+    config = _choose(config, batch, seq, n, form.x.dtype, target)
+    rows, mask = form.x.reshape(batch * seq, n), form.mask.reshape(batch * seq)
+    return _pool(form, batch, config, interpret)(rows, mask, None, None)
 
 
 def segment_mean_pool(
-    x: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    num_segments: int,
-    normalize: bool,
-    epsilon: float,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: SegmentForm[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """Mean of each segment of x (B, S, N); see `pallas_models.ops`. The id of tokens of none is `num_segments`."""
-    batch, seq, n = x.shape
-    ids, index = segment_ids.ravel(), jnp.arange(batch * seq, dtype=jnp.int32)
+    """Mean of each segment of x (B, S, N)."""
+    (batch, seq, n), num_segments = form.x.shape, form.num_segments
+    ids, index = form.segment_ids.ravel(), jnp.arange(batch * seq, dtype=jnp.int32)
     starts = jnp.full(num_segments, batch * seq, jnp.int32).at[ids].min(index, mode="drop")
     ends = jnp.zeros(num_segments, jnp.int32).at[ids].max(index + 1, mode="drop")
-    config = _choose(config, num_segments, min(seq, _SEGMENT), n, x.dtype, target)
-    kernel = functools.partial(_mean_pool_kernel, config=config, normalize=normalize, epsilon=epsilon)
-    return _pool(kernel, num_segments, config, interpret)(x.reshape(batch * seq, n), ids, starts, ends - starts)
+    config = _choose(config, num_segments, min(seq, _SEGMENT), n, form.x.dtype, target)
+    rows = form.x.reshape(batch * seq, n)
+    return _pool(form, num_segments, config, interpret)(rows, ids, starts, ends - starts)
 
 
 def _choose(
@@ -154,7 +138,10 @@ def _choose(
     return choose(config, problem, target)
 
 
-def _pool(kernel: Callable[..., None], batch: int, config: Config, interpret: bool) -> Callable[..., jax.Array]:
+def _pool(
+    form: Form[jax.Array] | SegmentForm[jax.Array], batch: int, config: Config, interpret: bool
+) -> Callable[..., jax.Array]:
+    kernel = functools.partial(_mean_pool_kernel, config=config, normalize=form.normalize, epsilon=form.epsilon)
     return lambda x, *where: pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, x.shape[1]), jnp.float32),

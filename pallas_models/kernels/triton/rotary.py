@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -96,22 +97,11 @@ def _rotary_kernel(
 
 
 def rotary(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    epsilon: float,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """Norm and rotation of the queries and keys in qkv (B, S, W); see `pallas_models.ops.rotary`."""
-    batch, seq, width = qkv.shape
-    rotated, head_dim = num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads)
+    """Norm and rotation of the queries and keys in qkv (B, S, W), in place."""
+    qkv, rotated, head_dim = form.qkv, form.num_rotated, form.head_dim
+    batch, seq, _ = qkv.shape
     config = choose(
         config,
         Problem(
@@ -129,7 +119,7 @@ def rotary(
     by_head = qkv.reshape(batch, seq, -1, head_dim)
     out = pl.pallas_call(
         functools.partial(
-            _rotary_kernel, config=config, num_heads=num_heads, num_rotated=rotated, epsilon=epsilon
+            _rotary_kernel, config=config, num_heads=form.num_heads, num_rotated=rotated, epsilon=form.epsilon
         ),
         out_shape=jax.ShapeDtypeStruct(by_head.shape, qkv.dtype),
         grid=(pl.cdiv(seq, config.block_s), pl.cdiv(rotated, config.block_h), batch),
@@ -137,5 +127,5 @@ def rotary(
         compiler_params=compiler_params(num_warps=config.num_warps),
         interpret=interpret,
         name="rotary",
-    )(by_head, cos, sin, q_scale, k_scale)
+    )(by_head, form.cos, form.sin, form.q_scale, form.k_scale)
     return out.reshape(qkv.shape)

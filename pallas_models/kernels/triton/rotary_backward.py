@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -131,28 +132,28 @@ def _kernel(
 
 
 def rotary_backward(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q_scale: jax.Array,
-    k_scale: jax.Array,
+    form: Form[jax.Array],
     dout: jax.Array,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    epsilon: float,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The cotangents of qkv (B, S, W), q_scale and k_scale.
+    """The cotangents of qkv (B, S, W), q_scale and k_scale, which the call has.
 
-    With `h` the normalised heads, `f` what they were multiplied by and `g` the cotangent rotated back, times the
-    scale, that of a head is `(g - h * mean(g * h)) * f`. The sums for the scales are those of each program and
-    head, and then those of all, always in the same order.
+    With `h` the normalised heads, `f` the factor that they were multiplied by and `g` the cotangent rotated back,
+    times the scale, the cotangent of a head is `(g - h * mean(g * h)) * f`. The gradients of the scales are summed
+    in two stages, by each program and head and over all of them, always in the same order.
     """
+    qkv, q_scale, k_scale, rotated, head_dim = (
+        form.qkv,
+        form.q_scale,
+        form.k_scale,
+        form.num_rotated,
+        form.head_dim,
+    )
+    assert q_scale is not None and k_scale is not None
     batch, seq, width = qkv.shape
-    rotated, head_dim = num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads)
     tokens = batch * seq
     config = choose(
         config,
@@ -170,7 +171,7 @@ def rotary_backward(
     )
     by_head = (tokens, -1, head_dim)
     dqkv, dscales = pl.pallas_call(
-        functools.partial(_kernel, config=config, num_heads=num_heads, epsilon=epsilon),
+        functools.partial(_kernel, config=config, num_heads=form.num_heads, epsilon=form.epsilon),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, width // head_dim, head_dim), qkv.dtype),
             jax.ShapeDtypeStruct((config.splits, rotated, head_dim), jnp.float32),
@@ -183,9 +184,9 @@ def rotary_backward(
     )(
         qkv.reshape(by_head),
         dout.reshape(by_head),
-        *(t.reshape(-1, head_dim // 2) for t in (cos, sin)),
+        *(t.reshape(-1, head_dim // 2) for t in (form.cos, form.sin)),
         q_scale,
         k_scale,
     )
-    dq_scale, dk_scale = (jnp.sum(part, axis=(0, 1)) for part in jnp.split(dscales, (num_heads,), axis=1))
+    dq_scale, dk_scale = (jnp.sum(part, axis=(0, 1)) for part in jnp.split(dscales, (form.num_heads,), axis=1))
     return dqkv.reshape(qkv.shape), dq_scale.astype(q_scale.dtype), dk_scale.astype(k_scale.dtype)

@@ -1,9 +1,9 @@
-"""Functions of numbers, applied to arrays in registers, and vectors beside these.
+"""Functions of numbers, applied to arrays in registers, and vectors beside these arrays.
 
-JAX lowers each operation on an array to several for each register, and infers the layout of what it gives. Here a
-function of many operations is one instruction for LLVM, PTX for all registers, and layouts are said: the machine
-code is much the same, lowered and compiled in less time. Arrays, (64, N), lie as the tensor cores leave sums, two
-numbers of a row to a register.
+JAX lowers each operation on an array to several operations for each register, and infers the layout of each
+result. Here a function of many operations is one instruction for LLVM, PTX for all registers, and layouts
+are stated: the machine code is much the same, lowered and compiled in less time. Arrays, (64, N), lie as the
+tensor cores leave sums, two numbers of a row to a register.
 """
 
 import functools
@@ -20,6 +20,7 @@ from jax.extend.mlir import ir
 from pallas_models.kernels.common.backend import Backend, Ref
 from pallas_models.kernels.mosaic.common import ptx as inline
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import meaning
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
@@ -39,14 +40,28 @@ _INSTRUCTIONS = {  # without a rounding: a product and a sum that it is part of 
 }
 
 
+def _interpreted(
+    function: Callable[..., Any],
+    *arrays: jax.Array,
+    rows: Sequence[jax.Array] = (),
+    columns: Sequence[jax.Array] = (),
+) -> jax.Array | Any:
+    shape = arrays[0].shape
+    along_rows, along_columns = (
+        [jax.lax.broadcast_in_dim(x, shape, [axis]) for x in vectors]
+        for axis, vectors in enumerate((rows, columns))
+    )
+    return function(*arrays, *along_rows, *along_columns)
+
+
+@meaning(_interpreted)
 def elementwise(
     function: Callable[..., Any],
     *arrays: jax.Array,
     rows: Sequence[jax.Array] = (),
     columns: Sequence[jax.Array] = (),
-    interpret: bool,
 ) -> jax.Array | Any:
-    """What `function` gives for the numbers in each place.
+    """The results of `function` of the numbers in each place.
 
     Args:
       function: of a number of each operand, in their order. It computes in float32, rounds a product and the sum
@@ -55,17 +70,12 @@ def elementwise(
       rows: (64,), a number for each row; float32 or int32.
       columns: (N,), a number for each column; float32 or int32.
     """
-    shape = arrays[0].shape
     operands, axes = (*arrays, *rows, *columns), (None,) * len(arrays) + (0,) * len(rows) + (1,) * len(columns)
-    if interpret:
-        along = functools.partial(jax.lax.broadcast_in_dim, shape=shape)
-        pairs = zip(operands, axes, strict=True)
-        return function(*(x if i is None else along(x, broadcast_dimensions=[i]) for x, i in pairs))
     numbers = (jax.ShapeDtypeStruct((), x.dtype) for x in operands)
     traced, result = jax.make_jaxpr(function, return_shape=True)(*numbers)
     wgmma = plgpu.Layout.WGMMA
     kinds = tuple(wgmma if i is None else wgmma.reduce(1 - i) for i in axes)
-    types = jax.tree.map(lambda x: plgpu.ShapeDtypeStruct(shape, x.dtype, layout=wgmma), result)
+    types = jax.tree.map(lambda x: plgpu.ShapeDtypeStruct(arrays[0].shape, x.dtype, layout=wgmma), result)
     apply = functools.partial(_apply, traced, jax.tree.structure(result), axes)
     return plgpu.inline_mgpu(arg_types=kinds, return_type=types)(apply)(*operands)
 
@@ -79,14 +89,13 @@ def _apply(traced: ClosedJaxpr, result: Any, axes: Sequence[int | None], _: Any,
     return jax.tree.unflatten(result, [jax.tree.unflatten(places, x) for x in registers])
 
 
-def load_vector(ref: Ref, axis: int, *, interpret: bool) -> jax.Array:
+@meaning(lambda ref, axis: ref[...])
+def load_vector(ref: Ref, axis: int) -> jax.Array:
     """(n,) in shared memory, float32 or int32, as a number for each row (axis 0) or column (axis 1)."""
-    if interpret:
-        vector: jax.Array = ref[...]
-        return vector
     result = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=plgpu.Layout.WGMMA.reduce(1 - axis))
     load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    return load(functools.partial(_load_vector, axis))(ref)
+    vector: jax.Array = load(functools.partial(_load_vector, axis))(ref)
+    return vector
 
 
 def _load_vector(axis: int, _: Any, ref: Any) -> Any:
@@ -114,7 +123,7 @@ def _load_vector(axis: int, _: Any, ref: Any) -> Any:
 def _instruction(
     text: str, results: Sequence[int], operands: Sequence[Any], sizes: Sequence[int], *, is_pure: bool
 ) -> list[Any]:
-    """What PTX gives for operands, all of them words of so many bits."""
+    """The results of PTX for operands, all of them words of so many bits."""
     llvm, letters = inline.utils.llvm, {32: "r", 64: "l"}
     words = [ir.IntegerType.get_signless(bits) for bits in results]
     kind = ir.Type.parse(f"!llvm.struct<({', '.join(map(str, words))})>")

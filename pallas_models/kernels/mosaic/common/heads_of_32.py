@@ -44,7 +44,6 @@ class Heads:
     num_heads: int
     keys: int
     ids: jax.Array | None
-    interpret: bool
 
     @property
     def operands(self) -> dict[str, jax.Array]:
@@ -114,10 +113,7 @@ class Heads:
         def mean(value: jax.Array, factor: jax.Array) -> jax.Array:
             return (value * factor).astype(slots.dtype)
 
-        means = (
-            elementwise(mean, x, rows=[1.0 / total], interpret=self.interpret)
-            for x, total in zip(values, totals, strict=True)
-        )
+        means = (elementwise(mean, x, rows=[1.0 / total]) for x, total in zip(values, totals, strict=True))
         return jnp.concatenate(list(means), axis=1)
 
     def _weights(self, scores: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +125,7 @@ class Heads:
 
         peak = jnp.max(scores, axis=1)
         rows = [jnp.broadcast_to(x, peak.shape) for x in exponents(peak, _SCALE)]
-        weights, values = elementwise(weight, scores, rows=rows, interpret=self.interpret)
+        weights, values = elementwise(weight, scores, rows=rows)
         return weights, jnp.sum(values, axis=1)
 
     def _place(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,11 +134,11 @@ class Heads:
 
     def _masked(self, refs: Refs, part: jax.Array, scores: list[jax.Array]) -> list[jax.Array]:
         own, theirs = (
-            load_vector(ref, axis, interpret=self.interpret)
+            load_vector(ref, axis)
             for axis, ref in enumerate((refs.ids_tile.at[pl.ds(part * _ROWS, _ROWS)], refs.ids_tile))
         )
 
         def masked(score: jax.Array, own: jax.Array, theirs: jax.Array) -> jax.Array:
             return jnp.where(own == theirs, score, -jnp.inf)
 
-        return [elementwise(masked, x, rows=[own], columns=[theirs], interpret=self.interpret) for x in scores]
+        return [elementwise(masked, x, rows=[own], columns=[theirs]) for x in scores]

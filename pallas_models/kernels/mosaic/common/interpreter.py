@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from pallas_models import _jax
 from pallas_models._processes import cores
-from pallas_models.kernels.mosaic.common.backend import plgpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +21,7 @@ _INTERPRETER_THREADS = 16  # of XLA on the CPU that suffice: each warpgroup that
 
 
 def interpreter_params() -> Any:
-    """What runs a kernel in the interpreter; JAX 0.10 keeps it private.
+    """The parameters with which Pallas runs a kernel in the interpreter.
 
     Raises:
       RuntimeError: there are so few cores that the interpreter may wait for ever, and nobody has set `PJRT_NPROC`.
@@ -31,11 +31,7 @@ def interpreter_params() -> Any:
             f"with {cores()} cores the interpreter of Mosaic GPU may wait for ever: set the environment variable "
             f"PJRT_NPROC to {_INTERPRETER_THREADS} or more before JAX starts"
         )
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams()
+    return _jax.mosaic_interpreter_params()
 
 
 def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
@@ -47,7 +43,7 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
     Raises:
       NotImplementedError: this is JAX 0.10 and a tile reaches past the end.
     """
-    if jax.__version_info__ >= (0, 11):
+    if _jax.since(0, 11):
         return
     for name, (size, tile) in sizes.items():
         if size % tile:
@@ -59,7 +55,7 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
 
 def interprets_transposed() -> bool:
     """Whether the interpreter multiplies operands that lie transposed in memory; that of JAX 0.10 does not."""
-    return jax.__version_info__ >= (0, 11)
+    return _jax.since(0, 11)
 
 
 _interprets = contextvars.ContextVar("the kernel that is traced is for the interpreter", default=False)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.mlir import ir
 
+from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import interpreter_params, tracing
@@ -48,7 +48,7 @@ def launch(
 
     def kernel(*arrays: Ref, **scratch: Ref) -> None:
         if not interpret:
-            _prepare_module(name)
+            plgpu.inline_mgpu()(functools.partial(_jax.prepare_mosaic_module, name=name))()
         absent = dict.fromkeys((*operands, *out_type))
         refs = types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch)
         # JAX traces a kernel anew where it is mapped over, under the user's settings.
@@ -76,42 +76,3 @@ def launch(
         interpret=interpreter_params() if interpret else None,
     )(*present.values())
     return results if interpret else compiled_ahead(results)
-
-
-def _prepare_module(name: str) -> None:
-    """Makes the module that a kernel becomes one that compiles faster, and once for equal kernels."""
-
-    @plgpu.inline_mgpu()
-    def prepare(context: Any) -> None:
-        # Inference of layouts has MLIR check the module hundreds of times: to wake threads takes longer than that.
-        context.module.context.enable_multithreading(False)
-        if jax.__version_info__ >= (0, 11):
-            _set_name(ir.InsertionPoint.current.block, name)
-        context.scratch.host_init.append(functools.partial(_copy_words, context.scratch))
-
-    prepare()
-
-
-def _set_name(block: Any, name: str) -> None:
-    """Names the module; else JAX numbers modules as a process comes to lower them.
-
-    By their numbers equal kernels would differ: XLA would compile each of them, and the persistent compilation
-    cache would find a program only where a process has lowered the same kernels before it.
-    """
-    module = block.owner
-    while module.parent is not None:
-        module = module.parent
-    module.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
-
-
-def _copy_words(scratch: Any, memory: Any) -> None:
-    """Has the host hand over the descriptors of copies, 128 bytes each, in vectors of 64 bytes.
-
-    JAX hands them over as an array of bytes, which LLVM loads and stores one by one; the time to optimise that
-    grows with the square of their number. It was a quarter of what compiling a product with five of them takes;
-    with words of 64 bits it was a fifth of what compiling a kernel with 24 takes.
-    """
-    words = ir.Type.parse(f"!llvm.array<{scratch.next_offset // 64} x vector<8xi64>>")
-    memory.owner.attributes["elem_type"] = ir.TypeAttr.get(words)
-    (load,) = (use.owner for use in memory.uses if use.owner.name == "llvm.load")
-    load.result.set_type(words)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import meaning
@@ -33,7 +34,7 @@ def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     return None
 
 
-_INDEX = ((),) if jax.__version_info__ < (0, 11) else ()  # JAX 0.10 wants one
+_INDEX = () if _jax.since(0, 11) else ((),)  # JAX 0.10 wants one
 
 
 @meaning(lambda ref, layout: ref[...])

@@ -1,9 +1,9 @@
 """Kernels of one program compiled side by side.
 
 XLA compiles the Mosaic kernels of a program one after another, after everything else. But a process keeps each
-kernel that it has compiled, by a hash of its code. So a thread compiles each, as a program of its own, from when
-JAX has lowered it; then XLA finds it. Where a program is split over devices, XLA asks JAX to lower each op as it
-compiles, in a module of its own.
+kernel that it has compiled, by a hash of its code. So as soon as JAX has lowered a kernel, a thread compiles it as
+a program of its own, and XLA finds it compiled. Where a program is split over devices, XLA asks JAX to lower each
+op as it compiles the program, in a module of its own.
 """
 
 import concurrent.futures
@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 
+from pallas_models import _jax
 from pallas_models._processes import cores
 
-_CALLED = "mosaic_gpu_v2"  # what runs a kernel
 _MOST_THREADS = 16
-_Options = dict[str, Any]  # the attributes of a call
+_Options = dict[str, bytes | bool]  # the attributes of a call
 
 
 def compiled_ahead(results: list[jax.Array]) -> list[jax.Array]:
@@ -33,10 +32,8 @@ def compiled_ahead(results: list[jax.Array]) -> list[jax.Array]:
 
 def _lower(context: mlir.LoweringRuleContext, *values: ir.Value) -> tuple[ir.Value, ...]:
     devices = _local_gpus(context.module_context.backend)
-    call = values[0].owner
-    if devices and isinstance(call, stablehlo.CustomCallOp) and call.call_target_name.value == _CALLED:
-        attributes: Any = call.attributes["mhlo.backend_config"]
-        _start({entry.name: _plain(entry.attr) for entry in attributes}, devices[0])
+    if devices and (options := _jax.mosaic_call_options(values[0])) is not None:
+        _start(options, devices[0])
     return values
 
 
@@ -45,12 +42,8 @@ def _local_gpus(backend: Any) -> list[jax.Device]:
     return [] if backend is None or backend.platform != "gpu" else backend.local_devices()
 
 
-def _plain(attribute: Any) -> bytes | bool:
-    return attribute.value_bytes if isinstance(attribute, ir.StringAttr) else attribute.value
-
-
 _lock = threading.Lock()
-_started: set[bytes] = set()
+_started: set[bytes | bool] = set()
 
 
 def _start(options: _Options, device: jax.Device) -> None:
@@ -70,7 +63,7 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
 
 def _compile(options: _Options, device: jax.Device) -> None:
     """Compiles a program that is one call of a kernel; its operands do not matter, as it never runs."""
-    call = jax.ffi.ffi_call(_CALLED, jax.ShapeDtypeStruct((), jnp.float32))
+    call = jax.ffi.ffi_call(_jax.MOSAIC_CALL, jax.ShapeDtypeStruct((), jnp.float32))
     place = jax.sharding.SingleDeviceSharding(device)
     jax.jit(functools.partial(call, **options), out_shardings=place).lower().compile()
 

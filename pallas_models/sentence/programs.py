@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,44 +14,63 @@ import numpy as np
 from pallas_models._modules import Params
 from pallas_models._processes import cores
 from pallas_models.compilation_cache import Executables, jax_setting
-from pallas_models.minilm import heads, packing
-from pallas_models.minilm.heads import Head
 from pallas_models.ops import Implementation
+from pallas_models.sentence import heads, packing
+from pallas_models.sentence.heads import Head
 
 Shape = tuple[int, ...]
 Program = Future[jax.stages.Compiled]
+Key = tuple[object, ...]
 
-# Parameters of so many bytes are held by the programs for one sentence of so many tokens.
+
+class Config(Protocol):
+    """The sizes of a model that computes hidden states; it can be hashed."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
+# Computes hidden states, and is called as `bert.encode` is: with parameters, ids and mask, and by their names
+# `segment_ids`, `config` and `implementation`.
+Encode = Callable[..., jax.Array]
+
+# The programs for one sentence hold a copy of the parameters where these have at most so many bytes, and the
+# sentence so many tokens.
 _MOST_BOUND = 128 * 2**20
 _MOST_TOKENS_BOUND = 64
 
-# As with jax.jit, encoders of the same kind share what was compiled.
-_COMPILED: dict[Any, dict[Any, Program]] = {}
+# As with jax.jit, encoders of the same kind share compiled programs.
+_COMPILED: dict[Key, dict[Key, Program]] = {}
 
 
 class Programs:
     """Computes sentence embeddings, (n, D) float32, of batches that `packing.pack` makes, or of one sentence.
 
     A batch is (2, B, S), token ids and segment ids, and has `packing.num_segments((B, S))` embeddings. One
-    sentence is (1, S), token ids and -1 where there is none. A head says how embeddings are made of hidden states;
-    None asks for these, (B, S, H) float32.
+    sentence is (1, S), token ids and -1 for padding. A head makes embeddings of hidden states; without a head the
+    hidden states are returned, (B, S, H) float32.
 
-    Each array that a call is given costs it about a microsecond. The parameters are flattened here, once; and the
-    programs for one short sentence, which take no longer than that, hold a copy of them unless kept in files.
+    Each array that is passed to a call costs about a microsecond. The parameters are flattened here, once. And the
+    programs for one short sentence, which take no longer than passing all arrays, hold a copy of the parameters,
+    unless programs are kept in files.
     """
 
     def __init__(
         self,
         params: tuple[Params, Params],
-        encode: Callable[..., jax.Array],
-        config: Any,
+        encode: Encode,
+        config: Config,
         implementation: Implementation | None,
         folder: Path | None,
     ):
         """Makes programs of the parameters of model and head.
 
         Args:
-          encode: computes hidden states as `minilm.encode` does.
+          encode: computes hidden states as `bert.encode` does.
           folder: keeps programs unless None.
         """
         leaves, tree = jax.tree.flatten(params)
@@ -69,30 +88,39 @@ class Programs:
 
         size = sum(leaf.nbytes for leaf in self._leaves)
         self._binds = not folder and size <= _MOST_BOUND and not any(leaf.committed for leaf in self._leaves)
-        self._bound: dict[Any, Program] = {}
+        self._bound: dict[Key, Program] = {}
 
         def run(leaves: tuple[jax.Array, ...], tokens: jax.Array, head: Head | None) -> jax.Array:
-            options = dict(config=config, implementation=implementation)
             params, head_params = jax.tree.unflatten(tree, leaves)
-            where: dict[str, Any]
+            mask = segment_ids = count = None
             if tokens.ndim == 2:
                 mask = (tokens >= 0).astype(jnp.int32)
-                hidden = encode(params, jnp.maximum(tokens, 0), mask, **options)
-                where = dict(mask=mask)
+                ids = jnp.maximum(tokens, 0)
+                hidden = encode(params, ids, mask, config=config, implementation=implementation)
             else:
                 ids, segment_ids = tokens
-                hidden = encode(params, ids, None, segment_ids=segment_ids, **options)
-                where = dict(segment_ids=segment_ids, num_segments=packing.num_segments(ids.shape))
+                count = packing.num_segments(ids.shape)
+                hidden = encode(
+                    params, ids, None, segment_ids=segment_ids, config=config, implementation=implementation
+                )
             if head is None:
                 return hidden.astype(jnp.float32)
-            return heads.apply(head, head_params, hidden, **where, implementation=implementation)
+            return heads.apply(
+                head,
+                head_params,
+                hidden,
+                mask,
+                segment_ids=segment_ids,
+                num_segments=count,
+                implementation=implementation,
+            )
 
         self._function = run
         self._jit = functools.partial(jax.jit, out_shardings=_on_the_host(devices))
         self._run = self._jit(run, static_argnums=2)
 
     def of(self, head: Head | None) -> "Forward":
-        """What computes batches with this head."""
+        """Computes batches with this head."""
         return Forward(self, head)
 
     def __call__(self, tokens: np.ndarray, head: Head | None) -> jax.Array:
@@ -110,10 +138,10 @@ class Programs:
         return program(tokens) if programs is self._bound else program(self._leaves, tokens)
 
     def prepare(self, shapes: Iterable[Shape], head: Head | None) -> list[Program]:
-        """Starts to compile the programs of these shapes that are not there yet, and returns those.
+        """Starts to compile the programs of these shapes that are not there yet, and returns these programs.
 
-        They are lowered one after another, as that is Python, and compiled side by side, as that is not; the order
-        is that of `shapes`, so that the first batch can run while the programs of others are compiled.
+        They are lowered one after another, which is Python, and compiled side by side, which is not. The order of
+        `shapes` is kept, so that the first batch can run while the programs of others are compiled.
         """
         missing = [shape for shape in dict.fromkeys(shapes) if _key(shape, head) not in self._programs(shape)]
         if not missing or jax_setting("jax_disable_jit"):
@@ -124,26 +152,27 @@ class Programs:
             names = [self._kept.name(*self._key, shape, head) if self._kept else None for shape in missing]
             loading = [pool.submit(self._load, name) for name in names]
             for shape, name, load in zip(missing, names, loading, strict=True):
-                program: Program = load
                 if load.result() is None:
                     program = pool.submit(self._compile, self._lower(shape, head), name)
+                else:
+                    program = cast(Program, load)
                 self._programs(shape)[_key(shape, head)] = program
         finally:
             pool.shutdown(wait=False)
         return [self._programs(shape)[_key(shape, head)] for shape in missing]
 
     def is_ready(self, shape: Shape, head: Head | None) -> bool:
-        """Whether a call with this shape does not wait until a program is compiled."""
+        """Whether a call with this shape need not wait for a program to be compiled."""
         program = self._programs(shape).get(_key(shape, head))
         return program is None or program.done()  # None where nothing is compiled ahead
 
-    def _programs(self, shape: Shape) -> dict[Any, Program]:
-        """Where the program of a shape is: with those that encoders share, or that hold this one's parameters."""
+    def _programs(self, shape: Shape) -> dict[Key, Program]:
+        """The programs among which a shape's is: those that encoders share, or that hold this one's parameters."""
         short = len(shape) == 2 and shape[1] <= _MOST_TOKENS_BOUND
         alone = short and self._binds and not jax_setting("jax_compilation_cache_dir")
         return self._bound if alone else self._compiled
 
-    def _load(self, name: str | None) -> Any:
+    def _load(self, name: str | None) -> jax.stages.Compiled | None:
         return self._kept.load(name) if self._kept and name else None
 
     def _lower(self, shape: Shape, head: Head | None) -> jax.stages.Lowered:
@@ -183,6 +212,6 @@ def _on_the_host(devices: set[jax.Device]) -> jax.sharding.Sharding | None:
     return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
-def _key(shape: tuple[int, ...], head: Head | None) -> tuple[object, ...]:
-    # What a compiled program would not follow by itself, as a function under jax.jit does.
+def _key(shape: Shape, head: Head | None) -> Key:
+    # With the settings of JAX that a function under jax.jit follows, and a compiled program does not.
     return shape, head, jax_setting("jax_default_matmul_precision"), jax_setting("jax_enable_x64")

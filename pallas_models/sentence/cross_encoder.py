@@ -3,42 +3,52 @@
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models import compilation_cache as caches
-from pallas_models._implementation import check_implementation
-from pallas_models.minilm import inputs as checks
-from pallas_models.minilm import packing, pipeline
-from pallas_models.minilm.encoder import SENTENCES_WORTH_A_BAR, CompilationCache, begin_loading
-from pallas_models.minilm.heads import Head
-from pallas_models.minilm.model import Params
-from pallas_models.minilm.programs import Programs
-from pallas_models.ops import Implementation
+from pallas_models._implementation import Implementation
+from pallas_models._modules import Params
+from pallas_models.sentence import inputs as checks
+from pallas_models.sentence import pipeline
+from pallas_models.sentence.heads import Head
+from pallas_models.sentence.loading import begin_loading
+from pallas_models.sentence.programs import Config, Encode
+from pallas_models.sentence.text_model import CompilationCache, TextModel, converted
 
 if TYPE_CHECKING:
     import tokenizers
 
 Pair = Sequence[str]
+Activation = Callable[[np.ndarray], np.ndarray]
+
+
+class PredictOptions(TypedDict, total=False):
+    """The options of `CrossEncoder.predict` that `rank` takes too."""
+
+    prompt_name: str | None
+    prompt: str | None
+    batch_size: int | None
+    show_progress_bar: bool | None
+    activation_fn: Activation | None
+    apply_softmax: bool
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.exp(-np.logaddexp(0, -x))
 
 
-_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "identity": lambda x: x,
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
 }
 
 
-class CrossEncoder:
+class CrossEncoder(TextModel):
     """Scores pairs of sentences.
 
     ```
@@ -50,30 +60,21 @@ class CrossEncoder:
       config: the model's sizes.
       num_labels: scores of a pair.
       max_seq_length: tokens kept of a pair, special ones included; the longer sentence is cut first. Can be set.
-        `max_length` is the same.
-      prompts: what is put before the first sentence of a pair, by name.
+        `max_length` is another name for it.
+      prompts: texts that are put before the first sentence of a pair, by name.
       default_prompt_name: of the prompt where none is asked for, or None.
     """
 
-    __slots__ = (
-        "_activation",
-        "_given",
-        "_head",
-        "_max_length",
-        "_programs",
-        "_tokenizer",
-        "config",
-        "default_prompt_name",
-        "prompts",
-    )
+    __slots__ = ("_activation",)
+    _shortest = 4
 
     def __init__(
         self,
         params: Params,
         tokenizer: "tokenizers.Tokenizer",
         *,
-        config: Any,
-        forward: Callable[..., jax.Array],
+        config: Config,
+        forward: Encode,
         head: Head,
         head_params: Params,
         activation: str | None = None,
@@ -87,28 +88,24 @@ class CrossEncoder:
 
         Args:
           head: makes scores of hidden states.
-          activation: what is applied to scores: "sigmoid", "tanh" or "identity". None is the first for one score,
-            the last for several.
+          activation: of scores: "sigmoid", "tanh" or "identity". None is the first for one score a pair, and the
+            last for several.
         """
-        self.config, self._head = config, head
-        self._activation = activation or ("sigmoid" if self.num_labels == 1 else "identity")
+        self._activation = activation or ("sigmoid" if head.features(config.hidden_size) == 1 else "identity")
         if self._activation not in _ACTIVATIONS:
             raise ValueError(f"{activation=} is unknown; expected one of {tuple(_ACTIVATIONS)}")
-        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
-        self._tokenizer.no_padding()
-        self.max_seq_length = config.max_positions if max_length is None else max_length
-        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
-        checks.find_prompt(self.prompts, default_prompt_name, None)
-        folder = caches.default_folder() if compilation_cache is True else compilation_cache
-        self._given: dict[str, Any] = dict(
-            forward=forward, implementation=implementation, compilation_cache=folder
-        )
-        self._programs = Programs(
-            (params, head_params),
-            _with_token_types(forward),
-            config,
-            check_implementation(implementation) or None,
-            None if folder is None else Path(folder),
+        super().__init__(
+            params,
+            tokenizer,
+            config=config,
+            forward=forward,
+            head=head,
+            head_params=head_params,
+            max_length=max_length,
+            prompts=prompts or {},
+            default_prompt_name=default_prompt_name,
+            implementation=implementation,
+            compilation_cache=compilation_cache,
         )
 
     @classmethod
@@ -120,25 +117,24 @@ class CrossEncoder:
         max_length: int | None = None,
         implementation: Implementation | None = None,
         compilation_cache: CompilationCache | None = None,
-    ) -> "CrossEncoder":
-        """Loads weights and tokenizer of a classifier, with arguments and errors of `Encoder.from_pretrained`."""
+    ) -> Self:
+        """Loads weights and tokenizer of a classifier, with arguments and errors as `Encoder.from_pretrained`."""
         begin_loading()
-        from weights import classifiers, hub, modules, text
+        from pallas_models.sentence import classifiers, folders
+        from weights import hub
 
         folder = hub.resolve(path)
-        described = modules.describe_pairs(folder)
+        described = folders.describe_pairs(folder)
         loaded = classifiers.load_classifier(folder, dtype=dtype)
-        if max_length is None and described.max_length is not None:
-            max_length = min(described.max_length, loaded.config.max_positions)
         return cls(
             loaded.params,
-            text.read_tokenizer(folder, lower_case=described.lower_case),
+            described.read_tokenizer(),
             config=loaded.config,
             forward=loaded.encode,
             head=loaded.head,
             head_params=loaded.head_params,
             activation=described.activation,
-            max_length=max_length,
+            max_length=described.limit(loaded.config.max_positions) if max_length is None else max_length,
             prompts=described.prompts,
             default_prompt_name=described.default_prompt_name,
             implementation=implementation,
@@ -147,20 +143,7 @@ class CrossEncoder:
 
     @property
     def num_labels(self) -> int:
-        return self._head.features(self.config.hidden_size)
-
-    @property
-    def max_seq_length(self) -> int:
-        return self._max_length
-
-    @max_seq_length.setter
-    def max_seq_length(self, max_length: int) -> None:
-        if not 4 <= max_length <= self.config.max_positions:
-            raise ValueError(f"{max_length=}; expected 4 to {self.config.max_positions}, the model's positions")
-        self._max_length = max_length
-        self._tokenizer.enable_truncation(max_length)
-
-    max_length = max_seq_length
+        return self._head.features(self._config.hidden_size)
 
     def predict(
         self,
@@ -169,7 +152,7 @@ class CrossEncoder:
         prompt: str | None = None,
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
-        activation_fn: Callable[[np.ndarray], np.ndarray] | None = None,
+        activation_fn: Activation | None = None,
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
@@ -182,8 +165,8 @@ class CrossEncoder:
           pairs: a pair of two str, or many.
           prompt_name, prompt: as in `Encoder.encode`, before the first sentence of each pair.
           batch_size, show_progress_bar: as in `Encoder.encode`.
-          activation_fn: applied to scores, (number of pairs, num_labels) float32, in place of the model's own.
-          apply_softmax: whether the scores of a pair that has several are made to sum to 1.
+          activation_fn: of scores, (number of pairs, num_labels) float32, in place of the model's own.
+          apply_softmax: whether the scores of a pair, where it has several, are made to sum to 1.
           convert_to_numpy, convert_to_tensor: as in `Encoder.encode`.
           inputs: what sentence-transformers calls `pairs` since version 6, in place of it.
 
@@ -198,19 +181,17 @@ class CrossEncoder:
         given: list[Any] = list(checks.either("pairs", pairs, inputs, "pairs of str"))
         single = len(given) == 2 and all(isinstance(sentence, str) for sentence in given)
         checked = (_checked(pair, i) for i, pair in enumerate([given] if single else given))
-        name = self.default_prompt_name if prompt_name is None else prompt_name
-        before = checks.find_prompt(self.prompts, name, prompt)
-        texts: list[Any] = [(before + first, second) for first, second in checked]
-        budget = packing.budget(self._programs.platform)
-        if batch_size is not None:
-            budget = checks.check_count("batch_size", batch_size) * self._max_length
+        before = self._prompt(prompt_name, prompt)
+        texts = [(before + first, second) for first, second in checked]
+        (programs,) = self._programs
+        budget = self._budget(batch_size, programs.platform)
         scores = np.empty((len(texts), self.num_labels), np.float32)
-        show = checks.shows(show_progress_bar, len(texts) >= SENTENCES_WORTH_A_BAR)
+        show = checks.shows(show_progress_bar, len(texts) >= checks.TEXTS_WORTH_A_BAR)
         with checks.progress("pairs", len(texts), show) as advance:
             for rows in pipeline.run(
                 pipeline.chunks(texts, pipeline.CHUNK),
                 self._tokenize,
-                [self._programs.of(self._head)],
+                [programs.of(self._head)],
                 width=self.num_labels,
                 limit=self._max_length,
                 budget=budget,
@@ -223,10 +204,7 @@ class CrossEncoder:
         elif apply_softmax:
             scores = np.exp(scores - scores.max(axis=1, keepdims=True))
             scores /= scores.sum(axis=1, keepdims=True)
-        result: Any = scores
-        if convert_to_tensor or not convert_to_numpy:
-            result = jnp.asarray(scores) if convert_to_tensor else list(jnp.asarray(scores))
-        return result[0] if single else result
+        return converted(scores, to_numpy=convert_to_numpy, to_tensor=convert_to_tensor, single=single)
 
     def rank(
         self,
@@ -234,7 +212,7 @@ class CrossEncoder:
         documents: Sequence[str],
         top_k: int | None = None,
         return_documents: bool = False,
-        **options: Any,
+        **options: Unpack[PredictOptions],
     ) -> list[dict[str, Any]]:
         """Sorts documents by their score with a query, the best first.
 
@@ -244,7 +222,7 @@ class CrossEncoder:
           **options: of `predict`.
 
         Returns:
-          A dict each: "corpus_id", the index in `documents`, and "score".
+          A dict for each document: "corpus_id", its index in `documents`, and "score".
 
         Raises:
           ValueError: the model has more than one score for a pair; and as `predict`.
@@ -258,33 +236,25 @@ class CrossEncoder:
             {"corpus_id": int(i), "score": float(scores[i])} | text for i, text in zip(best, texts, strict=True)
         ]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As that of `Encoder`."""
-        params, head_params = self._programs.params
-        parts = functools.partial(
-            type(self),
-            params,
-            self._tokenizer,
-            config=self.config,
-            head=self._head,
-            head_params=head_params,
-            activation=self._activation,
-            max_length=self._max_length,
-            prompts=self.prompts,
-            default_prompt_name=self.default_prompt_name,
-            **self._given,
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        """Pickled or copied, a cross-encoder is made anew of its parts, where JAX puts arrays."""
+        made = functools.partial(
+            type(self), self._params, self._tokenizer, activation=self._activation, **self._parts()
         )
-        return parts, ()
+        return made, ()
 
     def __repr__(self) -> str:
-        return f"CrossEncoder({self.config}, {self._head}, max_seq_length={self._max_length})"
+        return f"CrossEncoder({self._config}, {self._head}, max_seq_length={self._max_length})"
 
-    def _tokenize(self, pairs: list[Any]) -> list[list[int]]:
+    def _encode(self) -> Encode:
+        return _with_token_types(self._forward)
+
+    def _tokenize(self, pairs: list[tuple[str, str]]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch(pairs)
-        if getattr(self.config, "num_token_types", 0) < 2:
+        if getattr(self._config, "num_token_types", 0) < 2:
             return [encoding.ids for encoding in encodings]
         # The type of a token travels with its id; `_with_token_types` takes them apart.
-        size = self.config.vocab_size
+        size = self._config.vocab_size
         return [
             [token + size * kind for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
             for encoding in encodings
@@ -292,16 +262,23 @@ class CrossEncoder:
 
 
 @functools.cache
-def _with_token_types(forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The hidden states of `forward`, of token ids that hold types; the same function for the same `forward`."""
+def _with_token_types(forward: Encode) -> Encode:
+    """Makes `forward` take token ids that hold types; the same function for the same `forward`."""
 
     @functools.wraps(forward)
     def encode(
-        params: Params, ids: jax.Array, mask: jax.Array | None, *, config: Any, **options: Any
+        params: Params,
+        ids: jax.Array,
+        mask: jax.Array | None,
+        *,
+        segment_ids: jax.Array | None = None,
+        config: Config,
+        implementation: Implementation | None,
     ) -> jax.Array:
+        call = functools.partial(forward, segment_ids=segment_ids, config=config, implementation=implementation)
         if getattr(config, "num_token_types", 0) >= 2:
-            options["token_type_ids"] = ids // config.vocab_size
-        return forward(params, ids % config.vocab_size, mask, config=config, **options)
+            call = functools.partial(call, token_type_ids=ids // config.vocab_size)
+        return call(params, ids % config.vocab_size, mask)
 
     encode.__qualname__ += ".with_token_types"  # programs are kept by this name
     return encode

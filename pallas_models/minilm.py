@@ -1,9 +1,9 @@
-"""all-MiniLM-L6-v2: the model on token ids (`encode`, `embed`), and `Encoder`, which takes sentences."""
+"""all-MiniLM-L6-v2 and its relatives: the model on token ids (`encode`, `embed`), and on sentences (`Encoder`).
 
-from pallas_models.minilm.contrastive import contrastive_loss
-from pallas_models.minilm.cross_encoder import CrossEncoder
-from pallas_models.minilm.encoder import Encoder
-from pallas_models.minilm.model import (
+The model is in `pallas_models.bert`, and all that takes text in `pallas_models.sentence`.
+"""
+
+from pallas_models.bert import (
     MLP,
     Attention,
     DistilBertConfig,
@@ -15,11 +15,15 @@ from pallas_models.minilm.model import (
     MPNetConfig,
     Params,
     RobertaConfig,
+    contrastive_loss,
     embed,
     embed_packed,
     encode,
     init,
 )
+from pallas_models.sentence import heads, packing, similarity
+from pallas_models.sentence.cross_encoder import CrossEncoder
+from pallas_models.sentence.encoder import Encoder
 
 __all__ = [
     "MLP",
@@ -39,5 +43,8 @@ __all__ = [
     "embed",
     "embed_packed",
     "encode",
+    "heads",
     "init",
+    "packing",
+    "similarity",
 ]

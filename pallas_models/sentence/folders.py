@@ -1,22 +1,25 @@
 """The folder of a sentence-transformers model: its modules and their parameters, prompts, the length of sentences.
 
-Both spellings are read: that of versions up to 5, and that of version 6.
+Both spellings are read, of versions up to 5 and of version 6.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_models.minilm.heads import ACTIVATIONS, Dense, Head, Normalize, Pooling
-from pallas_models.minilm.similarity import Similarity
-from weights import checkpoint, lazy, loading, tree
+from pallas_models.sentence.heads import ACTIVATIONS, Dense, Head, Normalize, Pooling
+from pallas_models.sentence.similarity import Similarity
+from weights import checkpoint, lazy, loading, text, tree
 from weights.checkpoint import CheckpointError, read_json, shown
 from weights.families import Part, linear, same
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # In the order in which sentence-transformers joins them.
 _OLD_POOLING = {
@@ -27,7 +30,7 @@ _OLD_POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# What sentence-transformers calls the activations of a Dense.
+# The names of sentence-transformers for the activations of a Dense.
 _TORCH_ACTIVATIONS = {
     "identity": "torch.nn.modules.linear.Identity",
     **{
@@ -38,36 +41,64 @@ _EMBEDDING = "sentence_embedding"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Description:
-    """What a folder says of a sentence encoder, beside its transformer.
+class TextDescription:
+    """What a folder says of any model of texts, beside its transformer.
 
     Attributes:
       transformer: the folder of config.json, tensors and tokenizer.
-      head: what follows the transformer.
-      dense: where the parameters of the head's dense layers are, by their index in `head.layers`.
-      max_length: tokens of a sentence, special ones included; None where nothing is stated.
-      lower_case: whether sentences are lower-cased before the tokenizer's own normalisation.
-      prompts: what is put before a sentence, by name.
+      max_length: tokens of a text, special ones included; None where nothing is stated.
+      lower_case: whether texts are lower-cased before the tokenizer's own normalisation.
+      prompts: texts that are put before a sentence, by name.
       default_prompt_name: of the prompt that is used where none is named, or None.
-      similarity: the measure that compares embeddings.
     """
 
     transformer: Path
-    head: Head
-    dense: Mapping[int, Path]
     max_length: int | None
     lower_case: bool
     prompts: Mapping[str, str]
     default_prompt_name: str | None
+
+    def limit(self, max_positions: int) -> int | None:
+        """The stated length, as far as the model has positions; None where nothing is stated."""
+        return None if self.max_length is None else min(self.max_length, max_positions)
+
+    def read_tokenizer(self) -> "tokenizers.Tokenizer":
+        """Reads the tokenizer; FileNotFoundError or CheckpointError naming the file."""
+        return text.read_tokenizer(self.transformer, lower_case=self.lower_case)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description(TextDescription):
+    """What a folder says of a sentence encoder.
+
+    Attributes:
+      head: the modules after the transformer.
+      dense: the folders with the parameters of the head's dense layers, by their index in `head.layers`.
+      similarity: the measure that compares embeddings.
+    """
+
+    head: Head
+    dense: Mapping[int, Path]
     similarity: Similarity
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairDescription(TextDescription):
+    """What a folder says of a cross-encoder.
+
+    Attributes:
+      activation: of scores, or None where nothing is stated.
+    """
+
+    activation: str | None
+
+
 def describe(folder: Path) -> Description:
-    """Reads all of it but tensors. Without modules.json it is the mean of the tokens, as in sentence-transformers.
+    """Reads a folder, but no tensors. Without modules.json its head is the mean, as in sentence-transformers.
 
     Raises:
-      CheckpointError: a file is no JSON, or says what it cannot mean.
-      NotImplementedError: the folder asks for what is not run here; names it.
+      CheckpointError: a file is no JSON, or has a value of a wrong kind.
+      NotImplementedError: the folder asks for a module or an option that is not run here; names it.
     """
     transformer, head, dense = _modules(folder)
     options, source = _transformer_options(transformer, "feature-extraction", "token_embeddings")
@@ -93,19 +124,12 @@ def describe(folder: Path) -> Description:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PairDescription:
-    """What a folder says of a cross-encoder: as `Description`; `activation` is that of scores, or None."""
-
-    max_length: int | None
-    lower_case: bool
-    prompts: Mapping[str, str]
-    default_prompt_name: str | None
-    activation: str | None
-
-
 def describe_pairs(folder: Path) -> PairDescription:
-    """As `describe`, of a cross-encoder: a classifier of transformers, with or without modules.json."""
+    """Reads the folder of a cross-encoder, a classifier of transformers with or without modules.json.
+
+    Raises:
+      CheckpointError, NotImplementedError: as `describe`.
+    """
     path = folder / "modules.json"
     listed = [_name_and_place(m, folder, path) for m in read_json(path, list)] if path.is_file() else []
     if listed not in ([], [("Transformer", folder)]):
@@ -120,6 +144,7 @@ def describe_pairs(folder: Path) -> PairDescription:
     activation = activation or config.get("sbert_ce_default_activation_function")
     prompts, default = _prompts(stated, folder)
     return PairDescription(
+        transformer=folder,
         max_length=_max_length(folder, options, source),
         lower_case=options.get("do_lower_case") is True,
         prompts=prompts,
@@ -129,7 +154,7 @@ def describe_pairs(folder: Path) -> PairDescription:
 
 
 def load_head(description: Description, dtype: DTypeLike) -> dict[str, Any]:
-    """Loads the parameters of the dense layers, as `minilm.heads.apply` takes them; errors as in the loaders."""
+    """Loads the parameters of the dense layers for `heads.apply`; errors are as in `weights.load_minilm`."""
     params = {}
     for index, path in description.dense.items():
         layer = description.head.layers[index]
@@ -156,7 +181,7 @@ def dense_parts(layer: Dense) -> dict[str, Part]:
 
 
 def describe_pooling(pooling: tuple[Pooling, ...], width: int) -> dict[str, Any]:
-    """The config.json of a Pooling, as all versions read it unless it joins results in an order of its own."""
+    """The config.json of a Pooling, which all versions can read unless it joins results in an order of its own."""
     stated: dict[str, Any] = {key: mode in pooling for key, mode in _OLD_POOLING.items()}
     if pooling != tuple(mode for mode in _OLD_POOLING.values() if mode in pooling):
         stated = {"pooling_mode": list(pooling)}
@@ -205,7 +230,7 @@ def _modules(folder: Path) -> tuple[Path, Head, dict[int, Path]]:
 
 
 def _prompts(stated: dict[str, Any], folder: Path) -> tuple[dict[str, str], str | None]:
-    """Prompts by name, and the name of the one that is used where none is named."""
+    """The prompts by name, and the name of the default prompt."""
     path = folder / "config_sentence_transformers.json"
     prompts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -272,7 +297,7 @@ def _activation(stated: object, source: object) -> str:
 
 
 def _transformer_options(folder: Path, task: str, output: str) -> tuple[dict[str, Any], Path]:
-    """What sentence_bert_config.json says, or a file of one of its other names."""
+    """The content of sentence_bert_config.json, or of a file with one of its other names; and the file."""
     kinds = ("bert", "roberta", "distilbert", "xlm-roberta")
     found = [path for kind in kinds if (path := folder / f"sentence_{kind}_config.json").is_file()]
     path = (found or [folder / "sentence_bert_config.json"])[0]
@@ -282,7 +307,7 @@ def _transformer_options(folder: Path, task: str, output: str) -> tuple[dict[str
 
 
 def _max_length(folder: Path, options: Mapping[str, Any], source: Path) -> int | None:
-    """`max_seq_length`, or the length of the tokenizer, which version 6 writes in its place."""
+    """`max_seq_length`, or the length of the tokenizer, which version 6 writes instead."""
     stated = options.get("max_seq_length")
     key = "max_seq_length"
     if stated is None:
@@ -296,7 +321,7 @@ def _max_length(folder: Path, options: Mapping[str, Any], source: Path) -> int |
 
 
 def _check_keys(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says; NotImplementedError where a key is there and has another value than expected."""
+    """The content of a file; NotImplementedError where a key is there with another value than expected."""
     given = _read(path)
     for key, value in expected.items():
         if given.get(key, value) != value:

@@ -1,26 +1,31 @@
-"""What encoders check of the sentences they are given, and the bar that shows how far they are."""
+"""Checks of the sentences that encoders are given, and the bar that shows how far they are."""
 
 import collections.abc
 import contextlib
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
-from pallas_models.minilm import pipeline
+from pallas_models.sentence import pipeline
+
+T = TypeVar("T")
+# With `show_progress_bar=None`, shorter lists show no bar.
+TEXTS_WORTH_A_BAR = 2 * pipeline.CHUNK
 
 
-def either(name: str, given: Any, inputs: Any, of: str = "str") -> Any:
-    """The argument of that name, or `inputs`, as sentence-transformers calls it since version 6."""
+def either(name: str, given: T | None, inputs: T | None, of: str = "str") -> T:
+    """The argument `given` of this name, or `inputs`, as sentence-transformers calls it since version 6."""
     if given is not None and inputs is not None:
         raise TypeError(f"{name} and inputs are both given; expected one of them")
-    if given is None and inputs is None:
+    found = given if inputs is None else inputs
+    if found is None:
         raise TypeError(f"{name} is of type NoneType; expected an iterable of {of}")
-    return given if inputs is None else inputs
+    return found
 
 
 def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[list[str]]:
-    """The sentences in chunks of `pipeline.CHUNK`; TypeError and ValueError where one is no text."""
+    """Yields the sentences in chunks of `pipeline.CHUNK`; TypeError and ValueError where one is no text."""
     if hasattr(sentences, "to_pylist") and not hasattr(sentences, "columns"):  # an array of pyarrow
         sentences = sentences.to_pylist()
     refused = isinstance(sentences, str | bytes | collections.abc.Mapping) or hasattr(sentences, "columns")
@@ -30,12 +35,12 @@ def checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[list[
 
 
 def checked_chunks(chunks: Iterable[list[str]], name: str = "sentences") -> Iterator[list[str]]:
-    """The chunks; TypeError and ValueError where a sentence is no text."""
+    """Yields the chunks; TypeError and ValueError where a sentence is no text."""
     first = 0
     for chunk in chunks:
         try:
             "".join(chunk).encode()
-        except (TypeError, UnicodeEncodeError):  # of which sentence, is asked where there is one
+        except (TypeError, UnicodeEncodeError):  # now it matters which sentence it is
             for index, sentence in enumerate(chunk, first):
                 check_sentence(sentence, f"{name}[{index}]")
             raise
@@ -44,7 +49,7 @@ def checked_chunks(chunks: Iterable[list[str]], name: str = "sentences") -> Iter
 
 
 def check_sentence(sentence: str, name: str) -> str:
-    """The sentence; TypeError where it is no str, ValueError where it is no valid Unicode."""
+    """Returns the sentence; TypeError where it is no str, ValueError where it is no valid Unicode."""
     if not isinstance(sentence, str):
         raise TypeError(f"{name} is of type {type(sentence).__name__}; expected str")
     if not sentence.isascii():
@@ -59,7 +64,7 @@ def check_sentence(sentence: str, name: str) -> str:
 
 
 def check_count(name: str, value: int) -> int:
-    """The value; TypeError where it is no integer, ValueError where it is below 1."""
+    """Returns the value; TypeError where it is no integer, ValueError where it is below 1."""
     try:
         count = operator.index(value)
     except TypeError as error:
@@ -70,7 +75,7 @@ def check_count(name: str, value: int) -> int:
 
 
 def find_prompt(prompts: Mapping[str, str], name: str | None, prompt: str | None) -> str:
-    """The prompt, or else the one of that name, or none; ValueError where there is no such name."""
+    """The prompt, or else the prompt of this name, or an empty text; ValueError where there is no such name."""
     if prompt is not None:
         return check_sentence(prompt, "prompt")
     if name is not None and name not in prompts:
@@ -85,7 +90,7 @@ def shows(asked: bool | None, long: bool) -> bool:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar, if one is to be shown, for as long as the context lasts; what it gives advances it."""
+    """Shows a bar while the context lasts, if it is to be shown; gives a function that advances it by a count."""
     if not show:
         yield lambda count: None
         return

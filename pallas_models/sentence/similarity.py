@@ -1,4 +1,4 @@
-"""How alike embeddings are: the measures of sentence-transformers, larger for those that are more alike."""
+"""How alike embeddings are: the measures of sentence-transformers, larger where embeddings are more alike."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -33,7 +33,7 @@ _PAIRWISE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def check(name: str) -> None:
-    """Raises ValueError unless there is a measure of that name."""
+    """Raises ValueError unless there is a measure of this name."""
     if name not in _ALL:
         raise ValueError(f"similarity_fn_name={name!r} is unknown; expected one of {tuple(_ALL)}")
 

@@ -1,16 +1,15 @@
-"""all-MiniLM-L6-v2: a BERT encoder that turns a sentence into a vector of unit length.
+"""BERT: an encoder of post-norm layers, with learned positions.
 
-The model is [sentence-transformers/all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2),
-its architecture [BERT](https://arxiv.org/abs/1810.04805) with post-norm layers, its pooling the masked
-mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084). The config says which of BERT's relatives it is:
+The architecture is [BERT](https://arxiv.org/abs/1810.04805). A config says which of its relatives a model is:
 [RoBERTa](https://arxiv.org/abs/1907.11692) and XLM-RoBERTa, [DistilBERT](https://arxiv.org/abs/1910.01108), or
-[MPNet](https://arxiv.org/abs/2004.09297).
+[MPNet](https://arxiv.org/abs/2004.09297). The defaults are the sizes of
+[all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2), whose embedding of a sentence is
+the masked mean of [Sentence-BERT](https://arxiv.org/abs/1908.10084), scaled to unit length.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_models import ops, training
-from pallas_models._modules import Embedding, LayerNorm, Linear, Params, bind, call_layers, init_params
-from pallas_models.minilm import packing
+from pallas_models._modules import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    Params,
+    bind,
+    call_layers,
+    init_params,
+    position_ids,
+)
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.activations import Activation
@@ -28,12 +35,12 @@ from pallas_models.ops.activations import Activation
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderConfig:
-    """Sizes of an encoder like BERT, with defaults of the best known one of each family.
+    """Sizes of an encoder like BERT. Each family has the defaults of its best known model.
 
     Attributes:
-      num_token_types: rows of the table of token types; 0 for a family that has none.
-      relative_buckets: of the distances between tokens, each with a bias of attention for each head; 0 for a
-        family that has none.
+      num_token_types: rows of the table of token types; 0 for a family without token types.
+      relative_buckets: how many buckets the distances between tokens fall into, each with a bias of attention for
+        each head; 0 for a family without such biases.
       activation: of the MLPs, as in `ops.mlp`.
     """
 
@@ -55,7 +62,7 @@ class EncoderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MiniLMConfig(EncoderConfig):
-    """BERT; the defaults are those of all-MiniLM-L6-v2."""
+    """Sizes of a BERT; the defaults are the sizes of all-MiniLM-L6-v2."""
 
     vocab_size: int = 30522
     hidden_size: int = 384
@@ -66,10 +73,12 @@ class MiniLMConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RobertaConfig(EncoderConfig):
-    """RoBERTa and XLM-RoBERTa; the defaults are those of multilingual-e5-base. Positions are counted from 0.
+    """Sizes of a RoBERTa or XLM-RoBERTa; the defaults are the sizes of multilingual-e5-base.
+
+    Positions are counted from 0.
 
     Attributes:
-      first_position: the row of a checkpoint's table that is position 0, one more than `pad_token_id`; parameters
+      first_position: the row of a checkpoint's table that is position 0, one more than `pad_token_id`. Parameters
         do not have the rows before it.
     """
 
@@ -81,7 +90,7 @@ class RobertaConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DistilBertConfig(EncoderConfig):
-    """DistilBERT; the defaults are those of distilbert-base-uncased."""
+    """Sizes of a DistilBERT; the defaults are the sizes of distilbert-base-uncased."""
 
     vocab_size: int = 30522
     num_layers: int = 6
@@ -89,7 +98,7 @@ class DistilBertConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MPNetConfig(EncoderConfig):
-    """MPNet; the defaults are those of all-mpnet-base-v2. Positions are counted from 0."""
+    """Sizes of an MPNet; the defaults are the sizes of all-mpnet-base-v2. Positions are counted from 0."""
 
     vocab_size: int = 30527
     epsilon: float = 1e-5
@@ -166,8 +175,7 @@ class Layer(nnx.Module):
         *,
         implementation: Implementation | None,
     ) -> jax.Array:
-        masks = dict(mask=mask, segment_ids=segment_ids, bias=bias)
-        return _run_layers([self], x, **masks, implementation=implementation)
+        return _run_layers([self], x, mask, segment_ids, bias, implementation=implementation)
 
     def arrays(self) -> dict[str, jax.Array]:
         """The parameters, as `ops.post_norm_layers` takes them."""
@@ -188,11 +196,28 @@ class Layer(nnx.Module):
         )
 
 
-def _run_layers(layers: Sequence[Layer], x: jax.Array, **options: Any) -> jax.Array:
+def _run_layers(
+    layers: Sequence[Layer],
+    x: jax.Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+    bias: jax.Array | None,
+    *,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Computes all layers in one call, in the dtype of their matrices."""
     first, arrays = layers[0], [layer.arrays() for layer in layers]
-    x = x.astype(arrays[0]["w_qkv"].dtype)
-    options |= dict(num_heads=first.num_heads, activation=first.activation, epsilon=first.epsilon)
-    return ops.post_norm_layers(x, arrays, **options)
+    return ops.post_norm_layers(
+        x.astype(arrays[0]["w_qkv"].dtype),
+        arrays,
+        mask=mask,
+        segment_ids=segment_ids,
+        bias=bias,
+        num_heads=first.num_heads,
+        activation=first.activation,
+        epsilon=first.epsilon,
+        implementation=implementation,
+    )
 
 
 class MiniLM(nnx.Module):
@@ -218,29 +243,29 @@ class MiniLM(nnx.Module):
         """Computes the hidden states, (B, S, hidden_size), of ids (B, S) with mask or segments (B, S)."""
         if mask is not None:
             _checks.check_mask("mask", mask, ids.shape, "the shape of ids")
-        positions = None if segment_ids is None else packing.position_ids(segment_ids)
+        positions = None if segment_ids is None else position_ids(segment_ids)
         x = self.embeddings(ids, token_type_ids, positions, implementation=implementation)
-        # The distance of two tokens of a segment is that of their places in the row.
+        # Two tokens of a segment are as far apart as their places in the row.
         bias = (
             _relative_bias(self.relative_bias.embedding[...], ids.shape[1])
             if self.config.relative_buckets
             else None
         )
         if remat == "none" and isinstance(self.layers, nnx.List):
-            masks = dict(mask=mask, segment_ids=segment_ids, bias=bias)
-            return _run_layers(self.layers, x, **masks, implementation=implementation)
+            return _run_layers(self.layers, x, mask, segment_ids, bias, implementation=implementation)
         return call_layers(self.layers, x, mask, segment_ids, bias, remat=remat, implementation=implementation)
 
 
 def _relative_bias(table: jax.Array, length: int) -> jax.Array:
     """The bias of attention between all pairs of tokens, (1, num_heads, S, S), by the distance of the two.
 
-    Distances fall into buckets as in [T5](https://arxiv.org/abs/1910.10683): half of them for keys on either side,
-    half of these for one distance each, the others for ranges that grow up to a distance of 128.
+    Distances fall into buckets as in [T5](https://arxiv.org/abs/1910.10683). Keys on either side have half of the
+    buckets. Of each half, the first half has one distance a bucket; in the second half ranges grow up to a
+    distance of 128.
     """
     side, furthest = len(table) // 2, 128
     alone = side // 2
-    distance = np.arange(-furthest, furthest + 1)  # of the key from the query; as far away, all are alike
+    distance = np.arange(-furthest, furthest + 1)  # of the key from the query; beyond it, all keys are alike
     away = np.abs(distance)
     growth = np.log(np.maximum(away, alone).astype(np.float32) / alone) / math.log(furthest / alone)
     ranged = np.minimum(alone + (growth * (side - alone)).astype(np.int32), side - 1)
@@ -274,15 +299,15 @@ def encode(
     The forward pass runs at the length given: pad a batch to its longest sentence, not to a fixed size.
 
     Args:
-      params: nested dict of arrays, from `init` or `weights.load_minilm`. The dtype of the matrices
-        (float16, bfloat16 or float32) is that of the computation; sums and statistics are float32.
+      params: nested dict of arrays, from `init` or `weights.load_minilm`. The computation has the dtype of the
+        matrices, float16, bfloat16 or float32; sums and statistics are float32.
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions` without `segment_ids`.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding, holes allowed. None where all are tokens.
       token_type_ids: (B, S), integers in [0, num_token_types); all 0 when None.
-      segment_ids: (B, S), integers, as `embed_packed` has them: a token sees those of its own segment, and
-        positions are counted from its first. None for one segment a row.
+      segment_ids: (B, S), integers, as in `embed_packed`: a token sees the tokens of its own segment, and
+        positions are counted from the first of them. None for one segment a row.
       config: the model's sizes.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (B, S, hidden_size) in the dtype of the matrices. Rows of padding positions hold values without
@@ -316,7 +341,7 @@ def embed(
 ) -> jax.Array:
     """Computes sentence embeddings: `encode`, the mean over the tokens of a sentence, unit L2 norm.
 
-    Arguments and errors are those of `encode`.
+    Arguments and errors are as in `encode`.
 
     Returns:
       (B, hidden_size) float32 with unit norm; zeros for a row whose mask is all zero. The cosine of two
@@ -340,18 +365,18 @@ def embed_packed(
 ) -> jax.Array:
     """Computes the embeddings of sentences of any lengths that are joined in rows, without padding each.
 
-    The values are those of `embed`. Rows of a length that is known beforehand, filled by `packing.pack`, need one
-    program for whatever sentences.
+    The values are the same as with `embed`. Rows of a length that is known beforehand, filled by
+    `sentence.packing.pack`, need one program for whatever sentences.
 
     Args:
       params, token_type_ids, config, implementation: as in `encode`.
       ids: (B, S), integers in [0, vocab_size), the tokens of whole sentences one after another.
       segment_ids: (B, S), integers: i for the tokens of sentence i, which are next to each other in one row.
-        Tokens of other ids than 0 to num_segments - 1 are padding, whose result is nobody's.
-      num_segments: how many results there are.
+        Tokens with ids outside of [0, num_segments) are padding, and have no result.
+      num_segments: the number of results.
 
     Returns:
-      (num_segments, hidden_size) float32 with unit norm; zeros where there is no token of a sentence.
+      (num_segments, hidden_size) float32 with unit norm; zeros for a segment without tokens.
 
     Raises:
       TypeError: ids or segment ids are not integers.
@@ -368,3 +393,73 @@ def embed_packed(
         implementation=implementation,
     )
     return ops.segment_mean_pool(hidden, segment_ids, num_segments=num_segments, implementation=implementation)
+
+
+Tokens = tuple[Array, Array]
+
+
+def contrastive_loss(
+    params: Params,
+    anchors: Tokens,
+    positives: Tokens,
+    negatives: Tokens | None = None,
+    *,
+    scale: float | Array = 20.0,
+    symmetric: bool = False,
+    config: EncoderConfig = MiniLMConfig(),
+    remat: training.Remat = "none",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes how badly each anchor tells its positive from the other sentences of the batch.
+
+    The loss is from [Efficient Natural Language Response Suggestion](https://arxiv.org/abs/1705.00652), section
+    4.4, on cosines, as sentence-transformers has it (MultipleNegativesRankingLoss): the mean over the anchors of
+    the cross entropy of `softmax(scale * cosines)`, over the cosines of an anchor with all positives and
+    negatives, of which its own positive is the right one.
+
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_minilm`, with layers stacked or not, and cast by
+        `training.cast` for mixed precision. Embeddings of sentences are float32 in any case.
+      anchors: ids and mask, (B, S) each, as in `encode`.
+      positives: ids and mask of the sentence that belongs to each anchor, (B, T).
+      negatives: ids and mask of further sentences that belong to no anchor, (N, U), or None.
+      scale: what cosines are multiplied by, the inverse of the temperature.
+      symmetric: whether to average this loss with the loss of finding the anchor of each positive.
+      config: the model's sizes.
+      remat: what a layer keeps for the backward pass, as in `training.checkpointed`.
+      implementation: as in `pallas_models.ops`; None for the best available.
+
+    Returns:
+      A float32 scalar, in nats.
+
+    Raises:
+      TypeError: ids or masks are not integers.
+      ValueError: there are not as many anchors as positives, or sizes or masks are wrong, as in `encode`.
+    """
+    if anchors[0].shape[0] != positives[0].shape[0]:
+        raise ValueError(
+            f"positives has {positives[0].shape[0]} sentences; expected {anchors[0].shape[0]}, a pair each"
+        )
+    factor = _checks.as_scalar("scale", scale)
+    model = bind(MiniLM, config, params)
+
+    def embed(tokens: Tokens) -> jax.Array:
+        ids, mask = tokens
+        _check_ids(ids)
+        hidden = model(ids, mask, remat=remat, implementation=implementation)
+        return ops.mean_pool(hidden, mask, implementation=implementation)
+
+    def rank(queries: jax.Array, candidates: jax.Array) -> jax.Array:
+        labels = jnp.arange(queries.shape[0])
+        return ops.linear_cross_entropy(
+            queries * factor, candidates, labels, transpose_w=True, implementation=implementation
+        )
+
+    if anchors[0].shape == positives[0].shape:  # one pass is faster than two
+        both = embed((jnp.concatenate([anchors[0], positives[0]]), jnp.concatenate([anchors[1], positives[1]])))
+        first, second = jnp.split(both, 2)
+    else:
+        first, second = embed(anchors), embed(positives)
+    others = [] if negatives is None else [embed(negatives)]
+    loss = rank(first, jnp.concatenate([second, *others]))
+    return (loss + rank(second, first)) / 2 if symmetric else loss

@@ -1,8 +1,8 @@
 """A process that tokenizes: `tokenizing.Processes` runs this file, which imports no more than it needs.
 
-It reads pickles from standard input: first the tokenizer as JSON, which it answers with None when it is ready,
-then (texts, limit) after (texts, limit). It answers each with the token ids of all texts, one after another, and
-how many each has, as the bytes of int32; or with the error that was raised.
+It reads pickles from standard input. The first is the tokenizer as JSON; the answer is None, once the process is
+ready. Each further pickle is (texts, limit); the answer is the token ids of all texts, one after another, and the
+number of tokens of each text, as the bytes of int32, or the error that was raised.
 """
 
 import array
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import tokenizers
 
 _split: Callable[[str], list[str]] = re.compile(r"[0-9A-Za-z]+|[^0-9A-Za-z ]").findall
-# Words whose ids are kept, in 10 MB: those of nearly all that a text has.
+# The number of words whose ids are kept, in 10 MB: nearly all words of a text are among them.
 _MOST_WORDS, _LONGEST_WORD = 2**15, 32
 
 
 class Words(dict[str, list[int]]):
-    """The token ids of plain texts, word by word: those that the tokenizer gives, in a sixth of its time.
+    """The token ids of plain texts, word by word: as the tokenizer gives them, in a sixth of its time.
 
     BERT's tokenizers tokenize each word and each punctuation mark by itself, so that it has the same ids in all
-    texts. A text is plain if all its characters are printable ones of ASCII, where it is clear what a word is, and
-    none is one that an added token begins with, as "[MASK]" does.
+    texts. A text is plain if all its characters are printable and of ASCII, where it is clear what a word is, and
+    no added token, such as "[MASK]", begins with one of them.
     """
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer"):
-        """Takes a tokenizer that does not truncate. No text is plain where it is of another kind."""
+        """Takes a tokenizer that does not truncate. For a tokenizer unlike BERT's, no text is plain."""
         super().__init__()
         self._tokenizer = tokenizer
         described = json.loads(tokenizer.to_str())
@@ -67,7 +67,7 @@ class Words(dict[str, list[int]]):
 
 
 def _is_by_words(described: dict[str, Any]) -> bool:
-    """Whether the JSON is of a tokenizer that does what BERT's does."""
+    """Whether the JSON describes a tokenizer that works like BERT's."""
     names = ("normalizer", "pre_tokenizer", "model", "post_processor")
     *kinds, last = ((described[name] or {}).get("type") for name in names)
     by_words = kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
@@ -75,7 +75,7 @@ def _is_by_words(described: dict[str, Any]) -> bool:
 
 
 def _beginnings(tokenizer: "tokenizers.Tokenizer", added: list[dict[str, Any]]) -> set[str]:
-    """Characters of which an added token, found in a text as it is or normalised, has one at its beginning."""
+    """The characters with which an added token begins, as it is or normalised, in a text of either case."""
     contents = [token["content"] for token in added]
     first = [content[:1] for content in (*contents, *map(tokenizer.normalizer.normalize_str, contents))]
     return {*map(str.lower, first), *map(str.upper, first)}

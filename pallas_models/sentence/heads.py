@@ -1,6 +1,6 @@
-"""What follows the transformer in a sentence encoder: pooling, dense layers and normalisation.
+"""The head of a sentence encoder, after the transformer: pooling, dense layers and normalisation.
 
-These are the modules that sentence-transformers lists in modules.json, and the values are its own.
+These are the modules that sentence-transformers lists in modules.json, with its values.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """`activation(x @ kernel + bias)`, and with `residual` the input added to that.
+    """The layer `activation(x @ kernel + bias)`; with `residual` its input is added.
 
     The parameters are `kernel` (in_features, out_features), `bias` (out_features,) and, for a residual of another
     width, `residual` (in_features, out_features).
@@ -61,7 +61,7 @@ Layer = Dense | Normalize | LayerNorm
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """How the hidden states of a sentence become its embedding; by default that of all-MiniLM-L6-v2.
+    """How the hidden states of a sentence become its embedding; the default is the head of all-MiniLM-L6-v2.
 
     Attributes:
       pooling: the ways of pooling, whose results are joined in this order:
@@ -69,7 +69,7 @@ class Head:
         "mean", "max": over the tokens, of each dimension;
         "mean_sqrt_len_tokens": the sum over the tokens, divided by the square root of their number;
         "weightedmean": the mean with weights 1, 2, 3, ... in the order of the tokens.
-      layers: what is applied to that, in this order.
+      layers: are applied to the pooled vector, in this order.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -86,7 +86,7 @@ class Head:
         return dense[-1] if dense else hidden_size * len(self.pooling)
 
     def normalized(self) -> "Head":
-        """The same with unit norm at the end."""
+        """This head, with a normalisation at its end if there is none."""
         if self.layers and isinstance(self.layers[-1], Normalize):
             return self
         return dataclasses.replace(self, layers=(*self.layers, Normalize()))
@@ -108,13 +108,13 @@ def apply(
     """Computes embeddings from hidden states.
 
     Args:
-      head: what is computed.
-      params: the parameters of each layer that has some, by its index in `head.layers` as a string.
-      hidden: (B, S, H), what the transformer gives for padded sentences, or for packed ones.
+      head: the pooling and the layers.
+      params: the parameters of each layer that has any, by its index in `head.layers` as a string.
+      hidden: (B, S, H), the hidden states of padded or of packed sentences.
       mask: (B, S), 1 for a token and 0 for padding, of padded sentences.
-      segment_ids: (B, S), of packed ones: i for the tokens of sentence i, as in `minilm.embed_packed`.
-      num_segments: how many results there are of packed ones.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      segment_ids: (B, S), of packed sentences: i for the tokens of sentence i, as in `bert.embed_packed`.
+      num_segments: the number of packed sentences.
+      implementation: as in `pallas_models.ops`; None for the best available.
 
     Returns:
       (B, D) or (num_segments, D) float32, with D = `head.features(H)`.
@@ -124,16 +124,17 @@ def apply(
     """
     if (mask is None) == (segment_ids is None):
         raise ValueError("expected either mask or segment_ids")
-    # The usual case is one kernel.
+    # The usual case, the mean and then unit norm, is one kernel.
     fused = head.pooling == ("mean",) and head.layers[:1] == (Normalize(),)
     layers = list(enumerate(head.layers))[1 if fused else 0 :]
 
     def mean(x: jax.Array, normalize: bool = False) -> jax.Array:
-        options: dict[str, Any] = dict(normalize=normalize, implementation=implementation)
         if mask is not None:
-            return ops.mean_pool(x, mask, **options)
+            return ops.mean_pool(x, mask, normalize=normalize, implementation=implementation)
         assert segment_ids is not None and num_segments is not None
-        return ops.segment_mean_pool(x, segment_ids, num_segments=num_segments, **options)
+        return ops.segment_mean_pool(
+            x, segment_ids, num_segments=num_segments, normalize=normalize, implementation=implementation
+        )
 
     if head.pooling == ("mean",):
         x = mean(hidden, fused)

@@ -1,4 +1,4 @@
-"""Every operation on a mesh of 8 CPU devices: `python -m parity.support.meshes` prints JSON, a line a case.
+"""Every operation on a mesh of 8 CPU devices: `python -m parity.dispatch.meshes` prints JSON, a line a case.
 
 A process has the devices that it begins with, so that `test_meshes.py` runs this in one of its own.
 """
@@ -12,7 +12,6 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import weights
 from bench.measuring import collectives
 from pallas_models import gpt2, minilm, ops, qwen3, trimul
+from parity import ROOT
 from parity.support import pallas_patches
 from parity.support.common import array, normal, random_mask, random_params, relative_error
 
@@ -124,7 +124,7 @@ def cases(implementation: str) -> Mapping[str, Case]:
         return ops.linear_cross_entropy(x, w, labels, **kernel)
 
     def losses(x, w, bias, labels):
-        return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transposed=True, **kernel)
+        return ops.linear_cross_entropy(x, w, labels, bias=bias, reduction=None, transpose_w=True, **kernel)
 
     def triangle(x, *weights, direction="outgoing", **options):
         mean, scale, w_in, out_scale, out_bias, w_gate, w_out = weights
@@ -524,7 +524,7 @@ def main() -> None:
     passed = {"collective-permute": 3 * (4 + 4 + 2)}
     runs["ring, causal"] = passed, functools.partial(ring, causal=True, implementation="interpret")
     runs["ring"] = passed, functools.partial(ring, causal=False, implementation="xla")
-    docs = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text("utf-8")
+    docs = (ROOT / "docs" / "meshes.md").read_text("utf-8")
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", docs, re.DOTALL)):
         runs[f"example {number}"] = {}, functools.partial(example, code)
     for name, (expected, run) in runs.items():

@@ -93,18 +93,18 @@ def gated_mlp(
 
 def linear_cross_entropy(
     x: Tensor,
-    kernel: Tensor,
+    w: Tensor,
     bias: Tensor | None = None,
     weights: Tensor | None = None,
     *,
     labels: Tensor,
-    transposed: bool = False,
+    transpose_w: bool = False,
     label_smoothing: float = 0.0,
     logit_softcap: float | None = None,
     z_loss: float = 0.0,
     reduction: str | None = "mean",
 ) -> Tensor:
-    y = F.linear(x, kernel if transposed else kernel.T, bias)
+    y = F.linear(x, w if transpose_w else w.T, bias)
     if logit_softcap is not None:
         y = logit_softcap * torch.tanh(y / logit_softcap)
     loss = F.cross_entropy(y.mT if y.ndim > 2 else y, labels, reduction="none", label_smoothing=label_smoothing)

@@ -1,7 +1,7 @@
 """Texts to token ids: in this process, or, where there are many, in processes of their own.
 
-The library that tokenizes uses all cores, but what it returns are Python objects: to take the ids out of them and
-to free them again takes longer, with the interpreter's lock held, than all else that a text costs this process.
+The library that tokenizes uses all cores, but it returns Python objects: to take the ids out of them and to free
+them takes longer, with the interpreter's lock held, than all other work of this process for a text.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from pallas_models._processes import cores
 if TYPE_CHECKING:
     import tokenizers
 
-# Fewer cores than these are kept busy by threads.
+# With fewer cores, threads keep them busy.
 _WORTH_PROCESSES = 4
 # Beside a device: there may be others on the machine, with processes of their own.
 _MOST_PROCESSES = 32
-# Lists of texts that a process has been given: one that it is at, and one that waits, so that it does not.
+# Lists of texts that a process is given: it works on one while the next waits, so that it never does.
 _ASKED = 2
 
 
@@ -49,7 +49,7 @@ def tokens(tokenize: Tokenize, texts: list[Any]) -> Tokens:
 
 
 def count(platform: str, devices: int = 1) -> int:
-    """How many processes are worth while beside devices: one for each core but that of this process, or none."""
+    """The number of processes beside devices: one for each core, less the core of this process, or none."""
     # A CPU that computes has no cores to spare.
     if platform == "cpu" or cores() < _WORTH_PROCESSES or not sys.executable:
         return 0
@@ -60,15 +60,16 @@ class Processes:
     """Processes that tokenize; they end when this object does."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", count: int):
-        """Makes place for `count` of them, which the first call starts, or `start` before it."""
+        """Makes room for `count` processes; the first call starts them, or `start` before it."""
         self._tokenizer: tokenizers.Tokenizer | str = tokenizer
         self._changing = threading.Lock()
         self._missing = count
-        # Those that are up, each as often as it may be asked, and errors of those that did not come up.
+        # Processes that are up, each as often as it may be asked, and errors in place of those that failed to
+        # start.
         self._free: queue.SimpleQueue[_Process | Exception] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Starts all that are missing at once, and returns before they are up."""
+        """Starts all missing processes at once, and returns before they are up."""
         with self._changing:
             missing, self._missing = self._missing, 0
             if missing and not isinstance(self._tokenizer, str):
@@ -106,7 +107,7 @@ class Processes:
                 return process
 
     def _replace(self, process: "_Process | None" = None) -> None:
-        """Has another started in place of one that is lost, at once: others may wait for one."""
+        """Starts another process in place of one that is lost, at once, as other threads may wait for one."""
         with self._changing:
             if process is None or not process.is_lost:
                 self._missing += 1
@@ -118,7 +119,7 @@ class Processes:
 def _start(tokenizer: str, free: "queue.SimpleQueue[_Process | Exception]") -> None:
     try:
         process = _Process(tokenizer)
-    except Exception as error:  # for whoever waits for it
+    except Exception as error:  # raised in the thread that waits for the process
         free.put(error)
         return
     for _ in range(_ASKED):
@@ -126,13 +127,13 @@ def _start(tokenizer: str, free: "queue.SimpleQueue[_Process | Exception]") -> N
 
 
 class _Process:
-    """One process, which has the next list of texts when it is done with one."""
+    """One process; it has the next list of texts already when it is done with one."""
 
     def __init__(self, tokenizer: str):
         """Returns when it is up."""
         self.is_lost = False
         self._asking, self._answered = threading.Lock(), threading.Lock()
-        # Of the files of this package it runs one, which must not see the others as modules of their own (-P).
+        # It runs one file of this package, for which the others beside it must be no top-level modules (-P).
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("tokenizer_process.py"))],
             stdin=subprocess.PIPE,
@@ -149,10 +150,10 @@ class _Process:
         return self._process.pid
 
     def ask(self, request: object) -> Any:
-        """What the process answers; waits until it has answered what it was asked before."""
+        """Returns the answer of the process, after the answers to all requests before."""
         with self._asking:
             self._send(request)
-            self._answered.acquire()  # in the order of the questions
+            self._answered.acquire()  # in the order of the requests
         try:
             return pickle.load(self._process.stdout)  # type: ignore[arg-type]
         except (EOFError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""Classifiers of pairs of sentences, as transformers writes them: an encoder and the layers on its first token."""
+"""Classifiers of pairs of sentences, as transformers saves them: an encoder, and layers on its first token."""
 
 import dataclasses
 import os
@@ -6,7 +6,9 @@ from typing import Any, cast
 
 from jax.typing import DTypeLike
 
-from pallas_models.minilm.heads import Dense, Head, Layer, LayerNorm, Pooling
+from pallas_models._modules import Params
+from pallas_models.sentence.heads import Dense, Head, Layer, LayerNorm, Pooling
+from pallas_models.sentence.programs import Config, Encode
 from weights import checkpoint, hub, lazy, loading, tree
 from weights.checkpoint import CheckpointError, read_json, shown
 from weights.families import Part, linear, same
@@ -26,20 +28,20 @@ _LAYERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """An encoder with its config, its hidden states' function, and the layers that make scores of them."""
+    """An encoder and a head that makes scores of its hidden states, which `encode` computes."""
 
-    params: dict[str, Any]
-    config: Any
-    encode: Any
+    params: Params
+    config: Config
+    encode: Encode
     head: Head
-    head_params: dict[str, Any]
+    head_params: Params
 
 
 def load_classifier(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike) -> Classifier:
     """Loads a model that transformers calls ForSequenceClassification.
 
     Raises:
-      As `weights.load_minilm`; NotImplementedError where there is none of that family here.
+      As `weights.load_minilm`; NotImplementedError for a family whose classifiers are not run here.
     """
     path, target = hub.resolve(path_or_name), checkpoint.float_dtype(dtype)
     family = loading.find_encoder(path)
@@ -83,6 +85,7 @@ def load_classifier(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike) -
         rest = {name: tensor for name, tensor in tensors.items() if name not in expected}
         params = loading.convert(family, rest, config, dtype=target, source=path)
     head = Head(pooling=(pooling,), layers=tuple(layers))
+    assert family.encode is not None
     return Classifier(params=params, config=config, encode=family.encode, head=head, head_params=head_params)
 
 

@@ -7,18 +7,15 @@ shape of its program, whatever sentences it holds: a corpus needs one program fo
 import dataclasses
 from collections.abc import Iterator
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_models.ops._checks import Array
-
-# Results have a size that is known beforehand: one for so many tokens of a batch. Sentences are longer on average;
-# where all are shorter, a batch is full before its tokens are.
+# The number of results is known beforehand: one for so many tokens of a batch. Sentences are longer on average;
+# where all are shorter, a batch has as many segments as it may before all its tokens are used.
 _TOKENS_PER_SEGMENT = 8
 # Tokens of a row. Longer sentences have rows as long as the longest may be.
 _ROW = 64
-# A batch has so much of the largest number of tokens: short rows, of which most are, then long ones.
+# The sizes of batches, as divisors of the largest number of tokens: for short rows, which are the most, and for
+# long.
 _PARTS = ((64, 8, 1), (64, 4))
 
 Shape = tuple[int, int]
@@ -29,10 +26,10 @@ class Batch:
     """Rows of packed sentences.
 
     Attributes:
-      tokens: (2, rows, row length) int32: token ids, and segment ids in ascending order over rows. What no
-        sentence fills of a row is a segment of its own.
+      tokens: (2, rows, row length) int32: token ids, and segment ids in ascending order over rows. The rest of a
+        row that no sentence fills is a segment of its own.
       segments: (n,), the segment id of each sentence.
-      sentences: (n,), which of the given sentences it is.
+      sentences: (n,), the index of each among the given sentences.
     """
 
     tokens: np.ndarray
@@ -40,19 +37,12 @@ class Batch:
     sentences: np.ndarray
 
 
-def position_ids(segment_ids: Array) -> jax.Array:
-    """The index of each token in its segment, of ids (B, S); 0 for padding, which has negative ids."""
-    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
-    first = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
-    return jnp.where(segment_ids < 0, 0, index - first)
-
-
 def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Divides sentences into rows: each row takes the longest that fits, then the longest that still fits.
 
-    Rows that hold the same lengths are made at once, so that this takes a step for each distinct set of lengths
-    and not for each sentence.
+    Rows that hold the same lengths are made at once: there is a step for each distinct set of lengths, not for
+      each
+    sentence.
 
     Args:
       lengths: (N,), tokens of each sentence, 1 to `row_length`.
@@ -60,11 +50,11 @@ def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.n
       most: sentences of a row.
 
     Yields:
-      For each set of k lengths that n rows hold: which sentences, (n, k), and their lengths, (k,).
+      For each set of k lengths that n rows hold: the indices of the sentences, (n, k), and their lengths, (k,).
     """
     order = np.argsort(lengths, kind="stable")
     left = np.bincount(lengths, minlength=row_length + 1)  # sentences of each length
-    ends = np.cumsum(left)  # where in `order` the last of those is
+    ends = np.cumsum(left)  # where in `order` the sentences of each length end
     while left.any():
         room, free = row_length, left.copy()
         kinds: list[int] = []
@@ -87,7 +77,7 @@ def budget(platform: str) -> int:
 
 
 def shapes(limit: int, most: int) -> dict[int, list[Shape]]:
-    """The shapes of batches, (rows, row length), by row length, small ones first: five at most.
+    """The shapes of batches, (rows, row length), by row length, small shapes first: five at most.
 
     Args:
       limit: tokens of the longest sentence.
@@ -101,9 +91,9 @@ def shapes(limit: int, most: int) -> dict[int, list[Shape]]:
 
 
 def padded_length(length: int, limit: int) -> int:
-    """The length that one sentence is padded to, where it is computed alone; at most `limit`.
+    """The length to which one sentence is padded that is computed alone; at most `limit`.
 
-    Powers of two from 16 and, beyond 64, the halves between: sentences of up to 512 tokens have nine lengths.
+    Lengths are powers of two from 16 and, beyond 64, the halves between: up to 512 tokens there are nine.
     """
     power = max(16, 1 << (length - 1).bit_length())
     between = 3 * power // 4
@@ -111,7 +101,7 @@ def padded_length(length: int, limit: int) -> int:
 
 
 def num_segments(shape: Shape) -> int:
-    """How many segments a batch of a shape has at most."""
+    """The most segments that a batch of a shape has."""
     return max(shape[0] * shape[1] // _TOKENS_PER_SEGMENT, 2)
 
 
@@ -120,7 +110,8 @@ def pack(tokens: np.ndarray, lengths: np.ndarray, limit: int, most: int) -> Iter
 
     Args:
       tokens: (total,) int32, token ids of all sentences, one after another.
-      lengths: (N,), how many of them each sentence has, at most `limit`. Sentences without tokens are in no batch.
+      lengths: (N,), the number of tokens of each sentence, at most `limit`. Sentences without tokens are in no
+        batch.
       limit, most: as in `shapes`.
     """
     starts = np.cumsum(lengths) - lengths
@@ -131,12 +122,13 @@ def pack(tokens: np.ndarray, lengths: np.ndarray, limit: int, most: int) -> Iter
         if chosen.size:
             rows = _rows(lengths[chosen], row_length, num_segments(sizes[0]) - 1)
             for which, offsets, row, shape in _divide(rows, row_length, sizes):
-                of = chosen[which]
-                yield _batch(tokens, starts[of], lengths[of], row * row_length + offsets, of, shape)
+                sentences = chosen[which]
+                places = row * row_length + offsets
+                yield _batch(tokens, starts[sentences], lengths[sentences], places, sentences, shape)
 
 
 def _rows(lengths: np.ndarray, row_length: int, most: int) -> tuple[np.ndarray, ...]:
-    """For sentences in the order of rows: which, row and place in the row; then how many segments each row has."""
+    """For sentences in the order of rows their index, row and place in the row; then the segments of each row."""
     which, rows, offsets, counts = [], [], [], []
     count = 0
     for chosen, kinds in fill(lengths, row_length, most):
@@ -152,7 +144,7 @@ def _rows(lengths: np.ndarray, row_length: int, most: int) -> tuple[np.ndarray, 
 def _divide(
     rows: tuple[np.ndarray, ...], row_length: int, sizes: list[Shape]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, Shape]]:
-    """Divides rows into batches: which sentences, their places and rows, and the shape of the batch."""
+    """Divides rows into batches: the indices of sentences, their places and rows, and the shape of the batch."""
     which, row, offsets, counts = rows
     segments = np.concatenate([[0], np.cumsum(counts)])
     first, last = 0, len(counts)

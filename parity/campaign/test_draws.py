@@ -12,7 +12,7 @@ import pytest
 
 from parity.campaign import __main__ as campaign
 from parity.campaign import encoders, exports, folders, jobs, ops, shardings, transformations
-from parity.campaign._bounded import apart
+from parity.support.bounded import apart
 
 MODULES = [encoders, exports, folders, jobs, shardings, transformations]
 needs_models = pytest.mark.skipif(

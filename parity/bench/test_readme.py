@@ -1,7 +1,6 @@
 """README.md and docs: short, their links lead somewhere, and their examples run as they stand."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,9 @@ import pytest
 
 import weights
 from pallas_models import qwen3
+from parity import ROOT
 from parity.support.common import ON_GPU
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")

@@ -13,33 +13,33 @@ import jax
 import numpy as np
 
 from pallas_models._processes import cores
-from pallas_models.minilm import packing, tokenizing
-from pallas_models.minilm.tokenizing import Tokenize, Tokens
+from pallas_models.sentence import packing, tokenizing
+from pallas_models.sentence.tokenizing import Tokenize, Tokens
 
 # Texts of a chunk: enough for all cores to tokenize and for a device to compute, few enough for little memory.
 CHUNK = 16384
 # Chunks that are tokenized while another is computed, for each device.
 _AHEAD = 2
-# The same of a list, which is there already. While a program is traced and lowered, for a second, none is taken.
+# Chunks that are tokenized ahead of a list, which is in memory already: none is taken during the second in which a
+# program is traced and lowered.
 _AHEAD_IN_A_LIST = 16
 # Tokens of batches of a list that wait for their programs: a million short texts, in 128 MB.
 _HELD = 2**24
-# Pieces of a chunk are tokenized side by side. A thread each waits for a process, which has one piece more than it
-# is at.
+# Pieces of a chunk are tokenized side by side. A thread waits for each piece, and a process has two at a time.
 _PIECE = 1024
 _THREADS = max(8, 2 * cores())
-_FEW = 64  # texts are tokenized before a thread is started
-# Texts that come after so many are tokenized by processes: these are up when so many have been tokenized here.
+_FEW = 64  # to tokenize so many texts takes less time than to start a thread
+# After so many texts others are tokenized by processes, which are up by then.
 MANY = 2 * CHUNK
 # Batches in flight on a device: enough to keep it busy while the next are packed, few enough that neither inputs
-# nor results pile up on it.
+# nor results pile up there.
 _BATCHES_IN_FLIGHT = 8
 # Rows that are copied at a time: few enough to stay in a cache on their way.
 _COPIED = 256
 
 
 class Forward(Protocol):
-    """Computes the results of batches, (segments, width); `prepare` is told beforehand what shapes there are."""
+    """Computes the results of batches, (segments, width); `prepare` is told their shapes beforehand."""
 
     def __call__(self, tokens: np.ndarray) -> jax.Array: ...
 
@@ -52,7 +52,7 @@ class Forward(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _Chunk:
-    """The rows of a chunk, and those of its batches that are started."""
+    """The rows of a chunk, and its batches that are started."""
 
     rows: np.ndarray
     batches: int
@@ -82,7 +82,7 @@ def run(
     """Computes a row for each text.
 
     Memory does not grow with the number of chunks, which are read as they are needed, in this thread. No batch
-    holds texts of two of them: what is computed of a chunk does not depend on the others.
+    holds texts of two of them: the rows of a chunk do not depend on other chunks.
 
     Args:
       chunks: lists of texts, checked already; about `CHUNK` in each keep all busy.
@@ -92,9 +92,10 @@ def run(
       width: of a row.
       limit: the most tokens that a text has.
       budget: the most tokens that a batch has.
-      out: float32 (texts, width), which rows are written into, where there is a place for all; else each chunk has
-        an array of its own. With it, chunks are taken for a list, which costs nothing to read: while programs are
-        compiled, it is tokenized and packed far ahead.
+      out: float32 (texts, width), into which rows are written; without it, each chunk has an array of its own.
+        With it, chunks are taken for a list, which costs nothing to read: while programs are compiled, it is
+          tokenized
+        and packed far ahead.
       elsewhere: gives the tokens of texts where there are many; called in other threads.
       begun: called while the first texts are being tokenized.
 
@@ -141,7 +142,7 @@ def run(
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that is ended with the context; what it has not begun by then is not done."""
+    """A pool that ends with the context; calls that have not begun by then are dropped."""
     pool = ThreadPoolExecutor(count)
     try:
         yield pool
@@ -150,7 +151,7 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _collect(result: jax.Array, batch: packing.Batch, rows: np.ndarray) -> None:
-    """Waits for the results of a batch and puts them where they belong."""
+    """Waits for the results of a batch and copies each to the row of its text."""
     found = np.asarray(result)
     for start in range(0, len(batch.sentences), _COPIED):
         part = slice(start, start + _COPIED)
@@ -165,7 +166,7 @@ def _tokenized(
     count: int,
     begun: Callable[[], object] | None,
 ) -> Iterator[Tokens]:
-    """The tokens of each chunk; those of the next `count` are being made then."""
+    """Yields the tokens of each chunk, while the next `count` chunks are being tokenized."""
     seen = 0
 
     def start(chunk: list[Any]) -> list[Callable[[], Tokens]]:
@@ -188,7 +189,7 @@ def _tokenized(
 
 
 def joined(lists: list[list[Any]]) -> list[list[Any]]:
-    """Chunks with what is left over in the last but one, so that it has no shape of its own to be compiled."""
+    """The chunks, with a short last one joined to the one before, so that it needs no program of its own shape."""
     if len(lists) > 1 and 2 * len(lists[-1]) < len(lists[-2]):
         *first, last, rest = lists
         return [*first, last + rest]

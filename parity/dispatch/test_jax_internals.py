@@ -1,0 +1,155 @@
+"""JAX's internals that the library touches: named in one module, and where JAX has them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas
+from jax.experimental.pallas import triton
+from jax.extend.core import Primitive
+from jax.sharding import Mesh, PartitionSpec
+
+import pallas_models
+import weights
+from pallas_models import _jax, exporting, ops
+from parity.support.common import cuda_device
+
+
+def test_no_other_module_names_them():
+    files = [f for package in (pallas_models, weights) for f in Path(package.__path__[0]).rglob("*.py")]
+    naming = {f.name for f in files if re.search(r"jax\._src|from jax import _src|lojax|is_high", f.read_text())}
+    assert len(files) > 100 and naming == {"_jax.py"}
+
+
+def test_versions_are_compared():
+    assert _jax.since(0, 10) and _jax.since(*jax.__version_info__)
+    assert not _jax.since(*jax.__version_info__[:2], 1000)
+
+
+@pytest.mark.skipif(not _jax.since(0, 11), reason="JAX warns of no deprecation")
+def test_kernels_are_quiet_without_a_change_to_jax():
+    """That they are quiet is tested in test_settings.py."""
+    from jax._src import deprecations
+    from jax._src.pallas.triton import pallas_call_registration
+
+    ours = _jax.quiet(triton.CompilerParams)
+    assert ours is not triton.CompilerParams and issubclass(ours, triton.CompilerParams)
+    assert _jax.quiet(triton.CompilerParams) is ours
+    assert pallas_call_registration.deprecations is deprecations
+
+
+def test_kernels_are_traced_where_shard_map_checks_types():
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    def kernel(x):
+        return pallas.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    def unchecked(x):
+        with _jax.without_shard_map_types():
+            traced = jax.make_jaxpr(kernel)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        assert traced.out_avals[0].shape == x.shape
+        return x
+
+    def mapped(function):
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        split = PartitionSpec("d")
+        return jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split)
+
+    jax.jit(mapped(unchecked)).trace(jnp.ones(8))
+    with pytest.raises(ValueError, match="vma"):  # else the piece may go
+        jax.jit(mapped(kernel)).trace(jnp.ones(8))
+
+
+def test_a_primitive_is_lowered_alone():
+    assert callable(Primitive.is_high)
+    primitive = Primitive("test")
+    _jax.is_lowered_alone(primitive)
+    assert primitive.is_high(jnp.ones(2), program=None) is False
+
+
+PARTITIONED = """
+import jax, jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from pallas_models import _jax
+
+mesh = Mesh(jax.devices(), ("a",))
+for split in (P("a", None), P(None, "a"), P()):
+    found = []
+
+    @custom_partitioning
+    def double(x):
+        return 2 * x
+
+    def partition(mesh, operands, result):
+        found.append(_jax.partition_spec(operands[0].sharding, mesh))
+        same = NamedSharding(mesh, split)
+        return mesh, lambda x: 2 * x, same, (same,)
+
+    double.def_partition(partition, decode_shardings=False, sharding_rule="i j -> i j")
+    x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, split))
+    jax.jit(double).lower(x).compile()
+    assert len(found) == 1 and NamedSharding(mesh, found[0]).is_equivalent_to(x.sharding, 2), (split, found)
+"""
+
+
+def test_shardings_of_the_partitioner_are_decoded():
+    flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", PARTITIONED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_sharding_that_no_axis_has_is_none():
+    class Odd:
+        @property
+        def _hlo_sharding(self):
+            raise LookupError
+
+    assert _jax.partition_spec(Odd(), Mesh(jax.devices()[:1], ("a",))) == PartitionSpec()
+
+
+def test_mosaic_interprets():
+    assert type(_jax.mosaic_interpreter_params()).__name__ == "InterpretGPUParams"
+
+
+def mosaic_calls(*depths):
+    """The options of the calls in a program of a product 128 x depth x 128 for each depth."""
+
+    def f(*operands):
+        pairs = zip(operands[::2], operands[1::2], strict=True)
+        return [ops.matmul(x, w, implementation="mosaic") for x, w in pairs]
+
+    shapes = [shape for k in depths for shape in ((128, k), (k, 128))]
+    with cuda_device("NVIDIA H200", 132):
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
+        module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
+    found = []
+
+    def walk(operation):
+        found.extend(options for r in operation.results if (options := _jax.mosaic_call_options(r)) is not None)
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    walk(inner)
+
+    walk(module.operation)
+    return found
+
+
+def test_calls_of_mosaic_kernels_have_a_hash_and_words_to_copy():
+    """Equal kernels have one name and one hash, whatever was lowered before them."""
+    (first,), (_, again) = mosaic_calls(64), mosaic_calls(192, 64)
+    assert isinstance(first["kernel_hash"], bytes) and len(first["kernel_hash"]) == 32
+    assert first["kernel_hash"] == again["kernel_hash"] and first["module"] == again["module"]
+    arrays = re.findall(rb"llvm\.array<([1-9]\d*) x (\w+(?:<\w+>)?)>", first["module"])
+    assert arrays and all(of == b"vector<8xi64>" for _, of in arrays)
+    if _jax.since(0, 11):
+        assert b"mosaic_gpu.dump_basename" in first["module"]
+    assert _jax.MOSAIC_CALL in exporting.KERNEL_CALLS
