@@ -72,7 +72,7 @@ def attention_matmul_layer_norm(
         sm_scale=head_dim**-0.5,
         precision=precision,
     )
-    parts = attention(form, config=None, target=target, interpret=interpret, w=w)
+    parts: Any = attention(form, config=None, target=target, interpret=interpret, w=w)
     out = norm.sum_layer_norm(
         parts.reshape(num_heads, -1, n),
         scale,
