@@ -44,7 +44,6 @@ class Heads:
     num_heads: int
     keys: int
     ids: jax.Array | None
-    interpret: bool
 
     @property
     def operands(self) -> dict[str, jax.Array]:
