@@ -39,7 +39,7 @@ class Form:
     @property
     def options(self) -> dict[str, Any]:
         """The options by name."""
-        return {name: getattr(self, name) for name in _options(type(self))}
+        return {name: getattr(self, name) for name in _options(type(self))}  # type: ignore[arg-type]
 
     def of(self, operands: tuple[Any, ...]) -> Self:
         """The same call of other operands."""
