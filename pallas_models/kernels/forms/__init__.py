@@ -11,6 +11,11 @@ import numpy as np
 A = TypeVar("A", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
+@functools.cache
+def _options(form: type["Form"]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(form) if field.name not in form.OPERANDS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
     """A call of an op: its operands by name, and its options.
@@ -34,12 +39,7 @@ class Form:
     @property
     def options(self) -> dict[str, Any]:
         """The options by name."""
-        return {name: getattr(self, name) for name in self._option_names()}
-
-    @classmethod
-    @functools.cache
-    def _option_names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls) if field.name not in cls.OPERANDS)
+        return {name: getattr(self, name) for name in _options(type(self))}  # type: ignore[arg-type]
 
     def of(self, operands: tuple[Any, ...]) -> Self:
         """The same call of other operands."""
