@@ -59,7 +59,7 @@ def of_the_interpreter(path: Path) -> list[str]:
             found.append(f"{path.stem}.{node.name}")
         if isinstance(node, ast.FunctionDef) and any(a.arg in ("refs", "ref") for a in node.args.args):
             names = (x.id for x in ast.walk(node) if isinstance(x, ast.Name))
-            if any("interpret" in name for name in names):
+            if "interpret" in names:
                 found.append(f"{path.stem}.{node.name}")
     return found
 
