@@ -18,7 +18,7 @@ def _embed(args: argparse.Namespace) -> None:
     from pallas_models.corpus import command  # not above: it imports JAX, which takes a second or two
 
     if __name__ == "__main__":
-        gc.freeze()  # to look for garbage in what is imported takes a seventh of a short run
+        gc.freeze()  # to look for garbage among imported modules takes a seventh of a short run
     command.embed(args)
 
 

@@ -1,12 +1,14 @@
-"""Compiled code that is kept between processes, in `$XDG_CACHE_HOME/pallas_models/compilation` or a folder given.
+"""Compiled code that is kept between processes, in `$XDG_CACHE_HOME/pallas_models/compilation` or a given folder.
 
 XDG_CACHE_HOME is `~/.cache` where it is not set. A program may turn on JAX's own persistent cache there for all
-that it compiles: `enable`. A library call must not, as JAX has one such setting for the whole process; `Encoder`
-therefore keeps its compiled programs itself: `Executables`. Reading one back takes neither tracing nor lowering.
+its
+compiled code: `enable`. A library call must not, as JAX has one such setting for the whole process. `Encoder`
+therefore keeps its compiled programs itself: `Executables`. To read a program back takes neither tracing nor
+  lowering.
 
-Compiled code is code, and a program of another user would run as this one. So nothing is read from a folder or a
-file that does not belong to the user, or that others can write; a warning says so, and programs are compiled. New
-folders and files are the user's alone.
+Compiled code is code, and a program that another user has written would run as this user. So nothing is read from
+a folder or a file that does not belong to the user, or that others can write; a warning says so, and programs are
+compiled. New folders and files are the user's alone.
 """
 
 import contextlib
@@ -46,7 +48,7 @@ def enable(folder: Path | None) -> None:
         _make(folder)
         status = folder.stat()
         _check(folder, status)
-        for entry in folder.iterdir():  # JAX writes them with what the umask leaves: no matter where nobody enters
+        for entry in folder.iterdir():  # JAX gives them the mode of the umask: no matter where nobody else enters
             _check(entry, entry.lstat(), is_reached=bool(status.st_mode & 0o011))
     except OSError as error:
         _pass_over(str(error))
@@ -61,12 +63,12 @@ def jax_has_one() -> bool:
 
 
 def jax_setting(name: str) -> Any:
-    """What JAX is set to in this thread, with the context managers that are in force."""
+    """A setting of JAX in this thread, with the context managers that are in force."""
     return getattr(jax.config, name)
 
 
 class Executables:
-    """Programs for one device, a file each. What cannot be read or written is passed over, with a warning."""
+    """Programs for one device, a file each. A file that cannot be read or written is passed over; it warns."""
 
     def __init__(self, folder: str | os.PathLike[str], device: jax.Device):
         self._folder, self._device = Path(folder), device
@@ -75,7 +77,7 @@ class Executables:
     def name(self, *key: object) -> str | None:
         """The name of the program that `key` describes, under the circumstances of the calling thread.
 
-        None where JAX's own cache is on: XLA cannot serialise what it has read from there, and one is enough.
+        None where JAX's own cache is on: XLA cannot serialise a program from that cache, and one cache is enough.
         """
         if jax_has_one():
             return None
@@ -100,13 +102,13 @@ class Executables:
         if hashlib.sha256(payload).digest() != digest:
             self._warn(f"{path} is corrupt")
             return None
-        target.start()  # Mosaic's kernels are linked with what this loads
+        target.start()  # loads the libraries with which Mosaic's kernels are linked
         try:
             serialized, in_tree, out_tree = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(
                 serialized, in_tree, out_tree, self._device.client, [self._device]
             )
-        except Exception as error:  # whatever XLA or JAX makes of a program that they cannot run
+        except Exception as error:  # XLA and JAX raise errors of many kinds for a program that they cannot run
             self._warn(f"{path} cannot be used: {type(error).__name__}: {error}")
             return None
 
@@ -115,7 +117,7 @@ class Executables:
         path = self._folder / name
         try:
             _make(self._folder)
-            with _opened(self._folder):  # what is refused is not read again
+            with _opened(self._folder):  # nothing is written that would be refused when it is read
                 payload = pickle.dumps(serialize_executable.serialize(compiled))
                 content = hashlib.sha256(payload).digest() + payload
                 files.write(path, content, follow_links=False, mode=0o600)
@@ -143,11 +145,11 @@ def _make(folder: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """What an entry holds, unless others can have written it: OSError then, before any of it is read."""
+    """The content of an entry; OSError, before any of it is read, if others can have written it."""
     if not _HAS_OWNERS:
         return path.read_bytes()
     with _opened(path.parent) as folder:
-        try:  # in the folder that was looked at; not waiting for a pipe
+        try:  # in the folder that was checked, and without waiting for a pipe
             descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -160,7 +162,7 @@ def _read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that is the user's, and that others cannot write to: else OSError."""
+    """A descriptor of a folder; OSError unless it is the user's, and others cannot write to it."""
     if not _HAS_OWNERS:
         yield -1
         return
@@ -173,7 +175,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _check(path: Path, status: os.stat_result, *, is_reached: bool = True) -> None:
-    """PermissionError where others than the user can have written what has this status."""
+    """Raises PermissionError where others than the user can have written the file or folder with this status."""
     if stat.S_ISLNK(status.st_mode):
         raise PermissionError(f"{path} is a link; expected a file")
     if _HAS_OWNERS and status.st_uid != os.geteuid():
@@ -187,7 +189,7 @@ def _check(path: Path, status: os.stat_result, *, is_reached: bool = True) -> No
 
 @functools.cache
 def _circumstances() -> tuple[object, ...]:
-    """What any program depends on: versions, this package's code, tables of tiles, XLA's flags."""
+    """Any program depends on these: versions, this package's code, tables of tiles, XLA's flags."""
     found = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json"), *tuning.cache_path("").parent.glob("*.json")]
     digest = hashlib.sha256()
     for file in sorted(found):

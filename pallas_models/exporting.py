@@ -1,6 +1,6 @@
 """Programs as artefacts: a function with its kernels, lowered once, that runs where this library is not installed.
 
-`jax.export` refuses the calls that GPU kernels are until it is told which are wanted, and lowers a kernel for one
+`jax.export` refuses the custom calls of GPU kernels unless it is told their names, and lowers a kernel for one
 platform at a time. `export` does both.
 """
 
@@ -14,7 +14,8 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
-# JAX 0.12 lowers Triton kernels for a GPU that it knows: of those from Ampere on one with the least shared memory.
+# JAX 0.12 lowers Triton kernels only for a GPU that it knows. Of the GPUs from Ampere on, the A10 is among those
+# with the least shared memory.
 _ANY_GPU = ("NVIDIA A10", 72)
 _MAGIC = b"pallas_models.export 1\n"
 
@@ -24,16 +25,16 @@ class Artefact:
     """A function lowered for some platforms.
 
     Attributes:
-      programs: what `jax.export` made, by platform.
+      programs: by platform, as `jax.export` made them.
     """
 
-    programs: dict[str, Any]
+    programs: dict[str, jax.export.Exported]
 
     def call(self, *args: Any) -> Any:
         """Runs the program of the platform that `args`, or else new arrays, are on.
 
         Raises:
-          ValueError: there is none for that platform.
+          ValueError: there is no program for that platform.
         """
         platform = _platform(args)
         if platform not in self.programs:
@@ -70,11 +71,11 @@ def export(
     Args:
       function: takes and returns pytrees of arrays.
       *args: arrays or `jax.ShapeDtypeStruct`s. A symbolic size (`jax.export.symbolic_shape`) is served by XLA: no
-        kernel is built for a size that is not known.
-      platforms: of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
-      device: the GPU that kernels are chosen for, its name as in `device_kind` and its number of multiprocessors,
-        e.g. `("NVIDIA H200", 132)`. When None this process's, or where it has none kernels that run on every GPU
-        from Ampere on. A kernel for Hopper GPUs runs on those alone.
+        kernel is built for an unknown size.
+      platforms: some of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
+      device: the GPU for which kernels are chosen, its name as in `device_kind` and its number of multiprocessors,
+        e.g. `("NVIDIA H200", 132)`. When None, the GPU of this process; where it has none, kernels are chosen that
+        run on every GPU from Ampere on. A kernel for Hopper GPUs runs on Hopper GPUs alone.
 
     Raises:
       ValueError: no platforms.
@@ -90,8 +91,10 @@ def export(
     return Artefact(programs={p: lower(function, shapes, p, gpu if p == "cuda" else None) for p in platforms})
 
 
-def lower(function: Callable[..., Any], args: Sequence[Any], platform: str, device: AbstractDevice | None) -> Any:
-    """What `jax.export` makes of `jax.jit(function)`, with kernels for `device` or else this process's."""
+def lower(
+    function: Callable[..., Any], args: Sequence[Any], platform: str, device: AbstractDevice | None
+) -> jax.export.Exported:
+    """Exports `jax.jit(function)` for one platform, with kernels for `device` or else for this process's GPU."""
     mesh = (
         contextlib.nullcontext()
         if device is None
@@ -103,11 +106,11 @@ def lower(function: Callable[..., Any], args: Sequence[Any], platform: str, devi
 
 
 def deserialize(data: bytes) -> Artefact:
-    """Reads what `Artefact.serialize` gave.
+    """Makes an artefact of the bytes that `Artefact.serialize` gave.
 
     Raises:
       ImportError: the package flatbuffers is not installed.
-      ValueError: the data are something else, or cut short.
+      ValueError: the data are no artefact, or were cut short.
     """
     head, _, rest = data.removeprefix(_MAGIC).partition(b"\n")
     try:

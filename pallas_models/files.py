@@ -1,8 +1,8 @@
-"""How files and folders are written: whole or not at all, even where a writer is killed or a disk is full.
+"""Writes files and folders whole or not at all, even where a writer is killed or a disk is full.
 
-What is written lies in a draft beside, `.<random>.draft`, and takes the final name once it is on the disk. A
-writer that fails removes its draft. A killed one leaves it behind, and the next writer in the folder removes it:
-it can tell, as the lock on a draft ends with its writer. `locked` keeps a folder for one job in the same way.
+A draft, `.<random>.draft`, is written beside, and takes the final name once it is on the disk. A writer that fails
+removes its draft. A killed writer leaves it behind, and the next writer in the folder removes it: the lock on a
+draft ends with its writer, so that the next one can tell. `locked` keeps a folder for one job in the same way.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ def replacing(
 ) -> Iterator[IO[bytes]]:
     """Opens a draft, which becomes the file `path` at the end of the context.
 
-    Where an exception leaves the context, the file stays as it was. What is no regular file, such as /dev/stdout,
-    is written to directly.
+    Where an exception leaves the context, the file stays as it was. A device or a pipe, such as /dev/stdout, is
+    written to directly.
 
     Args:
-      follow_links: whether a link stays a link, and the file that it names is replaced; else the link is, and so
-        is what is no regular file.
-      mode: access to the file, less what the umask takes.
+      follow_links: whether a link stays a link, and the file that it names is replaced. Otherwise the link itself
+        is replaced, and so is a device or a pipe.
+      mode: of the file, less the bits of the umask.
 
     Raises:
       OSError: `path` is a folder, or its folder does not exist or cannot be written: raised at the beginning, so
@@ -74,11 +74,12 @@ def write(
 def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Makes a draft of a folder, which becomes the folder `path` at the end of the context.
 
-    The draft begins with what the folder holds, so that what the context leaves alone stays. Its files are links
-    to those of the folder: to change one, replace it, as `write` does. Where an exception leaves the context, the
+    The draft begins with the files of the folder, so that files which the context leaves alone stay. They are
+    links to
+    the files of the folder: to change one, replace it, as `write` does. Where an exception leaves the context, the
     folder stays as it was. At any time the older folder or the newer one is in place. Only where the system cannot
     let two folders change their names at once, as Linux can, there is none for a moment, and after a kill in that
-    moment `.<random>.older`. A mount point has no name to change: it is written to directly.
+    moment the older one is `.<random>.older`. A mount point has no name to change: it is written to directly.
 
     Raises:
       OSError: `path` is a file, or its parent does not exist or cannot be written.
@@ -110,11 +111,11 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps a folder for this job, for as long as the context lasts.
+    """Keeps a folder for this job while the context lasts.
 
-    The lock, on the file `.lock` in the folder, ends with the process, however that ends: a file that a killed
-    job leaves is free to be taken, and removed by who takes it. Where the file system has no locks, or nothing can
-    be written, there is none.
+    The lock, on the file `.lock` in the folder, ends with the process, however that ends: the next job takes the
+    file that a killed job leaves, and removes it in the end. Where the file system has no locks, or nothing can be
+    written, there is no lock.
 
     Raises:
       BlockingIOError: another job has the folder.
@@ -163,7 +164,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _exchange(draft: Path, path: Path) -> None:
-    """Gives a draft the name of a folder, and the folder, if there is one, that of the draft."""
+    """Gives a draft the name of a folder, and the folder, if there is one, the name of the draft."""
     try:
         draft.rename(path)
         return
@@ -212,7 +213,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Writes a folder's names to the disk: only then does a file survive a loss of power under its new one."""
+    """Writes the names in a folder to the disk: only then does a new name survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -142,29 +142,64 @@ class Layer(nnx.Module):
         """Computes the layer, with cos and sin of the positions as `table`."""
         (cos, sin), config, attention, mlp = table, self.config, self.attention, self.mlp
         groups = config.head_groups
-        heads: dict[str, Any] = dict(
-            num_heads=config.num_heads // groups, num_kv_heads=config.num_kv_heads // groups
-        )
-        norm: dict[str, Any] = dict(epsilon=config.epsilon, implementation=implementation)
-        with_x: dict[str, Any] = norm | dict(
-            return_residual=True
-        )  # the norm's kernel adds the gradient of x to its own
-        product: dict[str, Any] = dict(precision=precision, implementation=implementation)
+        num_heads, num_kv_heads = config.num_heads // groups, config.num_kv_heads // groups
 
-        y, x = ops.rms_norm(x, self.attention_norm.scale[...], **with_x)
-        y = checkpoint_name(y, "attention_norm")
-        qkv = checkpoint_name(ops.matmul(y, attention.qkv.kernel[...], **product), "qkv")
+        def norm(x: Array, norm: RMSNorm) -> tuple[jax.Array, jax.Array]:
+            # With x itself, whose gradient the norm's kernel then adds to its own.
+            return ops.rms_norm(
+                x,
+                norm.scale[...],
+                return_residual=True,
+                epsilon=config.epsilon,
+                implementation=implementation,
+            )
+
+        def linear(x: Array, projection: Projection, residual: Array | None = None) -> jax.Array:
+            return ops.matmul(
+                x,
+                projection.kernel[...],
+                residual=residual,
+                precision=precision,
+                implementation=implementation,
+            )
 
         def attend(qkv: jax.Array) -> jax.Array:
-            scales: dict[str, Any] = dict(q_scale=attention.q_norm.scale[...], k_scale=attention.k_norm.scale[...])
-            qkv = checkpoint_name(ops.rotary(qkv, cos, sin, **scales, **heads, **norm), "rotated")
-            return ops.attention_qkv(qkv, causal=True, mask=mask, segment_ids=segment_ids, **heads, **product)
+            rotated = ops.rotary(
+                qkv,
+                cos,
+                sin,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                q_scale=attention.q_norm.scale[...],
+                k_scale=attention.k_norm.scale[...],
+                epsilon=config.epsilon,
+                implementation=implementation,
+            )
+            return ops.attention_qkv(
+                checkpoint_name(rotated, "rotated"),
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                causal=True,
+                mask=mask,
+                segment_ids=segment_ids,
+                precision=precision,
+                implementation=implementation,
+            )
 
-        y = over_groups(attend, qkv, groups)
-        x = checkpoint_name(ops.matmul(y, attention.out.kernel[...], residual=x, **product), "residual")
-        y, x = ops.rms_norm(x, self.mlp_norm.scale[...], **with_x)
+        y, x = norm(x, self.attention_norm)
+        y = checkpoint_name(y, "attention_norm")
+        y = over_groups(attend, checkpoint_name(linear(y, attention.qkv), "qkv"), groups)
+        x = checkpoint_name(linear(y, attention.out, residual=x), "residual")
+        y, x = norm(x, self.mlp_norm)
         y = checkpoint_name(y, "mlp_norm")
-        return ops.gated_mlp(y, mlp.gate_up.kernel[...], mlp.down.kernel[...], residual=x, **product)
+        return ops.gated_mlp(
+            y,
+            mlp.gate_up.kernel[...],
+            mlp.down.kernel[...],
+            residual=x,
+            precision=precision,
+            implementation=implementation,
+        )
 
 
 class Qwen3(nnx.Module):

@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import numpy as np
 
 from pallas_models.corpus import job, manifest, writing
-from pallas_models.corpus.embedder import Embedder
+from pallas_models.corpus.embedder import Embedder, EmbedderOptions
 from pallas_models.corpus.job import Layout
 from pallas_models.corpus.manifest import Digest, Manifest, Shard
 from pallas_models.corpus.reading import Corpus
@@ -36,18 +36,18 @@ class Embed:
         output_column: str = "embedding",
         dtype: str = "float32",
         ranges: Ranges = None,
-        **options: Any,
+        **options: Unpack[EmbedderOptions],
     ):
         """Loads the model.
 
         Args:
           column: holds the sentences.
-          output_column: where the embeddings go.
+          output_column: takes the embeddings.
           dtype, ranges: of the embeddings, as in `corpus.writing.convert`.
           options: fields of `corpus.embedder.Embedder`: model, compute_dtype, batch_size, truncate_dim and others.
 
         Raises:
-          ValueError: `dtype` is int8 or uint8 and there are no ranges, as those of a batch differ from the next's.
+          ValueError: `dtype` is int8 or uint8 and there are no ranges: each batch would have its own.
         """
         _check_ranges(dtype, ranges)
         self._column, self._output_column, self._dtype, self._ranges = column, output_column, dtype, ranges
@@ -87,10 +87,10 @@ def embed_files(
     Args:
       corpus: files, of which each fits into memory with its embeddings.
       embedder: sent to the workers, which load its model once.
-      folder: where to.
-      planned: the manifest to begin with; its environment is that of a worker.
+      folder: takes the files of embeddings.
+      planned: the manifest to begin with; it gets the environment of a worker.
       layout: how to write; its `shard_size` is None.
-      workers: how many at a time; when None, one for each GPU, or one. Each takes a GPU where there are any.
+      workers: their number; when None, one for each GPU, or one. Each takes a GPU where there are any.
 
     Raises:
       ImportError: Ray is not installed.
@@ -131,7 +131,7 @@ def _embed_missing(
     shards = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         _EmbedFile,
         fn_constructor_args=(corpus, embedder, folder.resolve(), embedded, begun.ranges, layout),
-        # One file each at a time, so that nobody waits for one that another has not begun.
+        # A worker has one file at a time, so that none is idle while files wait at another.
         compute=ray.data.ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=1),
         **resources,
     )
@@ -142,6 +142,13 @@ def _embed_missing(
         if shard.file not in embedded:
             begun.add(shard, folder)
     job.finish(folder, begun)
+
+
+class _Outcome(TypedDict):
+    """The fields of the shard that a file became, or the error in its place."""
+
+    shard: dict[str, str | int] | None
+    error: str | None
 
 
 class _EmbedFile:
@@ -159,11 +166,11 @@ class _EmbedFile:
         self._corpus, self._embedder, self._folder = corpus, embedder, folder
         self._embedded, self._ranges, self._layout = embedded, ranges, layout
 
-    def __call__(self, row: dict[str, str]) -> dict[str, Any]:
+    def __call__(self, row: dict[str, str]) -> _Outcome:
         try:
             shard = self._embed(row["path"], row["name"])
         except (ImportError, OSError, ValueError) as error:
-            return {"shard": None, "error": str(error)}  # raised in the driver; from here, it would come as a log
+            return {"shard": None, "error": str(error)}  # raised in the driver; raised here it would be a log
         return {"shard": dataclasses.asdict(shard), "error": None}
 
     def _embed(self, path: str, name: str) -> Shard:

@@ -27,6 +27,8 @@ _SHARED_MEMORY: dict[tuple[int, int] | None, int] = {
     (12, 0): _SMALL,
     (12, 1): _SMALL,
 }
+# The names of GPUs that kernels were measured on that store to one another's memory; others may have no NVLink.
+_LINKED = frozenset({"NVIDIA H200"})
 # Compute capabilities by the names that drivers give; the first that matches counts.
 _CAPABILITIES = (
     (r"RTX PRO|RTX 50\d\d|Blackwell Server", (12, 0)),
@@ -72,6 +74,7 @@ class Target:
       capability: CUDA's compute capability, major and minor.
       num_cores: number of streaming multiprocessors.
       shared_memory: bytes of shared memory that a CTA may use.
+      is_linked: whether it is of a kind of which each GPU of a machine reaches the memory of all others by NVLink.
       has_peers: whether kernels may store to the memory of the other GPUs of the mesh, which has one axis.
     """
 
@@ -79,12 +82,15 @@ class Target:
     capability: tuple[int, int]
     num_cores: int
     shared_memory: int
+    is_linked: bool = False
     has_peers: bool = False
 
     @property
-    def is_linked(self) -> bool:
-        """Whether each GPU of a machine reaches the memory of all others by NVLink, of measured kinds."""
-        return self.name == "NVIDIA H200"
+    def abstract_device(self) -> AbstractDevice | None:
+        """The device that programs for this GPU are traced for; None where it is not known."""
+        if not self.name:
+            return None
+        return AbstractDevice(device_kind=self.name, num_cores=self.num_cores, platform="gpu")
 
     def runs(self, architectures: Architectures) -> bool:
         """Whether kernels that are for some architectures run here."""
@@ -156,6 +162,7 @@ def _named(name: str, num_cores: int | None) -> Target:
         capability=capability or ANY.capability,
         num_cores=num_cores or ANY.num_cores,
         shared_memory=_SHARED_MEMORY.get(capability, _SMALL),
+        is_linked=name in _LINKED,
     )
 
 
@@ -174,6 +181,7 @@ def _local() -> Target:
                 capability=(major, minor),
                 num_cores=device.core_count,
                 shared_memory=_SHARED_MEMORY.get((major, minor), _SMALL),
+                is_linked=device.device_kind in _LINKED,
             )
         )
     return min(targets, key=lambda target: (target.capability, target.shared_memory, target.num_cores))

@@ -10,12 +10,14 @@ A step is a function of float32 parameters that casts them, computes a loss and 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Params = dict[str, Any]
 Policy = Callable[..., bool]
 Remat = Literal["none", "block"] | Policy
@@ -80,7 +82,7 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
     )
 
 
-def checkpointed(function: Callable[..., Any], remat: Remat, *, scanned: bool) -> Callable[..., Any]:
+def checkpointed(function: Callable[P, T], remat: Remat, *, scanned: bool) -> Callable[P, T]:
     """The layer, made to keep for its derivatives only the values that `remat` asks for.
 
     Args:

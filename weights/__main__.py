@@ -20,7 +20,7 @@ def _convert(family: Family, src: str, dst: Path, dtype: str) -> None:
     written = store.file_of(dst)
     alone = written == dst or not source.is_dir() or source.resolve() == dst.resolve()
     text = [] if alone else hub.text_files(source)
-    # What the model that was converted into this folder before had, and this one has not.
+    # Files of the model that was converted into this folder before, which this model does not have.
     stale = [name for name in hub.text_files(dst) if name not in text] if written.is_file() and not alone else []
     dst.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext(dst) if alone else files.replacing_folder(dst) as draft:
@@ -58,5 +58,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # to look for garbage in what is imported takes a seventh of a short run
+    gc.freeze()  # to look for garbage among imported modules takes a seventh of a short run
     run_program(main)

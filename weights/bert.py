@@ -1,4 +1,4 @@
-"""BERT and the encoders that are built like it: how each names the tensors of one architecture."""
+"""BERT and its relatives: how each family names the tensors of one architecture."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """What tensors of a layer are called; the defaults are BERT's."""
+    """The names of a layer's tensors; the defaults are BERT's."""
 
     layers: str = "encoder.layer"
     queries_keys_values: tuple[str, str, str] = (
@@ -53,7 +53,7 @@ class Names:
 
 
 def parts(config: EncoderConfig, names: Names = Names(), unused_positions: int = 0) -> dict[str, Part]:
-    """How the parameters of `bert.encode` are made; the first rows of the table of positions may be unused."""
+    """How the parameters of a model are made; the first rows of the table of positions may be unused."""
     h, f = config.hidden_size, config.intermediate_size
 
     def norm(parameter: str, name: str) -> dict[str, Part]:
@@ -91,7 +91,7 @@ def parts(config: EncoderConfig, names: Names = Names(), unused_positions: int =
 
 
 def _rows_from(first: int, name: str, rows: int, features: int) -> Part:
-    """A parameter that is a tensor from a row on; those before it are written as zeros."""
+    """A parameter that is a tensor from row `first` on; the rows before it are written as zeros."""
 
     def split(parameter: np.ndarray, _: Sequence[Shape]) -> Sequence[np.ndarray]:
         return [np.pad(parameter, ((first, 0), (0, 0)))]
@@ -100,13 +100,13 @@ def _rows_from(first: int, name: str, rows: int, features: int) -> Part:
 
 
 def _used_positions(config: dict[str, Any], unused: int = _FIRST_POSITION) -> dict[str, Any]:
-    """Takes the rows that are not used off the number of positions."""
+    """Subtracts the unused rows from the number of positions."""
     positions = config.get("max_position_embeddings")
     return config | {"max_position_embeddings": positions - unused} if type(positions) is int else config
 
 
 def _adapt_roberta(config: dict[str, Any]) -> dict[str, Any]:
-    """Positions are counted from the row after that of padding, whose number is the padding token's id."""
+    """Counts positions from the row after the row of padding, whose number is the id of the padding token."""
     padding = config.get("pad_token_id", _FIRST_POSITION - 1)
     if type(padding) is not int or padding < 0:
         raise ValueError(f"pad_token_id is {shown(padding)}; expected an integer of at least 0")

@@ -1,4 +1,4 @@
-"""What all readers of checkpoints share: the error, JSON, and the checks of tensors against what is expected."""
+"""Shared by all readers of checkpoints: the error, JSON, and the checks of tensors against a config."""
 
 import json
 import reprlib
@@ -38,7 +38,7 @@ def float_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def shown(value: object) -> str:
-    """A value as a message can hold it: in one line, and short however large or deep it is."""
+    """The value for a message: in one line, and short however large or deep it is."""
     return _SHORT.repr(value)
 
 
@@ -90,7 +90,7 @@ def check_tensors(
       tensors: the tensors by name.
       expected: the shape of each tensor that must be there.
       ignored: names that may be there and are not used.
-      what: what the shapes are those of, for the message.
+      what: the source of the shapes, for the message.
     """
     wrong = [f"missing     {name} {expected[name]}" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [
@@ -111,7 +111,7 @@ def check_tensors(
 def check_range(source: object, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
     """Raises a CheckpointError where a number of `tensors` would become infinite in `dtype`.
 
-    Vectors are exempt unless they are wider than float32, in which they are kept (`tree.astype`).
+    Vectors are kept in float32 (`tree.astype`), and are exempt unless they are wider.
     """
     for name, tensor in tensors.items():
         target = jnp.dtype(np.float32 if tensor.ndim == 1 else dtype)

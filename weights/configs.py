@@ -1,4 +1,4 @@
-"""The schema of configs, which is their class: one for config.json and for the metadata of our own files."""
+"""Reads configs, from config.json and from the metadata of our own files. The class of a config is its schema."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from pallas_models.ops.activations import Activation
 from weights.checkpoint import CheckpointError, Described, read_json, shown
 from weights.families import Family
 
-# What transformers calls activations.
+# Our activations by the names of transformers.
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -68,7 +68,7 @@ def read(family: Family, path: Path) -> Any:
 
 
 def describe(family: Family, config: Any) -> dict[str, Any]:
-    """What config.json calls the fields and values of a config; undoes `read`."""
+    """The content of a config.json for a config; undoes `read`."""
 
     def stated(field: str) -> Any:
         value = getattr(config, field)
@@ -79,9 +79,9 @@ def describe(family: Family, config: Any) -> dict[str, Any]:
 
 
 def from_fields(family: Family, fields: object, source: object) -> Any:
-    """The config with these fields; CheckpointError listing what is wrong with them.
+    """The config with these fields; CheckpointError lists all that are wrong.
 
-    All must be there but those that are optional in the family.
+    Only fields that are optional in the family may be absent.
     """
     known = {field.name for field in dataclasses.fields(family.config)}
     if not isinstance(fields, Mapping):
@@ -100,7 +100,7 @@ def _build(
     wrong: list[str],
 ) -> Any:
     values: dict[str, Any] = {}
-    # A field that config.json has no key for has one value in the family.
+    # A field without a key in config.json has one value in the family.
     fixed = {
         field.name: field.default for field in dataclasses.fields(family.config) if field.name not in family.keys
     }
@@ -133,9 +133,9 @@ def _kinds(family: Family) -> list[tuple[str, Any]]:
 
 
 def check_sizes(family: Family, config: Any, tensors: Mapping[str, Described], source: object) -> None:
-    """CheckpointError where the tensors cannot be those of so large a model.
+    """Raises CheckpointError where so large a model has more values or layers than there are tensors for.
 
-    To be called before anything is made, or walked through, that is as large as the config says.
+    To be called before anything is made, or walked through, whose size a config states.
     """
     layers, values = len(tensors), sum(math.prod(tensor.shape) for tensor in tensors.values())
     wrong = [

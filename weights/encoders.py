@@ -1,4 +1,4 @@
-"""Encoders of sentences, whatever their family: the one that their files say."""
+"""Loads encoders of sentences of any family; their files say which it is."""
 
 import os
 from typing import Any
@@ -13,13 +13,13 @@ def load_encoder(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | Non
 
     Args:
       path_or_name: as in `weights.load_minilm`, of a model that docs/models.md lists.
-      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation. None is that in which
+      dtype: float16, bfloat16 or float32, of the matrices and so of the computation. None is the dtype in which
         `weights.save` stored them, and float32 for checkpoints of PyTorch.
 
     Returns:
       Nested dict of arrays on the default device, for `minilm.encode`, `modernbert.encode` or `qwen3.encode`,
-      with the config of `load_encoder_config`. What follows the transformer, such as pooling, is not read: that is
-      for `minilm.Encoder`.
+      with the config of `load_encoder_config`. The layers after the transformer, such as pooling, are not read:
+      `minilm.Encoder` reads them.
 
     Raises:
       As `weights.load_minilm`; CheckpointError where the model is of a family that embeds no sentences.

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How one parameter is made: names and shapes of tensors of a checkpoint, and what joins and splits them.
+    """How one parameter is made: the names and shapes of tensors of a checkpoint, joined and split by functions.
 
     `join(*tensors)` gives the parameter, and `split(parameter, shapes)` the tensors of these shapes.
     """
@@ -88,24 +88,24 @@ class Family:
       description: what belongs to it.
       config: the class of its configs.
       init: makes random parameters from a key and a config.
-      model_types: what config.json calls it; the first is what export writes.
-      keys: what config.json calls each field of the config.
-      defaults: the values of those fields whose key may be absent.
-      optional: the fields that config.json and files of `weights.save` may lack, which have the default of the
+      model_types: its names in config.json; export writes the first.
+      keys: the key of config.json for each field of the config.
+      defaults: the values of fields whose key may be absent.
+      optional: the fields that config.json and files of `weights.save` may lack; they have the default of the
         class then.
-      spellings: for fields whose values config.json calls by other names, ours by each of those; export writes
-        the first.
+      spellings: for fields whose values have other names in config.json, our value by each name; export writes the
+        first.
       values: the values of other keys in config.json that the forward pass implements; an absent key means the
         first of them.
-      adapt: brings all of these keys to the top level of config.json; ValueError where they are not what they
-        should be.
+      adapt: brings all of these keys to the top level of config.json; ValueError where their values are of a wrong
+        kind.
       describe: undoes `adapt`, for export.
       unbounded: the integers among the fields that the shapes of the tensors do not depend on.
       parts: for a config, how each parameter is made, by its dotted name.
       prefix: with which the names of tensors may begin; it is dropped.
       ignored: names of tensors that are allowed and not used.
-      tied: names of tensors that are allowed where they equal another one, with the name of that.
-      encode: computes the hidden states that `Encoder` pools, called as `minilm.encode` is; None for a family
+      tied: names of tensors that are allowed where they equal another tensor, with the name of the other.
+      encode: computes the hidden states that `Encoder` pools, called as `bert.encode` is; None for a family
         that embeds no sentences.
     """
 

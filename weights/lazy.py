@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of one or many files, each read only when needed: no model is in memory twice."""
+"""Tensors of a checkpoint, of one file or many, each read when it is needed: no model is in memory twice."""
 
 import contextlib
 import dataclasses
@@ -77,7 +77,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def in_memory(tensors: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Wraps tensors that are there already: arrays, or tensors of PyTorch."""
+    """Wraps tensors that are in memory already: arrays, or tensors of PyTorch."""
 
     def lazy(tensor: Any) -> LazyTensor:
         if hasattr(tensor, "detach"):

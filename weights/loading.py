@@ -1,4 +1,4 @@
-"""How a model of any family is loaded: config.json, the checks, and one parameter after another."""
+"""Loads a model of any family: config.json, the checks, and one parameter after another."""
 
 import os
 from collections.abc import Mapping
@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from weights import checkpoint, configs, hub, lazy, store, tree
 from weights.checkpoint import CheckpointError, shown
 from weights.families import FAMILIES, Family, Part, named
+from weights.tree import Placement
 
 
 def load(
-    family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike | None, sharding: Any = None
+    family: Family, path_or_name: str | os.PathLike[str], dtype: DTypeLike | None, sharding: Placement = None
 ) -> dict[str, Any]:
     """Loads the parameters of a model of `family`: a nested dict of arrays, placed as `store.load` has it."""
     path = hub.resolve(path_or_name)
@@ -29,7 +30,7 @@ def load(
 
 
 def default_dtype(path: Path) -> str:
-    """In what the model at `path` is computed where nothing is asked for: what `save` stored it in, or float32."""
+    """The dtype of the model at `path` where none is asked for: as `save` stored it, or float32."""
     return store.dtype_of(path) if store.is_stored(path) else "float32"
 
 
@@ -78,7 +79,7 @@ def convert(
     *,
     dtype: DTypeLike,
     source: object,
-    sharding: Any = None,
+    sharding: Placement = None,
 ) -> dict[str, Any]:
     """Converts the tensors of a checkpoint to parameters; CheckpointError lists all that do not fit."""
     configs.check_sizes(family, config, stored, source)
@@ -98,11 +99,11 @@ def read_parameters(
     tensors: Mapping[str, lazy.LazyTensor],
     dtype: DTypeLike,
     source: object,
-    sharding: Any = None,
+    sharding: Placement = None,
 ) -> dict[str, jax.Array]:
     """Makes parameters of tensors that were checked, by their dotted names, placed as `store.load` has it."""
     places = tree.shardings(sharding, parts)
-    # Waiting for each lets go of what was read before more is.
+    # Waiting for each frees its tensors before more are read.
     return {
         name: jax.block_until_ready(_parameter(part, tensors, dtype, source, places[name]))
         for name, part in parts.items()
@@ -110,7 +111,11 @@ def read_parameters(
 
 
 def _parameter(
-    part: Part, tensors: Mapping[str, lazy.LazyTensor], dtype: DTypeLike, source: object, sharding: Any
+    part: Part,
+    tensors: Mapping[str, lazy.LazyTensor],
+    dtype: DTypeLike,
+    source: object,
+    sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
     """Makes a parameter on the host: on a GPU, compiling a program for each shape would take longer.
 
@@ -125,7 +130,7 @@ def _parameter(
 def without_prefix(
     stored: Mapping[str, lazy.LazyTensor], prefix: str, source: object
 ) -> dict[str, lazy.LazyTensor]:
-    """The tensors by their names without the prefix; CheckpointError where one is there with it and without."""
+    """The tensors by their names without the prefix; CheckpointError where a name occurs with it and without."""
     tensors: dict[str, lazy.LazyTensor] = {}
     for name, tensor in stored.items():
         short = name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""BERT checkpoints of PyTorch (all-MiniLM-L6-v2 and its relatives) to parameters of `pallas_models.minilm`."""
+"""BERT checkpoints of PyTorch (all-MiniLM-L6-v2 and its relatives) to parameters of `pallas_models.bert`."""
 
 import os
 from collections.abc import Mapping
@@ -11,19 +11,23 @@ from jax.typing import DTypeLike
 from pallas_models.bert import MiniLMConfig, encode, init
 from weights import bert, hub, lazy, loading
 from weights.families import Family, register
+from weights.tree import Placement
 
 
 def load_minilm(
-    path_or_name: str | os.PathLike[str] = hub.DEFAULT, *, dtype: DTypeLike | None = None, sharding: Any = None
+    path_or_name: str | os.PathLike[str] = hub.DEFAULT,
+    *,
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
 ) -> dict[str, Any]:
     """Loads the weights of all-MiniLM-L6-v2, or of another BERT encoder, as parameters.
 
     Args:
       path_or_name: a folder with config.json and model.safetensors (or several such files and their index) or
-        pytorch_model.bin, such a tensor file itself, what `weights.save` wrote, or a name that
+        pytorch_model.bin, such a tensor file itself, a file or folder of `weights.save`, or a name that
         `weights.resolve` knows.
-      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; biases and norm
-        scales stay float32. None is that in which `weights.save` stored them, and float32 for checkpoints
+      dtype: float16, bfloat16 or float32, of the matrices and so of the computation; biases and norm
+        scales stay float32. None is the dtype in which `weights.save` stored them, and float32 for checkpoints
         of PyTorch.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them; the default device when None.
 

@@ -46,7 +46,7 @@ def _describe(config: dict[str, Any]) -> dict[str, Any]:
     """Both spellings of config.json."""
     every, thetas = config["global_attn_every_n_layers"], (config["global_rope_theta"], config["local_rope_theta"])
     return config | {
-        "pad_token_id": None,  # transformers' own is that of one vocabulary
+        "pad_token_id": None,  # the default of transformers is right for one vocabulary only
         "layer_types": _layer_types(config["num_hidden_layers"], every),
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(_KINDS, thetas, strict=True)
@@ -55,7 +55,7 @@ def _describe(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gate_up(name: str, d_out: int, d_in: int) -> Part:
-    """The kernel (in, 2, out) of a gated product, of the gate's weight and that of the up projection in one."""
+    """The kernel (in, 2, out) of a gated product, from one weight of gate and up projection."""
 
     def join(weight: np.ndarray) -> np.ndarray:
         return weight.reshape(2, d_out, d_in).transpose(2, 0, 1)
@@ -128,7 +128,7 @@ register(
         describe=_describe,
         parts=_parts,
         prefix="model.",
-        # Of the heads of masked language models and of classifiers.
+        # The heads of masked language models and of classifiers.
         ignored=lambda config: ("head.dense.weight", "head.norm.weight", "decoder.weight", "decoder.bias"),
         encode=modernbert.encode,
     )

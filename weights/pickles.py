@@ -15,7 +15,7 @@ from weights import checkpoint
 from weights.checkpoint import CheckpointError
 
 _ZIP = b"PK\x03\x04"
-_PICKLES = 5  # that a file begins with where it is no ZIP
+_PICKLES = 5  # a file that is no ZIP begins with so many
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} holds more than tensors, or is corrupt; it was not loaded, as a pickle may run code: {error}"
         ) from error
-    except Exception as error:  # of a damaged file torch raises whatever the damage leads to
+    except Exception as error:  # torch raises errors of many kinds for a damaged file
         raise checkpoint.unreadable(path, "PyTorch", error) from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
@@ -80,7 +80,7 @@ def dtype_of(tensor: Any) -> np.dtype:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor of PyTorch as a NumPy array of its own; bfloat16 as float32, which holds the same values."""
+    """Copies a tensor of PyTorch into a NumPy array; bfloat16 becomes float32, which holds the same values."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return np.array((tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy())
 
@@ -88,7 +88,8 @@ def to_numpy(tensor: Any) -> np.ndarray:
 def _check_claims(path: Path, zipped: bool) -> None:
     """CheckpointError where a number in the pickle, or a record of the ZIP, is larger than the file.
 
-    The number of elements, every size and every offset of a tensor are smaller; torch allocates what they say.
+    The number of elements, every size and every offset of a tensor are smaller; torch allocates as much as they
+    say.
     """
     size = path.stat().st_size
     for number in _numbers_of_zip(path) if zipped else _numbers_of_pickles(path):
@@ -112,7 +113,7 @@ def _numbers_of_zip(path: Path) -> Iterator[int]:
 def _numbers_of_pickles(path: Path) -> Iterator[int]:
     from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-    if not path.stat().st_size:  # which cannot be mapped; torch says what it is
+    if not path.stat().st_size:  # an empty file cannot be mapped; torch raises the error
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         for _ in range(_PICKLES):

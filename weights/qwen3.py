@@ -12,10 +12,11 @@ from pallas_models.qwen3 import Qwen3Config, Qwen3EncoderConfig
 from weights import loading
 from weights.checkpoint import shown
 from weights.families import Family, Part, gate_up, linear, register, same
+from weights.tree import Placement
 
 
 def load_qwen3(
-    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16, sharding: Any = None
+    path_or_name: str | os.PathLike[str], *, dtype: DTypeLike = jnp.bfloat16, sharding: Placement = None
 ) -> dict[str, Any]:
     """Loads the weights of a dense Qwen3 model as parameters.
 
@@ -24,10 +25,9 @@ def load_qwen3(
 
     Args:
       path_or_name: a folder with config.json and model.safetensors, or with several such files and
-        model.safetensors.index.json, such a file itself, what `weights.save` wrote, or a hub id such as
+        model.safetensors.index.json, such a file itself, a file or folder of `weights.save`, or a hub id such as
         `"Qwen/Qwen3-8B"`.
-      dtype: float16, bfloat16 or float32, that of the matrices and so of the computation; norm scales are
-        float32.
+      dtype: float16, bfloat16 or float32, of the matrices and so of the computation; norm scales are float32.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them as `qwen3.shardings` gives it; the
         default device when None. Each device is sent its part alone: a model may be larger than any of them.
 
@@ -131,7 +131,7 @@ _FAMILY = register(
     )
 )
 
-# The same without the head of a language model, which these checkpoints may lack.
+# Encoders do not use the head of the language model, which their checkpoints may lack.
 register(
     dataclasses.replace(
         _FAMILY,

@@ -20,6 +20,7 @@ from pallas_models.bert import MiniLMConfig
 from weights import checkpoint, configs, families, lazy, tree
 from weights.checkpoint import CheckpointError
 from weights.families import Family
+from weights.tree import Placement
 
 FILE_NAME = "params.safetensors"
 _FORMAT = "pallas_models"
@@ -39,19 +40,19 @@ def save(
       dst: a file that ends in .safetensors, or a folder, in which the file is params.safetensors. Parent
         folders are made; an existing file is replaced once the new one is complete.
       config: the model's sizes; its class says which model it is.
-      dtype: what to store matrices in, float16, bfloat16 or float32 (biases and scales are then float32);
+      dtype: of the stored matrices, float16, bfloat16 or float32 (biases and scales are then float32);
         the dtypes of `params` when None.
 
     Returns:
       The path of the file.
 
     Raises:
-      CheckpointError: `config` describes no model, or `params` do not fit it or `dtype`; lists all at fault.
+      CheckpointError: `config` describes no model, or `params` do not fit it or `dtype`; all errors are listed.
       OSError: `dst` cannot be written.
       TypeError: `dtype` is none of the above, or `config` is of no model.
     """
     path, family = file_of(dst), families.of(config)
-    configs.from_fields(family, dataclasses.asdict(config), "config")  # what is written can be read
+    configs.from_fields(family, dataclasses.asdict(config), "config")  # so that the file can be read
     tensors = {name: np.asarray(leaf) for name, leaf in tree.flatten(params).items()}
     checkpoint.check_tensors("params", tensors, families.shapes(config))
     if dtype is not None:
@@ -63,7 +64,9 @@ def save(
     return path
 
 
-def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Placement = None
+) -> dict[str, Any]:
     """Reads the parameters that `save` wrote; torch is not needed.
 
     Args:
@@ -112,7 +115,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
 
 
 def load_config_of(family: Family, path: Path) -> Any:
-    """Like `load_config`, for a model of `family`; CheckpointError where it is of another."""
+    """Reads the config of a model of `family`; CheckpointError where it is of another family, or as in `load`."""
     config = load_config(path)
     if type(config) is not family.config:
         kind = family.config.__name__

@@ -3,9 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+# Where parameters go: one sharding for all, a tree of them like the parameters, or the default device.
+Placement = jax.sharding.Sharding | Mapping[str, Any] | None
 
 
 def flatten(params: Mapping[Any, Any]) -> dict[str, Any]:
@@ -29,8 +33,8 @@ def astype(flat: Mapping[str, np.ndarray], dtype: DTypeLike) -> dict[str, np.nda
     return {name: leaf.astype(np.float32 if leaf.ndim == 1 else target, copy=False) for name, leaf in flat.items()}
 
 
-def shardings(given: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The sharding of each parameter, of a tree of them or one for all; ValueError where the tree does not fit."""
+def shardings(given: Placement, names: Iterable[str]) -> dict[str, jax.sharding.Sharding | None]:
+    """The sharding of each name, from one for all or a tree of them; ValueError where the tree does not fit."""
     names = set(names)
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)

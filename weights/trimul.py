@@ -18,10 +18,10 @@ from weights.checkpoint import CheckpointError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """The names that a line of models gives to the modules of the update, and what they stand for.
+    """The names that a line of models gives to the modules of the update, and the order of its projections.
 
-    The rows of `projections`, one after another, are four groups of H. `outgoing` and `incoming` say where
-    among them left, its gate, right and its gate are.
+    The rows of `projections`, one after another, are four groups of H. `outgoing` and `incoming` are the places of
+    left, its gate, right and its gate among them.
     """
 
     name: str
@@ -85,9 +85,9 @@ def load_trimul(
 
     Args:
       source: a .safetensors, .bin or .pt file, a folder with one of them, or a state dict, tensors by name.
-      direction: `"outgoing"` or `"incoming"`, what the module computes: lucidrains' module has left and right
-        the other way round in the incoming one.
-      prefix: what the names of the module start with in a larger model, e.g.
+      direction: `"outgoing"` or `"incoming"`, of the module: lucidrains' incoming module has left and right the
+        other way round.
+      prefix: the beginning of the module's names in a larger model, e.g.
         `"pairformer_module.layers.0.tri_mul_out."`. Tensors without it are not looked at.
       dtype: float16, bfloat16 or float32, of the matrices; `trimul` computes in float16 unless told otherwise,
         and converts matrices of another dtype at each call. Biases and norm scales are float32.
@@ -192,7 +192,7 @@ def _detect(tensors: Collection[str], prefix: str, source: object) -> _Family:
 
 
 def _size(tensors: Mapping[str, checkpoint.Described], source: object, *places: tuple[str, int]) -> int:
-    """The length of the first of these axes of tensors that is there."""
+    """The length of an axis of a tensor: of these places, the first that is there counts."""
     for name, axis in places:
         if name in tensors and len(tensors[name].shape) > axis:
             return tensors[name].shape[axis]

@@ -1,5 +1,5 @@
 """Corpora: sentences from files, and their embeddings to files.
 
-`reading` yields the sentences of files, `writing` writes arrays, `manifest` says what a folder of them holds, and
-`job` goes from one to the other and continues where it was stopped.
+`reading` yields the sentences of files, `writing` writes arrays, and `manifest` lists the files of a folder. `job`
+reads, embeds and writes, and continues where it was stopped. `command` is the command line.
 """

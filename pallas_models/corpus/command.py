@@ -1,4 +1,4 @@
-"""What `python -m pallas_models embed` does, once its options are read."""
+"""The command `python -m pallas_models embed`, once its options are read."""
 
 import argparse
 import contextlib
@@ -28,16 +28,16 @@ EXAMPLES = (
 )
 # A wider table does not fit a terminal.
 _TABLE_SIZE = 12
-# Of fewer sentences than these ranges are no good guess at those of others; sentence-transformers warns so too.
+# The ranges of fewer sentences are no good guess at the ranges of others; sentence-transformers warns so too.
 _FEW = 100
 
 
 def embed(args: argparse.Namespace) -> None:
-    """Embeds what the options name.
+    """Embeds the files that the options name, into the output that they name.
 
     Raises:
       ImportError, OSError, ValueError: an option is wrong or does not go with another, or the work cannot be done;
-        the message is for who typed the options.
+        the message is written for whoever typed the options.
     """
     _check_inputs(args)
     layout = _layout(args)
@@ -73,10 +73,10 @@ def _check_inputs(args: argparse.Namespace) -> None:
 
 
 def _is_piped() -> bool:
-    """Whether somebody has put standard input in place; it is a pipe or a file then."""
+    """Whether standard input is a pipe or a file, and not a terminal or the like."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):  # there is none, or something of Python's in its place
+    except (AttributeError, OSError, ValueError):  # there is none, or an object of Python replaces it
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
@@ -100,7 +100,7 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 
 def _format(output: str | None) -> str:
-    """What one file is to be; .npy where its name does not say so: standard output, a device or a pipe."""
+    """The format of a single file: what its suffix says, or .npy for standard output, a device or a pipe."""
     suffix = Path(output or "").suffix
     if suffix[1:].lower() in writing.FORMATS:
         return suffix[1:].lower()
@@ -194,7 +194,7 @@ def _embed_to_file(
 
 
 def _kept(corpus: reading.Corpus, layout: Layout) -> Iterator[str]:
-    """The column that is kept; its first value is read, so that no work is done for a column that is not there."""
+    """The kept column; its first value is read at once, so that no work is done for a column that is missing."""
     texts = iter(() if layout.keep is None else corpus.kept(layout.keep))
     return itertools.chain(list(itertools.islice(texts, 1)), texts)
 

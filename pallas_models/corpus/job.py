@@ -1,4 +1,4 @@
-"""From a corpus to files of embeddings; a folder of them is continued where an earlier run was stopped."""
+"""From a corpus to a folder of files of embeddings; a run continues where an earlier one was stopped."""
 
 import collections
 import contextlib
@@ -19,7 +19,7 @@ from pallas_models.sentence import pipeline, quantization
 
 # Shards that are written side by side. Parquet takes 5 us of one core for 384 values; the rest is disk and hash.
 _WRITERS = 3
-# Lists of n sentences to (n, dimension) float32 each, in order; the same for the same list.
+# Makes (n, dimension) float32 of each list of n sentences, in order, and the same of the same list.
 Encode = Callable[[Iterable[list[str]]], Iterable[np.ndarray]]
 
 
@@ -31,7 +31,7 @@ class Layout:
       dtype: one of `writing.DTYPES`.
       format: one of `writing.FORMATS`.
       shard_size: sentences of a file of a folder; None for a file of embeddings for each file of sentences.
-      keep: the column of the input that a Parquet file has beside the embeddings.
+      keep: the column of the input that a Parquet file holds beside the embeddings, or None.
     """
 
     dtype: str
@@ -40,15 +40,15 @@ class Layout:
     keep: str | None = None
 
     def beside(self, texts: list[str], ranges: Ranges = None) -> Beside:
-        """What a file has beside embeddings: ranges, and what is kept of the column of that name."""
+        """The content of a file beside embeddings: ranges, and `texts` of the column that is kept."""
         return Beside(ranges, None if self.keep is None else (self.keep, texts))
 
 
 @contextlib.contextmanager
 def begin(folder: Path, planned: Manifest) -> Iterator[Manifest]:
-    """Gives the manifest to go on with: that of an earlier run where the folder has one, else `planned`.
+    """Gives the manifest to go on with: the manifest in the folder, of an earlier run, or else `planned`.
 
-    The folder is locked for as long as the context lasts.
+    The folder is locked while the context lasts.
 
     Raises:
       OSError: the folder cannot be made or written, or another job writes to it.
@@ -58,7 +58,7 @@ def begin(folder: Path, planned: Manifest) -> Iterator[Manifest]:
     with files.locked(folder):
         earlier = manifest.read(folder)
         if earlier is None:
-            planned.write(folder)  # so that what a killed run leaves is known for what it is
+            planned.write(folder)  # so that the folder is known for what it is if this run is killed
             yield planned
             return
         planned.check_continues(earlier, folder)
@@ -76,26 +76,26 @@ def embed_to_folder(
 ) -> None:
     """Embeds sentences into the shards that a folder does not have yet.
 
-    No list that is encoded has sentences of two shards, so that it does not matter which one a run begins with.
+    No list that is encoded has sentences of two shards, so that it does not matter with which shard a run begins.
     Shards are written side by side while the next ones are encoded.
 
     Args:
-      sentences: all of them, those that are embedded already too.
+      sentences: all sentences, including those that are embedded already.
       encode: makes the embeddings; it is called once, for all shards.
-      folder: where to.
-      begun: what `begin` gave for the folder; it is kept up to date, in the folder too.
+      folder: takes the files.
+      begun: the manifest that `begin` gave for the folder; it is kept up to date, in the folder too.
       layout: how to write.
-      kept: of the column that the layout keeps, a text for each sentence.
+      kept: a text for each sentence, of the column that the layout keeps.
 
     Raises:
       OSError: a file cannot be written.
-      ValueError: the sentences are others than those that are embedded already.
+      ValueError: a shard was made from other sentences before.
     """
     embedded = {shard.file: shard for shard in begun.shards}
-    given: collections.deque[_Part] = collections.deque()  # to `encode`, which has not given it back
+    given: collections.deque[_Part] = collections.deque()  # parts that `encode` has taken and not given back
     parts = _missing(iter(sentences), iter(kept), folder, embedded, layout)
     failures: list[Exception] = []
-    found: list[np.ndarray] = []  # what is not converted yet, since ranges follow from a whole shard
+    found: list[np.ndarray] = []  # rows that are not converted yet, since ranges follow from a whole shard
     shard: list[Future[np.ndarray]] = []
     in_hand: collections.deque[Future[None]] = collections.deque()
 
@@ -104,7 +104,7 @@ def embed_to_folder(
             for part in parts:
                 given.append(part)
                 yield part.sentences
-        except Exception as error:  # which waits until what was read before is written
+        except Exception as error:  # raised once all that was read before is written
             failures.append(error)
 
     listing = threading.Lock()
@@ -114,13 +114,13 @@ def embed_to_folder(
 
     def write(part: _Part, rows: list[Future[np.ndarray]], dimension: int) -> None:
         converted = [future.result() for future in rows]
-        rows.clear()  # so that nothing but the list that is written keeps them
+        rows.clear()  # so that only the list that is written keeps them
         beside = layout.beside(part.kept)
         shard = write_shard(folder / part.file, converted, dimension, part.digest, layout.format, beside)
         with listing:
             begun.add(shard, folder)
 
-    # What waits for its shard to be whole is converted, which may take a quarter of the memory.
+    # Rows are converted while they wait for their shard to be whole: they may take a quarter of the memory then.
     with ThreadPoolExecutor(1) as converter, ThreadPoolExecutor(_WRITERS) as writers:
         for rows in encode(readable()):
             part = given.popleft()
@@ -147,7 +147,7 @@ def embed_to_folder(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A list of sentences of one shard, and whether it is the shard's last, with what is kept beside them all."""
+    """A list of sentences of one shard; the last list of a shard `ends` it, and has the texts that are kept."""
 
     sentences: list[str]
     file: str
@@ -159,7 +159,7 @@ class _Part:
 def _missing(
     sentences: Iterator[str], kept: Iterator[str], folder: Path, embedded: dict[str, Shard], layout: Layout
 ) -> Iterator[_Part]:
-    """Yields the parts of the shards that are not among `embedded`; takes from there what it finds unchanged."""
+    """Yields the parts of the shards that are not among `embedded`; shards found unchanged are taken out of it."""
     others = None if layout.shard_size is None else layout.shard_size - 1
 
     def kept_beside(digest: Digest) -> list[str]:
@@ -188,7 +188,7 @@ def _missing(
 
 
 def check_source(folder: Path, shard: Shard, given: Digest) -> None:
-    """Raises ValueError unless `given` are the sentences that a shard was made from."""
+    """Raises ValueError unless a shard was made from the sentences of the digest `given`."""
     if (shard.sentences, shard.source) != (given.count, str(given)):
         raise ValueError(
             f"{folder / shard.file} was made from other sentences than those given now; "
@@ -197,13 +197,13 @@ def check_source(folder: Path, shard: Shard, given: Digest) -> None:
 
 
 def write_shard(path: Path, parts: Parts, dimension: int, digest: Digest, format: str, beside: Beside) -> Shard:
-    """Writes the embeddings of the sentences of `digest`, converted and of so many values before, to one file."""
+    """Writes converted embeddings of the sentences of `digest` to a file; `dimension` is their size before."""
     sha256 = writing.write(path, parts, format, beside)
     return Shard(path.name, digest.count, dimension, path.stat().st_size, sha256, str(digest))
 
 
 def finish(folder: Path, begun: Manifest) -> None:
-    """Says in the folder that it holds all there is."""
+    """Marks the manifest as complete, in the folder too."""
     if not begun.complete:
         begun.complete = True
         begun.write(folder)

@@ -1,4 +1,4 @@
-"""What a folder of embeddings holds: manifest.json, beside the shards that it lists."""
+"""manifest.json, which describes a folder of embeddings and lists its shards."""
 
 import bisect
 import dataclasses
@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -20,16 +20,23 @@ from pallas_models.corpus.reading import short
 NAME = "manifest.json"
 
 
+class Model(TypedDict):
+    """The name of a model, and the sha256 of each of its files."""
+
+    name: str
+    files: dict[str, str]
+
+
 @dataclasses.dataclass
 class Shard:
     """One file of embeddings.
 
     Attributes:
       file: its name in the folder.
-      sentences: rows of it.
+      sentences: the number of its rows.
       dimension: values of an embedding, before they are packed into bits.
       bytes, sha256: of the file.
-      source: what it was made from, the sha256 of its sentences as `Digest` forms it.
+      source: the sha256 of its sentences, as `Digest` forms it.
     """
 
     file: str
@@ -42,21 +49,21 @@ class Shard:
 
 @dataclasses.dataclass
 class Manifest:
-    """The contents of manifest.json; nothing in it depends on when or in how many runs a folder was written.
+    """The content of manifest.json, which does not depend on when or in how many runs a folder was written.
 
     Attributes:
       model: its name and the sha256 of each of its files.
-      settings: what decides the values and the shape of the files.
-      ranges: (2, dimension), what int8 and uint8 are relative to, or None.
+      settings: decide the values and the shape of the files.
+      ranges: (2, dimension), to which int8 and uint8 are relative, or None.
       environment: versions and devices, on which the last bits of the values depend.
-      shards: the files, in the order of their names, which is that of the sentences.
+      shards: the files, in the order of their names and so of the sentences.
       complete: whether all sentences are embedded.
     """
 
-    model: dict[str, Any]
-    settings: dict[str, Any]
+    model: Model
+    settings: dict[str, object]
     ranges: list[list[float]] | None = None
-    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     shards: list[Shard] = dataclasses.field(default_factory=list)
     complete: bool = False
 
@@ -69,7 +76,7 @@ class Manifest:
         return self.shards[0].dimension if self.shards else 0
 
     def add(self, shard: Shard, folder: Path) -> None:
-        """Lists one more file, by its name as files are not always written in that order, in the folder too."""
+        """Lists one more file, by its name as files may be written in another order; in the folder too."""
         bisect.insort(self.shards, shard, key=lambda shard: shard.file)
         self.write(folder)
 
@@ -77,14 +84,15 @@ class Manifest:
         files.write(folder / NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def check_continues(self, earlier: "Manifest", folder: Path) -> None:
-        """Raises ValueError, with what differs, unless the two would give the same values."""
+        """Raises ValueError, and lists the differences, unless both manifests stand for the same values."""
+        compared: list[tuple[Mapping[str, object], Mapping[str, object]]] = [
+            (earlier.model["files"], self.model["files"]),
+            (earlier.settings, self.settings),
+            (earlier.environment, self.environment),
+        ]
         differences = [
             f"{name} was {then.get(name)!r} and is now {now.get(name)!r}"
-            for then, now in (
-                (earlier.model["files"], self.model["files"]),
-                (earlier.settings, self.settings),
-                (earlier.environment, self.environment),
-            )
+            for then, now in compared
             for name in sorted(then.keys() | now.keys())
             if then.get(name) != now.get(name)
         ]
@@ -97,11 +105,11 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest | None:
-    """Returns the manifest of a folder, None where the folder is empty or absent.
+    """Returns the manifest of a folder, or None where the folder is empty or absent.
 
     Raises:
-      ValueError: the folder holds files and no manifest, or one that cannot be read or that we have not written;
-        the message names the field.
+      ValueError: the folder holds files and no manifest, or a manifest that cannot be read or was not written by
+        this package; the message names the field.
     """
     path = folder / NAME
     try:
@@ -121,26 +129,26 @@ def read(folder: Path) -> Manifest | None:
         raise ValueError(f"{path} is no manifest: {error}") from error
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_digest(value: Any) -> bool:
+def _is_digest(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
-def _is_shard(value: Any) -> bool:
+def _is_shard(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9]{6,}[.][a-z]+", value) is not None
 
 
-def _are_ranges(value: Any) -> bool:
+def _are_ranges(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(row, list) for row in value):
         return False
-    if not all(type(x) in (int, float) and abs(x) <= _LARGEST for row in value for x in row):  # a NaN is not
+    if not all(type(x) in (int, float) and abs(x) <= _LARGEST for row in value for x in row):  # so no NaN
         return False
     low, high = value
     return 0 < len(low) == len(high) and all(a <= b for a, b in zip(low, high, strict=True))
@@ -148,8 +156,8 @@ def _are_ranges(value: Any) -> bool:
 
 # No value of an embedding is larger: models compute in float16 too.
 _LARGEST = float(np.finfo(np.float16).max)
-# What a field is expected to be, in words and as a test.
-_Kind = tuple[str, Callable[[Any], bool]]
+# The kind of value that a field holds, in words and as a test.
+_Kind = tuple[str, Callable[[object], bool]]
 _TEXT: _Kind = "a string", lambda value: isinstance(value, str)
 _OBJECT: _Kind = "an object", lambda value: isinstance(value, dict)
 _COUNT: _Kind = "a whole number from 0 on", _is_count
@@ -177,7 +185,7 @@ _SHARD: dict[str, _Kind] = {
 }
 
 
-def _checked(value: Any, kinds: Mapping[str, _Kind], where: str) -> dict[str, Any]:
+def _checked(value: object, kinds: Mapping[str, _Kind], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where.removesuffix('.') or 'it'} is {short(value)}; expected an object")
     for name in (*kinds, *value):
@@ -212,10 +220,10 @@ def read_ranges(path: Path) -> list[list[float]]:
 
 
 class Digest:
-    """The sha256 of sentences and how many there were, both of those that were taken from `of`.
+    """The sha256 and the number of the sentences that were taken from `of`.
 
-    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8; after them likewise what
-    is kept beside them.
+    Of every 4096 sentences, the lengths are hashed as int64 and then the text in UTF-8; after all sentences the
+    texts that are kept beside them are hashed likewise.
     """
 
     def __init__(self) -> None:
@@ -230,7 +238,7 @@ class Digest:
             yield from block
 
     def keep(self, texts: list[str]) -> None:
-        """Hashes what is kept beside the sentences, once these are taken.
+        """Hashes the texts that are kept beside the sentences, once all sentences are taken.
 
         Raises:
           ValueError: there is not one text for each sentence.
@@ -249,7 +257,7 @@ class Digest:
         return self._hash.hexdigest()
 
 
-def describe_model(name: str, folder: Path) -> dict[str, Any]:
+def describe_model(name: str, folder: Path) -> Model:
     """Returns the name of a model and the sha256 of each file in `folder` and its folders, or of a single file."""
     paths = sorted([*folder.glob("*"), *folder.glob("*/*")]) if folder.is_dir() else [folder]
     root = folder if folder.is_dir() else folder.parent
@@ -257,7 +265,8 @@ def describe_model(name: str, folder: Path) -> dict[str, Any]:
     return {"name": name, "files": {file: _sha256(path) for file, path in found.items() if not _is_hidden(file)}}
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, str]:
+    """Returns the versions and devices on which the last bits of embeddings depend."""
     import jax
 
     devices = sorted({device.device_kind for device in jax.devices()})

@@ -11,16 +11,16 @@ from pallas_models.sentence.inputs import shows
 
 @contextlib.contextmanager
 def shown(corpus: Corpus, show: bool | None) -> Iterator[Callable[[np.ndarray], np.ndarray]]:
-    """A line on stderr, for as long as the context lasts: sentences, sentences a second, time left.
+    """Shows a line on stderr while the context lasts: sentences, sentences a second, time left.
 
-    The time left follows from the bytes that are read and those that are not; standard input has none.
+    The time left follows from the bytes that are read and that are left; standard input has none.
 
     Args:
-      corpus: what is read.
-      show: None shows it on a terminal.
+      corpus: the corpus that is read.
+      show: None shows the line on a terminal.
 
     Returns:
-      What counts the rows that it is given and returns them.
+      A function that counts the rows that it is given, and returns them.
     """
     if not shows(show, True):
         yield lambda rows: rows

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# `str.splitlines` would also split at U+2028, which is a part of sentences on the web.
+# `str.splitlines` would also split at U+2028, which occurs inside of sentences on the web.
 _LINE = re.compile("[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _END = re.compile("\r\n?")
 # The standard library's limit of a cell, 128 KiB, is less than a long document.
@@ -24,7 +24,8 @@ _READ = 1 << 16
 # Sentences that a reader takes from a table before it hands them on.
 _BLOCK = 1024
 
-# Of a stream, by its name and the column's: its sentences, or what is kept beside them, for which numbers do too.
+# Yields the sentences of a stream, by its name and the column's; or where the last argument is true the values of
+# a column that is kept, which may be whole numbers.
 Reader = Callable[[IO[bytes], str, str | None, bool], Iterator[list[str]]]
 
 
@@ -34,7 +35,7 @@ class Corpus:
     Attributes:
       paths: the files in the order in which they are read; "-" is standard input.
       size: bytes of all files; None where standard input is among them.
-      done: bytes of them that are read so far, in the iteration that was begun last.
+      done: bytes that are read so far, in the iteration that was begun last.
     """
 
     def __init__(self, inputs: Iterable[str | Path], column: str | None = None, format: str | None = None):
@@ -42,10 +43,10 @@ class Corpus:
 
         Args:
           inputs: files, folders, or "-" for standard input. Of a folder, all files below it are read whose
-            suffixes say what they are, in the order of their paths; names that begin with . or _ are left out.
-          column: which column of a table holds the sentences; None where it has but one.
-          format: what the files are, such as "csv" or "jsonl.gz"; when None, each file's suffixes say so. A file
-            with another suffix, and standard input, is text.
+            suffixes name a format, in the order of their paths; names that begin with . or _ are left out.
+          column: the column of a table that holds the sentences; None where it has but one.
+          format: of the files, such as "csv" or "jsonl.gz"; when None, each file's suffixes name it. A file with
+            another suffix, and standard input, is text.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -59,11 +60,11 @@ class Corpus:
         self.done = 0
 
     def only(self, path: str) -> "Corpus":
-        """Returns one of the files, to be read in the same way."""
+        """Returns a corpus of one of the files, read in the same way."""
         return Corpus([path], self._column, self._format)
 
     def kept(self, column: str) -> "Corpus":
-        """Returns another column of the same files, one value for each sentence, whole numbers as text.
+        """Returns another column of the files, one value for each sentence, whole numbers as text.
 
         Raises:
           ValueError: standard input, which can be read but once, is among the files.
@@ -135,7 +136,7 @@ def _kind(name: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """Lets the errors of libraries, which know no file, name the one that is read."""
+    """Adds the name of the file to the errors of libraries, which do not know it."""
     try:
         yield
     except (EOFError, zlib.error, OSError) as error:
@@ -146,12 +147,13 @@ def _decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
     if compression == "gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     if compression == "zst":
-        # zstandard's own reader takes a file that was cut off for one that ends there; this one raises OSError.
+        # zstandard's own reader takes a file that was cut off for a whole one; pyarrow's raises OSError.
         return io.BufferedReader(pyarrow(".zst").CompressedInputStream(raw, "zstd"), _BUFFER)
     return raw
 
 
 def pyarrow(what: str) -> Any:
+    """Imports pyarrow, which has no types; ImportError names `what` needs it."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -192,7 +194,7 @@ def _json_lines(stream: IO[bytes], name: str, column: str | None, kept: bool) ->
 
 
 def _json_values(lines: Iterator[str], name: str, column: str | None, kept: bool) -> Iterator[str]:
-    only = column  # where none is named, the first object's only key is that of all
+    only = column  # where none is named, all objects have the only key of the first
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
@@ -213,11 +215,11 @@ def _json_values(lines: Iterator[str], name: str, column: str | None, kept: bool
 
 
 def _csv(stream: IO[bytes], name: str, column: str | None, _: bool) -> Iterator[list[str]]:
-    return _blocks(_cells(stream, name, column, delimiter=",", quoting=csv.QUOTE_MINIMAL))
+    return _blocks(_cells(stream, name, column, delimiter=",", quoted=True))
 
 
 def _tsv(stream: IO[bytes], name: str, column: str | None, _: bool) -> Iterator[list[str]]:
-    return _blocks(_cells(stream, name, column, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return _blocks(_cells(stream, name, column, delimiter="\t", quoted=False))
 
 
 def _blocks(sentences: Iterator[str]) -> Iterator[list[str]]:
@@ -225,11 +227,16 @@ def _blocks(sentences: Iterator[str]) -> Iterator[list[str]]:
         yield block
 
 
-def _cells(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> Iterator[str]:
+def _cells(stream: IO[bytes], name: str, column: str | None, *, delimiter: str, quoted: bool) -> Iterator[str]:
     # The standard library's reader is as fast as pyarrow's where rows become strings, and unlike it refuses a
     # quotation mark that is never closed.
     csv.field_size_limit(max(csv.field_size_limit(), _CELL_LIMIT))
-    rows = csv.reader(_lines(stream, name), strict=True, **dialect)
+    rows = csv.reader(
+        _lines(stream, name),
+        strict=True,
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
+    )
     try:
         header = next(rows, None)
         if header is None:
@@ -249,7 +256,7 @@ def _cells(stream: IO[bytes], name: str, column: str | None, **dialect: Any) -> 
 def _parquet(stream: IO[bytes], name: str, column: str | None, kept: bool) -> Iterator[list[str]]:
     pa = pyarrow("Parquet")
     try:
-        # What is not a file on a disk cannot be read from its end, where Parquet keeps its index.
+        # Parquet keeps its index at the end, where only a file on a disk can be read first.
         source = (
             stream
             if isinstance(stream, io.BufferedReader) and _is_file(stream)
@@ -294,7 +301,7 @@ def _choose(names: list[str], column: str | None, where: str) -> str:
     return column
 
 
-def _check(value: Any, where: str) -> str:
+def _check(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where} holds {short(value)}; expected a string")
     if not value.isascii():
@@ -306,7 +313,7 @@ def _check(value: Any, where: str) -> str:
     return value
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value and its type, for a message."""
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:40] + '...'} of type {type(value).__name__}"

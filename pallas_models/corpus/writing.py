@@ -15,7 +15,7 @@ from pallas_models.corpus.reading import pyarrow
 from pallas_models.sentence import quantization
 
 DTYPES = (*get_args(quantization.Precision), "float16")
-# Those that are relative to ranges, as `quantization.ranges_of` finds them.
+# Types that are relative to ranges, as `quantization.ranges_of` finds them.
 RANGED = ("int8", "uint8")
 Ranges = list[list[float]] | None
 EMBEDDING = "embedding"  # the column of a .parquet file
@@ -24,11 +24,11 @@ Parts = list[np.ndarray]  # (n, D) each, at least one: embeddings one after anot
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beside:
-    """What a file has beside embeddings, where its format has a place for it.
+    """The content of a file beside its embeddings.
 
     Attributes:
-      ranges: what the embeddings are relative to: in all formats but .npy.
-      kept: the name of a column and a text for each embedding: in .parquet.
+      ranges: to which the embeddings are relative, for all formats but .npy.
+      kept: the name of a column and a text for each embedding, for .parquet.
     """
 
     ranges: Ranges = None
@@ -36,9 +36,9 @@ class Beside:
 
 
 _NOTHING = Beside()
-# Sentences of a file of many: whole chunks of the encoder's pipeline; 200 MB of float32 with 384 values.
+# Sentences of a file in a folder: whole chunks of the encoder's pipeline, 200 MB of float32 with 384 values.
 SHARD_SIZE = 8 * 16384
-# Rows that Parquet holds in memory until it writes them, with more beside than they take themselves.
+# Rows that Parquet holds in memory until it writes them, with more memory beside them than they take.
 _ROW_GROUP = 16384
 
 
@@ -51,11 +51,11 @@ def convert(embeddings: np.ndarray, dtype: str, ranges: Ranges = None) -> np.nda
 
 
 def write(path: Path, parts: Parts, format: str, beside: Beside = _NOTHING) -> str:
-    """Writes embeddings, which may be gone from the list then, to a file, whole or not at all; returns its sha256.
+    """Writes embeddings to a file, whole or not at all, and returns its sha256. The list may be empty afterwards.
 
-    How they are divided makes no difference, as long as all parts but the last have a multiple of 16,384 rows. The
-    array is called `embeddings` in .npz and .safetensors. A .parquet file has the column `embedding`, of lists
-    with a fixed length, after that which is kept.
+    The file does not depend on how they are divided, as long as all parts but the last have a multiple of 16,384
+    rows. The array is called `embeddings` in .npz and .safetensors. A .parquet file has the column `embedding`, of
+    lists with a fixed length, after the column that is kept.
     """
     with files.replacing(path) as file:
         FORMATS[format](file, parts, beside)
@@ -64,22 +64,22 @@ def write(path: Path, parts: Parts, format: str, beside: Beside = _NOTHING) -> s
 
 
 def _taken(parts: Parts) -> Iterator[np.ndarray]:
-    """The parts, none of which is kept: a shard gives its memory back piece by piece, as the next one takes it."""
+    """Yields the parts and keeps none: a shard gives its memory back piece by piece, as the next one takes it."""
     while parts:
         yield parts.pop(0)
 
 
 def check_available(format: str) -> None:
-    """Raises ImportError unless what writes this format is installed."""
+    """Raises ImportError unless the package that writes this format is installed."""
     if format == "parquet":
         pyarrow("Parquet")
 
 
 def read_ranges(path: Path) -> Ranges:
-    """Returns the ranges that a file holds beside its embeddings; None where it holds none.
+    """Returns the ranges that a file holds beside its embeddings, or None.
 
     Raises:
-      ValueError: the file is damaged, or of no format that holds ranges.
+      ValueError: the file is damaged, or its format has no place for ranges.
     """
     try:
         if path.suffix == ".npz":
@@ -95,7 +95,7 @@ def read_ranges(path: Path) -> Ranges:
             return json.loads(metadata[b"ranges"]) if b"ranges" in metadata else None
     except (ImportError, OSError):
         raise
-    except Exception as error:  # whatever libraries make of another file
+    except Exception as error:  # libraries raise errors of many kinds for a damaged file
         raise ValueError(f"{path} cannot be read: {error}") from error
     raise ValueError(f"{path} holds no ranges; expected .npz, .safetensors or .parquet")
 

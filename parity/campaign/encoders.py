@@ -21,8 +21,8 @@ import numpy as np
 from pallas_models import minilm
 from pallas_models.minilm import Encoder
 from parity.campaign._case import Case
-from parity.campaign.ops import Pick
 from parity.support.bounded import Array, apart
+from parity.support.draws import Pick
 from parity.support.tolerances import CHAIN
 from parity.weights import checkpoints
 

@@ -7,7 +7,7 @@ are by users who know of them, or not. What is exported is plain XLA, which serv
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,16 +17,16 @@ from jax.export import symbolic_shape
 
 from pallas_models import exporting, gpt2, minilm, modernbert, ops, qwen3, trimul
 from parity.campaign._case import Case
-from parity.campaign.ops import Pick
+from parity.cases import CALLS
 from parity.support.bounded import Array, apart
-from parity.support.cases import CALLS
 from parity.support.common import random_params
+from parity.support.draws import Pick
 from parity.support.tolerances import DEEP, MODEL_GRADIENT
 
 DRAWS = 4
 POSITIONS = 16
 CPU = jax.devices("cpu")[0]
-BATCH, LENGTH, KEYS = 2, 7, 33  # sizes that stand for a batch, for a length and for that of keys
+BATCH, LENGTH = 2, 7  # sizes that stand for a batch and for a length
 MOST = {"b": 6, "s": POSITIONS, "t": 40}
 
 
@@ -98,15 +98,31 @@ class Program:
         return found
 
 
-# Name, function, arrays, how many of them are differentiated, which have a batch, and which sizes are lengths.
-_Drawn = tuple[str, Callable[..., Any], tuple[Any, ...], int, tuple[int, ...], dict[int, str]]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What is exported, before it is said which sizes are open.
+
+    Attributes:
+      floats: how many of the arrays can be differentiated: the first ones.
+      batched: the arrays that begin with a batch.
+      symbols: which sizes of axes can be open.
+      most: the largest size of a symbol, where it is not that of `MOST`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    floats: int
+    batched: tuple[int, ...]
+    symbols: Mapping[int, str] = dataclasses.field(default_factory=lambda: {BATCH: "b", LENGTH: "s"})
+    most: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def _call(pick: Pick) -> _Drawn:
-    """One of `CALLS`."""
+    """A small call of an op."""
     call = pick.of(CALLS)
-    lengths = {LENGTH: "s"} | ({KEYS: "t"} if call.name in ("attention", "softmax", "softmax_split") else {})
-    return call.name, call.function, call.arrays(), call.floats, call.batched, lengths
+    of_call = call.name, call.function, call.arrays(), call.floats, call.batched
+    return _Drawn(*of_call, symbols=call.symbols, most=call.most)
 
 
 def _attention(pick: Pick) -> _Drawn:
@@ -123,7 +139,7 @@ def _attention(pick: Pick) -> _Drawn:
         named = dict(zip(masks, rows, strict=True))
         return ops.attention(q, k, v, **named, **options, implementation=implementation)
 
-    return f"attention {options}", attention, (*qkv, *rows), 3, (0, 1, 2, 3, 4), {LENGTH: "s"}
+    return _Drawn(f"attention {options}", attention, (*qkv, *rows), 3, (0, 1, 2, 3, 4))
 
 
 MODELS = (
@@ -143,7 +159,7 @@ def _model(pick: Pick) -> _Drawn:
     if name == "trimul":
         params = random_params(trimul.TriMulConfig(channels=16, hidden=16), init=trimul.init)
         x = rng.normal(size=(BATCH, LENGTH, LENGTH, 16)).astype(np.float32)
-        return name, functools.partial(trimul.trimul, params, direction="outgoing"), (x,), 0, (0,), {LENGTH: "s"}
+        return _Drawn(name, functools.partial(trimul.trimul, params, direction="outgoing"), (x,), 0, (0,))
     config: Any
     if name.startswith("qwen3"):
         config, module = qwen3.Qwen3Config(**_SIZES, num_kv_heads=1, head_dim=16), qwen3
@@ -160,39 +176,36 @@ def _model(pick: Pick) -> _Drawn:
         def contrastive(ids: Any, mask: Any, **options: Any) -> Any:
             return minilm.contrastive_loss(params, (ids, mask), (ids[::-1], mask[::-1]), config=config, **options)
 
-        return name, contrastive, (ids, mask), 0, (0, 1), {LENGTH: "s"}
+        return _Drawn(name, contrastive, (ids, mask), 0, (0, 1))
     if name == "embed_packed":
         segments = np.where(mask == 1, [[0], [1]], -1).astype(np.int32)
         packed = functools.partial(minilm.embed_packed, params, num_segments=3, config=config)
-        return name, packed, (ids, segments), 0, (0, 1), {LENGTH: "s"}
+        return _Drawn(name, packed, (ids, segments), 0, (0, 1))
     function = {"modernbert": "encode", "mpnet": "embed", "minilm.embed": "embed"}.get(name) or name.split(".")[1]
     masked = pick.chance(0.6) or function == "embed"
     applied = functools.partial(getattr(module, function), params, config=config)
-    return name, applied, (ids, mask) if masked else (ids,), 0, (0, 1), {LENGTH: "s"}
+    return _Drawn(name, applied, (ids, mask) if masked else (ids,), 0, (0, 1))
 
 
 def program(seed: int, index: int) -> Program:
     """Program `index` of a campaign."""
     pick = Pick(np.random.default_rng([seed, index, 7]))
-    name, function, arrays, floats, with_batch, lengths = pick.by({_call: 0.45, _attention: 0.15, _model: 0.4})(
-        pick
-    )
-    arrays = tuple(map(np.asarray, arrays))
-    # The number of segments is one of `CALLS`' batch, and is to be known.
-    kinds = "s" if name == "segment_mean_pool" else pick.of(("b", "b", "s", "bs"))
-    most = MOST | ({"s": LENGTH + 2} if name == "embed_tokens" else {})  # its table of positions has no more
-    batched = {BATCH: "b"} if "b" in kinds else {}
-    symbols = lengths if "s" in kinds else {}
+    drawn = pick.by({_call: 0.45, _attention: 0.15, _model: 0.4})(pick)
+    arrays = tuple(map(np.asarray, drawn.arrays))
+    kinds = pick.of(("b", "b", "s", "bs")) if "b" in drawn.symbols.values() else "s"
+    batched = {size: name for size, name in drawn.symbols.items() if name == "b" and "b" in kinds}
+    lengths = {size: name for size, name in drawn.symbols.items() if name != "b" and "s" in kinds}
     axes = tuple(
         tuple(
-            (batched if axis == 0 and i in with_batch else symbols).get(size, "")
+            (batched if axis == 0 and i in drawn.batched else lengths).get(size, "")
             for axis, size in enumerate(x.shape)
         )
         for i, x in enumerate(arrays)
     )
-    differentiated = floats if pick.chance(0.25) else 0
+    differentiated = drawn.floats if pick.chance(0.25) else 0
     platforms = pick.of((("cpu",), ("cpu",), ("cpu", "cuda")))
-    return Program(name, function, arrays, axes, differentiated, platforms, most, pick.chance(0.6))
+    most = MOST | drawn.most
+    return Program(drawn.name, drawn.function, arrays, axes, differentiated, platforms, most, pick.chance(0.6))
 
 
 @functools.lru_cache(maxsize=1)

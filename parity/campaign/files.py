@@ -23,7 +23,7 @@ import pallas_models.__main__ as program
 from bench.measuring.results import ResultError
 from pallas_models import target, tuning
 from pallas_models.kernels.mosaic import attention as mosaic_attention
-from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common import gemm_config
 from pallas_models.kernels.triton import attention, matmul, norm, softmax
 from parity.campaign._case import Case
 from parity.campaign._damage import Rng, changed_text, damaged, pick
@@ -100,8 +100,8 @@ def _use_table(folder: Path) -> str | None:
         ("triton", "attention"): attention.Config,
         ("triton", "layer_norm"): norm.Config,
         ("triton", "softmax_fused"): softmax.Config,
-        ("mosaic", "matmul"): _gemm.Config,
-        ("mosaic", "gated_matmul"): _gemm.Config,
+        ("mosaic", "matmul"): gemm_config.Config,
+        ("mosaic", "gated_matmul"): gemm_config.Config,
         ("mosaic", "attention"): mosaic_attention.Config,
     }
     os.environ["XDG_CACHE_HOME"] = str(folder)

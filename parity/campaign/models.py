@@ -22,10 +22,10 @@ import transformers
 import weights
 from pallas_models import gpt2, qwen3
 from parity.campaign._case import Case
-from parity.campaign.ops import Pick
 from parity.sentence import encoder_checkpoints
 from parity.support.bounded import apart
 from parity.support.common import KERNEL
+from parity.support.draws import Pick
 from parity.support.tolerances import DEEP
 from weights import families
 

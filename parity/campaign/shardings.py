@@ -18,8 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from parity.campaign import ops
 from parity.campaign._case import Case
-from parity.campaign.ops import Pick, Program
+from parity.campaign.ops import Program
 from parity.support.bounded import apart
+from parity.support.draws import Pick
 from parity.support.tolerances import CHAIN, DEEP, OP
 
 DRAWS = 8

@@ -50,7 +50,7 @@ def test_transformations_of_all_ops_under_all_settings_are_drawn():
     assert {kind for p in drawn for kind, _ in p.steps} == set(transformations.KINDS)
     assert {name for p in drawn for name in p.settings} == set(transformations.SETTINGS)
     rows = {p.call.row for p in drawn}
-    assert rows > set(ops._DRAW) and {"gpt2.loss", "contrastive", "modernbert"} < rows
+    assert rows > set(ops.DRAWN) and {"gpt2.loss", "contrastive", "modernbert"} < rows
     assert {p.orders for p in drawn} == {0, 1, 2} and {p.jit for p in drawn} == {True, False}
 
 

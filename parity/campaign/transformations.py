@@ -20,9 +20,9 @@ import numpy as np
 from pallas_models import gpt2, minilm, modernbert, qwen3, training, trimul
 from parity.campaign import ops
 from parity.campaign._case import Case
-from parity.campaign.ops import Pick
 from parity.support.bounded import HALF_ULP, apart
 from parity.support.common import random_params
+from parity.support.draws import Input, Pick
 from parity.support.tolerances import DEEP, MODEL_GRADIENT, OP
 from weights import tree
 
@@ -69,7 +69,7 @@ def _of_op(pick: Pick, implementation: str | None, finite: bool) -> Call:
         p.options.pop("return_lse", None)  # infinite for rows without keys
     if p.op == "softmax" and pick.chance(0.2):  # an array of one number is a scale too
         p.options.pop("scale", None)
-        p.inputs["scale"] = ops.Input(pick.of(((), (1,))), "float32", "scale")
+        p.inputs["scale"] = Input(pick.of(((), (1,))), "float32", "scale")
 
     def of(name: str | None) -> Function:
         plain = dataclasses.replace(p, implementation=name)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pallas_models.corpus.embedder import Embedder
+from pallas_models.corpus.embedder import Embedder, EmbedderOptions
 from pallas_models.corpus.job import Layout
 from pallas_models.corpus.manifest import Shard
 from pallas_models.corpus.reading import Corpus
@@ -41,6 +41,10 @@ def test_batches(folder):
         assert list(found) == ["id", "text", "e"] and list(batch) == ["id", "text"]
         np.testing.assert_array_equal(found["id"], batch["id"])
         np.testing.assert_array_equal(found["e"], convert(expected, dtype, ranges))
+
+
+def test_options_are_the_fields_of_an_embedder():
+    assert EmbedderOptions.__annotations__ == {field.name: field.type for field in dataclasses.fields(Embedder)}
 
 
 def test_a_worker_keeps_a_column(folder, tmp_path):

@@ -103,10 +103,3 @@ def test_every_public_module_is_there():
     assert done.stdout == "22\n", done.stderr
     with pytest.raises(AttributeError, match="module 'pallas_models' has no attribute 't5'"):
         pallas_models.t5  # noqa: B018
-
-
-def test_no_backend_imports_another():
-    kernels = ROOT / "pallas_models" / "kernels"
-    for backend, other in (("mosaic", "triton"), ("triton", "mosaic")):
-        for path in (kernels / backend).glob("*.py"):
-            assert f"kernels.{other}" not in path.read_text(), path

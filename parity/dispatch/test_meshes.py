@@ -19,10 +19,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from bench import __main__ as cli
-from bench.cases import scaling
-from bench.measuring import results
-from bench.reporting import plots
 from pallas_models import gpt2, ops, qwen3
 from pallas_models.dispatch.sharding import Total
 from pallas_models.kernels.forms.matmul import Form
@@ -270,25 +266,6 @@ def gpt2_groups(config: gpt2.GPT2Config, groups: int) -> gpt2.GroupedGPT2Config:
     return gpt2.GroupedGPT2Config(**dataclasses.asdict(config), head_groups=groups)
 
 
-def test_scaling_is_measured(tmp_path, capsys):
-    assert cli.main(["scaling", "--models=block", "--quick", "--show-results", f"--output={tmp_path}"]) == 0
-    (path,) = tmp_path.glob("*/scaling.partial.json")
-    result = results.load(path)
-    (case,) = result.cases
-    (entry,) = case.entries
-    assert entry.wall.median_us > 0 and entry.accuracy.value == 0.0 and entry.metrics == {}
-    assert "| gpt2 block 64x1024 bf16 |       1 |" in capsys.readouterr().out
-    assert plots.scaling(result, "scaling") is None
-    half = dataclasses.replace(entry.wall, median_us=entry.wall.median_us / 2)
-    other = dataclasses.replace(entry, wall=half, metrics={"all-reduce": 2.0})
-    on_two = dataclasses.replace(case, label=f"{case.label[:-1]}2", shape={"devices": 2}, entries=[other])
-    both = dataclasses.replace(result, cases=[case, on_two])
-    assert plots.scaling(both, "scaling").alt == "bars: gpt2 block 64x1024 2.00 on 2"
-    memory = f"{entry.peak_bytes / 1e9:>11.2f}"
-    assert scaling.table(both).endswith(f"|      2.00 | 2 all-reduce | {memory} |")
-    assert scaling.headline(both) is None
-
-
 def test_two_processes_take_a_step():
     """The program of the docs as it stands: each process has half of the batch, both find the loss of all."""
     (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "meshes.md").read_text("utf-8"), re.DOTALL)
@@ -326,3 +303,54 @@ def test_two_processes_take_a_step():
     expected = loss(jnp.asarray(np.concatenate(ids)))
     assert [number for number, _ in said] == ["0", "1"] and said[0][1] == said[1][1]
     assert float(said[0][1]) == pytest.approx(float(expected), rel=CHAIN)
+
+
+LEAVING_CORES = """
+import jax, jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+from pallas_models import target
+from pallas_models.dispatch.records import Kernel, Op
+from pallas_models.dispatch.run import run
+from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.softmax import Form
+
+asked, called, inside = [], [], []
+
+def refuses(form, gpu):
+    asked.append((form.x.shape, gpu))
+
+def call(form, *, config, target, interpret):
+    called.append((form.x.shape, target))
+    inside.append(current())
+    return 2 * form.x
+
+current = target.current
+kernel = Kernel(backend="triton", architectures=target.AMPERE_ON, call=call, config=None, refuses=refuses)
+rows = Sharding(equation="m N, W N -> m N")
+double = Op(name="double", reference=lambda form: 2 * form.x, kernels=(kernel,), sharding=rows)
+
+gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+abstract = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=gpu)
+
+@jax.jit
+def f(x):
+    with target.leave_cores(8, abstract):
+        form = Form(x=x, where=None, scale=1.0, repeat=1, algorithm=None)
+        return run(double, form, implementation="interpret")
+
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, PartitionSpec("d")))
+assert (f(x) == 2).all()
+assert {shape for shape, _ in called} >= {(4, 4)}, called  # the part of a device
+assert {shape for shape, _ in asked} >= {shape for shape, _ in called}
+gpus = {gpu for _, gpu in asked + called} | set(inside)
+assert len(gpus) == 1 and gpus.pop().num_cores == 124, gpus
+"""
+
+
+def test_choice_and_kernel_of_a_part_have_the_target_of_the_call():
+    """Where XLA partitions a program it is known no more, as the multiprocessors that were left are not."""
+    flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", LEAVING_CORES], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 
 from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity import ROOT
-from parity.support.cases import CALLS, Call
+from parity.cases import CALLS, OPS, Call, Case, Empty, Without
 from parity.support.common import KERNEL, TRITON_CALL, assert_close, cuda_device, float64, normal
 
 every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
@@ -227,7 +227,7 @@ LEAKS = """
 import jax
 import jax.numpy as jnp
 
-from parity.support.cases import CALLS
+from parity.cases import CALLS
 
 for call in CALLS:
     if call.name in {names!r}:
@@ -260,33 +260,6 @@ def test_64_bit_segments_stay_apart():
         far = jnp.asarray([[0, 0, 0, 2**32, 2**32, 2**32]], jnp.int64)
         out = ops.attention(q, q, q, segment_ids=far)
     assert_close(out, expected, 2e-6)
-
-
-@every_op
-def test_forward_mode(call: Call):
-    """A directional derivative is that of the reference, and agrees with the gradient."""
-    arrays = call.arrays()
-    floats, rest = arrays[: call.floats], arrays[call.floats :]
-    rng = np.random.default_rng(62)
-    tangents = tuple(normal(rng, *x.shape) for x in floats)
-    weights = normal(rng, *plain(call).shape)
-
-    def derivatives(function):
-        _, tangent = jax.jvp(function, floats, tangents)
-        return tangent, jax.vjp(function, *floats)[1](weights)
-
-    _, expected = jax.jvp(jax.jit(lambda *floats: call("xla")(*floats, *rest)), floats, tangents)
-    for implementation in (None, KERNEL):
-        tangent, gradients = jax.jit(derivatives, static_argnums=0)(
-            lambda *floats, i=implementation: call(i)(*floats, *rest)
-        )
-        assert_close(tangent, expected, 1e-5)
-        along = sum(np.vdot(float64(g), float64(t)) for g, t in zip(gradients, tangents, strict=True))
-        size = sum(
-            np.linalg.norm(float64(g)) * np.linalg.norm(float64(t))
-            for g, t in zip(gradients, tangents, strict=True)
-        )
-        assert abs(along - np.vdot(float64(weights), float64(tangent))) <= 1e-5 * size
 
 
 @pytest.mark.parametrize("implementation", [None, KERNEL])
@@ -324,47 +297,23 @@ def test_gradient_of_a_gradient(name):
     assert_close(slope(KERNEL)(x), slope("xla")(x), 1e-4)
 
 
-Z = jnp.zeros
-EMPTY = {
-    "softmax": (lambda **o: ops.softmax(Z((3, 0)), **o), (3, 0)),
-    "softmax-where": (lambda **o: ops.softmax(Z((3, 0)), where=jnp.ones((3, 0), bool), **o), (3, 0)),
-    "layer_norm": (lambda **o: ops.layer_norm(Z((3, 0)), Z(0), Z(0), **o), (3, 0)),
-    "rms_norm": (lambda **o: ops.rms_norm(Z((3, 0)), Z(0), **o), (3, 0)),
-    "matmul": (lambda **o: ops.matmul(Z((3, 0)), Z((0, 4)), bias=jnp.ones(4), **o), (3, 4)),
-    "matmul_layer_norm-n": (lambda **o: ops.matmul_layer_norm(Z((3, 4)), Z((4, 0)), Z(0), Z(0), **o), (3, 0)),
-    "matmul_layer_norm-k": (lambda **o: ops.matmul_layer_norm(Z((3, 0)), Z((0, 4)), Z(4), Z(4), **o), (3, 4)),
-    "gated_matmul": (lambda **o: ops.gated_matmul(Z((3, 0)), Z((0, 2, 4)), **o), (3, 4)),
-    "attention-no-keys": (
-        lambda **o: ops.attention(Z((2, 3, 2, 16)), Z((2, 0, 2, 16)), Z((2, 0, 2, 16)), **o),
-        (2, 3, 2, 16),
-    ),
-    "mean_pool": (lambda **o: ops.mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), **o), (2, 4)),
-    "segment_mean_pool": (
-        lambda **o: ops.segment_mean_pool(Z((2, 0, 4)), Z((2, 0), jnp.int32), num_segments=3, **o),
-        (3, 4),
-    ),
-    "linear_cross_entropy": (
-        lambda **o: ops.linear_cross_entropy(Z((0, 3)), Z((3, 4)), Z(0, jnp.int32), reduction=None, **o),
-        (0,),
-    ),
-    "linear_cross_entropy-mean": (
-        lambda **o: ops.linear_cross_entropy(Z((2, 0, 3)), Z((3, 4)), Z((2, 0), jnp.int32), **o),
-        (),
-    ),
-    "embed_tokens": (
-        lambda **o: ops.embed_tokens(Z((2, 0), jnp.int32), Z((0, 4)), Z((3, 4)), Z((2, 4)), Z(4), Z(4), **o),
-        (2, 0, 4),
-    ),
-}
+EMPTY = [
+    pytest.param(case, empty, id=f"{case.name}-{i}")
+    for case in OPS.values()
+    if not isinstance(case.empty, Without)
+    for i, empty in enumerate(case.empty)
+]
 
 
 @pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
-@pytest.mark.parametrize("name", EMPTY)
-def test_axes_of_size_0(name, implementation):
-    function, shape = EMPTY[name]
-    out = jax.jit(lambda: function(implementation=implementation))()
-    assert out.shape == shape
-    assert np.all(float64(out) == (1.0 if name == "matmul" else 0.0))
+@pytest.mark.parametrize("case, empty", EMPTY)
+def test_axes_of_size_0(case: Case, empty: Empty, implementation):
+    out = jax.jit(lambda: case.op(**empty.arguments, implementation=implementation))()
+    assert out.shape == empty.shape
+    assert np.all(float64(out) == empty.value)
+
+
+Z = jnp.zeros
 
 
 def test_an_empty_vocabulary_has_nothing_to_look_up():

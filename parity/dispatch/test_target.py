@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_models import minilm, ops, target
 from pallas_models.tuning import Chooser, Problem
+from parity.cases import OPS, Without
 from parity.support.common import MOSAIC_CALL, ON_GPU, TRITON_CALL, cuda_device
 
 KIB = 1024
@@ -50,8 +51,13 @@ def test_devices_are_known_by_name(device):
         found = target.current()
     capability, kib = DEVICES[device]
     assert found == target.Target(
-        name=device[0], capability=capability, num_cores=device[1], shared_memory=kib * KIB
+        name=device[0],
+        capability=capability,
+        num_cores=device[1],
+        shared_memory=kib * KIB,
+        is_linked=device[0] == "NVIDIA H200",
     )
+    assert (found.abstract_device.device_kind, found.abstract_device.num_cores) == device
     assert found.runs(target.HOPPER) == (capability == (9, 0))
 
 
@@ -89,60 +95,21 @@ class Recorder(Chooser):
         self.problems.append(problem)
 
 
-def shaped(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def matmul(dtype: str, m: int, n: int, k: int, **options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return functools.partial(ops.matmul, **options), (shaped(dtype, m, k), shaped(dtype, k, n))
-
-
-def triangle_update(n: int, c: int, dtype: str, gate_after: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    shapes = [(1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c)]
-    form = dict(direction="outgoing", gate_after=gate_after, compute_dtype=dtype)
-    return functools.partial(ops.triangle_update, **form), tuple(shaped("float32", *s) for s in shapes)
-
-
-def attention(dtype: str, b: int, s: int, h: int, d: int, causal: bool) -> tuple[Callable[..., Any], tuple]:
-    return functools.partial(ops.attention_qkv, num_heads=h, causal=causal), (shaped(dtype, b, s, 3 * h * d),)
-
-
-CALLS = {
-    f"{name} {dtype}": make(dtype)
+# Calls at the sizes of real use: the op, and arguments by a function of the dtype.
+LARGE = {
+    f"{name} {dtype}": (case.op, functools.partial(arguments, dtype))
     for dtype in ("bfloat16", "float32")
-    for name, make in {
-        "matmul-large": lambda dtype: matmul(dtype, 8192, 8192, 8192),
-        "matmul-short": lambda dtype: matmul(dtype, 8192, 1152, 384),
-        "matmul-few-rows": lambda dtype: matmul(dtype, 16, 768, 3072),
-        "matmul-gelu": lambda dtype: matmul(dtype, 8192, 1536, 384, activation="gelu"),
-        "matmul-split": lambda dtype: matmul(dtype, 64, 64, 8192, algorithm="split_k"),
-        "gated": lambda dtype: (ops.gated_matmul, (shaped(dtype, 4096, 4096), shaped(dtype, 4096, 2, 12288))),
-        "matmul-layer-norm": lambda dtype: (
-            ops.matmul_layer_norm,
-            (shaped(dtype, 8192, 1536), shaped(dtype, 1536, 384), *[shaped("float32", 384)] * 2),
-        ),
-        "attention-32": lambda dtype: attention(dtype, 64, 128, 12, 32, False),
-        "attention-64": lambda dtype: attention(dtype, 8, 1024, 12, 64, True),
-        "attention-128": lambda dtype: attention(dtype, 1, 8192, 16, 128, True),
-        "attention-256": lambda dtype: attention(dtype, 2, 300, 4, 256, False),
-        "triangle-128": lambda dtype: triangle_update(512, 128, dtype, False),
-        "triangle-384": lambda dtype: triangle_update(512, 384, dtype, True),
-        "layer-norm": lambda dtype: (
-            ops.layer_norm,
-            (shaped(dtype, 8192, 4096), *[shaped("float32", 4096)] * 2),
-        ),
-        "softmax": lambda dtype: (ops.softmax, (shaped(dtype, 128, 65536),)),
-        "linear-cross-entropy": lambda dtype: (
-            ops.linear_cross_entropy,
-            (shaped(dtype, 8192, 768), shaped(dtype, 768, 50257), shaped("int32", 8192)),
-        ),
-        "mean-pool": lambda dtype: (ops.mean_pool, (shaped(dtype, 64, 512, 384), shaped("int32", 64, 512))),
-        "segment-mean-pool": lambda dtype: (
-            functools.partial(ops.segment_mean_pool, num_segments=512),
-            (shaped(dtype, 64, 64, 384), shaped("int32", 64, 64)),
-        ),
-    }.items()
+    for case in OPS.values()
+    if not isinstance(case.large, Without)
+    for name, arguments in case.large.items()
 }
+
+
+def shaped_call(op: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A call as a function of its arrays by name, and the shapes of these."""
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    options = {name: x for name, x in arguments.items() if name not in arrays}
+    return lambda arrays, **more: op(**arrays, **options, **more), arrays
 
 
 @pytest.mark.parametrize("capability, seconds, imports", [((9, 0), 0, 1), ((8, 0), 0, 0), ((8, 0), 0.3, 1)])
@@ -174,23 +141,25 @@ def test_every_kernel_fits_into_shared_memory(monkeypatch, device):
     monkeypatch.setattr(mosaic_gpu, "kernel", nothing)
     kib = DEVICES[device][1]
     sized = 0
-    for name, (function, arrays) in CALLS.items():
+    for name, (op, arguments) in LARGE.items():
         recorder = Recorder()
+        function, arrays = shaped_call(op, arguments())
         with cuda_device(*device):
-            jax.eval_shape(functools.partial(function, config=recorder), *arrays)
+            jax.eval_shape(functools.partial(function, config=recorder), arrays)
         for problem in recorder.problems:
             if problem.shared_memory is not None:
                 size = problem.shared_memory(problem.heuristic())
                 assert 0 < size <= kib * KIB, f"{name}: {problem} takes {size} bytes"
                 sized += 1
-    assert sized >= len(CALLS) * (DEVICES[device][0] >= (8, 0)) * 0.7
+    assert sized >= len(LARGE) * (DEVICES[device][0] >= (8, 0)) * 0.7
 
 
 def test_the_gpu_decides_on_kernels_and_tiles():
     def lowered(*device: Any) -> str:
-        function, arrays = CALLS["matmul-large bfloat16"]
+        op, arguments = LARGE["matmul-large bfloat16"]
+        function, arrays = shaped_call(op, arguments())
         with cuda_device(*device):
-            return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+            return jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
 
     hopper, ampere, ada = lowered("NVIDIA H200", 132), lowered("NVIDIA A100", 108), lowered("NVIDIA L40", 142)
     assert "mosaic_gpu" in hopper and "mosaic_gpu" not in ampere
@@ -208,9 +177,9 @@ def test_the_gpu_decides_on_kernels_and_tiles():
     ],
 )
 def test_the_default_is_the_first_kernel_that_runs_serves_and_is_preferred(device, rows, columns, expected):
-    function, arrays = matmul("bfloat16", rows, columns, 128)
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, 128), (128, columns)))
     with cuda_device(*device):
-        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(ops.matmul).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert {call for call in (MOSAIC_CALL, TRITON_CALL) if call in text} == expected
 
 
@@ -228,7 +197,7 @@ def test_a_sequence_of_implementations_serves_a_whole_model(size, hopper):
     """Each op takes the first that serves its call; one name alone serves no model whose ops are not all of it."""
     config = minilm.MiniLMConfig(num_layers=1)
     params = jax.eval_shape(lambda: minilm.init(jax.random.key(0), config, dtype=jnp.float16))
-    tokens = shaped("int32", 1, size)
+    tokens = jax.ShapeDtypeStruct((1, size), "int32")
 
     def lowered(implementation: Any) -> str:
         function = functools.partial(minilm.embed, config=config, implementation=implementation)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import ops, target, tuning
 from pallas_models.kernels.mosaic import attention as mosaic_attention
-from pallas_models.kernels.mosaic.common import gemm
+from pallas_models.kernels.mosaic.common import gemm_config
 from pallas_models.kernels.triton import (
     attention,
     gated_mlp,
@@ -49,10 +49,10 @@ CONFIGS: dict[str, type[Any]] = {
     "trimul_output": trimul_output.Config,
 }
 MOSAIC_CONFIGS: dict[str, type[Any]] = {
-    "matmul": gemm.Config,
-    "gated_matmul": gemm.Config,
+    "matmul": gemm_config.Config,
+    "gated_matmul": gemm_config.Config,
     "attention": mosaic_attention.Config,
-    "trimul_product": gemm.Config,
+    "trimul_product": gemm_config.Config,
 }
 
 
@@ -282,7 +282,9 @@ class TestBadTables:
 
     @pytest.mark.parametrize("change", [{"ping_pong": 1}, {"num_slots": 0}])
     def test_fields_of_a_product_in_mosaic(self, change):
-        self.check_product(gemm.Config, "mosaic", change, "expected an integer from 1 to|expected true or false")
+        self.check_product(
+            gemm_config.Config, "mosaic", change, "expected an integer from 1 to|expected true or false"
+        )
 
     def test_more_shared_memory_than_there_is(self):
         self.check_product(matmul.Config, "triton", {"block_m": 256, "num_stages": 16}, "bytes of shared memory")

@@ -54,8 +54,10 @@ def matmul(
     residual: Tensor | None = None,
     *,
     activation: str | None = None,
+    transpose_w: bool = False,
 ) -> Tensor:
-    y = ACTIVATIONS[activation](F.linear(x, w.T, bias))
+    product = x @ (w.mT if transpose_w else w)
+    y = ACTIVATIONS[activation](product if bias is None else product + bias)
     return y if residual is None else y + residual
 
 
@@ -126,8 +128,17 @@ def layer_norm(
     return F.layer_norm(x if residual is None else x + residual, scale.shape, scale, bias, epsilon)
 
 
-def rms_norm(x: Tensor, scale: Tensor, residual: Tensor | None = None, *, epsilon: float = 1e-6) -> Tensor:
-    return F.rms_norm(x if residual is None else x + residual, scale.shape, scale, epsilon)
+def rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    residual: Tensor | None = None,
+    *,
+    epsilon: float = 1e-6,
+    return_residual: bool = False,
+) -> Any:
+    total = x if residual is None else x + residual
+    out = F.rms_norm(total, scale.shape, scale, epsilon)
+    return (out, total) if return_residual else out
 
 
 def matmul_layer_norm(
@@ -159,7 +170,9 @@ def post_norm_mlp(
     bias_down: Tensor | None = None,
     activation: str = "gelu",
     epsilon: float = 1e-12,
+    attention: Mapping[str, Any] | None = None,
 ) -> Tensor:
+    y = y if attention is None else attention_qkv(y, **attention)
     z = matmul_layer_norm(y, w_out, scale_out, offset_out, bias_out, x, epsilon=epsilon)
     hidden = matmul(z, w_up, bias_up, activation=activation)
     return matmul_layer_norm(hidden, w_down, scale, offset, bias_down, z, epsilon=epsilon)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_models import gpt2, minilm, qwen3, trimul
-from parity.support.cases import BY_BACKEND, CALLS, Call
+from parity.cases import BY_BACKEND, CALLS, Call
 from parity.support.common import KERNEL, ON_GPU, ON_HOPPER, by_device, normal, random_mask, random_params
 
 TIMES = 1000 if ON_GPU else 3

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_models import minilm, ops
-from parity.support.cases import CALLS, Call
+from parity.cases import CALLS, OPS, Call
 from parity.support.common import cuda_device, kernel_calls
 from parity.support.tolerances import OP
 
@@ -20,8 +20,9 @@ LEAST = 4 if jax.__version_info__ >= (0, 11) else 5  # kernels of a forward pass
 every_device = pytest.mark.parametrize("device", DEVICES, ids=["hopper", "ada"])
 
 
-# Ops whose products are cuBLAS's.
-PRODUCTS_OF_XLA = ("linear_cross_entropy", "linear_cross_entropy_mean")
+def has_products_of_xla(call: Call) -> bool:
+    """Whether the products of the forward pass are cuBLAS's."""
+    return OPS[call.op.__name__].products == "xla"
 
 
 def lowered_for_cuda(function, *arrays) -> str:
@@ -37,12 +38,8 @@ def lowered_for_cuda(function, *arrays) -> str:
 def test_every_op_lowers_to_kernels(device, call: Call, dtype, size):
     with cuda_device(*device):
         text = lowered_for_cuda(call("triton"), *call.arrays(dtype, size))
-    # Where it is not fused.
-    several = dict(matmul_layer_norm=2, matmul_split=2, softmax_split=2)
-    several |= dict(triangle_update=5, attention_matmul_layer_norm=5)
-    kernels = several.get(call.name, 1)
-    assert 1 <= kernel_calls(text) <= kernels
-    assert ("stablehlo.dot_general" in text) == (call.name in PRODUCTS_OF_XLA)
+    assert 1 <= kernel_calls(text) <= call.kernels
+    assert ("stablehlo.dot_general" in text) == has_products_of_xla(call)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
@@ -51,7 +48,7 @@ def test_the_default_is_a_kernel_on_cuda_and_xla_elsewhere(call: Call):
     with cuda_device(*HOPPER):
         on_cuda = lowered_for_cuda(call(None), *arrays)
     assert kernel_calls(on_cuda) > 0
-    assert ("stablehlo.dot_general" in on_cuda) == (call.name in PRODUCTS_OF_XLA)
+    assert ("stablehlo.dot_general" in on_cuda) == has_products_of_xla(call)
     on_cpu = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cpu",)).as_text()
     assert kernel_calls(on_cpu) == 0
     assert kernel_calls(lowered_for_cuda(call("xla"), *arrays)) == 0

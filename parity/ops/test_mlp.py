@@ -164,7 +164,7 @@ def test_bad_calls(call, error, message):
 def test_devices_that_share_a_contraction_add_up_before_the_epilogue(part):
     x, w_up, w_down, bias_up, bias_down, residual = operands()
     options = dict(activation="gelu_tanh", precision=jax.lax.Precision.HIGHEST)
-    total = Total(over=("device",), once=lambda function: function)
+    total = Total(over=("device",))
 
     def halves(a, axis):
         return jnp.stack(jnp.split(a, 2, axis))

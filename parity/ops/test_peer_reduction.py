@@ -13,7 +13,7 @@ from pallas_models.kernels.forms.matmul import Form
 from pallas_models.kernels.forms.trimul import Product, Projection
 from pallas_models.kernels.mosaic import matmul, trimul_product, trimul_project
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.gemm import Config
+from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.peer_reduction import sum_of_parts
 from parity.support.common import ON_GPU, assert_equal, gpu, normal

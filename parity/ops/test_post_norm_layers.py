@@ -12,8 +12,8 @@ from pallas_models import minilm, ops
 from pallas_models.dispatch import sharding
 from pallas_models.kernels.mosaic.post_norm_layers import unsupported
 from pallas_models.ops.post_norm_layers import _OP
+from parity.cases.post_norm_layers import layer
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
-from parity.support.cases import layer
 from parity.support.common import (
     MOSAIC,
     ON_HOPPER,

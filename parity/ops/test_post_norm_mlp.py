@@ -13,9 +13,9 @@ from pallas_models import ops
 from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.mosaic.post_norm_mlp import unsupported
 from pallas_models.kernels.triton import attention_matmul_layer_norm as few_tokens
+from parity.cases.post_norm_mlp import NAMES as POST_NORM_MLP
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
 from parity.ops.test_matmul import edges
-from parity.support.cases import POST_NORM_MLP
 from parity.support.common import (
     KERNEL,
     MOSAIC,

@@ -13,7 +13,7 @@ from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.forms.trimul import Product, Projection
 from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic.common import interpreter, launch
-from pallas_models.kernels.mosaic.common.gemm import Config
+from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.schedules import trimul as schedules
 from parity.support.common import (
     MOSAIC,

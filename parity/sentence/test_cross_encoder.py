@@ -74,6 +74,16 @@ def test_it_is_pickled(tmp_path):
     np.testing.assert_array_equal(other.predict(PAIRS, prompt_name="query"), expected)
 
 
+def test_tokenizer_of_another_model(tmp_path):
+    """Ids beyond the vocabulary would be taken for token types."""
+    write(tmp_path, "bert")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([f"word{i}" for i in range(1000)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"the tokenizer has \d+ ids, the model only"):
+        CrossEncoder.from_pretrained(tmp_path)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of published models; test_families has small ones")
 @pytest.mark.parametrize("kind", KINDS)
 def test_families_in_float16(tmp_path, kind):

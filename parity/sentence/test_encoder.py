@@ -417,6 +417,16 @@ def test_warm_up_compiles_what_a_corpus_needs(folder, compiled):
     assert len(compiled) == 4
 
 
+def test_warm_up_counts_the_default_prompt(folder, compiled):
+    encoder = Encoder.from_pretrained(folder, implementation="xla")
+    encoder.prompts["query"] = " ".join(WORDS[:7]) + " "
+    encoder.default_prompt_name = "query"
+    sentences = ["a man"] * 8  # two rows, or eight with the prompt
+    assert encoder.warm_up(sentences, batch_size=24) == len(compiled) == 1
+    encoder.encode(sentences, batch_size=24)
+    assert len(compiled) == 1
+
+
 def test_warm_up_of_lengths(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
     assert encoder.warm_up(lengths=[3, 16, 500], batch_size=8) == 4

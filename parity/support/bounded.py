@@ -17,6 +17,7 @@ from scipy import special
 
 Array = np.ndarray[Any, Any]
 
+TF32 = 2.0**-10  # operands cut off to 10 + 1 bits, where `precision` allows it
 UNIT = 2.0**-23  # of float32: rounding is off by half of it, the sums of tensor cores, which cut off, by all
 TINY = 2.0**-126  # products that are smaller may be rounded to 0
 HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -61,7 +62,9 @@ class Bounded:
 
 
 def exact(x: Any) -> Bounded:
-    """Values that are given."""
+    """Values that are given; `Bounded` ones stay as they are."""
+    if isinstance(x, Bounded):
+        return x
     value = np.asarray(x, np.float64)
     return Bounded(value, np.zeros_like(value))
 
@@ -83,6 +86,43 @@ def dot(a: Bounded, b: Bounded, *terms: Array | None, operand: float = 0.0, dtyp
         if term is not None:
             y = (y + exact(term)).off(size * UNIT * np.abs(term))
     return y
+
+
+def plus(y: Bounded, *terms: Array | None) -> Bounded:
+    """y plus all terms that there are, one after another."""
+    for term in terms:
+        if term is not None:
+            y = y + exact(term)
+    return y
+
+
+def operand(dtype: str, precision: str | None) -> float:
+    """The relative error of an operand of a product: `precision` allows TF32 for float32."""
+    return TF32 if dtype == "float32" and precision is not None else 0.0
+
+
+def product(
+    x: Array | Bounded,
+    w: Array,
+    *terms: Array | None,
+    dtype: str,
+    precision: str | None,
+    acc_dtype: str = "float32",
+) -> Bounded:
+    """x w plus terms, as kernels compute it of operands in `dtype`."""
+    x = exact(x)
+    y = dot(x, exact(w), *terms, operand=operand(dtype, precision), dtype=dtype)
+    if acc_dtype == "float16":  # every partial sum is rounded; where one leaves float16, so may the result
+        size = x.value.shape[-1] * (np.abs(x.value) @ np.abs(w))
+        off = HALF_ULP["float16"] * 2 * size + x.value.shape[-1] * SMALLEST["float16"]
+        y = y.off(np.where(size > 65504, np.inf, off))
+    return y
+
+
+def joined(*parts: Bounded, axis: int = -1) -> Bounded:
+    """The parts, one after another on an axis."""
+    values, errors = zip(*((part.value, part.error) for part in parts), strict=True)
+    return Bounded(np.concatenate(values, axis), np.concatenate(errors, axis))
 
 
 def total(x: Bounded) -> Bounded:

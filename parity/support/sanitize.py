@@ -1,11 +1,11 @@
 """`python -m parity sanitize`: every kernel of both backends under NVIDIA's compute-sanitizer.
 
-memcheck finds accesses outside of arrays, racecheck races in shared memory, synccheck barriers that not all
-threads reach. Each runs all calls of `BY_BACKEND` in `parity/support/cases.py`, at odd and at even sizes, with
-gradients where these have kernels, each in a process of its own. They are compiled before, without a tool, under
-which that takes minutes. A process that hangs, as some do under a tool while they load what was compiled, is ended
-and the call begun anew; the report names it. The exit code is 0 without a finding, 1 with one, 2 where a tool
-cannot run or does not get through.
+memcheck finds accesses outside of arrays, racecheck races in shared memory, and synccheck barriers that not all
+threads reach. Each tool runs all calls of `parity.cases.BY_BACKEND`, at odd and at even sizes, with gradients
+where these have kernels, each call in a process of its own. The calls are compiled before that without a tool,
+because compiling under one takes minutes. Some processes hang under a tool while they load compiled code: such a
+process is ended, its call begins anew, and the report names it. The exit code is 0 without a finding, 1 with one,
+and 2 if a tool cannot run or does not get to the end.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _NAMES = "from parity.support import sanitize; print(*sanitize.served(), sep='\\
 
 def runs() -> Iterator[tuple[str, Any, str, int]]:
     """Backend, call, dtype and size of everything that is run."""
-    from parity.support.cases import BY_BACKEND
+    from parity.cases import BY_BACKEND
 
     for backend, calls in BY_BACKEND.items():
         for call in calls:

@@ -1,9 +1,7 @@
 """That the sanitizers see every kernel, and what they say is read right."""
 
 import dataclasses
-import importlib
 import json
-import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,12 @@ from typing import Any
 import jax
 import pytest
 
-from pallas_models import ops
-from pallas_models.dispatch import legacy, run
-from pallas_models.dispatch.records import Call, Op
+from pallas_models.dispatch import run
+from pallas_models.dispatch.records import Call
 from parity import __main__ as check
+from parity.cases import records
 from parity.support import sanitize
 from parity.support.common import cuda_device
-
-
-def records() -> dict[str, Op]:
-    """Every op by name."""
-    modules = [
-        importlib.import_module(f"{ops.__name__}.{module.name}") for module in pkgutil.iter_modules(ops.__path__)
-    ]
-    return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, Op | legacy.Op)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +53,8 @@ def runs() -> list[Run]:
 
 
 def test_every_kernel_has_a_call_at_odd_and_even_sizes(runs):
-    kernels = {(op.name, kernel.backend) for op in records().values() for kernel in op.kernels}
+    every_op = [op for of_module in records().values() for op in of_module.values()]
+    kernels = {(op.name, kernel.backend) for op in every_op for kernel in op.kernels}
     if jax.__version_info__ < (0, 11):  # which has no such kernels
         kernels -= {("post_norm_layers", "mosaic"), ("attention_post_norm_mlp", "mosaic")}
     assert len(kernels) >= 13

@@ -13,9 +13,10 @@ LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for wh
 def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
     """Powers of two for left and right, times which they are at most `2**LOG2_LARGEST`, whatever x is.
 
-    The weights, which are of `dtype`, take these scales, too, and must not grow beyond their own range. The largest
-    factor of the mask counts for no less than 1 and in float16 for no more than 1024, or float16 would round what
-    the scale makes small: sums of larger factors may be infinite. A scale is NaN where its bound is beyond float32.
+    The weights, which are of `dtype`, take these scales, too, and must not grow beyond their own range. The
+    largest factor of the mask counts for no less than 1, and in float16 for no more than 1024, or float16 would
+    round what the scale makes small: sums of larger factors may be infinite. A scale is NaN where its bound is
+    beyond float32.
 
     Args:
       largest: five numbers: bounds of left and of right without the mask, the largest |weight| of each, and the

@@ -1,5 +1,6 @@
 """Gated matrix product for Hopper GPUs: gate and up of the same columns side by side, over one read of x."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,25 +11,17 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.gated_mlp import Form
-from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common import gemm
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.gemm import (
-    Block,
-    Config,
-    Measured,
-    Output,
-    Tile,
-    blocks,
-    candidates,
-    fastest,
-    gemm,
-    staging,
-    store,
-)
+from pallas_models.kernels.mosaic.common.gemm import Product
+from pallas_models.kernels.mosaic.common.gemm_config import Config
+from pallas_models.kernels.mosaic.common.gemm_heuristic import Measured, candidates, fastest
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import row, untiled
-from pallas_models.kernels.mosaic.matmul import is_long, num_slots
+from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
+from pallas_models.kernels.mosaic.common.tile_walk import Tile
+from pallas_models.kernels.mosaic.matmul import is_long
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -51,11 +44,9 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
 
 
 def shared_memory(config: Config, out_dtype: DTypeLike, *, products: DTypeLike | None = None) -> int:
-    """Bytes of shared memory that a block takes; `products` is their dtype, None where they are not kept."""
-    slots = num_slots(config, config.block_n // 2, out_dtype, residual=False)
-    if products is not None:
-        slots += num_slots(config, config.block_n // 2, products, residual=False)
-    return _gemm.shared_memory(config, slots)
+    """Bytes of shared memory that a CTA takes; `products` is their dtype, None where they are not kept."""
+    dtypes = (out_dtype,) if products is None else (out_dtype, products)
+    return gemm.shared_memory(config, *(Staging.of(config, config.block_n // 2, dtype) for dtype in dtypes))
 
 
 # Fitted to 6 products of 128 to 16384 rows in bfloat16 on an H200; columns are those of gate and up together.
@@ -79,7 +70,7 @@ def gated_matmul(
     form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> Any:
     """Both products in one kernel, with `return_products` a triple of the result and them."""
-    (m, n, k), x, bias, out_dtype = form.sizes, form.x, form.bias, form.out_dtype
+    (m, n, k), x, out_dtype = form.sizes, form.x, form.out_dtype
     kept = x.dtype if form.return_products else None
     what: dict[str, Any] = dict(out_dtype=out_dtype, products=kept)
     size = functools.partial(shared_memory, **what)
@@ -98,64 +89,90 @@ def gated_matmul(
         ),
         target,
     )
-    columns = config.block_n // 2
-    slots = num_slots(config, columns, out_dtype, residual=False)
-    parts = blocks(config, columns, out_dtype, slots)
-    scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
-    if kept is not None:
-        kept_slots = num_slots(config, columns, kept, residual=False)
-        kept_parts = blocks(config, columns, kept, kept_slots)
-        scratch_types["kept_slots"] = staging(config, kept_parts, kept, kept_slots)
-    if bias is not None:
-        scratch_types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=config.num_consumers)
-        scratch_types["bias_tiles"] = plgpu.SMEM((config.num_consumers, 2, columns), bias.dtype)
-
-    def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
-        for part in range(2):
-            plgpu.copy_gmem_to_smem(
-                refs.bias.at[part, tile.columns], refs.bias_tiles.at[warpgroup, part], refs.ready.at[warpgroup]
-            )
-
-    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        if bias is not None:
-            plgpu.barrier_wait(refs.ready.at[warpgroup])
-
-        def product(part: int, block: Block, _: Ref) -> jax.Array:
-            y = block.of(sums[part])
-            return y if bias is None else y + row(refs.bias_tiles.at[warpgroup, part, block.columns], y.shape)
-
-        def value(block: Block, slot: Ref) -> jax.Array:
-            return activate(form.activation, product(0, block, slot), out_dtype) * product(1, block, slot)
-
-        for part in range(2 if kept is not None else 0):
-            of_part = functools.partial(product, part)
-            of = (refs.gate, refs.up)[part]
-            store(tile, kept_parts, Output(refs.kept_slots, warpgroup, of, of_part), wait=True)
-        store(tile, parts, Output(refs.slots, warpgroup, refs.o, value), wait=True)
-
+    epilogue = _Epilogue(form.abstract(), config)
     product_type = None if kept is None else jax.ShapeDtypeStruct((m, n), kept)
-    out, *products = gemm(
-        dict(x=x, w=form.w_gate_up, bias=bias),
-        dict(
-            o=jax.ShapeDtypeStruct((m, n), out_dtype),
-            gate=product_type,
-            up=product_type,
+    out, *products = gemm.gemm(
+        dict(x=x, w=form.w_gate_up, bias=form.bias),
+        dict(o=jax.ShapeDtypeStruct((m, n), out_dtype), gate=product_type, up=product_type),
+        Product(
+            m=m,
+            n=n,
+            k=k,
+            dtype=x.dtype,
+            a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
+            b=[
+                lambda refs, tile, ks: refs.w.at[ks, 0, tile.columns],
+                lambda refs, tile, ks: refs.w.at[ks, 1, tile.columns],
+            ],
+        ),
+        gemm.Epilogue(
+            store=epilogue.store,
+            scratch_types=epilogue.scratch_types,
+            prefetch=None if form.bias is None else epilogue.prefetch,
         ),
         config=config,
-        m=m,
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
-        b=[
-            lambda refs, tile, ks: refs.w.at[ks, 0, tile.columns],
-            lambda refs, tile, ks: refs.w.at[ks, 1, tile.columns],
-        ],
-        prefetch=prefetch if bias is not None else None,
-        epilogue=epilogue,
-        scratch_types=scratch_types,
         name="gated_matmul",
         target=target,
         interpret=interpret,
     )
     return (out, *products) if products else out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """Biases, activation and the product of gate and up in registers, and stores of it and of both."""
+
+    form: Form[Any]
+    config: Config
+
+    @property
+    def out(self) -> Staging:
+        """Where the result leaves."""
+        return Staging.of(self.config, self.config.block_n // 2, self.form.out_dtype)
+
+    @property
+    def kept(self) -> Staging | None:
+        """Where gate and up leave, one after the other."""
+        if not self.form.return_products:
+            return None
+        return Staging.of(self.config, self.config.block_n // 2, self.form.x.dtype)
+
+    @property
+    def scratch_types(self) -> dict[str, Any]:
+        """Shared memory and barriers of both methods below."""
+        consumers, columns = self.config.num_consumers, self.config.block_n // 2
+        types: dict[str, Any] = dict(slots=self.out.scratch_type)
+        if self.kept is not None:
+            types["kept_slots"] = self.kept.scratch_type
+        if self.form.bias is not None:
+            types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=consumers)
+            types["bias_tiles"] = plgpu.SMEM((consumers, 2, columns), self.form.bias.dtype)
+        return types
+
+    def prefetch(self, refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+        """Copies the tile's biases to shared memory."""
+        for part in range(2):
+            plgpu.copy_gmem_to_smem(
+                refs.bias.at[part, tile.columns], refs.bias_tiles.at[warpgroup, part], refs.ready.at[warpgroup]
+            )
+
+    def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
+        """Finishes a tile and stores it, before it both products if they are kept."""
+        form = self.form
+        if refs.bias is not None:
+            plgpu.barrier_wait(refs.ready.at[warpgroup])
+
+        def product(part: int, block: Block, _: Ref) -> jax.Array:
+            y = block.of(sums[part])
+            if refs.bias is None:
+                return y
+            return y + row(refs.bias_tiles.at[warpgroup, part, block.columns], y.shape)
+
+        def value(block: Block, slot: Ref) -> jax.Array:
+            return activate(form.activation, product(0, block, slot), form.out_dtype) * product(1, block, slot)
+
+        if self.kept is not None:
+            for part, of in enumerate((refs.gate, refs.up)):
+                of_part = functools.partial(product, part)
+                store(tile, self.kept, Output(refs.kept_slots, warpgroup, of, of_part), wait=True)
+        store(tile, self.out, Output(refs.slots, warpgroup, refs.o, value), wait=True)

@@ -12,26 +12,18 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.matmul import Activation, Form
-from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common import gemm
 from pallas_models.kernels.mosaic.common.activations import activate, derivative
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.gemm import (
-    Block,
-    Config,
-    Measured,
-    Output,
-    Tile,
-    blocks,
-    candidates,
-    fastest,
-    gemm,
-    staging,
-    store,
-)
+from pallas_models.kernels.mosaic.common.gemm import Product
+from pallas_models.kernels.mosaic.common.gemm_config import Config
+from pallas_models.kernels.mosaic.common.gemm_heuristic import Measured, candidates, fastest
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import row, untiled
 from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
+from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -108,23 +100,17 @@ _TILES_AND_SLOPE = (
 )
 
 
-def num_slots(config: Config, columns: int, out_dtype: DTypeLike, *, residual: bool) -> int:
-    """Slots for a warpgroup: for all of its part of a tile with a residual, which waits there."""
-    count = config.rows * columns * jnp.dtype(out_dtype).itemsize // _gemm.SLOT_BYTES
-    return count if residual else min(count, config.num_slots)
-
-
 def shared_memory(
     config: Config, k: int, out_dtype: DTypeLike, *, residual: bool = False, preactivation: DTypeLike | None = None
 ) -> int:
-    """Bytes of shared memory that a block takes for a contraction of `k`.
+    """Bytes of shared memory that a CTA takes for a contraction of `k`.
 
     `preactivation` is its dtype, None where it is not kept.
     """
-    slots = num_slots(config, config.block_n, out_dtype, residual=residual)
+    stagings = [Staging.of(config, config.block_n, out_dtype, whole=residual)]
     if preactivation is not None:
-        slots += num_slots(config, config.block_n, preactivation, residual=False)
-    return _gemm.shared_memory(config, slots, k)
+        stagings.append(Staging.of(config, config.block_n, preactivation))
+    return gemm.shared_memory(config, *stagings, k=k)
 
 
 def heuristic(
@@ -167,40 +153,84 @@ def matmul(
     slope: Activation | None = None,
     peers: Peers | None = None,
 ) -> Any:
-    """activation(x @ w + bias) + residual for x (M, K), w (K, N) or (N, K); see `pallas_models.ops.matmul`.
+    """The product with epilogue in one kernel.
 
-    With `return_preactivation` a pair: this, and x @ w + bias in the dtype of x. With `slope`, the name of an
-    activation, the result is x @ w times its derivative at `residual`: the gradient by what it was applied to.
-
-    With `peers` rows are split into as many parts as there are GPUs, and part i is stored on GPU i. The result,
-    (GPUs, M / GPUs, N), is what all GPUs stored. Parts are multiples of the rows of a tile, at most 256, and N of
-    its columns.
+    Args:
+      slope: the name of an activation. The result is then x @ w times the activation's derivative at `residual`:
+        the gradient by what the activation was applied to.
+      peers: GPUs that share the result. Its rows are split into as many parts as there are GPUs, and part i is
+        stored on GPU i: the result, (GPUs, M / GPUs, N), is what all GPUs stored here. Parts are multiples of the
+        rows of a tile, at most 256, and N of its columns.
     """
     if form.transpose_w and interpret and not interprets_transposed():
         form = form.replace(w=form.w.T, transpose_w=False)
-    x, w, bias, residual, transpose_w, activation = (
-        form.x,
-        form.w,
-        form.bias,
-        form.residual,
-        form.transpose_w,
-        form.activation,
+    (m, n, k), x, out_dtype = form.sizes, form.x, form.out_dtype
+    config = _choose(form, config, target, slope=slope, peers=peers)
+    kept_dtype = x.dtype if form.return_preactivation else None
+    epilogue = _Epilogue(form.abstract(), config, slope, peers)
+
+    def rows(tile: Tile) -> pl.Slice:
+        if peers is None:
+            return tile.rows
+        receiver, there = peers.turn(tile.row, config.block_m)
+        return pl.Slice(receiver * (m // peers.count) + there, tile.num_rows)
+
+    transpose_w = form.transpose_w
+    out, *others = gemm.gemm(
+        dict(x=x, w=form.w, bias=form.bias, residual=form.residual),
+        dict(
+            o=jax.ShapeDtypeStruct((m, n) if peers is None else (peers.count, m // peers.count, n), out_dtype),
+            kept=None if kept_dtype is None else jax.ShapeDtypeStruct((m, n), kept_dtype),
+        ),
+        Product(
+            m=m,
+            n=n,
+            k=k,
+            dtype=x.dtype,
+            a=lambda refs, tile, ks: refs.x.at[rows(tile), ks],
+            b=[lambda refs, tile, ks: refs.w.at[(tile.columns, ks) if transpose_w else (ks, tile.columns)]],
+            transpose_b=transpose_w,
+        ),
+        gemm.Epilogue(
+            store=epilogue.store,
+            scratch_types=epilogue.scratch_types,
+            prefetch=epilogue.prefetch if epilogue.num_copies else None,
+            peers=peers,
+        ),
+        config=config,
+        name="matmul",
+        target=target,
+        interpret=interpret,
     )
-    m, n, k = form.sizes
-    out_dtype = form.out_dtype
+    return (out, *others) if others else out
+
+
+def _choose(
+    form: Form[jax.Array],
+    config: Config | Chooser | None,
+    target: Target,
+    *,
+    slope: Activation | None,
+    peers: Peers | None,
+) -> Config:
+    """The config of a call: what is given, else what a table or the heuristic has for its shape."""
+    (m, n, k), x, out_dtype = form.sizes, form.x, form.out_dtype
     kept = x.dtype if form.return_preactivation else None
-    what: dict[str, Any] = dict(out_dtype=out_dtype, residual=residual is not None, preactivation=kept)
-    size = functools.partial(shared_memory, k=k, **what)
+    stored: dict[str, Any] = dict(out_dtype=out_dtype, residual=form.residual is not None, preactivation=kept)
+    does: dict[str, Any] = dict(
+        activation=form.activation is not None, slope=slope is not None, peers=peers is not None
+    )
+    size = functools.partial(shared_memory, k=k, **stored)
     variant = {
-        "transpose_w": transpose_w,
-        "residual": residual is not None,
-        "activation": activation is not None,
+        "transpose_w": form.transpose_w,
+        "residual": form.residual is not None,
+        "activation": does["activation"],
         "preactivation": kept is not None,
-        "wide_out": jnp.dtype(out_dtype).itemsize == 4,
-        "slope": slope is not None,
-        "peers": peers is not None,
+        "wide_out": out_dtype.itemsize == 4,
+        "slope": does["slope"],
+        "peers": does["peers"],
     }
-    config = choose(
+    return choose(
         config,
         Problem(
             backend="mosaic",
@@ -209,108 +239,104 @@ def matmul(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(
-                heuristic,
-                m,
-                n,
-                k,
-                target,
-                activation=activation is not None,
-                slope=slope is not None,
-                peers=peers is not None,
-                **what,
-            ),
+            heuristic=functools.partial(heuristic, m, n, k, target, **does, **stored),
             candidates=functools.partial(candidates, m, n, size, target, resident=True),
             shared_memory=size,
         ),
         target,
     )
-    slots = num_slots(config, config.block_n, out_dtype, residual=residual is not None)
-    parts = blocks(config, config.block_n, out_dtype, slots, joined=residual is None and peers is None)
-    scratch_types: dict[str, Any] = dict(slots=staging(config, parts, out_dtype, slots))
-    if kept is not None:
-        kept_slots = num_slots(config, config.block_n, kept, residual=False)
-        kept_parts = blocks(config, config.block_n, kept, kept_slots)
-        scratch_types["kept_slots"] = staging(config, kept_parts, kept, kept_slots)
-    num_copies = (bias is not None) + (len(parts) if residual is not None else 0)
-    if num_copies:
-        scratch_types["ready"] = plgpu.Barrier(num_arrivals=num_copies, num_barriers=config.num_consumers)
-    if bias is not None:
-        scratch_types["bias_tile"] = plgpu.SMEM((config.num_consumers, config.block_n), bias.dtype)
 
-    def rows_of_x(tile: Tile) -> pl.Slice:
-        if peers is None:
-            return tile.rows
-        receiver, there = peers.turn(tile.row, config.block_m)
-        return pl.Slice(receiver * (m // peers.count) + there, tile.num_rows)
 
-    def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """Bias, activation and residual, or an activation's slope, in registers, and stores of the result.
+
+    A residual waits in the slots through which the result leaves.
+    """
+
+    form: Form[Any]
+    config: Config
+    slope: Activation | None
+    peers: Peers | None
+
+    @property
+    def out(self) -> Staging:
+        """Where the result leaves."""
+        residual, config = self.form.residual is not None, self.config
+        joined = not residual and self.peers is None
+        return Staging.of(config, config.block_n, self.form.out_dtype, whole=residual, joined=joined)
+
+    @property
+    def kept(self) -> Staging | None:
+        """Where what the activation is applied to leaves."""
+        if not self.form.return_preactivation:
+            return None
+        return Staging.of(self.config, self.config.block_n, self.form.x.dtype)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies to shared memory for each tile of a warpgroup."""
+        return (self.form.bias is not None) + (0 if self.form.residual is None else len(self.out.blocks))
+
+    @property
+    def scratch_types(self) -> dict[str, Any]:
+        """Shared memory and barriers of both methods below."""
+        types: dict[str, Any] = dict(slots=self.out.scratch_type)
+        if self.kept is not None:
+            types["kept_slots"] = self.kept.scratch_type
+        if self.num_copies:
+            types["ready"] = plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=self.config.num_consumers)
+        if self.form.bias is not None:
+            shape = self.config.num_consumers, self.config.block_n
+            types["bias_tile"] = plgpu.SMEM(shape, self.form.bias.dtype)
+        return types
+
+    def prefetch(self, refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+        """Copies the tile's bias and residual to shared memory."""
         ready = refs.ready.at[warpgroup]
-        if bias is not None:
+        if refs.bias is not None:
             plgpu.copy_gmem_to_smem(refs.bias.at[tile.columns], refs.bias_tile.at[warpgroup], ready)
-        if residual is not None:
+        if refs.residual is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left these slots
-            for i, block in enumerate(parts):
+            for i, block in enumerate(self.out.blocks):
                 plgpu.copy_gmem_to_smem(block.at(refs.residual, tile), refs.slots.at[warpgroup, i], ready)
 
-    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        if num_copies:
+    def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
+        """Finishes a tile and stores it, and what the activation is applied to."""
+        form, slope, peers, out, kept = self.form, self.slope, self.peers, self.out, self.kept
+        if self.num_copies:
             plgpu.barrier_wait(refs.ready.at[warpgroup])
 
         @functools.cache
-        def shift(column: int, shape: tuple[int, ...]) -> jax.Array:
+        def bias(column: int, shape: tuple[int, ...]) -> jax.Array:
             return row(refs.bias_tile.at[warpgroup, pl.ds(column, shape[1])], shape)
 
         def preactivation(block: Block, _: Ref) -> jax.Array:
             y = block.of(sums[0])
-            return y if bias is None else y + shift(block.column, y.shape)
+            return y if refs.bias is None else y + bias(block.column, y.shape)
 
         def value(block: Block, slot: Ref) -> jax.Array:
             y = preactivation(block, slot)
             if slope is not None:
-                return y * derivative(slope, slot[...], out_dtype)
-            y = activate(activation, y, out_dtype)
-            return y if residual is None else y + slot[...].astype(jnp.float32)
+                return y * derivative(slope, slot[...], form.out_dtype)
+            y = activate(form.activation, y, form.out_dtype)
+            return y if refs.residual is None else y + slot[...].astype(jnp.float32)
 
         copy = None
         if peers is not None:
-            receiver, there = peers.turn(tile.row, config.block_m)
+            receiver, there = peers.turn(tile.row, self.config.block_m)
             tile = dataclasses.replace(tile, row=there)
 
             def copy(slot: Ref, o: Ref, at: Callable[[Ref], Ref]) -> None:
                 peers.store(slot, o, receiver, lambda o: at(o.at[peers.index]))
 
-        out = Output(refs.slots, warpgroup, refs.o, value, copy)
+        output = Output(refs.slots, warpgroup, refs.o, value, copy)
         if kept is None:
-            store(tile, parts, out, wait=residual is None)
+            store(tile, out, output, wait=refs.residual is None)
             return
-        kept_out = Output(refs.kept_slots, warpgroup, refs.kept, preactivation)
-        if kept_parts == parts:
-            store(tile, parts, kept_out, out, wait=True)
+        kept_output = Output(refs.kept_slots, warpgroup, refs.kept, preactivation)
+        if kept.blocks == out.blocks:
+            store(tile, out, kept_output, output, wait=True)
         else:
-            store(tile, kept_parts, kept_out, wait=True)
-            store(tile, parts, out, wait=residual is None)
-
-    out, *others = gemm(
-        dict(x=x, w=w, bias=bias, residual=residual),
-        dict(
-            o=jax.ShapeDtypeStruct((m, n) if peers is None else (peers.count, m // peers.count, n), out_dtype),
-            kept=None if kept is None else jax.ShapeDtypeStruct((m, n), kept),
-        ),
-        config=config,
-        m=m,
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        a=lambda refs, tile, ks: refs.x.at[rows_of_x(tile), ks],
-        b=[lambda refs, tile, ks: refs.w.at[(tile.columns, ks) if transpose_w else (ks, tile.columns)]],
-        transpose_b=transpose_w,
-        prefetch=prefetch if num_copies else None,
-        epilogue=epilogue,
-        scratch_types=scratch_types,
-        peers=peers,
-        name="matmul",
-        target=target,
-        interpret=interpret,
-    )
-    return (out, *others) if others else out
+            store(tile, kept, kept_output, wait=True)
+            store(tile, out, output, wait=refs.residual is None)

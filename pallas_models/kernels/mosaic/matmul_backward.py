@@ -12,12 +12,14 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.matmul import Form
-from pallas_models.kernels.mosaic.common import gemm as _gemm
+from pallas_models.kernels.mosaic.common import gemm, gemm_config
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.gemm import Beside, Block, Output, Tile, blocks, gemm, staging, store
-from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
+from pallas_models.kernels.mosaic.common.gemm import Beside, Epilogue, Product
+from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import untiled
+from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
+from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -25,7 +27,7 @@ _COLUMNS = 64  # whose sums a warpgroup holds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config(_gemm.Config):
+class Config(gemm_config.Config):
     """Tiles of a product whose contraction is long: `splits` parts of it are summed apart, and then together.
 
     The first part is longer than the others if `uneven`: CTAs that have a tile each compute it, while those that
@@ -37,7 +39,7 @@ class Config(_gemm.Config):
     uneven: bool = False
 
     def __post_init__(self) -> None:
-        _gemm.Config.__post_init__(self)
+        gemm_config.Config.__post_init__(self)
         if self.splits < 1 + self.uneven or self.ping_pong or self.block_k != 64:
             raise ValueError(f"{self}: splits must be positive, 2 if uneven, ping_pong False and block_k 64")
 
@@ -100,8 +102,9 @@ def configs(m: int, n: int, k: int, target: Target) -> Iterator[Config]:
 
 
 def shared_memory(config: Config) -> int:
-    """Bytes of shared memory that a block takes."""
-    return _gemm.shared_memory(config, config.num_slots) + 2048 + 4 * _COLUMNS  # where warps add up columns
+    """Bytes of shared memory that a CTA takes, with parts of sums in float32."""
+    product = gemm.shared_memory(config, Staging.of(config, config.block_n, jnp.float32))
+    return product + 2048 + 4 * _COLUMNS  # where warps add up columns
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct]) -> str | None:
@@ -138,14 +141,9 @@ def weight_gradient(
         target,
     )
     # What is past the end of x and dy is read as 0.
-    first_rows, rows = config.rows_of_parts(m, n, k, 2 if interpret else target.num_cores)
+    first_rows, rows = config.rows_of_parts(m, n, k, num_cores(target, interpret))
     part_dtype = jnp.dtype(jnp.float32) if config.splits > 1 else x.dtype
-    parts = blocks(config, config.block_n, part_dtype, config.num_slots)
-    # Tiles of one column share its sums: each has `groups` of 64 columns, or fewer.
-    row_tiles = pl.cdiv(k, config.block_m)
-    groups = pl.cdiv(config.block_n // _COLUMNS, row_tiles)
-
-    turned = interpret and not interprets_transposed()
+    transpose_a = not interpret or interprets_transposed()
 
     def of_split(tile: Tile, ks: pl.Slice) -> pl.Slice:
         start = tile.batch * rows + jnp.minimum(tile.batch, 1) * (first_rows - rows)
@@ -153,67 +151,97 @@ def weight_gradient(
 
     def left(refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
         index = of_split(tile, ks), tile.rows
-        return refs.x.at[index[::-1] if turned else index]
+        return refs.x.at[index if transpose_a else index[::-1]]
 
-    def group(tile: Tile, i: int) -> jax.Array:
-        """The i-th group of columns that a tile sums up."""
-        return jax.lax.div(tile.row, config.block_m) * groups + i
+    columns = _ColumnSums(config, groups=pl.cdiv(config.block_n // _COLUMNS, pl.cdiv(k, config.block_m)))
+    staging = Staging.of(config, config.block_n, part_dtype)
 
-    def is_summed(tile: Tile, i: int, warpgroup: jax.Array) -> jax.Array:
-        return (warpgroup == 0) & (group(tile, i) < config.block_n // _COLUMNS)
-
-    def add(refs: Refs, tile: Tile, slot: jax.Array, warpgroup: jax.Array, total: Any) -> Any:
-        def added(i: int, total: jax.Array) -> jax.Array:
-            columns = pl.ds(group(tile, i) * _COLUMNS, _COLUMNS)
-            return total + refs.b_ring.at[slot, 0, :, columns][...].astype(jnp.float32)
-
-        return [
-            jax.lax.cond(is_summed(tile, i, warpgroup), functools.partial(added, i), lambda total: total, a)
-            for i, a in enumerate(total)
-        ]
-
-    def epilogue(refs: Refs, tile: Tile, sums: Sequence[Any], warpgroup: jax.Array) -> None:
+    def store_sums(refs: Refs, tile: Tile, sums: Sequence[Any], warpgroup: jax.Array) -> None:
         product, totals = sums
 
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(product)
 
-        store(tile, parts, Output(refs.slots, warpgroup, refs.dw.at[tile.batch], value), wait=True)
-        for i, total in enumerate(totals):
+        store(tile, staging, Output(refs.slots, warpgroup, refs.dw.at[tile.batch], value), wait=True)
+        columns.store(refs, tile, totals, warpgroup)
 
-            @pl.when(is_summed(tile, i, warpgroup))
-            def _(i: int = i, total: jax.Array = total) -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                refs.sums[...] = jnp.sum(total, axis=0)
-                plgpu.commit_smem()
-                columns = pl.ds(tile.column + group(tile, i) * _COLUMNS, _COLUMNS)
-                plgpu.copy_smem_to_gmem(refs.sums, refs.dbias.at[tile.batch, columns])
-
-    dw, dbias = gemm(
-        dict(x=x.T if turned else x, dy=dy),
+    dw, dbias = gemm.gemm(
+        dict(x=x if transpose_a else x.T, dy=dy),
         dict(
             dw=jax.ShapeDtypeStruct((config.splits, k, n), part_dtype),
             # Of whole tiles: what is copied past the end of a row would be the begin of the next split's.
             dbias=jax.ShapeDtypeStruct((config.splits, pl.cdiv(n, config.block_n) * config.block_n), jnp.float32),
         ),
-        config=config,
-        batch=config.splits,
-        m=k,
-        n=n,
-        k=rows,
-        first_k=first_rows if config.uneven else None,
-        dtype=x.dtype,
-        a=left,
-        b=[lambda refs, tile, ks: refs.dy.at[of_split(tile, ks), tile.columns]],
-        transpose_a=not turned,
-        beside=Beside(lambda: [jnp.zeros((64, _COLUMNS), jnp.float32)] * groups, add),
-        epilogue=epilogue,
-        scratch_types=dict(
-            slots=staging(config, parts, part_dtype, config.num_slots),
-            sums=plgpu.SMEM((_COLUMNS,), jnp.float32),
+        Product(
+            batch=config.splits,
+            m=k,
+            n=n,
+            k=rows,
+            first_k=first_rows if config.uneven else None,
+            dtype=x.dtype,
+            a=left,
+            b=[lambda refs, tile, ks: refs.dy.at[of_split(tile, ks), tile.columns]],
+            transpose_a=transpose_a,
         ),
+        Epilogue(
+            store=store_sums,
+            scratch_types=dict(slots=staging.scratch_type, sums=plgpu.SMEM((_COLUMNS,), jnp.float32)),
+            beside=Beside(columns.zero, columns.add),
+        ),
+        config=config,
         name="matmul_backward",
         target=target,
         interpret=interpret,
     )
     return jnp.sum(dw, axis=0).astype(x.dtype), jnp.sum(dbias[:, :n], axis=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ColumnSums:
+    """The sums of the columns of dy, by the first warpgroup, beside the product that the tensor cores compute.
+
+    The tiles of one column block share its sums: each has `groups` of 64 columns, or fewer.
+    """
+
+    config: Config
+    groups: int
+
+    def group(self, tile: Tile, i: int) -> jax.Array:
+        """The i-th group of columns that a tile sums up."""
+        return jax.lax.div(tile.row, self.config.block_m) * self.groups + i
+
+    def is_summed(self, tile: Tile, i: int, warpgroup: jax.Array) -> jax.Array:
+        """Whether this warpgroup sums up the i-th group, which may lie past the end of the tile."""
+        return (warpgroup == 0) & (self.group(tile, i) < self.config.block_n // _COLUMNS)
+
+    def zero(self) -> list[jax.Array]:
+        """The sums of each group, by row of a slot, before the first step."""
+        return [jnp.zeros((64, _COLUMNS), jnp.float32)] * self.groups
+
+    def add(
+        self, refs: Refs, tile: Tile, slot: jax.Array, warpgroup: jax.Array, total: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Adds the rows of dy that a slot holds."""
+
+        def added(i: int, total: jax.Array) -> jax.Array:
+            columns = pl.ds(self.group(tile, i) * _COLUMNS, _COLUMNS)
+            return total + refs.b_ring.at[slot, 0, :, columns][...].astype(jnp.float32)
+
+        return [
+            jax.lax.cond(
+                self.is_summed(tile, i, warpgroup), functools.partial(added, i), lambda total: total, group
+            )
+            for i, group in enumerate(total)
+        ]
+
+    def store(self, refs: Refs, tile: Tile, totals: list[jax.Array], warpgroup: jax.Array) -> None:
+        """Adds up the rows of each group and stores the sums."""
+        for i, total in enumerate(totals):
+
+            @pl.when(self.is_summed(tile, i, warpgroup))
+            def _(i: int = i, total: jax.Array = total) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                refs.sums[...] = jnp.sum(total, axis=0)
+                plgpu.commit_smem()
+                columns = pl.ds(tile.column + self.group(tile, i) * _COLUMNS, _COLUMNS)
+                plgpu.copy_smem_to_gmem(refs.sums, refs.dbias.at[tile.batch, columns])

@@ -1,20 +1,26 @@
 """Matrix product, residual and layer norm for Hopper GPUs: the warpgroups of a CTA own whole rows together."""
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.matmul_layer_norm import Form
+from pallas_models.kernels.mosaic.common import gemm
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.gemm import Block, Config, Output, Tile, gemm, staging, store
+from pallas_models.kernels.mosaic.common.gemm import Product
+from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import load, row, untiled
+from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
+from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -57,11 +63,15 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     return fills(rows, target, 0.72 if rows > target.num_cores * _ROWS else 0.5)
 
 
+def _staging(config: Config, dtype: DTypeLike) -> Staging:
+    """Where the halves of rows leave, and where a residual waits."""
+    return Staging.of(config, config.block_n // 2, dtype, whole=True, joined=False)
+
+
 def shared_memory(config: Config) -> int:
-    """Bytes of shared memory that a block takes: ring, parts of rows that come and leave, vectors and moments."""
-    ring = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
-    rows = config.block_m * config.block_n * 2
-    return ring + rows + 3 * 4 * config.block_n + 4 * 4 * config.block_m + 512
+    """Bytes of shared memory that a CTA takes: ring, parts of rows that come and leave, vectors and moments."""
+    rows = _staging(config, jnp.float16).num_bytes
+    return config.ring_bytes(0) + rows + 3 * 4 * config.block_n + 4 * 4 * config.block_m + 512
 
 
 def heuristic(n: int, target: Target) -> Config:
@@ -85,7 +95,7 @@ def matmul_layer_norm(
     form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
     """Product, residual and layer norm in one kernel, whose CTAs have whole rows."""
-    (m, n, k), x, bias, residual = form.sizes, form.x, form.bias, form.residual
+    (m, n, k), x, residual = form.sizes, form.x, form.residual
     config = choose(
         config,
         Problem(
@@ -105,40 +115,104 @@ def matmul_layer_norm(
         expected = f"block_m={_ROWS}, block_n={n} and num_consumers=2"
         raise ValueError(f"{config} has the wrong tiles; expected {expected}")
     half = n // 2
-    blocks = [Block(0, column, _COLUMNS) for column in range(0, half, _COLUMNS)]
-    vectors = {"scale": form.scale, "offset": form.offset} | ({} if bias is None else {"bias": bias})
-    scratch_types: dict[str, Any] = dict(
-        slots=staging(config, blocks, x.dtype, len(blocks)),
-        ready=plgpu.Barrier(num_arrivals=len(vectors) + (0 if residual is None else len(blocks)), num_barriers=2),
-        moments=plgpu.SMEM((2, 2, _ROWS), jnp.float32),
-        known=plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        **{f"{name}_tile": plgpu.SMEM((2, half), v.dtype) for name, v in vectors.items()},
+    vectors = {"scale": form.scale, "offset": form.offset} | ({} if form.bias is None else {"bias": form.bias})
+    epilogue = _Epilogue(
+        config, form.epsilon, x.dtype, {name: v.dtype for name, v in vectors.items()}, residual is not None
     )
+    (out,) = gemm.gemm(
+        dict(x=x, w=form.w, residual=residual, **vectors),
+        dict(o=jax.ShapeDtypeStruct((m, n), x.dtype)),
+        Product(
+            m=m,
+            n=half,
+            k=k,
+            dtype=x.dtype,
+            a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
+            b=[
+                lambda refs, tile, ks: refs.w.at[ks, pl.ds(0, half)],
+                lambda refs, tile, ks: refs.w.at[ks, pl.ds(half, half)],
+            ],
+        ),
+        gemm.Epilogue(
+            store=epilogue.store,
+            scratch_types=epilogue.scratch_types,
+            prefetch=epilogue.prefetch,
+            split_n=True,
+        ),
+        config=config,
+        name="matmul_layer_norm",
+        target=target,
+        interpret=interpret,
+    )
+    return out
 
-    def prefetch(refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+
+def _along_rows(v: jax.Array) -> jax.Array:
+    return jax.lax.broadcast_in_dim(v, (_ROWS, _COLUMNS), [0])
+
+
+def _total(values: Iterable[jax.Array]) -> jax.Array:
+    """The sum of each row of blocks side by side."""
+    return functools.reduce(operator.add, (jnp.sum(y, axis=1) for y in values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """Bias, residual and layer norm in registers, where each of two warpgroups has a half of every row.
+
+    Attributes:
+      dtype: of operands and result.
+      vectors: the dtypes of scale, offset and maybe the bias of the product.
+      has_residual: whether there is one, which waits in the slots through which the result leaves.
+    """
+
+    config: Config
+    epsilon: float
+    dtype: jnp.dtype
+    vectors: Mapping[str, jnp.dtype]
+    has_residual: bool
+
+    @property
+    def half(self) -> int:
+        """Columns of a warpgroup."""
+        return self.config.block_n // 2
+
+    @property
+    def out(self) -> Staging:
+        """Where the result leaves."""
+        return _staging(self.config, self.dtype)
+
+    @property
+    def scratch_types(self) -> dict[str, Any]:
+        """Shared memory and barriers of the methods below."""
+        num_copies = len(self.vectors) + (len(self.out.blocks) if self.has_residual else 0)
+        return dict(
+            slots=self.out.scratch_type,
+            ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=2),
+            moments=plgpu.SMEM((2, 2, _ROWS), jnp.float32),
+            known=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            **{f"{name}_tile": plgpu.SMEM((2, self.half), dtype) for name, dtype in self.vectors.items()},
+        )
+
+    def prefetch(self, refs: Refs, tile: Tile, warpgroup: jax.Array) -> None:
+        """Copies the vectors and the tile's residual to shared memory."""
         ready = refs.ready.at[warpgroup]
-        for name in vectors:
+        for name in self.vectors:
             source, there = getattr(refs, name), getattr(refs, f"{name}_tile")
             plgpu.copy_gmem_to_smem(source.at[tile.columns], there.at[warpgroup], ready)
-        if residual is not None:
+        if self.has_residual:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left these slots
-            for i, block in enumerate(blocks):
+            for i, block in enumerate(self.out.blocks):
                 plgpu.copy_gmem_to_smem(block.at(refs.residual, tile), refs.slots.at[warpgroup, i], ready)
 
-    def along_rows(v: jax.Array) -> jax.Array:
-        return jax.lax.broadcast_in_dim(v, (_ROWS, _COLUMNS), [0])
-
-    def total(values: Iterable[jax.Array]) -> jax.Array:
-        """The sum of each row of blocks side by side."""
-        return functools.reduce(operator.add, (jnp.sum(y, axis=1) for y in values))
-
-    def moments(refs: Refs, ys: Sequence[jax.Array], warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def moments(self, refs: Refs, ys: Sequence[jax.Array], warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mean and variance of each row, of which the other warpgroup has the other half.
 
         They are combined as in Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
         """
-        mean = total(ys) * (1.0 / half)
-        square = total(jnp.square(y - along_rows(mean)) for y in ys)
+        half = self.half
+        mean = _total(ys) * (1.0 / half)
+        square = _total(jnp.square(y - _along_rows(mean)) for y in ys)
         for i, value in enumerate((mean, square)):
             refs.moments.at[warpgroup, i][...] = value
         plgpu.barrier_arrive(refs.known.at[0])
@@ -148,46 +222,26 @@ def matmul_layer_norm(
         plgpu.barrier_arrive(refs.known.at[1])  # both have read before the next tile's are written
         plgpu.barrier_wait(refs.known.at[1])
         square += square_there + jnp.square(mean - mean_there) * (half / 2)
-        return (mean + mean_there) * 0.5, square * (1.0 / n)
+        return (mean + mean_there) * 0.5, square * (1.0 / self.config.block_n)
 
-    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
+    def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
+        """Normalises this warpgroup's half of the rows of a tile, and stores it."""
+
         def vector(name: str, block: Block) -> jax.Array:
             return row(getattr(refs, f"{name}_tile").at[warpgroup, block.columns], (_ROWS, _COLUMNS))
 
         plgpu.barrier_wait(refs.ready.at[warpgroup])
+        blocks = self.out.blocks
         ys = [block.of(sums[0]) for block in blocks]
-        if bias is not None:
+        if "bias" in self.vectors:
             ys = [y + vector("bias", block) for y, block in zip(ys, blocks, strict=True)]
-        if residual is not None:
+        if self.has_residual:
             ys = [y + refs.slots.at[warpgroup, i][...].astype(jnp.float32) for i, y in enumerate(ys)]
-        mean, variance = moments(refs, ys, warpgroup)
-        rstd = jax.lax.rsqrt(variance + form.epsilon)
+        mean, variance = self.moments(refs, ys, warpgroup)
+        rstd = jax.lax.rsqrt(variance + self.epsilon)
 
         def value(block: Block, _: Ref) -> jax.Array:
-            y = (ys[block.column // _COLUMNS] - along_rows(mean)) * along_rows(rstd)
+            y = (ys[block.column // _COLUMNS] - _along_rows(mean)) * _along_rows(rstd)
             return y * vector("scale", block) + vector("offset", block)
 
-        store(tile, blocks, Output(refs.slots, warpgroup, refs.o, value), wait=residual is None)
-
-    (out,) = gemm(
-        dict(x=x, w=form.w, residual=residual, **vectors),
-        dict(o=jax.ShapeDtypeStruct((m, n), x.dtype)),
-        config=config,
-        m=m,
-        n=half,
-        k=k,
-        dtype=x.dtype,
-        a=lambda refs, tile, ks: refs.x.at[tile.rows, ks],
-        b=[
-            lambda refs, tile, ks: refs.w.at[ks, pl.ds(0, half)],
-            lambda refs, tile, ks: refs.w.at[ks, pl.ds(half, half)],
-        ],
-        split_n=True,
-        prefetch=prefetch,
-        epilogue=epilogue,
-        scratch_types=scratch_types,
-        name="matmul_layer_norm",
-        target=target,
-        interpret=interpret,
-    )
-    return out
+        store(tile, self.out, Output(refs.slots, warpgroup, refs.o, value), wait=not self.has_residual)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.target import Target
@@ -30,7 +31,7 @@ def sum_of_parts(
     count, m, n = parts.shape
     rows, terms = m * n // COLUMNS, count + (residual is not None)
     num_pieces = rows // ROWS
-    num_ctas = min(2 if interpret else _CTAS * target.num_cores, num_pieces)
+    num_ctas = min(_CTAS * num_cores(target, interpret), num_pieces)
 
     def kernel(refs: Refs) -> None:
         cta, first = jax.lax.axis_index("cta"), peers.index * rows

@@ -1,9 +1,9 @@
 """The kernels that the triangle multiplicative update is made of, on one GPU and on several that share the pairs.
 
 Bounds of left and right, projections, products over third positions, and the end of the update are a kernel each.
-Mosaic has projections and products for Hopper GPUs. The other kernels, and projections of sizes that Mosaic's do not
-serve, are Triton's, so that this lies above both backends. GPUs that share the pairs exchange them by channels between
-kernels, or the kernels themselves store what they compute where it is needed.
+Mosaic has projections and products for Hopper GPUs. The other kernels, and projections of sizes that Mosaic's do
+not serve, are Triton's, so that this lies above both backends. GPUs that share the pairs exchange them by channels
+between kernels, or the kernels themselves store what they compute where it is needed.
 """
 
 import dataclasses

@@ -11,6 +11,7 @@ import jax
 
 from pallas_models import _jax
 from pallas_models._processes import cores
+from pallas_models.target import Target
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,3 +92,13 @@ def meaning(interpreted: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[
         return call
 
     return primitive
+
+
+def num_cores(target: Target, interpret: bool) -> int:
+    """How many CTAs run at once: one on each multiprocessor, or two in the interpreter, as threads of the CPU."""
+    return 2 if interpret else target.num_cores
+
+
+def cluster_size(ctas: int, interpret: bool) -> int:
+    """How many CTAs share the work of a cluster of so many: one in the interpreter, which has no clusters."""
+    return 1 if interpret else ctas

@@ -8,8 +8,6 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.mosaic.common.backend import plgpu
 
-_REGISTERS_OF_A_CTA = 512  # for a thread of each warpgroup together: 64 Ki registers, 128 threads a warpgroup
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
@@ -26,21 +24,27 @@ class Role:
     body: Callable[[jax.Array], None]
 
 
-def specialize(*roles: Role) -> None:
+def specialize(*roles: Role, warpgroup: jax.Array | None = None) -> None:
     """Has each warpgroup of the CTA do what its role says; together the roles have all warpgroups.
 
-    Threads begin with equal shares of the registers: those with few give up some, which the others then take.
+    Threads begin with equal shares of the registers: those with few give up some, which those with most then take.
+
+    Args:
+      warpgroup: the number of the warpgroup that runs this, where it is known.
     """
-    warpgroup, count = jax.lax.axis_index("warpgroup"), max(role.warpgroups.stop for role in roles)
-    share = _REGISTERS_OF_A_CTA // count
+    if warpgroup is None:
+        warpgroup = jax.lax.axis_index("warpgroup")
+    most = max(role.registers for role in roles)
     for role in roles:
         first, end = role.warpgroups.start, role.warpgroups.stop
-        own = warpgroup == first if len(role.warpgroups) == 1 else warpgroup < end
-        if len(role.warpgroups) > 1 and first > 0:
-            own &= warpgroup >= first
+        if first == 0:
+            own = warpgroup < end
+        elif len(role.warpgroups) == 1:
+            own = warpgroup == first
+        else:
+            own = (warpgroup >= first) & (warpgroup < end)
 
         @pl.when(own)
-        def _(role: Role = role) -> None:
-            action = "increase" if role.registers > share else "decrease"
-            plgpu.set_max_registers(role.registers, action=action)
+        def _(role: Role = role, warpgroup: jax.Array = warpgroup) -> None:
+            plgpu.set_max_registers(role.registers, action="increase" if role.registers == most else "decrease")
             role.body(warpgroup)
