@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 
 from pallas_models import target as targets
-from pallas_models._implementation import Implementation, Name, check_implementation
+from pallas_models._implementation import Implementation, check_implementation
 from pallas_models.dispatch import choice, program
 from pallas_models.dispatch.derivatives import differentiated_as
 from pallas_models.dispatch.records import Call, Op
@@ -21,7 +21,7 @@ Operands = tuple[Any, ...]
 
 
 def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementation | None = None) -> Any:
-    """Runs a kernel of an op or its reference.
+    """Runs a kernel of an op, or its reference, or the ops that it stands for.
 
     Calls that are alike share one trace, and in a program one lowering.
 
@@ -29,7 +29,7 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
       form: the call, with arrays.
       config: a config of one of the kernels, a table to ask first, or None.
       implementation: as `pallas_models.ops` has it. None takes the first kernel that serves the call and is
-        preferred, on CUDA devices from Ampere on, and the reference elsewhere.
+        preferred, on CUDA devices from Ampere on, and elsewhere the reference or the ops that it stands for.
 
     Raises:
       ValueError: `implementation` is not one of the above.
@@ -45,18 +45,44 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
     names, target = check_implementation(implementation), targets.current()
     call = Call(op=op, form=options, config=config, names=names, target=target)
     if op.stands_for is not None:
-        others = functools.partial(_stand_for, form, op.stands_for, names)
-        if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
-            together = functools.partial(_stand_for, form, op.together.call, names)
-            return differentiated_as(others, together)(*operands)
-        if traced or not has_kernel(op, form, implementation=implementation):
-            return others(*operands)
-        return differentiated_as(functools.partial(_run_whole, call), others)(*operands)
+        return _run_or_stand_for(call, form, op.stands_for, traced=bool(traced))
     return _run_whole(call, *operands, traced=traced)
 
 
-def _stand_for(form: Form, function: Callable[..., Any], names: tuple[Name, ...], *operands: Any) -> Any:
-    return function(form.of(operands), names)
+def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *, traced: bool) -> Any:
+    """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for.
+
+    Args:
+      call: the call without its operands, and without scalars that are `traced`, which no kernel takes.
+      form: the call with these.
+    """
+    op, operands, implementation = call.op, form.operands, call.names or None
+
+    def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: function(form.of(operands), call.names)
+
+    others, whole = as_others(stands_for), functools.partial(_run_whole, call)
+    if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
+        return differentiated_as(others, as_others(op.together.call))(*operands)
+    if traced or not has_kernel(op, form, implementation=implementation):
+        return others(*operands)
+    if not call.names and not op.pays(form.abstract(), call.target):
+        return others(*operands)
+    if not call.names and not op.maps:
+        whole = _mapped_as(whole, others)
+    return differentiated_as(whole, others)(*operands)
+
+
+def _mapped_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`; where it is mapped over, another that computes the same in its place."""
+    call = jax.custom_batching.custom_vmap(function)
+
+    @call.def_vmap
+    def _(_: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
+        results = jax.vmap(other, jax.tree.map(lambda m: 0 if m else None, mapped))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def run_backward(

@@ -22,6 +22,7 @@ A name that cannot serve a call raises NotImplementedError; no other implementat
 from pallas_models._implementation import IMPLEMENTATIONS, Implementation
 from pallas_models.ops.activations import ACTIVATIONS, Activation
 from pallas_models.ops.attention import attention, attention_qkv, segment_ids_from_cu_seqlens
+from pallas_models.ops.attention_post_norm_mlp import attention_post_norm_mlp
 from pallas_models.ops.embedding import embed_tokens
 from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
 from pallas_models.ops.linear_cross_entropy import linear_cross_entropy
@@ -43,6 +44,7 @@ __all__ = [
     "Activation",
     "Implementation",
     "attention",
+    "attention_post_norm_mlp",
     "attention_qkv",
     "embed_tokens",
     "gated_matmul",

@@ -9,20 +9,21 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.legacy import Op, run
-from pallas_models.dispatch.records import Backward, Kernel
+from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.scores import LOWEST, MASKING_BIAS, NO_KEY
+from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks, _half_precision
+from pallas_models.ops._attention_form import form_of, merged_heads, separate
 from pallas_models.ops._checks import Array
 from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
@@ -134,10 +135,11 @@ def attention(
         holds anything but 0 and 1.
       NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
-    qkv, heads = merged_heads(q, k, v)
-    result = _attend(
-        qkv,
-        **heads,
+    form = form_of(
+        merged_heads(q, k, v),
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        head_dim=q.shape[3],
         causal=causal,
         window=window,
         mask=mask,
@@ -147,9 +149,8 @@ def attention(
         sm_scale=sm_scale,
         return_lse=return_lse,
         precision=precision,
-        config=config,
-        implementation=implementation,
     )
+    result = _attend(form, config, implementation)
     if isinstance(result, tuple):
         return result[0].reshape(q.shape), result[1]
     return result.reshape(q.shape)
@@ -218,7 +219,7 @@ def attention_qkv(
         raise ValueError(
             f"qkv has shape {qkv.shape}; expected its width to be ({num_heads=} + 2 * {num_kv_heads=}) * head_dim"
         )
-    return _attend(
+    form = form_of(
         (qkv,),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -228,13 +229,11 @@ def attention_qkv(
         mask=mask,
         bias=bias,
         segment_ids=segment_ids,
-        kv_segment_ids=None,
         sm_scale=sm_scale,
         return_lse=return_lse,
         precision=precision,
-        config=config,
-        implementation=implementation,
     )
+    return _attend(form, config, implementation)
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: Array, total: int) -> jax.Array:
@@ -257,142 +256,16 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Array, total: int) -> jax.Array:
     return jnp.cumsum(ended, dtype=jnp.int32)  # how many sequences end at a position or before it
 
 
-def merged_heads(q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], dict[str, int]]:
-    """Checks operands of `attention`; gives them as (B, S, heads * D), and the sizes of their heads."""
-    for name, x, length, heads in (("q", q, "Sq", "Hq"), ("k", k, "Skv", "Hkv"), ("v", v, "Skv", "Hkv")):
-        _checks.check_float(name, x)
-        _checks.check_rank(name, x, 4, f"(B, {length}, {heads}, D)")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} and q has dtype {q.dtype}; expected the same")
-    batch, _, num_heads, head_dim = q.shape
-    kv_seq, num_kv_heads = k.shape[1:3]
-    _checks.check_shape("k", k, (batch, kv_seq, num_kv_heads, head_dim), "(B, Skv, Hkv, D) with B and D of q")
-    _checks.check_shape("v", v, k.shape, "the shape of k")
-    sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    return tuple(x.reshape(*x.shape[:2], x.shape[2] * head_dim) for x in (q, k, v)), sizes
-
-
-def _as_int32(*ids: Array) -> list[Array]:
-    """Ids that are the same where those given are; those of 64 bits are numbered anew, in their order."""
-    if all(x.dtype.itemsize <= 4 for x in ids):
-        return [x.astype(jnp.int32) for x in ids]
-    xp = np if all(isinstance(x, np.ndarray) for x in ids) else jnp  # jnp may have 32 bits only
-    known = xp.sort(xp.concatenate([x.ravel() for x in ids]))
-    return [jnp.asarray(xp.searchsorted(known, x), jnp.int32) for x in ids]
-
-
 def _attend(
-    qkv: tuple[Array, ...],
-    *,
+    form: Form[jax.Array],
     config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
-    **options: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    arrays, static = operands(qkv, **options)
-    result = run(OP, *arrays, config=config, implementation=implementation, **static)
-    if not static["return_lse"]:
+) -> Any:
+    result = run(OP, form, config=config, implementation=implementation)
+    if not form.return_lse:
         return result
     out, lse = result
     return out, jnp.where(lse == NO_KEY, -jnp.inf, lse)
-
-
-def operands(
-    qkv: tuple[Array, ...],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    window: int | None,
-    mask: Array | None,
-    bias: Array | None,
-    segment_ids: Array | None,
-    kv_segment_ids: Array | None,
-    sm_scale: float | Array | None,
-    return_lse: bool,
-    precision: jax.lax.PrecisionLike,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arrays and options of `OP`; `qkv`, each (B, S, heads * head_dim), are q, k and v, or one buffer of all."""
-    (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
-    if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads=} is not a positive multiple of {num_kv_heads=}")
-    if head_dim < 1:
-        raise ValueError(f"{head_dim=} must be positive")
-    if window is not None:
-        if operator.index(window) < 1:
-            raise ValueError(f"{window=} must be positive")
-        # It leaves out nothing, and need not fit into the 32 bits that positions are counted in.
-        longest = (kv_seq,) if causal else (seq, kv_seq)
-        if window >= np.iinfo(np.int32).max or all(_checks.is_over(window + 1, length) for length in longest):
-            window = None
-    if bias is not None:
-        _checks.check_float("bias", bias)
-        _checks.check_rank("bias", bias, 4, "(B or 1, Hq or 1, Sq, Skv)")
-        leading = tuple(1 if b == 1 else a for a, b in zip((batch, num_heads), bias.shape, strict=False))
-        _checks.check_shape("bias", bias, (*leading, seq, kv_seq), "(B or 1, Hq or 1, Sq, Skv)")
-    if mask is not None:
-        mask, bias = _of_keys_or_pairs(mask, bias, (batch, num_heads, seq, kv_seq))
-    if segment_ids is None and kv_segment_ids is not None:
-        raise ValueError("kv_segment_ids is given without segment_ids")
-    if segment_ids is not None:
-        if kv_segment_ids is None:
-            kv_segment_ids = segment_ids
-        for name, ids, length in (("segment_ids", segment_ids, seq), ("kv_segment_ids", kv_segment_ids, kv_seq)):
-            _checks.check_integer(name, ids)
-            _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
-        segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
-    sm_scale = head_dim**-0.5 if sm_scale is None else _checks.as_scalar("sm_scale", sm_scale)
-    if isinstance(sm_scale, jax.Array):  # kernels have their scale built in
-        qkv, sm_scale = _scaled(qkv, sm_scale, num_heads, num_kv_heads), 1.0
-    static: dict[str, Any] = dict(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        causal=causal,
-        window=window,
-        sm_scale=float(sm_scale),
-        return_lse=return_lse,
-        precision=_checks.as_precision(precision),
-    )
-    return (qkv, mask, bias, segment_ids, kv_segment_ids), static
-
-
-def _of_keys_or_pairs(
-    mask: Array, bias: Array | None, shape: tuple[int, ...]
-) -> tuple[Array | None, Array | None]:
-    """The mask as kernels take it, of keys, (B, Skv), and the bias, which one of pairs goes into.
-
-    Args:
-      shape: (B, Hq, Sq, Skv).
-    """
-    batch, _, seq, kv_seq = shape
-    if getattr(mask, "ndim", 2) == 4:
-        leading = tuple(1 if m == 1 else n for m, n in zip(mask.shape, shape[:3], strict=False))
-        _checks.check_mask("mask", mask, (*leading, kv_seq), "(B or 1, Hq or 1, Sq or 1, Skv)")
-        if mask.shape[1:3] != (1, 1):
-            # Half the memory of float32, with its range.
-            dtype = jnp.bfloat16 if bias is None else jnp.promote_types(bias.dtype, jnp.bfloat16)
-            kept = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)
-            bias = jnp.where(mask.astype(bool), kept, jnp.asarray(2 * MASKING_BIAS, dtype))
-            return None, jnp.broadcast_to(bias, (*bias.shape[:2], seq, kv_seq))
-        mask = jnp.broadcast_to(mask[:, 0, 0], (batch, kv_seq))
-    else:
-        _checks.check_mask("mask", mask, (batch, kv_seq), "(B, Skv)")
-    return _checks.as_int32(mask), bias
-
-
-def _split(qkv: tuple[Any, ...], num_heads: int, num_kv_heads: int) -> tuple[Any, ...]:
-    """Queries, keys and values, of a buffer that holds all three too."""
-    if len(qkv) > 1:
-        return qkv
-    head_dim = qkv[0].shape[-1] // (num_heads + 2 * num_kv_heads)
-    return tuple(jnp.split(qkv[0], [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1))
-
-
-def _scaled(qkv: tuple[Array, ...], sm_scale: Array, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
-    """The same with the scale in the queries, rounded to their dtype."""
-    q, k, v = _split(qkv, num_heads, num_kv_heads)
-    return (q.astype(jnp.float32) * sm_scale).astype(q.dtype), k, v
 
 
 _SCORES = 2**24  # of all heads that the reference holds at once, 64 MiB; more than enough to keep a device busy
@@ -407,43 +280,18 @@ def _block_of_queries(batch: int, num_heads: int, seq: int, kv_seq: int) -> int:
     return min(seq, _MOST_QUERIES, 1 << fitting.bit_length() - 1)
 
 
-def reference(
-    qkv: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    window: int | None,
-    sm_scale: float,
-    return_lse: bool,
-    precision: jax.lax.Precision,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The same in plain XLA. Many queries are taken a block at a time, forward and, computed again, backward."""
-    q, k, v = _split(qkv, num_heads, num_kv_heads)
-    (batch, seq), kv_seq = q.shape[:2], k.shape[1]
+def reference(form: Form[jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention in plain XLA. Many queries are taken a block at a time, forward and, computed again, backward."""
+    q, k, v = separate(form)
+    batch, seq, kv_seq = form.batch, form.seq, form.kv_seq
     named = functools.partial(checkpoint_name, name="attention")  # as the results of kernels are
-    if mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
-        k = jnp.where((mask != 0)[:, :, None], k, 0)
-    attend = functools.partial(
-        _attend_block,
-        mask=mask,
-        kv_segment_ids=kv_segment_ids,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        causal=causal,
-        window=window,
-        sm_scale=sm_scale,
-        precision=precision,
-    )
-    block = _block_of_queries(batch, num_heads, seq, kv_seq)
+    if form.mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
+        k = jnp.where((form.mask != 0)[:, :, None], k, 0)
+    attend = functools.partial(_attend_block, form)
+    block = _block_of_queries(batch, form.num_heads, seq, kv_seq)
     if block == seq:
-        out, lse = attend(q, bias, segment_ids, kv_seq - seq, k=k, v=v)
-        return (named(out), lse) if return_lse else named(out)
+        out, lse = attend(q, form.bias, form.segment_ids, kv_seq - seq, k=k, v=v)
+        return (named(out), lse) if form.return_lse else named(out)
     count = -(-seq // block)
     # The gradients of all blocks are added up in the dtype of what the blocks share.
     shared = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)]
@@ -461,13 +309,14 @@ def reference(
         return attend(q, bias, segment_ids, start + kv_seq - seq, k=keys, v=values)
 
     starts = jnp.arange(count) * block
-    out, lse = jax.lax.map(step, (starts, blocks(q, 1), blocks(bias, 2), blocks(segment_ids, 1)))
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, count * block, num_heads * head_dim)[:, :seq]
-    lse = jnp.moveaxis(lse, 0, 2).reshape(batch, num_heads, count * block)[..., :seq]
-    return (named(out), lse) if return_lse else named(out)
+    out, lse = jax.lax.map(step, (starts, blocks(q, 1), blocks(form.bias, 2), blocks(form.segment_ids, 1)))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, count * block, form.num_heads * form.head_dim)[:, :seq]
+    lse = jnp.moveaxis(lse, 0, 2).reshape(batch, form.num_heads, count * block)[..., :seq]
+    return (named(out), lse) if form.return_lse else named(out)
 
 
 def _attend_block(
+    form: Form[jax.Array],
     q: jax.Array,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
@@ -475,25 +324,23 @@ def _attend_block(
     *,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    num_heads: int,
-    num_kv_heads: int,
-    causal: bool,
-    window: int | None,
-    sm_scale: float,
-    precision: jax.lax.Precision,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp of some queries, the first of which is at `position` among the keys.
 
     The log-sum-exp of a query that no key is left for is `NO_KEY`.
+
+    Args:
+      form: the call, of which these are queries.
+      q: (B, queries, heads * head_dim); `bias` and `segment_ids` are of these queries too.
+      k: all keys, where the mask leaves them and 0 elsewhere.
+      v: all values.
     """
     (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
-    grouped = (num_kv_heads, num_heads // num_kv_heads)
-    head_dim = q.shape[-1] // num_heads
+    num_heads, head_dim, sm_scale = form.num_heads, form.head_dim, form.sm_scale
+    grouped = (form.num_kv_heads, form.group)
     q = q.reshape(batch, seq, *grouped, head_dim)
-    k, v = (x.reshape(batch, kv_seq, num_kv_heads, head_dim) for x in (k, v))
-    einsum = functools.partial(_half_precision.einsum, precision=precision)
+    k, v = (x.reshape(batch, kv_seq, form.num_kv_heads, head_dim) for x in (k, v))
+    einsum = functools.partial(_half_precision.einsum, precision=form.precision)
     # Without a bias scores are scaled after the maximum is subtracted: XLA rounds a product and a difference once
     # where it takes exponentials, but not where it takes the maximum, whose exponent would not be 0.
     early, late = (
@@ -504,17 +351,17 @@ def _attend_block(
     if bias is not None:
         scores += bias.astype(jnp.float32)
         valid.append(bias.astype(jnp.float32) > MASKING_BIAS)
-    if mask is not None:
-        valid.append((mask != 0)[:, None, None, :])
-    if segment_ids is not None and kv_segment_ids is not None:
-        valid.append((segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None])
+    if form.mask is not None:
+        valid.append((form.mask != 0)[:, None, None, :])
+    if segment_ids is not None and form.kv_segment_ids is not None:
+        valid.append((segment_ids[:, :, None] == form.kv_segment_ids[:, None, :])[:, None])
     distance = (position + jnp.arange(seq))[:, None] - jnp.arange(kv_seq)
-    if causal:
+    if form.causal:
         valid.append(distance >= 0)
-    if window is not None:
-        valid.append(distance < window)
-        if not causal:
-            valid.append(distance > -window)
+    if form.window is not None:
+        valid.append(distance < form.window)
+        if not form.causal:
+            valid.append(distance > -form.window)
     if valid:
         scores = jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
     # Where no key is left the maximum is finite, so the sum is 0, and so are the weights and their gradient.
@@ -528,13 +375,13 @@ def _attend_block(
     return out, jnp.where(empty, NO_KEY, peak * late + jnp.log(total))[..., 0]
 
 
-def _sharding(qkv: tuple[jax.Array, ...], *_: Any, num_kv_heads: int, **__: Any) -> Sharding:
+def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     """Queries go with the head of keys and values that they share; one buffer of all three has no such split."""
-    if len(qkv) == 1:
+    if form.is_fused:
         return Sharding(equation="b S F, b T, b H S T, b S, b T -> b S F, b H S")
     return Sharding(
         equation="b S (g Q), b T (g D), b T (g D), b T, b (g R) S T, b S, b T -> b S (g Q), b (g R) S",
-        sizes={"g": num_kv_heads},
+        sizes={"g": form.num_kv_heads},
         divides={"g": ("num_heads", "num_kv_heads")},
     )
 

@@ -8,20 +8,19 @@ from typing import Any
 
 import jax
 
-from pallas_models._implementation import Implementation, check_implementation
-from pallas_models.dispatch.derivatives import differentiated_as
-from pallas_models.dispatch.legacy import Op, run, serves
-from pallas_models.dispatch.records import Kernel
+from pallas_models._implementation import Implementation, Name
+from pallas_models.dispatch.records import Kernel, Op
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.forms.matmul import Activation
+from pallas_models.kernels.forms.post_norm_layers import Form, Layer
 from pallas_models.kernels.mosaic import post_norm_layers as mosaic
 from pallas_models.ops import _checks, activations
 from pallas_models.ops._checks import Array
-from pallas_models.ops.activations import Activation
+from pallas_models.ops.attention_post_norm_mlp import attention_post_norm_mlp
 from pallas_models.ops.matmul import matmul
-from pallas_models.ops.post_norm_mlp import post_norm_mlp
 from pallas_models.target import HOPPER
 
-Layer = Mapping[str, Array]
 # The arrays of a layer and their axes.
 _AXES = {
     **{"w_up": "N F", "bias_up": "F", "w_down": "F N", "bias_down": "N", "scale": "N", "offset": "N"},
@@ -31,7 +30,7 @@ _AXES = {
 
 def post_norm_layers(
     x: Array,
-    layers: Sequence[Layer],
+    layers: Sequence[Mapping[str, Array]],
     *,
     num_heads: int,
     mask: Array | None = None,
@@ -45,10 +44,10 @@ def post_norm_layers(
     """Computes for one layer after another, with its own weights,
 
         qkv = x @ w_qkv + bias_qkv
-        x = post_norm_mlp(qkv, x, attention=...)
+        x = attention_post_norm_mlp(qkv, x, ...)
 
     On Hopper one kernel computes all of it for the few tokens of a short sentence. Elsewhere, and where it is
-    differentiated, it is `matmul` and `post_norm_mlp` again.
+    differentiated, it is `matmul` and `attention_post_norm_mlp`.
 
     Args:
       x: (B, S, N), float16, bfloat16 or float32.
@@ -56,13 +55,17 @@ def post_norm_layers(
         `w_up` (N, F) and `w_down` (F, N), in any float dtype their biases `bias_qkv`, `bias_out`, `bias_up` and
         `bias_down`, and of the norms `scale_out` and `offset_out`, `scale` and `offset`, (N,).
       num_heads: of attention; divides N.
-      mask, bias, segment_ids: as in `attention`; what comes for tokens that the mask rules out has no meaning.
-      activation, epsilon, precision: as in `post_norm_mlp`.
+      mask: as in `attention_post_norm_mlp`.
+      bias: as in `attention_qkv`.
+      segment_ids: as in `attention_qkv`.
+      activation: as in `post_norm_mlp`.
+      epsilon: as in `post_norm_mlp`.
+      precision: as in `post_norm_mlp`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel,
         with JAX 0.11 or newer, half precisions, B * S up to 16, heads of 32, N of 128, 256 or 384, F of 4 N,
-        float32 vectors, up to 12 layers, and at most a `mask`. It rounds to the dtype of `x` what each head and
-        each 128 hidden values add, and the sum before it is normalised. Other calls are served in those that it
-        stands for, by default those under `vmap` too.
+        float32 vectors, up to 12 layers, and at most a `mask`. It rounds to the dtype of `x` the terms of each
+        head and of each 128 hidden values, and their sum before it is normalised. Other calls are served in those
+        that it stands for, by default those under `vmap` too.
 
     Returns:
       (B, S, N) in the dtype of `x`.
@@ -87,37 +90,22 @@ def post_norm_layers(
         _checks.check_mask("mask", mask, x.shape[:2], "(B, S)")
         mask = _checks.as_int32(mask)
     activations.check_activation(activation)
-    names = check_implementation(implementation)
-    static: dict[str, Any] = dict(num_heads=num_heads, activation=activation, epsilon=epsilon)
-    static["precision"] = _checks.as_precision(precision)
-    traced: dict[str, Any] = {"epsilon": static.pop("epsilon")} if isinstance(epsilon, jax.Array) else {}
-
-    def apart(x: Any, mask: Any, layers: Any) -> jax.Array:
-        # A CUDA graph is told anew where an argument lies, for each kernel that reads it: of the mask that is one.
-        masks = dict(mask=None if mask is None else mask != 0, bias=bias, segment_ids=segment_ids)
-        for layer in layers:
-            x = _apart(x, masks, layer, traced, names=names, **static)
-        return x
-
-    arrays, plain = (x, mask, layers), bias is None and segment_ids is None
-    if not plain or not serves(_OP, *arrays, implementation=implementation, **static, **traced):
-        return apart(*arrays)
-
-    def one(*arrays: Any) -> jax.Array:
-        return run(_OP, *arrays, implementation=implementation, **static)
-
-    together = jax.custom_batching.custom_vmap(one)
-
-    @together.def_vmap
-    def _(_: int, mapped: Any, *arrays: Any) -> tuple[jax.Array, bool]:
-        """A cluster has a sentence, and few clusters run at once: of many sentences layers are faster apart."""
-        of_all = jax.vmap(one if names else apart, jax.tree.map(lambda m: 0 if m else None, mapped))
-        return of_all(*arrays), True
-
-    return differentiated_as(together, apart)(*arrays)
+    form = Form(
+        x=x,
+        mask=mask,
+        bias=bias,
+        segment_ids=segment_ids,
+        layers=tuple(Layer(**layer) for layer in layers),
+        num_heads=num_heads,
+        activation=activation,
+        epsilon=epsilon,
+        precision=_checks.as_precision(precision),
+    )
+    out: jax.Array = run(_OP, form, implementation=implementation)
+    return out
 
 
-def _check_layer(name: str, layer: Layer, x: Array) -> None:
+def _check_layer(name: str, layer: Mapping[str, Array], x: Array) -> None:
     if layer.keys() != _AXES.keys():
         raise ValueError(f"{name} has {sorted(layer)}; expected {sorted(_AXES)}")
     sizes = {"N": x.shape[-1], "3N": 3 * x.shape[-1]}
@@ -132,42 +120,45 @@ def _check_layer(name: str, layer: Layer, x: Array) -> None:
         _checks.check_shape(own, array, tuple(sizes[axis] for axis in axes.split()), f"{axes} for x {x.shape}")
 
 
+def _layer_by_layer(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
+    """For each layer its projection, and all that follows; layers that are alike are traced and lowered once."""
+    x, options = form.x, form.options
+    traced = {name: options.pop(name) for name in [*options] if isinstance(options[name], jax.Array)}
+    # A CUDA graph is told anew where an argument lies, for each kernel that reads it: one kernel reads the mask.
+    mask = None if form.mask is None else form.mask != 0
+    masks = dict(mask=mask, bias=form.bias, segment_ids=form.segment_ids)
+    for layer in form.layers:
+        x = _layer(x, masks, layer, traced, names=names, **options)
+    return x
+
+
 @functools.partial(jax.jit, static_argnames=("num_heads", "activation", "epsilon", "precision", "names"))
-def _apart(
+def _layer(
     x: jax.Array,
-    masks: dict[str, Any],
-    layer: Layer,
-    traced: dict[str, Any],
+    masks: dict[str, jax.Array | None],
+    layer: Layer[jax.Array],
+    traced: dict[str, jax.Array],
     *,
-    names: Sequence[Any],
+    names: tuple[Name, ...],
     num_heads: int,
     precision: jax.lax.Precision,
     **norms: Any,
 ) -> jax.Array:
-    """A layer, of operations one after the other; those that are alike are traced and lowered once."""
     options: dict[str, Any] = dict(precision=precision, implementation=names or None)
-    rest: dict[str, Any] = dict(layer)
-    qkv = matmul(x, rest.pop("w_qkv"), bias=rest.pop("bias_qkv"), **options)
-    attention = dict(num_heads=num_heads, **masks)
-    return post_norm_mlp(qkv, x, **rest, attention=attention, **norms, **traced, **options)
+    weights: dict[str, Any] = layer._asdict()
+    qkv = matmul(x, weights.pop("w_qkv"), bias=weights.pop("bias_qkv"), **options)
+    options |= dict(num_heads=num_heads, **masks, **norms, **traced)
+    return attention_post_norm_mlp(qkv, x, **options, **weights)
 
 
-def reference(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], **static: Any) -> jax.Array:
-    """The same in plain XLA."""
-    for layer in layers:
-        x = _apart(x, dict(mask=mask), layer, {}, names=("xla",), **static)
-    return x
-
-
-def _sharding(x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], **_: Any) -> Sharding:
+def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     """Sequences can be split."""
-    leaves = [_AXES[name] for name in sorted(_AXES)] * len(layers)
-    return Sharding(equation=f"b S N, b S, {', '.join(leaves)} -> b S N")
+    axes = [_AXES[name] for name in Layer._fields] * len(form.layers)
+    return Sharding(equation=f"b S N, b S, b H S S, b S, {', '.join(axes)} -> b S N")
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="post_norm_layers",
-    reference=reference,
     kernels=(
         Kernel(
             backend="mosaic",
@@ -177,5 +168,7 @@ _OP = Op(
             refuses=mosaic.unsupported,
         ),
     ),
+    stands_for=_layer_by_layer,
+    maps=False,  # a cluster has a sentence, and few run at once: of many sentences layers are faster apart
     sharding=_sharding,
 )

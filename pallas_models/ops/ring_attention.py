@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models._implementation import Implementation, Name, check_implementation
-from pallas_models.dispatch.legacy import run, run_backward
+from pallas_models.dispatch.run import run, run_backward
 from pallas_models.dispatch.sharding import varying_alike
 from pallas_models.kernels.common.scores import NO_KEY
+from pallas_models.kernels.forms.attention import Form
 from pallas_models.ops import _checks
+from pallas_models.ops._attention_form import form_of, merged_heads
 from pallas_models.ops._checks import Array
-from pallas_models.ops.attention import OP, merged_heads, operands
+from pallas_models.ops.attention import OP, reference
 
 
 def ring_attention(
@@ -65,7 +67,7 @@ def ring_attention(
       ValueError: as `attention`; or with `causal` queries and keys differ in number, or the number is odd.
       NotImplementedError: as `attention`.
     """
-    qkv, heads = merged_heads(q, k, v)
+    qkv = merged_heads(q, k, v)
     seq, kv_seq = q.shape[1], k.shape[1]
     if causal and (seq != kv_seq or seq % 2):
         raise ValueError(
@@ -76,13 +78,12 @@ def ring_attention(
     for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
         if ids is not None and ids.dtype.itemsize > 4:
             raise TypeError(f"{name} has dtype {ids.dtype}; expected integers of up to 32 bits")
-    (queries, mask, _, segment_ids, kv_segment_ids), static = operands(
+    form = form_of(
         qkv,
-        **heads,
-        causal=False,
-        window=None,
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        head_dim=q.shape[3],
         mask=mask,
-        bias=None,
         segment_ids=segment_ids,
         kv_segment_ids=kv_segment_ids,
         sm_scale=sm_scale,
@@ -92,13 +93,13 @@ def ring_attention(
     ring = _Ring(
         axis_name=axis_name,
         causal=causal,
-        static=tuple(static.items()),
+        form=form.abstract(),
         implementation=check_implementation(implementation) or None,
     )
-    (q, k, v), *others = varying_alike((queries, mask, segment_ids, kv_segment_ids))
+    (queries, keys, values), *others = varying_alike((form.qkv, form.mask, form.segment_ids, form.kv_segment_ids))
     mask, segment_ids, kv_segment_ids = others
-    out = _attend(ring, (q, segment_ids), (k, v, mask, kv_segment_ids))
-    return out.reshape(*out.shape[:2], heads["num_heads"], heads["head_dim"])
+    out = _attend(ring, _Queries(queries, segment_ids), _Keys(keys, values, mask, kv_segment_ids))
+    return out.reshape(q.shape)
 
 
 def zigzag_order(length: int, num_devices: int) -> np.ndarray:
@@ -125,20 +126,47 @@ def zigzag_order(length: int, num_devices: int) -> np.ndarray:
     return np.stack([chunks[:num_devices], chunks[: num_devices - 1 : -1]], axis=1).ravel()
 
 
-# What every device has of queries and of keys, all of them (B, S, ...): q and its segment ids; k, v, mask, ids.
-# Beside queries go rows of results: out (B, S, heads * head_dim) and the log-sum-exp (B, S, heads).
-_Queries = tuple[Any, ...]
-_Keys = tuple[Any, ...]
-_Rows = tuple[jax.Array, jax.Array]
+class _Queries(NamedTuple):
+    """The queries of a device (B, Sq, heads * head_dim), and their segment ids (B, Sq)."""
+
+    q: jax.Array
+    segment_ids: jax.Array | None
+
+
+class _Keys(NamedTuple):
+    """A part of keys and values (B, Skv, kv_heads * head_dim), and their mask and segment ids (B, Skv)."""
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array | None
+    segment_ids: jax.Array | None
+
+
+class _Rows(NamedTuple):
+    """The results of queries (B, Sq, heads * head_dim), and their log-sum-exp (B, Sq, heads)."""
+
+    out: jax.Array
+    lse: jax.Array
+
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Ring:
-    """A call: `static` has the options of `OP`, without its `causal`."""
+    """A call.
+
+    Attributes:
+      axis_name: the axis of the mesh.
+      causal: whether it is causal over the whole sequence.
+      form: attention of the queries of a device to its own keys, where each query sees each key.
+      implementation: the implementations that are named, or None.
+    """
 
     axis_name: str
     causal: bool
-    static: tuple[tuple[str, Any], ...]
+    form: Form[jax.ShapeDtypeStruct]
     implementation: tuple[Name, ...] | None
 
     @property
@@ -146,41 +174,44 @@ class _Ring:
         """The number of devices."""
         return int(jax.lax.axis_size(self.axis_name))
 
-    def send(self, tree: Any, steps: int = 1) -> Any:
-        """What the device so many steps before this one has of a tree."""
+    def send(self, tree: _T, steps: int = 1) -> _T:
+        """The tree of the device so many steps before this one."""
         to = [(i, (i + steps) % self.size) for i in range(self.size)]
-        return jax.lax.ppermute(tree, self.axis_name, to)
+        sent: _T = jax.lax.ppermute(tree, self.axis_name, to)
+        return sent
 
-    def options(self, causal: bool) -> dict[str, Any]:
-        return dict(self.static) | dict(causal=causal, implementation=self.implementation)
+    def part(self, queries: _Queries, keys: _Keys, *, causal: bool) -> Form[jax.Array]:
+        """Attention of these queries to these keys."""
+        operands = ((queries.q, keys.k, keys.v), keys.mask, None, queries.segment_ids, keys.segment_ids)
+        form: Any = self.form.of(operands)
+        return form.replace(causal=causal)
 
     def attend(self, queries: _Queries, keys: _Keys, *, causal: bool = False) -> _Rows:
-        """What queries have of these keys."""
-        (q, ids), (k, v, mask, kv_ids) = queries, keys
-        out, lse = run(OP, (q, k, v), mask, None, ids, kv_ids, **self.options(causal))
-        return out.astype(_wide(out)), lse.swapaxes(1, 2)
+        """The rows of these queries over these keys."""
+        out, lse = run(OP, self.part(queries, keys, causal=causal), implementation=self.implementation)
+        return _Rows(out.astype(_wide(out)), lse.swapaxes(1, 2))
 
     def pull(
         self, queries: _Queries, rows: _Rows, dout: jax.Array, keys: _Keys, *, causal: bool = False
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The gradients of q, and of k and v, by the weight that these keys have in the rows of all keys."""
-        (q, ids), (k, v, mask, kv_ids) = queries, keys
+        form = self.part(queries, keys, causal=causal)
         dq, dk, dv = run_backward(
             OP,
-            ((q, k, v), mask, None, ids, kv_ids),
-            [rows[0], rows[1].swapaxes(1, 2)],
+            form,
+            [rows.out, rows.lse.swapaxes(1, 2)],
             [dout, None],
             (True, False, False, False, False),
-            functools.partial(_pull_in_xla, **dict(self.static) | dict(causal=causal)),
-            **self.options(causal),
+            functools.partial(_pull_in_xla, form.abstract()),
+            implementation=self.implementation,
         )
         return dq.astype(_wide(dq)), (dk.astype(_wide(dk)), dv.astype(_wide(dv)))
 
-    def paired(self, step: int, queries: Any, keys: Any) -> tuple[Any, Any]:
-        """Queries and keys of which each sees each, half as many, in twice the batch.
+    def paired(self, step: int, queries: _T, keys: _U) -> tuple[_T, _U]:
+        """Queries and keys of which each sees each, half as many, in twice the batch; or trees of such rows.
 
-        Keys that came in `step` steps are of device i - step. If that is before this one, all queries see the
-        first half of them; else it is after it, and all of them are seen by the second half of the queries.
+        Keys that came in `step` steps are from device i - step. If that device is before this one, all queries
+        see the first half of its keys; else the second half of the queries sees all of its keys.
         """
         is_before = jax.lax.axis_index(self.axis_name) >= step
 
@@ -195,7 +226,7 @@ class _Ring:
         return jax.tree.map(of_queries, queries), jax.tree.map(of_keys, keys)
 
     def joined(self, step: int, rows: _Rows, part: _Rows) -> _Rows:
-        """The rows with what `part` adds, which is of `paired` queries."""
+        """The rows over more keys: `part` has the rows of `paired` queries over these."""
         is_before = jax.lax.axis_index(self.axis_name) >= step
 
         def halves(x: jax.Array, empty: float) -> tuple[jax.Array, jax.Array]:
@@ -204,8 +235,8 @@ class _Ring:
             other = [jnp.where(is_before, either, none), jnp.where(is_before, none, either)]
             return jnp.concatenate([none, second], axis=1), jnp.concatenate(other, axis=1)
 
-        (out, other_out), (lse, other_lse) = halves(part[0], 0.0), halves(part[1], NO_KEY)
-        return _merged(_merged(rows, (out, lse)), (other_out, other_lse))
+        (out, other_out), (lse, other_lse) = halves(part.out, 0.0), halves(part.lse, NO_KEY)
+        return _merged(_merged(rows, _Rows(out, lse)), _Rows(other_out, other_lse))
 
 
 def _wide(x: jax.Array) -> Any:
@@ -215,8 +246,8 @@ def _wide(x: jax.Array) -> Any:
 
 def _merged(a: _Rows, b: _Rows) -> _Rows:
     """The rows over the keys of both."""
-    lse = jnp.logaddexp(a[1], b[1])
-    return _by_head(a[0], _share(a[1], lse)) + _by_head(b[0], _share(b[1], lse)), lse
+    lse = jnp.logaddexp(a.lse, b.lse)
+    return _Rows(_by_head(a.out, _share(a.lse, lse)) + _by_head(b.out, _share(b.lse, lse)), lse)
 
 
 def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
@@ -231,7 +262,7 @@ def _by_head(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, queries: _Queries, keys: _Keys) -> jax.Array:
-    return _rows(ring, queries, keys)[0]
+    return _rows(ring, queries, keys).out
 
 
 def _rows(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
@@ -245,16 +276,19 @@ def _rows(ring: _Ring, queries: _Queries, keys: _Keys) -> _Rows:
             rows = ring.joined(step, rows, ring.attend(*ring.paired(step, queries, keys)))
         else:
             rows = _merged(rows, ring.attend(queries, keys))
-    return rows[0].astype(queries[0].dtype), rows[1]
+    return _Rows(rows.out.astype(queries.q.dtype), rows.lse)
 
 
-def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, tuple[Any, ...]]:
+_Kept = tuple[_Queries, _Rows, _Keys]
+
+
+def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, _Kept]:
     # Policies of `jax.checkpoint` that keep the rows of attention keep these.
-    out, lse = (checkpoint_name(x, OP.name) for x in _rows(ring, queries, keys))
-    return out, (queries, (out, lse), keys)
+    rows = _Rows(*(checkpoint_name(x, OP.name) for x in _rows(ring, queries, keys)))
+    return rows.out, (queries, rows, keys)
 
 
-def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Queries, _Keys]:
+def _backward(ring: _Ring, kept: _Kept, dout: jax.Array) -> tuple[Any, Any]:
     queries, rows, keys = kept
     # Parts of keys are sent again: XLA must not keep those of the forward pass, which are the whole sequence.
     keys, dout = jax.lax.optimization_barrier((keys, dout))
@@ -279,19 +313,22 @@ def _backward(ring: _Ring, kept: tuple[Any, ...], dout: jax.Array) -> tuple[_Que
         home = ring.send(jax.tree.map(lambda x: x.astype(dtype), part[1]), -step)
         found = jax.tree.map(jnp.add, found, (part[0], jax.tree.map(lambda x: x.astype(_wide(x)), home)))
     dq, dk, dv = (x.astype(dtype) for x in jax.tree.leaves(found))
-    return (dq, None), (dk, dv, None, None)
+    return _Queries(dq, None), _Keys(dk, dv, None, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _pull_in_xla(
-    arrays: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any], **static: Any
+    form: Form[jax.ShapeDtypeStruct], operands: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any]
 ) -> list[jax.Array]:
-    """What kernels give for rows that are of more keys than these, by the derivative of these keys' own rows."""
-    qkv, *others = arrays
+    """The gradients of the form's queries, keys and values, for rows over more keys than these.
+
+    It is the derivative of the rows over these keys alone, with cotangents that make up for the other keys.
+    """
+    qkv, *others = operands
     (out, lse), dout = kept, cotangents[0].astype(_wide(cotangents[0]))
-    (part, part_lse), pull = jax.vjp(lambda qkv: OP.reference(qkv, *others, **static), qkv)
+    (part, part_lse), pull = jax.vjp(lambda qkv: reference(form.of((qkv, *others))), qkv)
     share = _share(part_lse, lse)
     by_head = (*out.shape[:2], lse.shape[1], -1)
     change = jnp.sum((dout * (part - out)).reshape(by_head), axis=-1).swapaxes(1, 2)

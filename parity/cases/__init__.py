@@ -9,7 +9,6 @@ import pkgutil
 from typing import Any, TypeVar
 
 from pallas_models import ops
-from pallas_models.dispatch import legacy
 from pallas_models.dispatch.records import Op
 from parity.cases._records import Call, Case, Empty, Spread, Without
 
@@ -52,7 +51,7 @@ def records() -> dict[str, dict[str, Op[Any]]]:
     found: dict[str, dict[str, Op[Any]]] = {}
     for module in pkgutil.iter_modules(ops.__path__):
         values = vars(importlib.import_module(f"{ops.__name__}.{module.name}")).values()
-        found[module.name] = {value.name: value for value in values if isinstance(value, Op | legacy.Op)}
+        found[module.name] = {value.name: value for value in values if isinstance(value, Op)}
     return {stem: of_module for stem, of_module in found.items() if of_module}
 
 

@@ -58,8 +58,15 @@ def rotary(qkv=QKV, cos=QKV[0, :, :8], sin=QKV[1, :, :8], num_heads=4, num_kv_he
 
 
 def post_norm_mlp(y=X8, x=X8, w_out=W8, w_up=UP, w_down=UP.T, bias_up=None, scale=N8, **options):
+    weights = {"w_out": w_out, "w_up": w_up, "w_down": w_down, "bias_up": bias_up}
     norms = {"scale_out": N8, "offset_out": N8, "scale": scale, "offset": N8}
-    return ops.post_norm_mlp(y, x, w_out, w_up, w_down, bias_up=bias_up, **norms, **options)
+    return ops.post_norm_mlp(y, x, **weights, **norms, **options)
+
+
+def attention_post_norm_mlp(qkv=QKV[..., :24], num_heads=2, **options):
+    weights = {"w_out": W8, "w_up": UP, "w_down": UP.T}
+    weights |= dict.fromkeys(("scale_out", "offset_out", "scale", "offset"), N8)
+    return ops.attention_post_norm_mlp(qkv, X3, num_heads=num_heads, **weights | options)
 
 
 def post_norm_layers(num_heads=2, layers=2, without="", **changes):
@@ -146,6 +153,27 @@ CASES = {
         (lambda: post_norm_mlp(scale=N6), ValueError, "scale has shape (6,); expected (8,), (N,)"),
         (lambda: post_norm_mlp(y=INTS[0]), TypeError, "y has dtype int32; expected float16"),
         (lambda: post_norm_mlp(activation="tanh"), ValueError, "tanh"),
+        (lambda: post_norm_mlp(bias_in=N8), TypeError, "unexpected keyword argument 'bias_in'"),
+        (lambda: ops.post_norm_mlp(X8, X8, w_out=W8), TypeError, "missing 6 required positional arguments"),
+    ],
+    "attention_post_norm_mlp": [
+        (lambda: attention_post_norm_mlp(X8), ValueError, "qkv has shape (5, 8); expected 3 axes, (B, S, 3 * K)"),
+        (
+            lambda: attention_post_norm_mlp(QKV),
+            ValueError,
+            "w_out has shape (8, 8); expected (32, 8), (K, N) with",
+        ),
+        (
+            lambda: attention_post_norm_mlp(mask=MASK.T),
+            ValueError,
+            "mask has shape (4, 2); expected (2, 4), (B, S)",
+        ),
+        (lambda: attention_post_norm_mlp(mask=2 * MASK), ValueError, "mask has values from 0 to 2; expected only"),
+        (lambda: attention_post_norm_mlp(segment_ids=N8), TypeError, "segment_ids has dtype float32; expected an"),
+        (lambda: attention_post_norm_mlp(segment_ids=IDS.T), ValueError, "segment_ids has shape (4, 2); expected"),
+        (lambda: attention_post_norm_mlp(bias=N8), ValueError, "bias has shape (8,); expected 4 axes"),
+        (lambda: attention_post_norm_mlp(w_down=W8), ValueError, "w_down has shape (8, 8); expected (16, 8), (F"),
+        (lambda: attention_post_norm_mlp(num_heads=3), ValueError, "num_heads"),
     ],
     "post_norm_layers": [
         (lambda: post_norm_layers(num_heads=3), ValueError, "its last axis to be a multiple of num_heads=3"),

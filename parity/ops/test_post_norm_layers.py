@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_models import minilm, ops
+from pallas_models import target as targets
 from pallas_models.dispatch import sharding
+from pallas_models.kernels.forms.post_norm_layers import Form, Layer
 from pallas_models.kernels.mosaic.post_norm_layers import unsupported
 from pallas_models.ops.post_norm_layers import _OP
 from parity.cases.post_norm_layers import layer
@@ -38,6 +40,12 @@ def operands(batch: int, seq: int, n: int, f: int, count: int, dtype="float32", 
     kinds = [rng.integers(0, 4, seq) > 0, np.arange(seq) < 2 * seq // 3, np.zeros(seq)]
     layers = [layer(rng, n, f, dtype, spread ** (i % 3 - 1)) for i in range(count)]
     return {"x": array(x, dtype), "layers": layers, "mask": array([kinds[i % 3] for i in range(batch)], "int32")}
+
+
+def form_of(x: jax.Array, mask: jax.Array, layers: list[dict[str, jax.Array]], num_heads: int) -> Form[jax.Array]:
+    options = dict(activation="gelu", epsilon=1e-12, precision=jax.lax.Precision.HIGHEST)
+    given = tuple(Layer(**layer) for layer in layers)
+    return Form(x=x, mask=mask, bias=None, segment_ids=None, layers=given, num_heads=num_heads, **options)
 
 
 def call(arrays: dict[str, Any], **options: Any) -> jax.Array:
@@ -172,9 +180,8 @@ def test_more_layers_make_no_longer_kernel():
 
 def test_sequences_are_split_over_devices():
     x, layers, mask = operands(2, 8, 128, 512, 2).values()
-    static = dict(num_heads=4, activation="gelu", epsilon=1e-12, precision=None)
-    arrays = x, mask, tuple(layers)
-    layout = sharding.Layout.of(_OP.sharding(*arrays, **static), arrays, 1)
+    form = form_of(x, mask, layers, 4)
+    layout = sharding.Layout.of(_OP.sharding(form.abstract()), form.operands, 1)
     split = [axes for axes in (*layout.operands, *layout.results) if any(axes)]
     assert split == [("b", None, None), ("b", None), ("b", None, None)]
 
@@ -197,7 +204,9 @@ def test_what_the_hopper_kernel_does_not_serve(change, message):
     num_heads = change.pop("num_heads", change["n"] // 32)
     scale = {name: change.pop(name) for name in ("scale",) if name in change}
     x, layers, mask = operands(**{"f": 4 * change["n"]} | change).values()
-    assert message in unsupported(x, mask, [one | scale for one in layers], num_heads=num_heads)
+    form = form_of(x, mask, [one | scale for one in layers], num_heads)
+    with cuda_device(*HOPPER):
+        assert message in unsupported(form.abstract(), targets.current())
 
 
 @needs_inline

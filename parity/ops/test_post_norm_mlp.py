@@ -1,4 +1,4 @@
-"""`ops.post_norm_mlp` against torch: in one kernel, and in those that it stands for."""
+"""`post_norm_mlp` and `attention_post_norm_mlp`, against torch: in one kernel, and in the ops they stand for."""
 
 import functools
 from typing import Any
@@ -10,6 +10,8 @@ import pytest
 from jax.extend.core import Var
 
 from pallas_models import ops
+from pallas_models import target as targets
+from pallas_models.kernels.forms import attention_matmul_layer_norm, post_norm_mlp
 from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.mosaic.post_norm_mlp import unsupported
 from pallas_models.kernels.triton import attention_matmul_layer_norm as few_tokens
@@ -108,60 +110,62 @@ def test_a_traced_epsilon_has_gradients_and_no_kernel():
     assert isinstance(gradient, Var)
 
 
-def call_attending(arrays: dict[str, Any], attention: dict[str, Any], **options) -> jax.Array:
-    f = functools.partial(ops.post_norm_mlp, attention=attention, **options)
+def call_attending(arrays: dict[str, Any], **options) -> jax.Array:
+    f = functools.partial(ops.attention_post_norm_mlp, num_heads=arrays["x"].shape[-1] // 32, **options)
     return jax.jit(f)(**arrays)
 
 
-def attending(batch: int, seq: int, n: int, dtype: str, tokens: str | None) -> tuple[Any, Any, np.ndarray]:
-    """Operands with queries, keys and values as y, what attention takes, and which tokens have a result."""
-    arrays = operands(batch * seq, n, n, dtype) | {
-        "y": normal(np.random.default_rng(5), batch, seq, 3 * n, dtype=dtype)
-    }
+def attending(batch: int, seq: int, n: int, dtype: str, *tokens: str) -> tuple[dict[str, Any], np.ndarray]:
+    """Operands, some that say which tokens are seen, and which tokens have a result."""
+    arrays: dict[str, Any] = operands(batch * seq, n, n, dtype)
+    del arrays["y"]
+    arrays["qkv"] = normal(np.random.default_rng(5), batch, seq, 3 * n, dtype=dtype)
     arrays["x"] = arrays["x"].reshape(batch, seq, n)
     valid = np.arange(seq) < np.linspace(seq, seq // 3, batch)[:, None]
-    ids = {"mask": valid, "segment_ids": np.arange(seq) // 7 + np.arange(batch)[:, None]}
-    attention: dict[str, Any] = {"num_heads": n // 32}
-    if tokens:
-        attention[tokens] = jnp.asarray(ids[tokens])
-    return arrays, attention, valid if tokens == "mask" else np.ones_like(valid)
+    masks = {
+        "mask": valid,
+        "segment_ids": np.arange(seq) // 7 + np.arange(batch)[:, None],
+        "bias": np.random.default_rng(6).normal(size=(1, n // 32, seq, seq)).astype("float32"),
+    }
+    arrays |= {name: jnp.asarray(masks[name]) for name in tokens}
+    return arrays, valid if "mask" in tokens else np.ones_like(valid)
 
 
 @pytest.mark.skipif(OLD_JAX, reason="the kernel needs JAX 0.11")
 @pytest.mark.parametrize(
     "batch, seq, n, tokens",
-    [(2, 128, 384, None), (2, 128, 384, "mask"), (5, 64, 256, "mask"), (2, 64, 256, "segment_ids")],
+    [(2, 128, 384, ()), (2, 128, 384, ("mask",)), (5, 64, 256, ("mask",)), (2, 64, 256, ("segment_ids",))],
 )
 def test_attention_in_the_kernel(batch, seq, n, tokens):
-    arrays, attention, valid = attending(batch, seq, n, "float16", tokens)
-    out, expected = (call_attending(arrays, attention, implementation=name) for name in (MOSAIC, "xla"))
+    arrays, valid = attending(batch, seq, n, "float16", *tokens)
+    out, expected = (call_attending(arrays, implementation=name) for name in (MOSAIC, "xla"))
     assert_close(out[valid], expected[valid], OP["float16"])
 
 
 @pytest.mark.parametrize(
     "batch, seq, n, tokens",
-    [(1, 128, 384, None), (3, 40, 96, "mask"), (2, 19, 160, "segment_ids"), (7, 16, 64, "mask")],
+    [(1, 128, 384, ()), (3, 40, 96, ("mask",)), (2, 19, 160, ("segment_ids",)), (7, 16, 64, ("mask",))],
 )
 def test_attention_with_the_projection(dtype, tolerance, batch, seq, n, tokens):
-    arrays, attention, valid = attending(batch, seq, n, dtype, tokens)
+    arrays, valid = attending(batch, seq, n, dtype, *tokens)
 
     def f(arrays):
-        return ops.post_norm_mlp(**arrays, attention=attention, implementation=KERNEL)
+        return ops.attention_post_norm_mlp(**arrays, num_heads=n // 32, implementation=KERNEL)
 
     assert traces("attention_matmul", f, arrays)
-    out, expected = jax.jit(f)(arrays), call_attending(arrays, attention, implementation="xla")
+    out, expected = jax.jit(f)(arrays), call_attending(arrays, implementation="xla")
     assert_close(out[valid], expected[valid], tolerance)
 
 
 def test_gradients_of_attention_with_the_projection():
-    arrays, attention, valid = attending(2, 12, 64, "float32", "mask")
+    arrays, valid = attending(2, 12, 64, "float32", "mask")
     cotangent = jnp.where(valid[..., None], normal(np.random.default_rng(1), 2, 12, 64), 0.0)
 
     def gradients(implementation):
         def f(some):
-            return call_attending(arrays | some, attention, implementation=implementation)
+            return call_attending(arrays | some, implementation=implementation)
 
-        return jax.vjp(f, {name: arrays[name] for name in ("y", "x", "w_out", "scale_out")})[1](cotangent)[0]
+        return jax.vjp(f, {name: arrays[name] for name in ("qkv", "x", "w_out", "scale_out")})[1](cotangent)[0]
 
     mine, expected = gradients(KERNEL), gradients("xla")
     for name in mine:
@@ -177,36 +181,40 @@ def test_gradients_of_attention_with_the_projection():
         ),
         ({"k": 128}, "2 heads of 128 columns and 64"),
         ({"n": 544}, "columns and 544"),
+        ({"masks": ("mask", "segment_ids")}, "takes a mask or segment ids, not both"),
         ({"n": 48}, "columns and 48"),
     ],
 )
 def test_what_attention_with_the_projection_does_not_serve(change, message):
     size = dict(batch=8, seq=16, k=64, n=64) | change
-    x, qkv = (jax.ShapeDtypeStruct((size["batch"], size["seq"], w), "float16") for w in (size["n"], 3 * size["k"]))
-    w = jax.ShapeDtypeStruct((size["k"], size["n"]), "float16")
-    assert message in few_tokens.unsupported(qkv, None, None, x, w, None, None, None, num_heads=2)
+    tokens = size["batch"], size["seq"]
+    vector = jax.ShapeDtypeStruct((size["n"],), "float32")
+    masks = {name: jax.ShapeDtypeStruct(tokens, "int32") for name in size.get("masks", ())}
+    form = attention_matmul_layer_norm.Form(
+        qkv=jax.ShapeDtypeStruct((*tokens, 3 * size["k"]), "float16"),
+        residual=jax.ShapeDtypeStruct((*tokens, size["n"]), "float16"),
+        w=jax.ShapeDtypeStruct((size["k"], size["n"]), "float16"),
+        **{"bias": None, "scale": vector, "offset": vector},
+        **{"mask": None, "segment_ids": None} | masks,
+        **{"num_heads": 2, "epsilon": 0.1, "precision": jax.lax.Precision.HIGHEST},
+    )
+    assert message in few_tokens.unsupported(form, targets.ANY)
 
 
-@pytest.mark.parametrize("tokens, options", [("mask", {}), ("segment_ids", {"causal": True})])
-def test_after_attention(reference, implementation, tokens, options):
-    arrays, attention, valid = attending(3, 20, 64, "float32", tokens)
-    attention |= options
-    out = call_attending(arrays, attention, implementation=implementation)
-    y = compiled.attention_qkv(arrays["y"], implementation="xla", **attention)
+@pytest.mark.parametrize("tokens", [("mask",), ("segment_ids",), ("bias",), ("mask", "segment_ids", "bias")])
+def test_after_attention(reference, implementation, tokens):
+    arrays, valid = attending(3, 20, 64, "float32", *tokens)
+    out = call_attending(arrays, implementation=implementation)
+    masks = {name: arrays.pop(name) for name in tokens}
+    y = compiled.attention_qkv(arrays.pop("qkv"), implementation="xla", num_heads=2, **masks)
     assert_close(out[valid], of_torch(reference, arrays | {"y": y})[valid], LONG)
 
 
 def test_a_bool_mask_where_dtypes_are_not_promoted():
-    arrays, attention, _ = attending(2, 20, 64, "float32", "mask")
-    assert attention["mask"].dtype == bool
+    arrays, _ = attending(2, 20, 64, "float32", "mask")
+    assert arrays["mask"].dtype == bool
     with jax.numpy_dtype_promotion("strict"):
-        call_attending(arrays, attention, implementation="xla")
-
-
-def test_attention_has_one_result():
-    arrays, attention, _ = attending(2, 20, 64, "float32", None)
-    with pytest.raises(ValueError, match="attention has return_lse=True; expected"):
-        call_attending(arrays, attention | {"return_lse": True})
+        call_attending(arrays, implementation="xla")
 
 
 @pytest.mark.skipif(
@@ -238,14 +246,17 @@ def test_hopper_kernel_has_no_races(monkeypatch, capfd):
 )
 def test_one_kernel_where_rows_fill_the_multiprocessors(rows, y, kernels):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(8, 384, 1536, "float16"))
-    shapes |= {name: jax.ShapeDtypeStruct((*rows, n), "float16") for name, n in (("y", y), ("x", 384))}
+    del shapes["y"]
+    shapes["x"] = jax.ShapeDtypeStruct((*rows, 384), "float16")
+    given = jax.ShapeDtypeStruct((*rows, y), "float16")
 
-    def f(arrays, mask):
-        attention = dict(num_heads=12, mask=mask, causal=False, window=None)
-        return ops.post_norm_mlp(**arrays, attention=attention if y > 384 else None)
+    def f(arrays, y, mask):
+        if y.shape[-1] == 384:
+            return ops.post_norm_mlp(y, **arrays)
+        return ops.attention_post_norm_mlp(y, **arrays, num_heads=12, mask=mask)
 
     with cuda_device(*HOPPER):
-        text = lowered_for_cuda(f, shapes, jax.ShapeDtypeStruct(rows, bool))
+        text = lowered_for_cuda(f, shapes, given, jax.ShapeDtypeStruct(rows, bool))
     assert kernel_calls(text) == kernels
 
 
@@ -311,4 +322,8 @@ def test_what_the_hopper_kernel_does_not_serve(change, message):
     change = dict(change)
     without = change.pop("without", None)
     a = operands(**dict(m=64, n=128, f=256, dtype="float16") | change) | {without: None}
-    assert message in unsupported(*(a[name] for name in POST_NORM_MLP))
+    weights = post_norm_mlp.Weights(*(a[name] for name in POST_NORM_MLP[2:]))
+    options = {"activation": "gelu", "epsilon": 0.1, "precision": jax.lax.Precision.HIGHEST}
+    form = post_norm_mlp.Form(y=a["y"], x=a["x"], weights=weights, **options)
+    with cuda_device(*HOPPER):
+        assert message in unsupported(form.abstract(), targets.current())

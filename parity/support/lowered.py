@@ -5,7 +5,7 @@ A change of structure is to change no kernel. Lower everything before it and aft
     python -m parity lowered build/before
     python -m parity lowered build/after --compare build/before
 
-FOLDER/programs.json has, for each call of `parity.support.cases` and for MiniLM, forward and backward, the digests
+FOLDER/programs.json has, for each call of `parity.cases` and for MiniLM, forward and backward, the digests
 of its kernels and of the program around them; FOLDER/DIGEST.mlir is the text of each, without the lines of source
 that it comes from. What differs is listed with the files to diff, and the exit code is then 1. Kernels of Mosaic
 GPU are lowered where the CUDA plugin of JAX is installed; nothing else of CUDA is needed.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 
 from pallas_models import minilm
-from parity.support.cases import BY_BACKEND
+from parity.cases import BY_BACKEND
 from parity.support.common import MOSAIC_CALL, TRITON_CALL, cuda_device
 
 HOPPER, ADA = ("NVIDIA H200", 132), ("NVIDIA GeForce RTX 4090", 128)

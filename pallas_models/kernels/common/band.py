@@ -1,12 +1,14 @@
 """Which queries see which keys by their positions, and which blocks of them have any pair."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+
+from pallas_models.kernels.forms.attention import Form
 
 Index = jax.Array | int
 # The first and the end of the blocks with a valid pair, then of a run of blocks with nothing but valid pairs.
@@ -58,6 +60,11 @@ class Band:
     causal: bool
     window: int | None
 
+    @classmethod
+    def of(cls, form: Form[Any]) -> Self:
+        """The band of a call of attention."""
+        return cls(seq=form.seq, kv_seq=form.kv_seq, causal=form.causal, window=form.window)
+
     @property
     def low(self) -> int | None:
         """Query i sees no key below i + low; None where it sees the first one."""
@@ -65,7 +72,7 @@ class Band:
 
     @property
     def high(self) -> int | None:
-        """Nor one above i + high; None where it sees every key."""
+        """Query i sees no key above i + high; None where it sees the last one."""
         offset = self.kv_seq - self.seq
         if self.causal:
             return offset
@@ -100,34 +107,27 @@ class Band:
 
 
 def searched(
-    mask: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    *,
-    seq: int,
-    kv_seq: int,
-    block_q: int,
-    block_kv: int,
-    least: int,
-    keys_first: bool = False,
+    form: Form[jax.Array], *, block_q: int, block_kv: int, least: int, keys_first: bool = False
 ) -> jax.Array | None:
     """The `Runs` of blocks that masks leave, as far as the least and the largest segment id of a block tell.
 
     Args:
+      form: the call, whose mask and segment ids are searched.
       least: how many blocks of the other side there must be for a search to pay.
 
     Returns:
       (B or 1, blocks of queries, 4): the blocks of keys that each block of queries needs; with `keys_first`
       (B or 1, blocks of keys, 4): the blocks of queries that need each. None where there are few, or no masks.
     """
-    q_blocks, kv_blocks = pl.cdiv(seq, block_q), pl.cdiv(kv_seq, block_kv)
-    if (q_blocks if keys_first else kv_blocks) < least or (mask is None and segment_ids is None):
+    mask, segment_ids, kv_segment_ids = form.mask, form.segment_ids, form.kv_segment_ids
+    q_blocks, kv_blocks = pl.cdiv(form.seq, block_q), pl.cdiv(form.kv_seq, block_kv)
+    if (q_blocks if keys_first else kv_blocks) < least or not form.has_masks:
         return None
 
     def split(x: jax.Array, count: int, size: int, mode: str) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, count * size - x.shape[1])), mode=mode).reshape(-1, count, size)
 
-    valid = jnp.ones((1, kv_seq), bool) if mask is None else mask != 0
+    valid = jnp.ones((1, form.kv_seq), bool) if mask is None else mask != 0
     valid = split(valid, kv_blocks, block_kv, "constant")[:, None]
     some, full = jnp.any(valid, -1), jnp.all(valid, -1)
     if segment_ids is not None and kv_segment_ids is not None:

@@ -14,11 +14,6 @@ NO_KEY = LOWEST
 MASKING_BIAS = -1e30
 
 
-def first_heads_of(qkv: tuple[jax.Array, ...], num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
-    """Which head of its array the queries, the keys and the values of attention begin with: one may hold all."""
-    return (0, num_heads, num_heads + num_kv_heads) if len(qkv) == 1 else (0, 0, 0)
-
-
 def lowest_score(scale: float) -> float:
     """What the maximum of a row starts from: finite when scaled too, so that a score of -inf less it is no NaN."""
     return LOWEST / max(_power_above(scale), 1.0)

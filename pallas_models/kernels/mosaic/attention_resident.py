@@ -4,6 +4,7 @@ With so narrow heads scores cost more instructions than products: exponentials m
 warpgroup three or more share a multiprocessor, and while one waits for its products the others compute.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -13,38 +14,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.scores import NO_KEY, exponents, first_heads_of, lowest_score
+from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
+from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import load, tiled
-from pallas_models.kernels.mosaic.common.scores import softmax_weights
+from pallas_models.kernels.mosaic.common.memory import tiled
+from pallas_models.kernels.mosaic.common.products import multiply, product, put, with_sums
+from pallas_models.kernels.mosaic.common.scores import load_across, masked, softmax_weights
 from pallas_models.target import Target
 
 _ROWS = 64  # queries of a tile: the rows of one instruction of the tensor cores
 _HEAD_DIM = 32
 _MOST_KEYS = 512  # with which three CTAs fit on a multiprocessor
 
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # weights, maxima and sums of rows
 
-def unsupported(
-    qkv: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    *,
-    head_dim: int,
-    causal: bool,
-    window: int | None,
-    sm_scale: float,
-    **_: Any,
-) -> str | None:
-    """Why the kernel cannot serve a call; None if it can."""
-    seq, kv_seq = qkv[0].shape[1], qkv[-1].shape[1]
-    if qkv[0].dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {qkv[0].dtype}"
+
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    """Why the kernel does not serve a call; None where it does."""
+    del target
+    head_dim, sm_scale, seq, kv_seq = form.head_dim, form.sm_scale, form.seq, form.kv_seq
+    if form.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {form.dtype}"
     if head_dim != _HEAD_DIM:
         return f"takes heads of {_HEAD_DIM}, not {head_dim=}"
-    if causal or window is not None or bias is not None or segment_ids is not None:
+    if form.causal or form.window is not None or form.bias is not None or form.segment_ids is not None:
         return "takes no masks of pairs and no bias"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
@@ -55,23 +49,171 @@ def unsupported(
     return None
 
 
-def prefer(qkv: tuple[jax.Array, ...], *_: Any, num_heads: int, **__: Any) -> bool:
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
-    (batch, seq), kv_seq = qkv[0].shape[:2], qkv[-1].shape[1]
-    return kv_seq >= 128 and batch * num_heads * seq >= 32 * 12 * 512  # fewer do not pay for `_runs`, or wait
+    del target
+    rows = form.batch * form.num_heads * form.seq
+    return form.kv_seq >= 128 and rows >= 32 * 12 * 512  # fewer do not pay for `_runs`, or wait
 
 
-def _attention_kernel(
-    refs: Refs,
-    *,
-    tiles: int,
-    block_kv: int,
-    num_heads: int,
-    num_kv_heads: int,
-    first_heads: tuple[int, int, int],
-    sm_scale: float,
-    interpret: bool,
-) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What is known of a launch beforehand."""
+
+    form: Form[jax.ShapeDtypeStruct]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of a CTA."""
+        return 2 if self.form.seq % (2 * _ROWS) == 0 else 1
+
+    @property
+    def parts(self) -> int:
+        """CTAs of a head."""
+        return self.form.seq // (self.tiles * _ROWS)
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a step."""
+        return 128 if self.form.kv_seq % 128 == 0 else 64
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys."""
+        return self.form.kv_seq // self.block_kv
+
+    @property
+    def scale(self) -> float:
+        """The factor of exponents to the base 2, which are the GPU's own; scores stay unscaled up to them."""
+        return self.form.sm_scale * math.log2(math.e)
+
+    def scratch_types(self) -> dict[str, Any]:
+        """The shared memory and the barriers of a CTA."""
+        tiles, blocks, dtype, row_bytes = self.tiles, self.blocks, self.form.dtype, 2 * _HEAD_DIM
+        types = {
+            "q_tiles": tiled((tiles, _ROWS, _HEAD_DIM), dtype, row_bytes),
+            "k_blocks": tiled((blocks, self.block_kv, _HEAD_DIM), dtype, row_bytes),
+            "v_blocks": tiled((blocks, self.block_kv, _HEAD_DIM), dtype, row_bytes),
+            "q_ready": plgpu.Barrier(num_barriers=tiles),
+            "k_ready": plgpu.Barrier(num_barriers=blocks),
+            "v_ready": plgpu.Barrier(num_barriers=blocks),
+        }
+        return types | ({"lse_tiles": plgpu.SMEM((tiles, _ROWS), jnp.float32)} if self.form.return_lse else {})
+
+
+class _Head:
+    """The tiles of queries of one head that this CTA has."""
+
+    def __init__(self, refs: Refs, plan: _Plan) -> None:
+        self.refs, self.plan, num_heads = refs, plan, plan.form.num_heads
+        div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
+        cta = jax.lax.axis_index("cta")
+        self.part, cta = rem(cta, plan.parts), div(cta, plan.parts)
+        self.batch, self.head = div(cta, num_heads), rem(cta, num_heads)
+        # Of the blocks of keys, those that are walked over and those that need no mask.
+        self.end, self.whole = jnp.int32(plan.blocks), jnp.int32(plan.blocks)
+        if refs.runs is not None:
+            self.end, self.whole = refs.runs[self.batch, 0], refs.runs[self.batch, 1]
+
+    def run(self) -> None:
+        self.copy_queries(jnp.int32(0))
+        pl.loop(0, self.end)(self.copy_keys)
+        pl.loop(1, self.plan.tiles)(self.copy_queries)
+        jax.lax.fori_loop(0, self.plan.tiles, lambda tile, _: self.attend(tile), None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def columns(self, operand: int) -> pl.Slice:
+        """The columns of the head in the array of operand 0, 1 or 2: the queries, the keys or the values."""
+        index = jax.lax.div(self.head, self.plan.form.group) if operand else self.head
+        return pl.Slice((self.plan.form.first_heads[operand] + index) * _HEAD_DIM, _HEAD_DIM)
+
+    def rows_of(self, tile: jax.Array) -> pl.Slice:
+        return pl.Slice((self.part * self.plan.tiles + tile) * _ROWS, _ROWS)
+
+    def copy_queries(self, tile: jax.Array) -> None:
+        refs = self.refs
+        source = refs.q.at[self.batch, self.rows_of(tile), self.columns(0)]
+        plgpu.copy_gmem_to_smem(source, refs.q_tiles.at[tile], refs.q_ready.at[tile])
+
+    def copy_keys(self, j: jax.Array) -> None:
+        """Copies block j of the keys, and of the values."""
+        refs, rows = self.refs, pl.Slice(j * self.plan.block_kv, self.plan.block_kv)
+        source = refs.k.at[self.batch, rows, self.columns(1)]
+        plgpu.copy_gmem_to_smem(source, refs.k_blocks.at[j], refs.k_ready.at[j])
+        source = refs.v.at[self.batch, rows, self.columns(2)]
+        plgpu.copy_gmem_to_smem(source, refs.v_blocks.at[j], refs.v_ready.at[j])
+
+    def attend(self, tile: jax.Array) -> None:
+        """Computes and writes the results of a tile."""
+        plgpu.barrier_wait(self.refs.q_ready.at[tile])
+        first = self.softmax(self.scores(tile, jnp.int32(0)), lowest_score(self.plan.scale))
+        with_sums(functools.partial(self.walk, tile, first), (_ROWS, _HEAD_DIM))
+
+    def walk(self, tile: jax.Array, first: _Carry, sums: Ref) -> None:
+        """Adds up all blocks, given the softmax of the first one."""
+
+        def step(j: jax.Array, carry: _Carry) -> _Carry:
+            weights, before, total = carry
+            self.add_values(sums, tile, weights, j - 1)
+            weights, peak, more = self.softmax(self.scores(tile, j), before)
+            scale = self.plan.scale
+            correction = jnp.exp2(exponents(before, scale)[1] - exponents(peak, scale)[1])
+            value = sums[...]
+            put(sums, value * jax.lax.broadcast_in_dim(correction, value.shape, [0]))
+            return weights, peak, total * correction + more
+
+        weights, peak, total = jax.lax.fori_loop(1, self.end, step, first) if self.plan.blocks > 1 else first
+        self.add_values(sums, tile, weights, self.end - 1)
+        self.finish(tile, sums[...], peak, total)
+
+    def wait(self, tile: jax.Array, ready: Ref) -> None:
+        """Waits for a block of keys or values, where this is the first tile that needs it."""
+        pl.when(tile == 0)(lambda: plgpu.barrier_wait(ready))
+
+    def scores(self, tile: jax.Array, j: jax.Array) -> jax.Array:
+        """The scores of a tile and block j of the keys, -inf for masked keys."""
+        refs = self.refs
+        self.wait(tile, refs.k_ready.at[j])
+        scores = product(refs.q_tiles.at[tile], refs.k_blocks.at[j], transpose_b=True)
+        if refs.mask is None:
+            return scores
+
+        def mask(scores: jax.Array) -> jax.Array:
+            row = refs.mask.at[self.batch, pl.ds(j * self.plan.block_kv, self.plan.block_kv)]
+            return masked(scores, [load_across(row, scores.shape, 1) != 0])
+
+        unchanged: jax.Array = jax.lax.cond(j < self.whole, lambda x: x, mask, scores)
+        return unchanged
+
+    def softmax(self, scores: jax.Array, peak: jax.Array | float) -> _Carry:
+        """Weights, the maximum of each row and of those before, and the sum of its weights."""
+        peak = jnp.maximum(jnp.max(scores, axis=1), peak)
+        weights = softmax_weights(scores, peak, self.plan.scale)
+        total = jnp.sum(weights, axis=1)
+        # By their dtype weights are operands, which must not change while a product is under way.
+        return weights.astype(self.refs.o.dtype), peak, total
+
+    def add_values(self, sums: Ref, tile: jax.Array, weights: jax.Array, j: jax.Array) -> None:
+        self.wait(tile, self.refs.v_ready.at[j])
+        multiply(sums, weights, self.refs.v_blocks.at[j])
+
+    def finish(self, tile: jax.Array, value: jax.Array, peak: jax.Array, total: jax.Array) -> None:
+        """Writes the results of a tile, by way of the memory of its queries."""
+        refs, queries = self.refs, self.refs.q_tiles.at[tile]
+        empty = total == 0.0  # no key took part
+        factor = jnp.where(empty, 0.0, 1.0 / total)
+        queries[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(refs.o.dtype)
+        if refs.lse is not None:
+            lse = jnp.where(empty, NO_KEY, peak * (self.plan.scale * math.log(2)) + jnp.log(total))
+            refs.lse_tiles[tile] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(queries, refs.o.at[self.batch, self.rows_of(tile), self.columns(0)])
+        if refs.lse is not None:
+            target = refs.lse.at[self.batch, self.head, self.rows_of(tile)]
+            plgpu.copy_smem_to_gmem(refs.lse_tiles.at[tile], target)
+
+
+def _attention_kernel(refs: Refs, *, plan: _Plan) -> None:
     """Attends for the tiles of this CTA.
 
     Args:
@@ -79,116 +221,7 @@ def _attention_kernel(
         others; mask (B, Skv) and runs (B, 2) or None; o like q, and lse (B, heads, Sq) if asked for; and scratch
         memory.
     """
-    seq, kv_seq, dtype = refs.o.shape[1], refs.k.shape[1], refs.o.dtype
-    count, parts = kv_seq // block_kv, seq // (tiles * _ROWS)
-    # Base-2 exponentials are the GPU's own. Scores stay unscaled up to these.
-    scale = sm_scale * math.log2(math.e)
-    div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
-    cta = jax.lax.axis_index("cta")
-    part, cta = rem(cta, parts), div(cta, parts)
-    batch, head = div(cta, num_heads), rem(cta, num_heads)
-    end, whole = jnp.int32(count), jnp.int32(count)
-    if refs.runs is not None:
-        end, whole = refs.runs[batch, 0], refs.runs[batch, 1]
-
-    def columns(operand: int) -> pl.Slice:
-        index = div(head, num_heads // num_kv_heads) if operand else head
-        return pl.Slice((first_heads[operand] + index) * _HEAD_DIM, _HEAD_DIM)
-
-    def rows_of(tile: jax.Array) -> pl.Slice:
-        return pl.Slice((part * tiles + tile) * _ROWS, _ROWS)
-
-    def copy_queries(tile: jax.Array) -> None:
-        source = refs.q.at[batch, rows_of(tile), columns(0)]
-        plgpu.copy_gmem_to_smem(source, refs.q_tiles.at[tile], refs.q_ready.at[tile])
-
-    def copy_keys(j: jax.Array) -> None:
-        rows = pl.Slice(j * block_kv, block_kv)
-        plgpu.copy_gmem_to_smem(refs.k.at[batch, rows, columns(1)], refs.k_blocks.at[j], refs.k_ready.at[j])
-        plgpu.copy_gmem_to_smem(refs.v.at[batch, rows, columns(2)], refs.v_blocks.at[j], refs.v_ready.at[j])
-
-    def attend(tile: jax.Array, _: None) -> None:
-        queries = refs.q_tiles.at[tile]
-        plgpu.barrier_wait(refs.q_ready.at[tile])
-
-        def wait(ready: Ref, j: jax.Array) -> None:
-            pl.when(tile == 0)(lambda: plgpu.barrier_wait(ready.at[j]))
-
-        def scores_of(j: jax.Array) -> jax.Array:
-            wait(refs.k_ready, j)
-            keys = refs.k_blocks.at[j]
-
-            def product(scores: Ref) -> jax.Array:
-                plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
-                return scores[...]
-
-            def masked(scores: jax.Array) -> jax.Array:
-                row = refs.mask.at[batch, pl.ds(j * block_kv, block_kv)]
-                row = load(row, plgpu.Layout.WGMMA.reduce(0))
-                row = jax.lax.broadcast_in_dim(row, scores.shape, [1])
-                # Where that is not said, to infer the layouts of integers takes long.
-                row = row if interpret else plgpu.layout_cast(row, plgpu.Layout.WGMMA)
-                return jnp.where(row != 0, scores, -jnp.inf)
-
-            if interpret:  # without products of what is in registers, and sums that can be set
-                scores = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
-            else:
-                scores = pl.run_scoped(product, plgpu.ACC((_ROWS, block_kv), jnp.float32))
-            return scores if refs.mask is None else jax.lax.cond(j < whole, lambda x: x, masked, scores)
-
-        def add_values(sums: Ref, weights: jax.Array, j: jax.Array) -> None:
-            wait(refs.v_ready, j)
-            if interpret:
-                sums[...] += jnp.dot(weights, refs.v_blocks[j], preferred_element_type=jnp.float32)
-                plgpu.commit_smem()
-            else:
-                plgpu.wgmma(sums, weights, refs.v_blocks.at[j])
-
-        def weights_of(scores: jax.Array, peak: jax.Array | float) -> tuple[jax.Array, ...]:
-            """Weights, the maximum of each row and those before, and the sum of its weights."""
-            peak = jnp.maximum(jnp.max(scores, axis=1), peak)
-            weights = softmax_weights(scores, peak, scale)
-            total = jnp.sum(weights, axis=1)
-            # By their dtype weights are operands, which must not change while a product is under way.
-            return weights.astype(dtype), peak, total
-
-        first = weights_of(scores_of(jnp.int32(0)), lowest_score(scale))
-
-        def walk(sums: Ref) -> None:
-            def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                weights, before, total = carry
-                add_values(sums, weights, j - 1)
-                weights, peak, more = weights_of(scores_of(j), before)
-                correction = jnp.exp2(exponents(before, scale)[1] - exponents(peak, scale)[1])
-                value = sums[...]
-                sums[...] = value * jax.lax.broadcast_in_dim(correction, value.shape, [0])
-                return weights, peak, total * correction + more
-
-            weights, peak, total = jax.lax.fori_loop(1, end, step, first) if count > 1 else first
-            add_values(sums, weights, end - 1)
-            value = sums[...]
-            empty = total == 0.0  # no key took part
-            factor = jnp.where(empty, 0.0, 1.0 / total)
-            queries[...] = (value * jax.lax.broadcast_in_dim(factor, value.shape, [0])).astype(dtype)
-            if refs.lse is not None:
-                lse = jnp.where(empty, NO_KEY, peak * (scale * math.log(2)) + jnp.log(total))
-                refs.lse_tiles[tile] = lse
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(queries, refs.o.at[batch, rows_of(tile), columns(0)])
-            if refs.lse is not None:
-                plgpu.copy_smem_to_gmem(refs.lse_tiles.at[tile], refs.lse.at[batch, head, rows_of(tile)])
-
-        if interpret:
-            refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
-            walk(refs.sums)
-        else:
-            pl.run_scoped(walk, plgpu.ACC((_ROWS, _HEAD_DIM), jnp.float32))
-
-    copy_queries(jnp.int32(0))
-    pl.loop(0, end)(copy_keys)
-    pl.loop(1, tiles)(copy_queries)
-    jax.lax.fori_loop(0, tiles, attend, None)
-    plgpu.wait_smem_to_gmem(0)
+    _Head(refs, plan).run()
 
 
 def _runs(mask: jax.Array, block_kv: int) -> jax.Array:
@@ -199,65 +232,23 @@ def _runs(mask: jax.Array, block_kv: int) -> jax.Array:
     return jnp.stack([last // block_kv + 1, hole // block_kv], axis=1)
 
 
-def attention(
-    qkv: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    bias: None,
-    segment_ids: None,
-    kv_segment_ids: None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    window: None,
-    sm_scale: float,
-    return_lse: bool,
-    precision: jax.lax.Precision,
-    config: None,
-    target: Target,
-    interpret: bool,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention as the other kernels of this name compute it, for the calls that are not `unsupported`."""
-    del bias, segment_ids, kv_segment_ids, head_dim, causal, window, precision, config, target  # see `unsupported`
-    q, k, v = qkv * 3 if len(qkv) == 1 else qkv
-    (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
-    block_kv = 128 if kv_seq % 128 == 0 else 64
-    tiles = 2 if seq % (2 * _ROWS) == 0 else 1  # of queries
-    count = kv_seq // block_kv
-    row_bytes = 2 * _HEAD_DIM
-    scratch_types = {
-        "q_tiles": tiled((tiles, _ROWS, _HEAD_DIM), dtype, row_bytes),
-        "k_blocks": tiled((count, block_kv, _HEAD_DIM), dtype, row_bytes),
-        "v_blocks": tiled((count, block_kv, _HEAD_DIM), dtype, row_bytes),
-        "q_ready": plgpu.Barrier(num_barriers=tiles),
-        "k_ready": plgpu.Barrier(num_barriers=count),
-        "v_ready": plgpu.Barrier(num_barriers=count),
-    }
-    if return_lse:
-        scratch_types["lse_tiles"] = plgpu.SMEM((tiles, _ROWS), jnp.float32)
-    if interpret:
-        scratch_types["sums"] = plgpu.SMEM((_ROWS, _HEAD_DIM), jnp.float32)
-    out_type = jax.ShapeDtypeStruct((batch, seq, num_heads * _HEAD_DIM), dtype)
-    lse_type = jax.ShapeDtypeStruct((batch, num_heads, seq), jnp.float32)
+def attention(form: Form[jax.Array], *, config: None, target: Target, interpret: bool) -> Any:
+    """Attention, (B, Sq, heads * head_dim), and the log-sum-exp that `return_lse` asks for."""
+    del config, target  # there are no other tiles
+    q, k, v = form.arrays
+    plan, mask = _Plan(form=form.abstract()), form.mask
+    heads = (form.batch, form.num_heads)
+    out_type = jax.ShapeDtypeStruct((form.batch, form.seq, form.num_heads * _HEAD_DIM), form.dtype)
+    lse_type = jax.ShapeDtypeStruct((*heads, form.seq), jnp.float32)
     out, *lse = launch(
-        functools.partial(
-            _attention_kernel,
-            tiles=tiles,
-            block_kv=block_kv,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            first_heads=first_heads_of(qkv, num_heads, num_kv_heads),
-            sm_scale=sm_scale,
-            interpret=interpret,
-        ),
-        dict(q=q, k=k, v=v, mask=mask, runs=None if mask is None else _runs(mask, block_kv)),
-        dict(o=out_type, lse=lse_type if return_lse else None),
-        scratch_types,
+        functools.partial(_attention_kernel, plan=plan),
+        dict(q=q, k=k, v=v, mask=mask, runs=None if mask is None else _runs(mask, plan.block_kv)),
+        dict(o=out_type, lse=lse_type if form.return_lse else None),
+        plan.scratch_types(),
         name="attention_resident",
-        num_ctas=batch * num_heads * seq // (tiles * _ROWS),
+        num_ctas=form.batch * form.num_heads * plan.parts,
         num_warpgroups=1,
         interpret=interpret,
         reduction_scratch_bytes=0,
     )
-    return (out, lse[0]) if return_lse else out
+    return (out, lse[0]) if form.return_lse else out

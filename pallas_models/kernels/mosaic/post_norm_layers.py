@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.scores import exponents, lowest_score
+from pallas_models.kernels.forms.post_norm_layers import Form
 from pallas_models.kernels.mosaic.common import cluster_exchange, ptx
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -36,9 +37,7 @@ from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_ve
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import tiled
 from pallas_models.kernels.mosaic.common.ring import Ring
-from pallas_models.target import Target, current
-
-Layer = Mapping[str, jax.Array]
+from pallas_models.target import Target
 
 _WIDTH = 32  # of rows in shared memory, more than there are tokens
 _MOST_PIECES = 6  # of the vectors of half a layer: those of queries, keys and values apart
@@ -57,50 +56,40 @@ _VECTORS = (  # of both halves of a layer
 )
 
 
-def unsupported(
-    x: jax.Array, mask: jax.Array | None, layers: Sequence[Layer], *, num_heads: int, **_: Any
-) -> str | None:
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `post_norm_layers` does not serve a call; None if it does."""
-    (batch, seq, n), target = x.shape, current()
+    (batch, seq, n), num_heads = form.x.shape, form.num_heads
+    if form.bias is not None or form.segment_ids is not None:
+        return "takes a mask at most, no bias of scores and no segment ids"
     if target.name and target.num_cores < _LEAST_CORES:
         return f"takes GPUs of {_LEAST_CORES} multiprocessors or more, not {target.num_cores}"
     if batch * seq > TOKENS:
         return f"takes up to {TOKENS} tokens, not {batch} x {seq}"
     if jax.__version_info__ < (0, 11):
         return f"needs JAX 0.11 or newer, not {jax.__version__}"
-    if x.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {x.dtype}"
+    if form.x.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {form.x.dtype}"
     if n != FEATURES * num_heads or n % _COLUMNS or num_heads > _MOST_CTAS:
         return (
             f"takes heads of {FEATURES}, each for one of up to {_MOST_CTAS} CTAs, in multiples of "
             f"{_COLUMNS // FEATURES}, not {num_heads} of {n // num_heads}"
         )
-    if len(layers) > _MOST_LAYERS:
-        return f"takes up to {_MOST_LAYERS} layers, not {len(layers)}"
-    for layer in layers:
-        if layer["w_up"].shape[1] != 4 * n:
-            return f"takes {4 * n} hidden values, four for each of {n} columns, not {layer['w_up'].shape[1]}"
+    if len(form.layers) > _MOST_LAYERS:
+        return f"takes up to {_MOST_LAYERS} layers, not {len(form.layers)}"
+    for layer in form.layers:
+        if layer.w_up.shape[1] != 4 * n:
+            return f"takes {4 * n} hidden values, four for each of {n} columns, not {layer.w_up.shape[1]}"
         for name in itertools.chain(*_VECTORS):
-            if layer[name].dtype != jnp.float32:
-                return f"takes float32 vectors, not {name} of {layer[name].dtype}"
+            if getattr(layer, name).dtype != jnp.float32:
+                return f"takes float32 vectors, not {name} of {getattr(layer, name).dtype}"
     return None
 
 
-def post_norm_layers(
-    x: jax.Array,
-    mask: jax.Array | None,
-    layers: Sequence[Layer],
-    *,
-    num_heads: int,
-    activation: str | None,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    config: None,
-    target: Target,
-    interpret: bool,
-) -> jax.Array:
+def post_norm_layers(form: Form[jax.Array], *, config: None, target: Target, interpret: bool) -> jax.Array:
     """The layers for x (B, S, N) and mask (B, S); see `pallas_models.ops.post_norm_layers`."""
-    del precision, config, target  # see `unsupported`; there are no other tiles
+    del config, target  # see `unsupported`; there are no other tiles
+    x, mask, num_heads, activation, epsilon = form.x, form.mask, form.num_heads, form.activation, form.epsilon
+    layers = [layer._asdict() for layer in form.layers]
     (batches, seq, n), ctas, dtype, count = x.shape, num_heads, x.dtype, len(layers)
     tokens = batches * seq
     blocks, steps = n // _COLUMNS, n // _BLOCK

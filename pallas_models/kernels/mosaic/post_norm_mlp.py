@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.attention_post_norm_mlp import Form as AttentionForm
+from pallas_models.kernels.forms.post_norm_mlp import Form, Weights
 from pallas_models.kernels.mosaic.common.activations import activate
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
@@ -23,81 +25,54 @@ from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_si
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import tiled, untiled
 from pallas_models.kernels.mosaic.common.ring import Ring
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 
 _ROWS = 64
 _BLOCK = 64  # columns of a tile of shared memory, and steps of a contraction
 _STAGES = 4  # of the ring
 _CONSUMERS = 2
 _WIDEST = 384  # of which a warpgroup has sums of hidden values and of results in registers
-_SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
 _KEYS = (64, 128)  # of a sequence, where attention is in the kernel
 _VECTORS = ("bias_out", "scale_out", "offset_out", "bias_down", "scale", "offset")
 
 
-def unsupported(
-    y: jax.Array | jax.ShapeDtypeStruct,
-    x: jax.Array | jax.ShapeDtypeStruct,
-    w_out: jax.Array,
-    bias_out: jax.Array | None,
-    scale_out: jax.Array,
-    offset_out: jax.Array,
-    w_up: jax.Array,
-    bias_up: jax.Array | None,
-    w_down: jax.Array,
-    bias_down: jax.Array | None,
-    *_: jax.Array,
-    **__: Any,
-) -> str | None:
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `post_norm_mlp` does not serve a call; None if it does."""
-    (k, n), f = w_out.shape, w_up.shape[1]
+    return _unsupported(form.x, form.weights, target)
+
+
+def _unsupported(x: jax.ShapeDtypeStruct, weights: Weights[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    """Why the kernel does not serve rows x (M, N); None if it does."""
+    (k, n), f = weights.w_out.shape, weights.w_up.shape[1]
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {x.dtype}"
-    if bias_out is None or bias_up is None or bias_down is None:
+    if weights.bias_out is None or weights.bias_up is None or weights.bias_down is None:
         return "takes all biases"
     if k != n or n % (2 * _BLOCK) or n > _WIDEST or f % n or not f:
         return (
             f"takes as many columns of y as of x, in multiples of {2 * _BLOCK} up to {_WIDEST}, and of those a "
             f"multiple of hidden values, not {k}, {n} and {f}"
         )
-    if _shared_memory(n, f) > _SHARED_MEMORY:
+    if target.runs(HOPPER) and _shared_memory(n, f) > target.shared_memory:
         return f"does not fit {f} hidden values beside {n} columns into shared memory"
     return untiled("x", x.shape, x.dtype)
 
 
-def unsupported_attention(
-    qkv: jax.Array, ids: jax.Array | None, x: jax.Array, *others: Any, num_heads: int, **options: Any
-) -> str | None:
+def unsupported_attention(form: AttentionForm[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `attention_post_norm_mlp` does not serve a call; None if it does."""
-    batch, seq, n = x.shape
+    (batch, seq, n), k, num_heads = form.x.shape, form.qkv.shape[2] // 3, form.num_heads
     if jax.__version_info__ < (0, 11):
         return "needs JAX 0.11, which has arrays side by side in registers"
-    if ids is not None and ids.dtype.itemsize > 4:
-        return f"takes ids of 32 bits, not {ids.dtype}"
-    if qkv.shape[2] != 3 * n or n != num_heads * HEAD_DIM or seq not in _KEYS or slot_rows(seq) > n:
+    if form.bias is not None or (form.mask is not None and form.segment_ids is not None):
+        return "takes a mask or segment ids at most"
+    if form.segment_ids is not None and form.segment_ids.dtype.itemsize > 4:
+        return f"takes ids of 32 bits, not {form.segment_ids.dtype}"
+    if k != n or n != num_heads * HEAD_DIM or seq not in _KEYS or slot_rows(seq) > n:
         return (
             f"takes heads of {HEAD_DIM} within 64 tokens from 256 columns on, within 128 from 384 on, "
-            f"not {num_heads} heads of {qkv.shape[2] // 3} columns within {seq} tokens"
+            f"not {num_heads} heads of {k} columns within {seq} tokens"
         )
-    rows = jax.ShapeDtypeStruct((batch * seq, n), x.dtype)
-    return unsupported(rows, rows, *others, **options)
-
-
-def attention_post_norm_mlp(
-    qkv: jax.Array,
-    ids: jax.Array | None,
-    x: jax.Array,
-    *others: Any,
-    num_heads: int,
-    interpret: bool,
-    **options: Any,
-) -> jax.Array:
-    """`post_norm_mlp` of what attention gives for qkv (B, S, 3 N); tokens see those of the same of ids (B, S)."""
-    batch, seq, _ = x.shape
-    ids = None if ids is None else ids.astype(jnp.int32)
-    heads = Heads(num_heads=num_heads, keys=seq, ids=ids, interpret=interpret)
-    rows = (a.reshape(batch * seq, a.shape[2]) for a in (qkv, x))
-    return post_norm_mlp(*rows, *others, heads=heads, interpret=interpret, **options).reshape(x.shape)
+    return _unsupported(jax.ShapeDtypeStruct((batch * seq, n), form.x.dtype), form.weights, target)
 
 
 def _shared_memory(n: int, f: int) -> int:
@@ -105,33 +80,33 @@ def _shared_memory(n: int, f: int) -> int:
     return 2 * (2 * _ROWS * n + _STAGES * _BLOCK * n // 2) + 4 * (len(_VECTORS) * n + f) + 4 * 4 * _ROWS + 2048
 
 
-def post_norm_mlp(
-    y: jax.Array,
-    x: jax.Array,
-    w_out: jax.Array,
-    bias_out: jax.Array,
-    scale_out: jax.Array,
-    offset_out: jax.Array,
-    w_up: jax.Array,
-    bias_up: jax.Array,
-    w_down: jax.Array,
-    bias_down: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    *,
-    activation: str | None,
-    epsilon: float,
-    precision: jax.lax.Precision,
-    config: None,
-    target: Target,
-    interpret: bool,
-    heads: Heads | None = None,
-) -> jax.Array:
-    """The layer's end for y and x (M, N); see `pallas_models.ops.post_norm_mlp`.
+def post_norm_mlp(form: Form[jax.Array], *, config: None, target: Target, interpret: bool) -> jax.Array:
+    """The projection and the MLP of rows; see `pallas_models.ops.post_norm_mlp`."""
+    del config  # there are no other tiles
+    return _post_norm_mlp(form, target=target, interpret=interpret)
 
-    With `heads` y is what they attend to, (M, 3 N).
-    """
-    del precision, config  # see `unsupported`; there are no other tiles
+
+def attention_post_norm_mlp(
+    form: AttentionForm[jax.Array], *, config: None, target: Target, interpret: bool
+) -> jax.Array:
+    """Attention, projection and MLP: tokens attend to those with their id, or with their value of the mask."""
+    del config  # there are no other tiles
+    batch, seq, _ = form.x.shape
+    ids = form.segment_ids if form.mask is None else form.mask
+    ids = None if ids is None else ids.astype(jnp.int32)
+    heads = Heads(num_heads=form.num_heads, keys=seq, ids=ids, interpret=interpret)
+    qkv, x = (a.reshape(batch * seq, a.shape[2]) for a in (form.qkv, form.x))
+    options: dict[str, Any] = dict(activation=form.activation, epsilon=form.epsilon, precision=form.precision)
+    rows = Form(y=qkv, x=x, weights=form.weights, **options)
+    return _post_norm_mlp(rows, heads=heads, target=target, interpret=interpret).reshape(form.x.shape)
+
+
+def _post_norm_mlp(
+    form: Form[jax.Array], *, target: Target, interpret: bool, heads: Heads | None = None
+) -> jax.Array:
+    """The kernel. With `heads` the form's y has queries, keys and values, (M, 3 N)."""
+    y, x, weights, activation, epsilon = form.y, form.x, form.weights, form.activation, form.epsilon
+    w_out, w_up, w_down, bias_up = weights.w_out, weights.w_up, weights.w_down, weights.bias_up
     (m, n), f, dtype = x.shape, w_up.shape[1], x.dtype
     if interpret:
         check_interpreted_sizes(m=(m, _ROWS))
@@ -147,7 +122,7 @@ def post_norm_mlp(
     tile_steps = head_steps + _CONSUMERS * out_steps + rounds * round_steps
     tiles = pl.cdiv(m, _ROWS)
     num_ctas = min(2 if interpret else target.num_cores, tiles)
-    vectors = dict(zip(_VECTORS, (bias_out, scale_out, offset_out, bias_down, scale, offset), strict=True))
+    vectors = {name: getattr(weights, name) for name in _VECTORS}
 
     def body(refs: Refs) -> None:
         warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")

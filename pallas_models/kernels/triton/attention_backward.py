@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.band import Band, Index, searched
-from pallas_models.kernels.common.scores import MASKING_BIAS, first_heads_of, rows_of_backward
-from pallas_models.kernels.triton._attention import SEARCHED, block_of_head, every, exp2_of, narrowed, walk
+from pallas_models.kernels.common.band import Band, Index, Runs, searched
+from pallas_models.kernels.common.scores import MASKING_BIAS, rows_of_backward
+from pallas_models.kernels.forms.attention import Form
+from pallas_models.kernels.triton.attention_blocks import SEARCHED, block_of_head, every, exp2_of, narrowed, walk
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -105,30 +106,6 @@ def configs(seq: int, kv_seq: int) -> Iterator[Config]:
             yield Config(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
-    """What the kernels have in common: which pairs there are, where heads lie, and how scores are computed."""
-
-    band: Band
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    first_heads: tuple[int, int, int]
-    sm_scale: float
-    precision: jax.lax.Precision
-    interpret: bool
-
-    @property
-    def group(self) -> int:
-        """How many heads of queries a head of keys serves."""
-        return self.num_heads // self.num_kv_heads
-
-    def columns(self, head: Index, operand: int | None = None) -> pl.Slice:
-        """Those of a head, among those of queries, keys or values in a buffer that may hold all three."""
-        first = 0 if operand is None else self.first_heads[operand]
-        return span((first + head) * self.head_dim, block_of_head(self.head_dim))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refs:
     """What every kernel reads; None for what a call does not have."""
@@ -155,13 +132,33 @@ class _Blocks:
     """
 
     refs: _Refs
-    form: _Form
+    form: Form[jax.ShapeDtypeStruct]
     config: Config
     batch: Index
     keys_first: bool
+    interpret: bool
+
+    @property
+    def band(self) -> Band:
+        return Band.of(self.form)
+
+    def columns(self, head: Index, operand: int | None = None) -> pl.Slice:
+        """The columns of a head in the output; or in the array of operand 0, 1 or 2, queries, keys or values."""
+        first = 0 if operand is None else self.form.first_heads[operand]
+        return span((first + head) * self.form.head_dim, block_of_head(self.form.head_dim))
+
+    def runs(self, block: jax.Array, start: jax.Array) -> Runs:
+        """The blocks of the other side that a block is paired with, whose rows begin at `start`."""
+        block_q, block_kv, band = self.config.block_q, self.config.block_kv, self.band
+        if self.keys_first:
+            runs, count = band.queries_of(start, block_kv, block_q), pl.cdiv(band.seq, block_q)
+        else:
+            runs, count = band.keys_of(start, block_q, block_kv), pl.cdiv(band.kv_seq, block_kv)
+        return narrowed(runs, count, self.refs.found, self.batch, block, masked=self.form.has_masks)
 
     def dot(self, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
-        return plgpu.dot(a, b, trans_b=trans_b, precision=self.form.precision)
+        product: jax.Array = plgpu.dot(a, b, trans_b=trans_b, precision=self.form.precision)
+        return product
 
     @property
     def depth(self) -> jax.Array | None:
@@ -169,21 +166,21 @@ class _Blocks:
         return in_bounds(0, block_of_head(head_dim), head_dim)
 
     def queries(self, query: Index, head: Index) -> tuple[jax.Array, ...]:
-        """Of the block from `query` on: queries, gradient of the output, shift and delta; 0 past the end."""
-        refs, form, batch = self.refs, self.form, self.batch
+        """Queries, gradient of the output, shift and delta of the block from `query` on; 0 past the end."""
+        refs, batch = self.refs, self.batch
         rows = span(query, self.config.block_q)
-        in_range = in_bounds(query, self.config.block_q, form.band.seq)
+        in_range = in_bounds(query, self.config.block_q, self.form.seq)
         mask = tile_mask(in_range, self.depth)
-        q = load(refs.q.at[batch, rows, form.columns(head, 0)], mask)
-        dout = load(refs.dout.at[batch, rows, form.columns(head)], mask)
+        q = load(refs.q.at[batch, rows, self.columns(head, 0)], mask)
+        dout = load(refs.dout.at[batch, rows, self.columns(head)], mask)
         shift, delta = (load(ref.at[batch, head, rows], in_range) for ref in (refs.shift, refs.delta))
         return q, dout, shift, delta
 
     def keys(self, key: Index, head: Index, *, full: bool = False) -> tuple[jax.Array, ...]:
-        """Of the block from `key` on: keys and values, 0 where they take no part, lest NaN spreads from there."""
+        """Keys and values of the block from `key` on; 0 where they take no part, lest NaN spreads from there."""
         in_range = None if full else self.take_part(key)
         mask, rows = tile_mask(in_range, self.depth), span(key, self.config.block_kv)
-        columns = (self.form.columns(head // self.form.group, operand) for operand in (1, 2))
+        columns = (self.columns(head // self.form.group, operand) for operand in (1, 2))
         k, v = (
             load(ref.at[self.batch, rows, c], mask)
             for ref, c in zip((self.refs.k, self.refs.v), columns, strict=True)
@@ -192,14 +189,14 @@ class _Blocks:
 
     def take_part(self, key: Index) -> jax.Array | None:
         """Which keys of the block from `key` on are neither past the end nor masked; None for all."""
-        in_range = in_bounds(key, self.config.block_kv, self.form.band.kv_seq)
+        in_range = in_bounds(key, self.config.block_kv, self.form.kv_seq)
         if self.refs.mask is None:
             return in_range
         return load(self.refs.mask.at[self.batch, span(key, self.config.block_kv)], in_range) != 0
 
     def valid(self, query: Index, key: Index) -> jax.Array | None:
         """Which pairs are valid, None if all are; broadcasts to an array of pairs."""
-        refs, band, config, batch = self.refs, self.form.band, self.config, self.batch
+        refs, band, config, batch = self.refs, self.band, self.config, self.batch
         block_q, block_kv = config.block_q, config.block_kv
 
         def spread(x: jax.Array, *, of_keys: bool) -> jax.Array:
@@ -243,16 +240,16 @@ class _Blocks:
         valid = None if full else self.valid(query, key)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
-        p = exp2_of(scores, scale, row(shift), interpret=self.form.interpret)
+        p = exp2_of(scores, scale, row(shift), interpret=self.interpret)
         return p, p * (products(dout, v) - row(delta))
 
     def bias(self, query: Index, key: Index, head: Index) -> jax.Array:
         """The bias of the pairs, in float32."""
-        ref, band, config = self.refs.bias, self.form.band, self.config
+        ref, form, config = self.refs.bias, self.form, self.config
         assert ref is not None
         which = (i if n > 1 else jnp.int32(0) for i, n in zip((self.batch, head), ref.shape, strict=False))
         rows, keys = span(query, config.block_q), span(key, config.block_kv)
-        mask = tile_mask(in_bounds(query, config.block_q, band.seq), in_bounds(key, config.block_kv, band.kv_seq))
+        mask = tile_mask(in_bounds(query, config.block_q, form.seq), in_bounds(key, config.block_kv, form.kv_seq))
         bias = load(ref.at[*which, rows, keys], mask).astype(jnp.float32)
         return bias.T if self.keys_first else bias
 
@@ -261,27 +258,22 @@ _READ = len(dataclasses.fields(_Refs))
 _BIAS_PROGRAMS = 8  # on each core, that the gradient of a bias is split into where its own blocks are fewer
 
 
-def _keys_kernel(_: Ref | None, *refs: Ref, form: _Form, config: Config) -> None:
+def _keys_kernel(
+    _: Ref | None, *refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool
+) -> None:
     """Gradients of a block of keys and values.
 
     Args:
-      refs: those of `_Refs`, then those of dk and dv, or of a buffer that has the columns of both.
+      refs: in the order of `_Refs`, then dk and dv, or a buffer that has the columns of both.
     """
     inputs, outputs = _Refs(*refs[:_READ]), refs[_READ:]
     dk_ref, dv_ref = outputs if len(outputs) > 1 else outputs * 2
-    band, block_q, block_kv = form.band, config.block_q, config.block_kv
+    block_q, block_kv = config.block_q, config.block_kv
     first, second, batch = (pl.program_id(axis) for axis in range(3))
-    block, kv_head = (second, first) if band.causal else (first, second)  # those that take longest begin first
-    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=True)
+    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=True, interpret=interpret)
+    block, kv_head = (second, first) if form.causal else (first, second)  # those that take longest begin first
     key = block * block_kv
-    runs = narrowed(
-        band.queries_of(key, block_kv, block_q),
-        pl.cdiv(band.seq, block_q),
-        inputs.found,
-        batch,
-        block,
-        masked=inputs.mask is not None or inputs.segments is not None,
-    )
+    runs = blocks.runs(block, key)
     keys = blocks.keys(key, kv_head * form.group)
 
     def add_head(head: Index, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -300,31 +292,24 @@ def _keys_kernel(_: Ref | None, *refs: Ref, form: _Form, config: Config) -> None
         dk, dv = add_head(head, (zero, zero))
     else:
         dk, dv = jax.lax.fori_loop(head, head + form.group, add_head, (zero, zero))
-    rows, mask = span(key, block_kv), tile_mask(in_bounds(key, block_kv, band.kv_seq), blocks.depth)
-    store(dk_ref.at[batch, rows, form.columns(kv_head, 1)], dk * form.sm_scale, mask)
-    store(dv_ref.at[batch, rows, form.columns(kv_head, 2)], dv, mask)
+    rows, mask = span(key, block_kv), tile_mask(in_bounds(key, block_kv, form.kv_seq), blocks.depth)
+    store(dk_ref.at[batch, rows, blocks.columns(kv_head, 1)], dk * form.sm_scale, mask)
+    store(dv_ref.at[batch, rows, blocks.columns(kv_head, 2)], dv, mask)
 
 
-def _queries_kernel(*refs: Ref, form: _Form, config: Config) -> None:
+def _queries_kernel(*refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool) -> None:
     """Gradients of a block of queries.
 
     Args:
-      refs: those of `_Refs`, then that of dq, or of a buffer that has its columns.
+      refs: in the order of `_Refs`, then dq, or a buffer that has its columns.
     """
     inputs, dq_ref = _Refs(*refs[:_READ]), refs[_READ]
-    band, block_q, block_kv = form.band, config.block_q, config.block_kv
+    block_q, block_kv = config.block_q, config.block_kv
     first, second, batch = (pl.program_id(axis) for axis in range(3))
-    block, head = (pl.cdiv(band.seq, block_q) - 1 - second, first) if band.causal else (first, second)
-    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=False)
+    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=False, interpret=interpret)
+    block, head = (pl.cdiv(form.seq, block_q) - 1 - second, first) if form.causal else (first, second)
     query = block * block_q
-    runs = narrowed(
-        band.keys_of(query, block_q, block_kv),
-        pl.cdiv(band.kv_seq, block_kv),
-        inputs.found,
-        batch,
-        block,
-        masked=inputs.mask is not None or inputs.segments is not None,
-    )
+    runs = blocks.runs(block, query)
     queries = blocks.queries(query, head)
 
     def step(i: Index, dq: jax.Array, *, full: bool) -> jax.Array:
@@ -333,19 +318,18 @@ def _queries_kernel(*refs: Ref, form: _Form, config: Config) -> None:
         return dq + blocks.dot(ds.astype(keys[0].dtype), keys[0])
 
     dq = walk(runs, step, jnp.zeros(queries[0].shape, jnp.float32))
-    mask = tile_mask(in_bounds(query, block_q, band.seq), blocks.depth)
-    store(dq_ref.at[batch, span(query, block_q), form.columns(head, 0)], dq * form.sm_scale, mask)
+    mask = tile_mask(in_bounds(query, block_q, form.seq), blocks.depth)
+    store(dq_ref.at[batch, span(query, block_q), blocks.columns(head, 0)], dq * form.sm_scale, mask)
 
 
-def _bias_kernel(*refs: Ref, form: _Form, config: Config, batch: int) -> None:
+def _bias_kernel(*refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool) -> None:
     """The gradient of a block of the bias, or a part of its sum over the axes that the bias does not have.
 
     Args:
-      refs: those of `_Refs`, then that of the gradient, (parts, B or 1, heads or 1, Sq, Skv).
-      batch: B.
+      refs: in the order of `_Refs`, then the gradient, (parts, B or 1, heads or 1, Sq, Skv).
     """
     inputs, dbias_ref = _Refs(*refs[:_READ]), refs[_READ]
-    band, block_q, block_kv = form.band, config.block_q, config.block_kv
+    batch, block_q, block_kv = form.batch, config.block_q, config.block_kv
     parts, batches, heads = dbias_ref.shape[:3]
     key, query, index = pl.program_id(0) * block_kv, pl.program_id(1) * block_q, pl.program_id(2)
     own, part = index // parts, index % parts
@@ -356,7 +340,7 @@ def _bias_kernel(*refs: Ref, form: _Form, config: Config, batch: int) -> None:
         b, head = (own // heads, own % heads)
         b = i // summed_heads if batches < batch else b
         head = i % summed_heads if heads < form.num_heads else head
-        blocks = _Blocks(refs=inputs, form=form, config=config, batch=b, keys_first=False)
+        blocks = _Blocks(refs=inputs, form=form, config=config, batch=b, keys_first=False, interpret=interpret)
         queries, keys = blocks.queries(query, head), blocks.keys(key, head)
         return total + blocks.gradients(query, key, head, queries, keys, full=False)[1]
 
@@ -364,146 +348,134 @@ def _bias_kernel(*refs: Ref, form: _Form, config: Config, batch: int) -> None:
     start = part * size
     zero = jnp.zeros((block_q, block_kv), jnp.float32)
     total = jax.lax.fori_loop(start, jnp.minimum(start + size, summed), add, zero)
-    mask = tile_mask(in_bounds(query, block_q, band.seq), in_bounds(key, block_kv, band.kv_seq))
+    mask = tile_mask(in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq))
     rows, columns = span(query, block_q), span(key, block_kv)
     store(dbias_ref.at[part, own // heads, own % heads, rows, columns], total, mask)
 
 
-def attention_backward(
-    qkv: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    *,
-    wanted: tuple[bool, ...],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    window: int | None,
-    sm_scale: float,
-    return_lse: bool,
-    precision: jax.lax.Precision,
-    config: Config | Chooser | None,
-    target: Target,
-    interpret: bool,
-) -> tuple[Any, ...]:
-    """The gradients of `attention`'s operands, for those of its results.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients:
+    """The kernels' calls for one call of attention.
 
-    Args:
-      out: (B, Sq, heads * head_dim), what the forward pass gave.
-      lse: (B, heads, Sq) float32, the logarithms of the sums of its weights.
-      dout: gradient of `out`.
-      dlse: gradient of `lse`; None for zeros.
-      wanted: for each of the five operands whether its gradient is.
-
-    All other arguments are those of `attention`.
-
-    Returns:
-      For each operand its gradient, in its shape and dtype; None for integers, and for a bias that is absent or
-      whose gradient is not wanted.
+    Attributes:
+      form: the call.
+      read: what the kernels read, in the order of `_Refs`, but for what `searched` gives.
+      target: the GPU.
+      interpret: whether the interpreter runs the kernels.
     """
-    del return_lse
-    fused = len(qkv) == 1
-    q, k, v = qkv * 3 if fused else qkv
-    (batch, seq, _), kv_seq, dtype = q.shape, k.shape[1], q.dtype
-    ids = (segment_ids, kv_segment_ids)
-    shift, delta = rows_of_backward(out, lse, dout, dlse, head_dim)
-    form = _Form(
-        band=Band(seq=seq, kv_seq=kv_seq, causal=causal, window=window),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        first_heads=first_heads_of(qkv, num_heads, num_kv_heads),
-        sm_scale=sm_scale,
-        precision=precision,
-        interpret=interpret,
-    )
-    shape = {
-        "batch": batch,
-        "q": seq,
-        "kv": kv_seq,
-        "heads": num_heads,
-        "kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "causal": int(causal),
-    }
 
-    def chosen(op: str, *, keys_first: bool) -> Config:
-        problem = Problem(
-            backend="triton",
-            op=op,
-            shape=shape,
-            bucketed=("batch", "q", "kv"),
-            dtype=dtype,
-            config=Config,
-            heuristic=functools.partial(
-                heuristic, seq, kv_seq, head_dim, target, keys_first=keys_first, dtype=dtype
+    form: Form[jax.Array]
+    read: tuple[jax.Array | None, ...]
+    target: Target
+    interpret: bool
+
+    def config(self, given: Config | Chooser | None, op: str, *, keys_first: bool) -> Config:
+        """The blocks of the kernel with the name `op` in tables."""
+        form, side = self.form, dict(keys_first=keys_first)
+        return choose(
+            given,
+            Problem(
+                backend="triton",
+                op=op,
+                shape=form.sizes,
+                bucketed=("batch", "q", "kv"),
+                dtype=form.dtype,
+                config=Config,
+                heuristic=functools.partial(
+                    heuristic, form.seq, form.kv_seq, form.head_dim, self.target, **side, dtype=form.dtype
+                ),
+                candidates=functools.partial(configs, form.seq, form.kv_seq),
+                shared_memory=functools.partial(
+                    shared_memory, **side, head_dim=form.head_dim, itemsize=form.dtype.itemsize
+                ),
             ),
-            candidates=functools.partial(configs, seq, kv_seq),
-            shared_memory=functools.partial(
-                shared_memory, keys_first=keys_first, head_dim=head_dim, itemsize=dtype.itemsize
-            ),
+            self.target,
         )
-        return choose(config, problem, target)
+
+    def grid(self, heads: int, blocks: int) -> tuple[int, ...]:
+        """Programs for so many blocks of each of so many heads."""
+        batch = self.form.batch
+        return (heads, blocks, batch) if self.form.causal else (blocks, heads, batch)
 
     def call(
+        self,
         kernel: Callable[..., None],
         config: Config,
         outputs: Sequence[jax.Array | jax.ShapeDtypeStruct],
         grid: tuple[int, ...],
         *buffer: jax.Array | None,
         keys_first: bool = False,
-        **options: Any,
     ) -> Sequence[jax.Array]:
-        found = searched(
-            mask,
-            *ids,
-            seq=seq,
-            kv_seq=kv_seq,
-            block_q=config.block_q,
-            block_kv=config.block_kv,
-            least=SEARCHED,
-            keys_first=keys_first,
-        )
+        """Runs a kernel.
+
+        Args:
+          outputs: arrays of the shapes and dtypes of the results.
+          buffer: what the kernel takes before all else: the results so far, which it adds its own to, or None.
+        """
+        blocks = dict(block_q=config.block_q, block_kv=config.block_kv)
+        found = searched(self.form, **blocks, least=SEARCHED, keys_first=keys_first)
         return pl.pallas_call(
-            functools.partial(kernel, form=form, config=config, **options),
+            functools.partial(kernel, form=self.form.abstract(), config=config, interpret=self.interpret),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
             grid=grid,
             # A buffer for the gradients of queries, keys and values gets those of the queries first.
             input_output_aliases={0: 0} if jax.tree.leaves(buffer) else {},
             compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
-            interpret=interpret,
+            interpret=self.interpret,
             name=kernel.__name__.strip("_"),
-        )(*buffer, q, k, v, mask, bias, *ids, dout, shift, delta, found)
+        )(*buffer, *self.read, found)
 
-    def grid(heads: int, blocks: int) -> tuple[int, ...]:
-        return (heads, blocks, batch) if causal else (blocks, heads, batch)
+    def of_bias(self, bias: jax.Array, config: Config) -> jax.Array:
+        """The gradient of the bias, by the blocks of the queries' kernel where shared memory holds them."""
+        form = self.form
+        size = functools.partial(bias_shared_memory, head_dim=form.head_dim, itemsize=form.dtype.itemsize)
+        config = fitted(config, size, self.target)
+        kv_blocks, q_blocks = pl.cdiv(form.kv_seq, config.block_kv), pl.cdiv(form.seq, config.block_q)
+        # Where few blocks fill no GPU, each is summed in parts.
+        own = bias.shape[0] * bias.shape[1]
+        summed = form.batch * form.num_heads // own
+        parts = min(pl.cdiv(_BIAS_PROGRAMS * self.target.num_cores, kv_blocks * q_blocks * own), summed)
+        sums = jax.ShapeDtypeStruct((parts, *bias.shape), bias.dtype if parts == 1 else jnp.float32)
+        (dbias,) = self.call(_bias_kernel, config, [sums], (kv_blocks, q_blocks, own * parts))
+        return dbias[0] if parts == 1 else jnp.sum(dbias, axis=0).astype(bias.dtype)
 
-    for_queries = chosen("attention_queries", keys_first=False)
-    for_keys = chosen("attention_keys", keys_first=True)
-    (dq,) = call(_queries_kernel, for_queries, [q], grid(num_heads, pl.cdiv(seq, for_queries.block_q)))
-    keys_grid = grid(num_kv_heads, pl.cdiv(kv_seq, for_keys.block_kv))
-    if fused:
-        dqkv = call(_keys_kernel, for_keys, [q], keys_grid, dq, keys_first=True)
+
+def attention_backward(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[Any, ...]:
+    """The gradients of the operands of `attention`.
+
+    Args:
+      form: the call.
+      kept: its output, (B, Sq, heads * head_dim), and log-sum-exp, (B, heads, Sq) in float32.
+      cotangents: the gradients of both; None for zeros of the second.
+      wanted: for each of the five operands whether its gradient is.
+
+    Returns:
+      For each operand its gradient, in its shape and dtype; None for integers, and for a bias that is absent or
+      whose gradient is not wanted.
+    """
+    (out, lse), (dout, dlse) = kept, cotangents
+    assert dout is not None
+    shift, delta = rows_of_backward(out, lse, dout, dlse, form.head_dim)
+    q, k, v = form.arrays
+    read = (q, k, v, *form.operands[1:], dout, shift, delta)
+    gradients = _Gradients(form=form, read=read, target=target, interpret=interpret)
+    for_queries = gradients.config(config, "attention_queries", keys_first=False)
+    for_keys = gradients.config(config, "attention_keys", keys_first=True)
+    queries_grid = gradients.grid(form.num_heads, pl.cdiv(form.seq, for_queries.block_q))
+    keys_grid = gradients.grid(form.num_kv_heads, pl.cdiv(form.kv_seq, for_keys.block_kv))
+    (dq,) = gradients.call(_queries_kernel, for_queries, [q], queries_grid)
+    if form.is_fused:
+        dqkv = gradients.call(_keys_kernel, for_keys, [q], keys_grid, dq, keys_first=True)
     else:
-        dqkv = (dq, *call(_keys_kernel, for_keys, [k, v], keys_grid, None, keys_first=True))
-    if bias is None or not wanted[2]:
-        return tuple(dqkv), None, None, None, None
-    size = functools.partial(bias_shared_memory, head_dim=head_dim, itemsize=dtype.itemsize)
-    for_bias = fitted(for_queries, size, target)
-    kv_blocks, q_blocks = pl.cdiv(kv_seq, for_bias.block_kv), pl.cdiv(seq, for_bias.block_q)
-    # Where few blocks fill no GPU, each is summed in parts.
-    bias_blocks = kv_blocks * q_blocks * bias.shape[0] * bias.shape[1]
-    summed = batch * num_heads // (bias.shape[0] * bias.shape[1])
-    parts = min(pl.cdiv(_BIAS_PROGRAMS * target.num_cores, bias_blocks), summed)
-    dbias_type = jax.ShapeDtypeStruct((parts, *bias.shape), bias.dtype if parts == 1 else jnp.float32)
-    bias_grid = (kv_blocks, q_blocks, bias.shape[0] * bias.shape[1] * parts)
-    (dbias,) = call(_bias_kernel, for_bias, [dbias_type], bias_grid, batch=batch)
-    dbias = dbias[0] if parts == 1 else jnp.sum(dbias, axis=0).astype(bias.dtype)
+        dqkv = (dq, *gradients.call(_keys_kernel, for_keys, [k, v], keys_grid, None, keys_first=True))
+    dbias = gradients.of_bias(form.bias, for_queries) if form.bias is not None and wanted[2] else None
     return tuple(dqkv), None, dbias, None, None

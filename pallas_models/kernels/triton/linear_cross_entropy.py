@@ -173,7 +173,7 @@ def cross_entropy(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """The loss of each row of logits (M, W) and maybe, in their memory, the gradient of `sum(weights * losses)`.
+    """The loss of each row of logits (M, W); if asked, the gradient of `sum(weights * losses)` in their memory.
 
     Columns from `vocab` on are padding: they do not count, and their gradient is 0.
     """

@@ -15,6 +15,7 @@ from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import tiled
+from pallas_models.kernels.mosaic.common.products import products
 from pallas_models.kernels.mosaic.common.ring import Ring
 
 HEAD_DIM = 32
@@ -96,7 +97,7 @@ class Heads:
             start = head * (_ROWS + self.keys)
             queries, keys = (slots.at[first, pl.ds(*x)] for x in ((start, _ROWS), (start + _ROWS, self.keys)))
             pairs.append((queries, keys, True))
-        scores = self._products(*pairs)
+        scores = products(*pairs)
         ring.release(first)
         if self.ids is not None:
             sequence, part = self._place(tile)
@@ -105,7 +106,7 @@ class Heads:
         weights, totals = zip(*(self._weights(x, slots.dtype) for x in scores), strict=True)
         ring.wait(second)
         # By their dtype weights are operands, which must not change while a product is under way.
-        values = self._products(
+        values = products(
             *((x, slots.at[second, pl.ds(i * self.keys, self.keys)], False) for i, x in enumerate(weights))
         )
         ring.release(second)
@@ -131,22 +132,6 @@ class Heads:
     def _place(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which sequence a tile belongs to, and which of its tiles it is."""
         return jax.lax.div(tile, self.keys // _ROWS), jax.lax.rem(tile, self.keys // _ROWS)
-
-    def _products(self, *operands: tuple[Any, Ref, bool]) -> list[jax.Array]:
-        """The products of pairs, all under way together; of a right one that is transposed if so said."""
-        if self.interpret:  # without products of what is in registers
-            return [
-                jnp.dot(left[...], right[...].T if flip else right[...], preferred_element_type=jnp.float32)
-                for left, right, flip in operands
-            ]
-
-        def take(*sums: Ref) -> list[jax.Array]:
-            for total, (left, right, flip) in zip(sums, operands, strict=True):
-                plgpu.wgmma(total, left, right.transpose((1, 0)) if flip else right)
-            return [total[...] for total in sums]
-
-        columns = [right.shape[0 if flip else 1] for _, right, flip in operands]
-        return pl.run_scoped(take, *(plgpu.ACC((_ROWS, n), jnp.float32) for n in columns))
 
     def _masked(self, refs: Refs, part: jax.Array, scores: list[jax.Array]) -> list[jax.Array]:
         own, theirs = (

@@ -51,6 +51,11 @@ def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
     return cast
 
 
+@meaning(lambda: plgpu.commit_smem())
+def commit_reads() -> None:
+    """Counts all reads of shared memory so far as done before later copies; a GPU needs nothing for that."""
+
+
 def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])
