@@ -57,8 +57,8 @@ def product(
     """The sums over third positions, in the dtype of the sides.
 
     With `by_rows` N' is N in multiples of 64: what lies beyond N is 0 in the sides, and of no meaning in the sums.
-    With `peers` piece i of an item is stored on GPU i, as the piece of this GPU's index: the result is what all GPUs
-    stored here.
+    With `peers` piece i of an item is stored on GPU i, as the piece of this GPU's index: the result is what all
+    GPUs stored here.
     """
     sides, n, incoming = form.sides, form.size, form.incoming
     matrices = form.batch * form.channels
