@@ -1,9 +1,9 @@
 """`python -m bench COMMAND`: a benchmark, or something made from their results.
 
 A command is a module with HELP, `add_arguments(parser)` and `run(args) -> exit code`; `-` in the command's name is
-`_` in the module's. A benchmark is a module of `bench.cases`: list it in BENCHMARKS, and `python -m bench all`
-runs it and `report` shows it. Any other command is listed in COMMANDS with its package. How to write a benchmark:
-`bench.measuring.harness`.
+`_` in the module's. A benchmark is a module of `bench.cases`, which is found by itself: `python -m bench all` runs
+it and `report` shows it. Modules there whose names begin with `_` have tiles to tune and no benchmark. Any other
+command is listed in COMMANDS with its package. How to write a benchmark: `bench.measuring.harness`.
 
 A benchmark takes --output and saves its result after every case. If it has --dtype, --shapes, --quick,
 --show-results or --data, `all` passes on what it was given. If its module has a function `table(result)`, that
@@ -14,33 +14,34 @@ of device times does not say it.
 import argparse
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from bench import cases
+
 # torch and JAX share the GPU's memory in these processes. Must be set before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-BENCHMARKS = (
-    "minilm",
-    "sts",
-    "corpus",
-    "gemm",
-    "softmax",
-    "norm",
-    "attention",
-    "gated-mlp",
-    "linear-cross-entropy",
-    "trimul",
-    "gpt2",
-    "qwen3",
-    "train",
-    "startup",
-    "scaling",
-)
-COMMANDS = dict.fromkeys((*BENCHMARKS, "all"), "cases")  # name: package
-COMPILING = (*COMMANDS, "tune")
-COMMANDS |= {"compare": "reporting", "report": "reporting", "tune": "measuring"}
+# The benchmarks that run and are shown first, in this order; others follow by name.
+FIRST = ("minilm", "sts", "corpus", "gemm", "softmax", "norm", "attention")
+LAST = ("trimul", "gpt2", "qwen3", "train", "startup", "scaling")
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    """First, others by name, last."""
+    if name in FIRST:
+        return 0, FIRST.index(name), name
+    return (2, LAST.index(name), name) if name in LAST else (1, 0, name)
+
+
+_MODULES = [module.name.replace("_", "-") for module in pkgutil.iter_modules(cases.__path__)]
+BENCHMARKS = tuple(sorted((name for name in _MODULES if name[0] != "-"), key=_order))
+COMMANDS = dict.fromkeys(BENCHMARKS, "cases")  # name: package
+COMMANDS |= {"all": "measuring", "tune": "measuring"}
+COMPILING = tuple(COMMANDS)
+COMMANDS |= {"compare": "reporting", "report": "reporting"}
 
 
 def module_of(name: str) -> ModuleType:

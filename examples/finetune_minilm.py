@@ -81,7 +81,7 @@ def tokenize(tokenizer: Tokenizer, sentences: Sequence[str]) -> Tokens:
 
 
 def batches(pairs: Sequence[tuple[str, str]], size: int, epochs: int) -> Iterator[list[tuple[str, str]]]:
-    """Whole batches in random order; what is left over in an epoch waits for the next."""
+    """Whole batches in random order; sentences that are left over in an epoch wait for the next."""
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(pairs))
         for start in range(0, len(pairs) - size + 1, size):

@@ -1,4 +1,4 @@
-"""What this library touches of JAX's internals: each piece with its reason and the versions that have it.
+"""JAX's internals that this library touches: each piece with its reason and the versions that have it.
 
 No other module of the library names `jax._src`. A test for each piece fails where a version of JAX moves it:
 parity/dispatch/test_jax_internals.py.
@@ -22,7 +22,7 @@ MOSAIC_CALL = "mosaic_gpu_v2"  # the name of the calls that Mosaic's kernels are
 
 def since(*version: int) -> bool:
     """Whether JAX is of a version or newer."""
-    return jax.__version_info__ >= version
+    return bool(jax.__version_info__ >= version)
 
 
 @functools.cache
@@ -31,8 +31,8 @@ def quiet(params: type) -> type:
 
     From 0.11 on JAX warns, where it lowers a Triton kernel, that the backend is deprecated. Who calls an op cannot
     heed that, it may come long after the call, and `python -W error` would make it an error. Pallas finds the rule
-    that lowers a kernel by the class of its parameters. Ours have the same rule with a name of its own for what
-    warns: JAX's module stays as it is, and JAX still warns of kernels of others.
+    that lowers a kernel by the class of its parameters. Ours have a copy of the rule in which the function that
+    warns does nothing: JAX's module stays as it is, and JAX still warns of kernels of others.
     """
     rule = core.get_lowering_rule(params, "gpu")
     if rule is None:  # JAX 0.10, which does not warn
@@ -46,10 +46,10 @@ def quiet(params: type) -> type:
 
 
 def without_shard_map_types() -> contextlib.AbstractContextManager[None]:
-    """Traces what is inside without the types that `jax.shard_map` checks.
+    """A context that is traced without the types that `jax.shard_map` checks.
 
     The result of a kernel has no such type, and Pallas refuses a kernel where they are checked. Nothing public
-    turns the check off for a part of what is traced. In all versions from 0.10 on.
+    turns the check off for a part of a program. In all versions from 0.10 on.
     """
     unchecked: contextlib.AbstractContextManager[None] = config._check_vma(False)
     return unchecked
@@ -80,7 +80,7 @@ def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:
 
 
 def mosaic_interpreter_params() -> Any:
-    """What has Pallas run a kernel in the interpreter of Mosaic GPU; private in JAX 0.10, public from 0.11 on."""
+    """What selects the interpreter of Mosaic GPU for a kernel; private in JAX 0.10, public from 0.11 on."""
     from jax.experimental.pallas import mosaic_gpu
 
     if hasattr(mosaic_gpu, "InterpretGPUParams"):
@@ -129,7 +129,7 @@ def _copy_words(scratch: Any, memory: Any) -> None:
     load.result.set_type(words)
 
 
-def mosaic_call_options(result: ir.Value) -> dict[str, bytes | bool] | None:
+def mosaic_call_options(result: ir.Value[Any]) -> dict[str, bytes | bool] | None:
     """The attributes of the call of a Mosaic kernel that gives a value in a lowered program; None of another one.
 
     `kernel_hash`, by which a process keeps each kernel that it has compiled, is among them, and `module`, the

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 _WITHOUT_GPU_S = 0.1  # in which JAX has started where there is no GPU
 _KIB = 1024
 _LARGE, _SMALL = 227 * _KIB, 99 * _KIB
-# Bytes of shared memory that a CTA may use, by compute capability; those of datacenters have more.
+# Bytes of shared memory that a CTA may use, by compute capability; GPUs of datacenters have more.
 _SHARED_MEMORY: dict[tuple[int, int] | None, int] = {
     (8, 0): 163 * _KIB,
     (8, 6): _SMALL,
@@ -98,12 +98,12 @@ class Target:
         return architectures.first <= major and (architectures.last is None or major <= architectures.last)
 
 
-# What every GPU from Ampere on runs: for programs that are lowered without knowing where they will run.
+# Programs for it run on every GPU from Ampere on: the target where it is not known where they will run.
 ANY = Target(name="", capability=(8, 0), num_cores=108, shared_memory=_SMALL)
 
 
 def start() -> None:
-    """Starts the GPU of this process, if there is one, and imports what Hopper's kernels are lowered with.
+    """Starts the GPU of this process, if there is one, and imports the modules that lower Hopper's kernels.
 
     Both at once, as only the import needs the interpreter, and before it is known what GPU there is.
     """
@@ -117,7 +117,7 @@ def start() -> None:
 
 
 def current() -> Target:
-    """The GPU of what is traced now: that of the abstract mesh in force, else of this process; else any GPU.
+    """The GPU that a program is traced for now: of the abstract mesh in force, else of this process; else any GPU.
 
     Of several kinds of local GPUs it is the least capable one.
     """
@@ -129,13 +129,13 @@ def current() -> Target:
 
 @contextlib.contextmanager
 def leave_cores(num_cores: int, mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Has the kernels of what is traced inside leave multiprocessors to what runs beside them.
+    """Has the kernels of programs that are traced inside leave multiprocessors to others that run beside them.
 
     A sum over GPUs takes a few. A kernel that counts on all does their share afterwards, in up to twice its time.
 
     Args:
       num_cores: how many are left of each GPU.
-      mesh: what the arrays are spread over. Where it has no GPUs nothing changes.
+      mesh: the devices that the arrays are spread over. Where it has no GPUs nothing changes.
 
     Raises:
       ValueError: none of them would be left to the kernels, or `num_cores` is negative.
@@ -170,7 +170,7 @@ def _named(name: str, num_cores: int | None) -> Target:
 def _local() -> Target:
     try:
         devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # no CUDA backend here: what is lowered for CUDA will run elsewhere
+    except RuntimeError:  # no CUDA backend here: programs that are lowered for CUDA will run elsewhere
         return ANY
     targets = []
     for device in devices:

@@ -1,1 +1,1 @@
-"""What is measured: a module a benchmark, by the stem of its op or model, and the models that they compare."""
+"""What is measured: a module for each benchmark, by the name of its op or model, with the tiles that it tunes."""

@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from bench.measuring import tunable
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
+from bench.measuring.tunable import Call, Tunable
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -183,3 +186,42 @@ BENCHMARK = Benchmark(
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, b: int, s: int, h: int, g: int, d: int, *, causal: bool) -> Call:
+    """Attention of heads in groups, to tune its blocks."""
+    return ops.attention, tunable.operands(dtype, (b, s, h, d), (b, s, g, d), (b, s, g, d)), {"causal": causal}
+
+
+def tuned_padded(dtype: str, b: int, s: int, h: int, d: int) -> Call:
+    """Attention of a padded batch of sentences, to tune its blocks."""
+    lengths = np.random.default_rng(1).integers(s // 2, s + 1, b)
+    mask = jnp.asarray(np.arange(s) < lengths[:, None], jnp.int32)
+    return ops.attention_qkv, tunable.operands(dtype, (b, s, 3 * h * d)), {"num_heads": h, "mask": mask}
+
+
+TUNABLES = {
+    "attention": Tunable(
+        axes="BxSxHxGxD",
+        shapes=((4, 2048, 16, 16, 64), (4, 2048, 16, 16, 128), (64, 128, 12, 12, 32)),
+        call=functools.partial(tuned, causal=False),
+        nearby=(1, 0.75),
+    ),
+    "attention_causal": Tunable(
+        axes="BxSxHxGxD",
+        shapes=(
+            *((4, 2048, 16, 16, 128), (1, 8192, 16, 16, 128)),
+            *((1, 128, 12, 12, 64), (1, 1024, 12, 12, 64), (8, 1024, 12, 12, 64), (32, 1024, 12, 12, 64)),
+            *((1, 4096, 32, 8, 128), (8, 2048, 32, 8, 128)),
+        ),
+        call=functools.partial(tuned, causal=True),
+        nearby=(1, 0.75),
+    ),
+    "attention_padded": Tunable(
+        axes="BxSxHxD",
+        shapes=((64, 16, 12, 32), (64, 128, 12, 32), (256, 32, 12, 32), (512, 16, 12, 32), (32, 512, 12, 32)),
+        call=tuned_padded,
+        dtypes=("fp16",),
+        nearby=(0, 0.75),
+    ),
+}

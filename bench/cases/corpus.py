@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 
 import weights
-from bench.cases import minilm_models, startup, sts
+from bench.cases import startup, sts
 from bench.measuring import environment, results
 from bench.measuring.harness import Progress
 from bench.measuring.results import Case, Result
+from bench.models import minilm_models
 from bench.reporting import tables
 from pallas_models import files
 from pallas_models._processes import cores

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.measuring import tunable
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
+from bench.measuring.tunable import Call, Tunable
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -116,3 +118,15 @@ BENCHMARK = Benchmark(
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, m: int, n: int, k: int) -> Call:
+    """A gated product, to tune its tiles."""
+    return ops.gated_matmul, tunable.operands(dtype, (m, k), (k, 2, n)), {}
+
+
+TUNABLES = {
+    "gated_matmul": Tunable(
+        axes="MxNxK", shapes=((8192, 12288, 4096), (2048, 12288, 4096), (8192, 3072, 1024)), call=tuned
+    ),
+}

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.measuring import tunable
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
+from bench.measuring.tunable import Call, Tunable
 from pallas_models import ops
 from pallas_models.kernels.forms.matmul import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
@@ -74,3 +76,21 @@ BENCHMARK = Benchmark(
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, m: int, n: int, k: int) -> Call:
+    """A product, to tune its tiles."""
+    return ops.matmul, tunable.operands(dtype, (m, k), (k, n)), {}
+
+
+TUNABLES = {
+    "matmul": Tunable(
+        axes="MxNxK",
+        shapes=(
+            *((8192, 8192, 8192), (4096, 4096, 4096), (8192, 24576, 4096)),
+            *((8192, 1152, 384), (8192, 1536, 384), (8192, 384, 1536)),
+            *((1024, 2304, 768), (1024, 3072, 768), (1024, 768, 3072)),
+        ),
+        call=tuned,
+    ),
+}

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bench.cases import decoders
 from bench.measuring.harness import DTYPES, Benchmark, Contender, Gradient, Shape, Workload, itemsize
+from bench.models import decoders
 from pallas_models import gpt2
 
 HELP = "GPT-2 block, causal: ours, XLA, torch"

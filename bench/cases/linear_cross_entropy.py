@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from bench.measuring import tunable
 from bench.measuring.contenders import LIMITS
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
+from bench.measuring.tunable import Call, Tunable
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -91,3 +94,20 @@ BENCHMARK = Benchmark(
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, tokens: int, vocab: int, width: int) -> Call:
+    """A cross entropy with the kernel of tied embeddings, to tune its blocks."""
+    x, kernel = tunable.operands(dtype, (tokens, width), (vocab, width))
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, vocab, tokens), jnp.int32)
+    return ops.linear_cross_entropy, (x, kernel, labels), {"transpose_w": True}
+
+
+TUNABLES = {
+    "linear_cross_entropy": Tunable(
+        axes="TxVxD",
+        shapes=((2048, 50257, 768), (1024, 151_936, 1024), (4096, 32_000, 4096)),
+        call=tuned,
+        nearby=(1, 0.75),
+    ),
+}

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench.cases import minilm_models
-from bench.cases.minilm_models import Checkpoint
 from bench.measuring import environment
 from bench.measuring.harness import COSINE, Benchmark, Contender, Shape, Workload, itemsize
 from bench.measuring.results import Result
+from bench.models import minilm_models
+from bench.models.minilm_models import Checkpoint
 from bench.reporting import tables
 from pallas_models import minilm
 

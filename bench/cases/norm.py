@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases.softmax import ROWS
+from bench.measuring import tunable
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
+from bench.measuring.tunable import Call, Tunable
 from pallas_models import ops
 from pallas_models.tuning import HEURISTIC
 
@@ -91,3 +93,15 @@ BENCHMARK = Benchmark(
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, m: int, n: int, *, rms: bool) -> Call:
+    """A norm of rows, to tune its blocks."""
+    vectors = [(n,)] * (1 if rms else 2)
+    return ops.rms_norm if rms else ops.layer_norm, tunable.operands(dtype, (m, n), *vectors), {}
+
+
+TUNABLES = {
+    name: Tunable(axes="MxN", shapes=ROWS, call=functools.partial(tuned, rms=name == "rms_norm"))
+    for name in ("layer_norm", "rms_norm")
+}

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.cases import decoders
 from bench.measuring.harness import DTYPES, Benchmark, Contender, Gradient, Shape, Workload, itemsize
+from bench.models import decoders
 from pallas_models import qwen3
 from pallas_models.ops import rotary_table
 

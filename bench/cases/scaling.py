@@ -22,11 +22,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.cases import qwen3 as qwen3_layer
-from bench.cases import train_programs
 from bench.measuring import collectives, environment, results, timing
 from bench.measuring.contenders import LIMITS, RELATIVE
 from bench.measuring.harness import Progress
 from bench.measuring.results import Accuracy, Case, Entry, Family, Result
+from bench.models import train_programs
 from bench.reporting import tables
 from pallas_models import gpt2, minilm, ops, qwen3, target, training, trimul
 

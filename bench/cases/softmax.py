@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.measuring import tunable
 from bench.measuring.harness import Benchmark, Contender, Gradient, Shape, Workload, itemsize, normal
+from bench.measuring.tunable import Call, Tunable
 from pallas_models import ops
 from pallas_models.kernels.forms.softmax import ALGORITHMS
 from pallas_models.tuning import HEURISTIC
@@ -67,3 +69,11 @@ BENCHMARK = Benchmark(
     workload=workload,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, m: int, n: int) -> Call:
+    """A softmax of rows, to tune its blocks."""
+    return ops.softmax, tunable.operands(dtype, (m, n)), {}
+
+
+TUNABLES = {"softmax": Tunable(axes="MxN", shapes=ROWS, call=tuned)}

@@ -1,6 +1,6 @@
 """What a user waits for: compilation on the first call, the first corpus, the latency of a short call.
 
-Each figure comes from a new process (`bench.cases.startup_programs`) with an empty compilation cache:
+Each figure comes from a new process (`bench.models.startup_programs`) with an empty compilation cache:
 
 - Programs: seconds of tracing, lowering and compiling a model with the default kernels, through XLA and with the
   Triton kernels; side by side where each of them has eight cores.
@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import weights
-from bench.cases import minilm_models, sts
+from bench.cases import sts
 from bench.measuring import environment, results
 from bench.measuring.harness import DTYPES, Progress
 from bench.measuring.results import Case, Entry, Family, Result
+from bench.models import minilm_models
 from bench.reporting import tables
 from pallas_models._processes import cores
 
@@ -125,7 +126,7 @@ def measured(name: str, *, platform: str | None = None, **options: Any) -> dict[
         if platform:
             settings["JAX_PLATFORMS"] = platform
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
-        command = [sys.executable, "-m", "bench.cases.startup_programs", name, json.dumps(options)]
+        command = [sys.executable, "-m", "bench.models.startup_programs", name, json.dumps(options)]
         try:
             done = subprocess.run(
                 command, env=inherited | settings, capture_output=True, text=True, timeout=LIMIT_S, check=False

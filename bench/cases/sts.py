@@ -23,12 +23,12 @@ import numpy as np
 import tokenizers
 
 import weights
-from bench.cases import minilm_models
-from bench.cases.minilm_models import Checkpoint
 from bench.measuring import environment, results
 from bench.measuring.contenders import absent
 from bench.measuring.harness import DTYPES, cosine_distance, parse_dtypes
 from bench.measuring.results import Accuracy, Case, Entry, Family
+from bench.models import minilm_models
+from bench.models.minilm_models import Checkpoint
 from bench.reporting import tables
 from pallas_models import minilm
 from pallas_models._processes import cores

@@ -1,6 +1,6 @@
 """Whole training steps: GPT-2 124M on text, MiniLM on pairs of sentences; ours against plain JAX and torch.
 
-A step is loss, gradients and AdamW, on float32 parameters with bfloat16 products (`bench.cases.train_programs`).
+A step is loss, gradients and AdamW, on float32 parameters with bfloat16 products (`bench.models.train_programs`).
 Every contender begins with the same parameters and takes the same batches; the losses of its first steps must be
 those of a float32 model in plain JAX. Then the contenders are timed in turns, as in every benchmark. The figure of
 a step is its wall time, many queued: that is what training takes. Memory is the peak of a step, with parameters
@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cases import minilm_models
-from bench.cases import train_programs as programs
-from bench.cases.train_programs import Batch, Trainer
 from bench.measuring import environment, results, timing
 from bench.measuring.contenders import COMPILED_AT_ONCE, absent
 from bench.measuring.harness import Progress
 from bench.measuring.results import Accuracy, Case, Entry, Family, Result
+from bench.models import minilm_models
+from bench.models import train_programs as programs
+from bench.models.train_programs import Batch, Trainer
 from bench.reporting import tables
 from pallas_models import gpt2, training
 from pallas_models.gpt2 import GPT2Config

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 
 import weights
-from bench.cases import trimul_models
-from bench.measuring import environment, timing
+from bench.measuring import environment, timing, tunable
 from bench.measuring.contenders import NOT_FINITE
-from bench.measuring.harness import Benchmark, Contender, Gradient, Measure, Shape, Workload, shape_text
+from bench.measuring.harness import DTYPES, Benchmark, Contender, Gradient, Measure, Shape, Workload, shape_text
 from bench.measuring.results import Case, Result
+from bench.measuring.tunable import Call, Tunable
+from bench.models import trimul_models
 from bench.reporting import tables
-from pallas_models import trimul
+from pallas_models import ops, trimul
 
 HELP = "triangle multiplicative update: ours, XLA, torch, cuEquivariance"
 SHOWN = "1x1024x128+cauchy fp32"  # the case in README.md
@@ -296,3 +297,34 @@ BENCHMARK = Benchmark(
     table=table,
 )
 add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
+
+
+def tuned(dtype: str, b: int, n: int, c: int, **implementation: str) -> Call:
+    """The update with 128 hidden channels, as all published models have, to tune its tiles."""
+    h = HIDDEN
+    (x,) = tunable.operands("fp32", (b, n, n, c))
+    vectors = tunable.operands("fp32", (c,), (c,), (h,), (h,))
+    w_in, w_gate, w_out = (w * c**-0.5 for w in tunable.operands(dtype, (c, 4, h), (c, h), (h, c)))
+    arrays = (x, *vectors[:2], w_in, *vectors[2:], w_gate, w_out)
+    options = {"direction": "outgoing", "compute_dtype": DTYPES[dtype]} | implementation
+    return ops.triangle_update, arrays, options
+
+
+TUNABLES = {
+    kernel: Tunable(
+        axes="BxNxC",
+        shapes=(
+            *((2, 256, 128), (1, 512, 128), (1, 768, 128), (1, 1024, 128)),
+            *((2, 256, 384), (1, 768, 384), (1, 1024, 384)),
+        ),
+        call=functools.partial(tuned, **implementation),
+        dtypes=("fp16",),
+        nearby=(1, 0.875),
+        kernel=kernel,
+    )
+    for kernel, implementation in {
+        "trimul_project": {"implementation": "triton"},  # Mosaic's has no tiles to choose
+        "trimul_product": {},
+        "trimul_output": {},
+    }.items()
+}

@@ -1,6 +1,6 @@
 """The harness of every benchmark: it measures the contenders of a workload side by side.
 
-A benchmark of an operation is a module such as this one, listed in `bench.__main__.BENCHMARKS`:
+A benchmark of an operation is a module of `bench.cases` such as this one:
 
     HELP = "softmax of rows: ours, XLA, torch"
 

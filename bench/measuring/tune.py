@@ -7,202 +7,33 @@ quarters of the rows as well, then for its own shape only.
 
 import argparse
 import dataclasses
-import functools
+import importlib
+import pkgutil
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from bench import cases
 from bench.measuring import environment
-from bench.measuring.harness import DTYPES, parse_dtypes, shape_text
+from bench.measuring.harness import parse_dtypes, shape_text
+from bench.measuring.tunable import Sizes, Tunable
 from bench.reporting import tables
-from pallas_models import ops, tuning
+from pallas_models import tuning
 
 HELP = "find the fastest tile configs of an op, or show a table of them"
 
-Sizes = tuple[int, ...]
-Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]  # op, operands, options
+
+def found() -> dict[str, Tunable]:
+    """The `TUNABLES` of all modules of `bench.cases`, by name."""
+    tunables: dict[str, Tunable] = {}
+    for module in pkgutil.iter_modules(cases.__path__):
+        tunables |= getattr(importlib.import_module(f"{cases.__name__}.{module.name}"), "TUNABLES", {})
+    return dict(sorted(tunables.items()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tunable:
-    """An op that can be tuned.
-
-    Attributes:
-      axes: names of the sizes of a shape.
-      shapes: those that are tuned where none are given.
-      call: `call(dtype, *shape)` gives the call to tune.
-      dtypes: those that are tuned where none are given.
-      nearby: which size is made smaller, and how much, to see whether a config holds in its bucket.
-      kernel: which kernel of the call is tuned, where it has several.
-    """
-
-    axes: str
-    shapes: Sequence[Sizes]
-    call: Callable[..., Call]
-    dtypes: Sequence[str] = ("bf16",)
-    nearby: tuple[int, float] = (0, 0.75)
-    kernel: str | None = None
-
-    def parse(self, text: str) -> Sizes:
-        """Parses `8192x1152x384`.
-
-        Raises:
-          ValueError: it is no shape of this op.
-        """
-        sizes = text.strip().split("x")
-        if len(sizes) != len(self.axes.split("x")) or not all(s.isdecimal() and int(s) for s in sizes):
-            raise ValueError(f"{text!r} is no shape; expected {self.axes}, such as {shape_text(self.shapes[0])}")
-        return tuple(map(int, sizes))
-
-    def smaller(self, shape: Sizes) -> Sizes:
-        """A shape nearby, whose config that of `shape` would be."""
-        axis, factor = self.nearby
-        return tuple(max(round(factor * size), 1) if i == axis else size for i, size in enumerate(shape))
-
-
-@functools.cache
-def _numbers(dtype: str) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(4_194_301, np.float32).astype(DTYPES[dtype])
-
-
-def operands(dtype: str, *shapes: Sizes) -> list[jax.Array]:
-    """Arrays of normal random numbers, repeated to fill large ones, as new ones for each shape take seconds."""
-    return [jax.device_put(np.resize(np.roll(_numbers(dtype), i << 16), s)) for i, s in enumerate(shapes)]
-
-
-def _matmul(dtype: str, m: int, n: int, k: int) -> Call:
-    return ops.matmul, operands(dtype, (m, k), (k, n)), {}
-
-
-def _gated_matmul(dtype: str, m: int, n: int, k: int) -> Call:
-    return ops.gated_matmul, operands(dtype, (m, k), (k, 2, n)), {}
-
-
-def _matmul_layer_norm(dtype: str, m: int, n: int, k: int) -> Call:
-    x, w, scale, offset, bias, residual = operands(dtype, (m, k), (k, n), (n,), (n,), (n,), (m, n))
-    return ops.matmul_layer_norm, (x, w, scale, offset), {"bias": bias, "residual": residual}
-
-
-def _attention(dtype: str, b: int, s: int, h: int, g: int, d: int, *, causal: bool) -> Call:
-    return ops.attention, operands(dtype, (b, s, h, d), (b, s, g, d), (b, s, g, d)), {"causal": causal}
-
-
-def _attention_padded(dtype: str, b: int, s: int, h: int, d: int) -> Call:
-    lengths = np.random.default_rng(1).integers(s // 2, s + 1, b)
-    mask = jnp.asarray(np.arange(s) < lengths[:, None], jnp.int32)
-    return ops.attention_qkv, operands(dtype, (b, s, 3 * h * d)), {"num_heads": h, "mask": mask}
-
-
-def _softmax(dtype: str, m: int, n: int) -> Call:
-    return ops.softmax, operands(dtype, (m, n)), {}
-
-
-def _layer_norm(dtype: str, m: int, n: int) -> Call:
-    return ops.layer_norm, operands(dtype, (m, n), (n,), (n,)), {}
-
-
-def _rms_norm(dtype: str, m: int, n: int) -> Call:
-    return ops.rms_norm, operands(dtype, (m, n), (n,)), {}
-
-
-def _linear_cross_entropy(dtype: str, tokens: int, vocab: int, width: int) -> Call:
-    x, kernel = operands(dtype, (tokens, width), (vocab, width))
-    labels = jnp.asarray(np.random.default_rng(0).integers(0, vocab, tokens), jnp.int32)
-    return ops.linear_cross_entropy, (x, kernel, labels), {"transpose_w": True}
-
-
-def _rotary(dtype: str, b: int, s: int, h: int, g: int) -> Call:
-    d = 128  # of Qwen3 and of most others
-    qkv, q_scale, k_scale = operands(dtype, (b, s, (h + 2 * g) * d), (d,), (d,))
-    options = {"num_heads": h, "num_kv_heads": g, "q_scale": q_scale, "k_scale": k_scale}
-    return ops.rotary, (qkv, *ops.rotary_table(jnp.arange(s), d)), options
-
-
-def _triangle_update(dtype: str, b: int, n: int, c: int, **implementation: str) -> Call:
-    h = 128  # hidden channels in all published models
-    (x,) = operands("fp32", (b, n, n, c))
-    vectors = operands("fp32", (c,), (c,), (h,), (h,))
-    w_in, w_gate, w_out = (w * c**-0.5 for w in operands(dtype, (c, 4, h), (c, h), (h, c)))
-    arrays = (x, *vectors[:2], w_in, *vectors[2:], w_gate, w_out)
-    options = {"direction": "outgoing", "compute_dtype": DTYPES[dtype]} | implementation
-    return ops.triangle_update, arrays, options
-
-
-_ROWS = ((8192, 4096), (32768, 1024), (65536, 4096), (8192, 768), (8192, 384), (2048, 65536))
-_PRODUCTS = (
-    *((8192, 8192, 8192), (4096, 4096, 4096), (8192, 24576, 4096)),
-    *((8192, 1152, 384), (8192, 1536, 384), (8192, 384, 1536)),
-    *((1024, 2304, 768), (1024, 3072, 768), (1024, 768, 3072)),
-)
-_PAIRS = (
-    *((2, 256, 128), (1, 512, 128), (1, 768, 128), (1, 1024, 128)),
-    *((2, 256, 384), (1, 768, 384), (1, 1024, 384)),
-)
-TUNABLES = {
-    "matmul": Tunable(axes="MxNxK", shapes=_PRODUCTS, call=_matmul),
-    "gated_matmul": Tunable(
-        axes="MxNxK", shapes=((8192, 12288, 4096), (2048, 12288, 4096), (8192, 3072, 1024)), call=_gated_matmul
-    ),
-    "matmul_layer_norm": Tunable(
-        axes="MxNxK",
-        shapes=tuple((m, 384, k) for m in (16, 128, 1024, 8192, 32768) for k in (384, 1536)),
-        call=_matmul_layer_norm,
-        dtypes=("fp16",),
-    ),
-    "attention": Tunable(
-        axes="BxSxHxGxD",
-        shapes=((4, 2048, 16, 16, 64), (4, 2048, 16, 16, 128), (64, 128, 12, 12, 32)),
-        call=functools.partial(_attention, causal=False),
-        nearby=(1, 0.75),
-    ),
-    "attention_causal": Tunable(
-        axes="BxSxHxGxD",
-        shapes=(
-            *((4, 2048, 16, 16, 128), (1, 8192, 16, 16, 128)),
-            *((1, 128, 12, 12, 64), (1, 1024, 12, 12, 64), (8, 1024, 12, 12, 64), (32, 1024, 12, 12, 64)),
-            *((1, 4096, 32, 8, 128), (8, 2048, 32, 8, 128)),
-        ),
-        call=functools.partial(_attention, causal=True),
-        nearby=(1, 0.75),
-    ),
-    "attention_padded": Tunable(
-        axes="BxSxHxD",
-        shapes=((64, 16, 12, 32), (64, 128, 12, 32), (256, 32, 12, 32), (512, 16, 12, 32), (32, 512, 12, 32)),
-        call=_attention_padded,
-        dtypes=("fp16",),
-        nearby=(0, 0.75),
-    ),
-    "softmax": Tunable(axes="MxN", shapes=_ROWS, call=_softmax),
-    "layer_norm": Tunable(axes="MxN", shapes=_ROWS, call=_layer_norm),
-    "rms_norm": Tunable(axes="MxN", shapes=_ROWS, call=_rms_norm),
-    "linear_cross_entropy": Tunable(
-        axes="TxVxD",
-        shapes=((2048, 50257, 768), (1024, 151_936, 1024), (4096, 32_000, 4096)),
-        call=_linear_cross_entropy,
-        nearby=(1, 0.75),
-    ),
-    "rotary": Tunable(axes="BxSxHxG", shapes=((1, 4096, 32, 8), (8, 2048, 32, 8)), call=_rotary, nearby=(1, 0.75)),
-} | {
-    kernel: Tunable(
-        axes="BxNxC",
-        shapes=_PAIRS,
-        call=functools.partial(_triangle_update, **implementation),
-        dtypes=("fp16",),
-        nearby=(1, 0.875),
-        kernel=kernel,
-    )
-    for kernel, implementation in {
-        "trimul_project": {"implementation": "triton"},  # Mosaic's has no tiles to choose
-        "trimul_product": {},
-        "trimul_output": {},
-    }.items()
-}
+TUNABLES = found()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -255,7 +255,7 @@ def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
     for j in range(shown):
         table.add_column(str(j + 1), justify="right", no_wrap=True)
     for i, row in enumerate(embeddings[:shown] @ embeddings[:shown].T):
-        # Text, as square brackets in a plain string would be read as markup, and without what a terminal obeys.
+        # Text, as square brackets in a plain string would be read as markup, and without control characters.
         sentence = Text("".join(c if c.isprintable() else "\ufffd" for c in sentences[i]))
         table.add_row(str(i + 1), sentence, *(f"{similarity:.2f}" for similarity in row))
     console = Console()

@@ -162,7 +162,7 @@ def pyarrow(what: str) -> Any:
 
 
 def _texts(stream: IO[bytes], name: str) -> Iterator[str]:
-    """Yields many lines at a time; their ends are those of Unix, Windows or the old Macintosh."""
+    """Yields many lines at a time, with the line ends of Unix, Windows or the old Macintosh."""
     ends = 0
     for first in itertools.chain((True,), itertools.repeat(False)):
         if not (content := stream.read(_READ) + stream.readline()):

@@ -1,4 +1,4 @@
-"""The axes of the operands and results of one call, by name, and how those of a mesh split them."""
+"""The axes of the operands and results of one call, by name, and how the axes of a mesh split them."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Which kernel, if any, computes a call, and which its gradient."""
+"""Which kernel, if any, computes a call, and which kernel its gradient."""
 
 import itertools
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from pallas_models.tuning import Chooser
 
 F = TypeVar("F", bound=Form)
 
-# What a name stands for: the backend, and whether its interpreter runs the kernel.
+# The backend of each name of an implementation, and whether its interpreter runs the kernel.
 _BACKENDS = {
     "mosaic": ("mosaic", False),
     "triton": ("triton", False),
@@ -69,7 +69,7 @@ def choose(call: Call[F]) -> tuple[Kernel[F], bool] | None:
 
 
 def choose_backward(call: Call[F]) -> tuple[Backward[F], bool] | None:
-    """The gradient's kernels for a call that a kernel serves, and whether an interpreter runs them; else None."""
+    """The gradient for a call that a kernel serves, and whether an interpreter runs its kernels; or None."""
     named = dict(_BACKENDS[name] for name in reversed(call.names) if name != "xla")
     for backward in call.op.backward:
         backend = backward.backend
@@ -106,7 +106,7 @@ def has_backward(call: Call[F]) -> bool:
 
 
 def _obstacle(options: dict[str, Any], *trees: Any) -> str | None:
-    """What no kernel serves among options and arrays; the empty string for axes of size 0, which have no grid."""
+    """Why no kernel serves such options and arrays; the empty string for axes of size 0, which have no grid."""
     leaves = jax.tree.leaves(trees)
     sizes = itertools.chain(options.values(), *(leaf.shape for leaf in leaves))
     if any(map(jax.export.is_symbolic_dim, sizes)):

@@ -1,5 +1,6 @@
 """How an op is differentiated: by kernels where it has some, else as its reference."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_models.dispatch.settings import plain_settings
 from pallas_models.dispatch.transposable import linear
 
+# `pull(arrays, kept, cotangents, wanted)`: cotangents of the leaves of arrays, from the cotangents of results.
+Pull = Callable[[tuple[Any, ...], list[Any], list[Any], tuple[bool, ...]], list[Any]]
+
 
 def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`; where it is differentiated, another that computes the same in its place."""
+    """`function`; where it is differentiated, `other`, which computes the same, in its place."""
 
     @jax.custom_jvp
     def call(*arrays: Any) -> Any:
@@ -39,14 +43,17 @@ def with_derivative(
     forward: Callable[..., Any],
     derivative: Callable[..., Any],
     keep: Callable[..., tuple[Any, list[Any], int]] | None = None,
-    pull: Callable[..., list[Any]] | None = None,
+    pull: Pull | None = None,
 ) -> Callable[..., Any]:
     """`forward` with the derivative of another function, in forward and reverse mode and of any order.
 
-    The gradient keeps the operands, and computes what else it needs of the forward pass again; unless there is
+    By itself the gradient keeps the operands, and computes again all else that it needs of the forward pass.
 
-      keep: `keep(*arrays)` gives the result, what is kept of it, and how many results have a cotangent, and
-      pull: `pull(arrays, kept, cotangents, wanted)` the cotangents of the leaves of those arrays that are wanted.
+    Args:
+      keep: with `pull`: `keep(*arrays)` gives the result, the arrays that the gradient keeps of the forward pass,
+        and how many results have a cotangent.
+      pull: `pull(arrays, kept, cotangents, wanted)` gives the cotangents of the leaves of those arrays that are
+        wanted.
     """
 
     @jax.custom_jvp
@@ -58,8 +65,6 @@ def with_derivative(
         with plain_settings(primals):
             out, kept, results = (function(*primals), [], 0) if keep is None else keep(*primals)
         leaves, tree = jax.tree.flatten(primals)
-        # What is transposed later keeps no array of this trace.
-        count, first = len(leaves), jax.typeof(jax.tree.leaves(out)[0])
         changes = jax.tree.leaves(tangents)
         moving = [i for i, t in enumerate(changes) if not isinstance(t, SymbolicZero)]
         if not moving:
@@ -67,7 +72,7 @@ def with_derivative(
 
         def tangent(residuals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
             def at(*some: jax.Array) -> Any:
-                every = residuals[:count]
+                every = residuals[: len(leaves)]
                 for i, x in zip(moving, some, strict=True):
                     every[i] = x
                 return derivative(*jax.tree.unflatten(tree, every))
@@ -76,29 +81,53 @@ def with_derivative(
                 primals = tuple(residuals[i] for i in moving)
                 return jax.tree.leaves(jax.jvp(at, primals, tuple(moved))[1])
 
-        def transpose(residuals: list[Any], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
-            assert pull is not None
-            arrays = jax.tree.unflatten(tree, residuals[:count])
-            used = {i for i, w in zip(moving, wanted, strict=True) if w}
-            indices = iter(range(count))
-            owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
-            asked = tuple(not used.isdisjoint(own) for own in owned)
-            if cotangents[0] is None:
-                # Zeros that are mapped under vmap as the other cotangents are: JAX fails where a function with a
-                # derivative of its own has results that are mapped in the derivative alone.
-                other = next(c for c in cotangents if c is not None)
-                zero = jnp.where(other.ravel()[0] == 0, 0.0, 0.0)
-                cotangents = [jnp.broadcast_to(zero, first.shape).astype(first.dtype), *cotangents[1:]]
-            cotangents = cotangents + [None] * (results - len(cotangents))
-            given = pull(arrays, residuals[count:], cotangents, asked)
-            found = dict(
-                zip((i for own, w in zip(owned, asked, strict=True) if w for i in own), given, strict=True)
-            )
-            return [found.get(i) for i in moving]
-
+        # The transpose comes later, and must keep no array of this trace.
+        first = jax.typeof(jax.tree.leaves(out)[0])
+        transpose = None if pull is None else functools.partial(_transpose, pull, tree, moving, first, results)
         residuals = leaves + [jax.lax.stop_gradient(x) for x in kept]
-        moved = linear(tangent, None if pull is None else transpose, residuals, [changes[i] for i in moving])
+        moved = linear(tangent, transpose, residuals, [changes[i] for i in moving])
         return out, jax.tree.unflatten(jax.tree.structure(out), moved)
 
     function.defjvp(jvp, symbolic_zeros=True)
     return function
+
+
+def _transpose(
+    pull: Pull,
+    tree: Any,
+    moving: list[int],
+    first: Any,
+    results: int,
+    residuals: list[Any],
+    cotangents: list[Any],
+    wanted: tuple[bool, ...],
+) -> list[Any]:
+    """The cotangents of the leaves of arrays that are moving, where they are wanted.
+
+    Args:
+      pull: as in `with_derivative`.
+      tree: of the arrays.
+      moving: the leaves of the arrays that have a tangent.
+      first: the type of the first result.
+      results: how many results have a cotangent for `pull`.
+      residuals: the leaves of the arrays, and the arrays that are kept.
+      cotangents: of the results.
+      wanted: for each leaf that is moving.
+    """
+    count = tree.num_leaves
+    arrays = jax.tree.unflatten(tree, residuals[:count])
+    used = {i for i, w in zip(moving, wanted, strict=True) if w}
+    indices = iter(range(count))
+    owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in arrays]
+    asked = tuple(not used.isdisjoint(own) for own in owned)
+    if cotangents[0] is None:
+        # Zeros that are mapped under vmap as the other cotangents are: JAX fails where a function with a
+        # derivative of its own has results that are mapped in the derivative alone.
+        other = next(c for c in cotangents if c is not None)
+        zero = jnp.where(other.ravel()[0] == 0, 0.0, 0.0)
+        cotangents = [jnp.broadcast_to(zero, first.shape).astype(first.dtype), *cotangents[1:]]
+    cotangents = cotangents + [None] * (results - len(cotangents))
+    given = pull(arrays, residuals[count:], cotangents, asked)
+    leaves = (i for own, w in zip(owned, asked, strict=True) if w for i in own)
+    found = dict(zip(leaves, given, strict=True))
+    return [found.get(i) for i in moving]

@@ -38,7 +38,7 @@ def _refuse(context: mlir.LoweringRuleContext, *_: Any, implementation: tuple[st
     )
 
 
-# What a kernel is given goes through it unchanged.
+# The identity, of an operand of a kernel; only the lowering for CUDA has it.
 _cuda_only = Primitive("cuda_only")
 _cuda_only.def_impl(lambda x, **_: x)
 _cuda_only.def_abstract_eval(lambda x, **_: x)

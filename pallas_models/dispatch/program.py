@@ -41,7 +41,7 @@ def gradient(
     wanted: tuple[bool, ...],
     reference: Callable[[Operands, list[Any], list[Any]], Leaves],
 ) -> Callable[[Operands, list[Any], list[Any]], Leaves]:
-    """A function of operands, what is kept and cotangents: the cotangents of all leaves of the wanted operands.
+    """A function of operands, kept arrays and cotangents: the cotangents of all leaves of the wanted operands.
 
     Args:
       found: the gradient's kernels, and whether an interpreter runs them.
@@ -99,10 +99,10 @@ def _forward(call: Call[F]) -> Callable[..., Any] | None:
 
 
 def _keep(call: Call[F], backward: Backward[F], *operands: Any) -> tuple[Any, list[Any], int]:
-    """The results of the forward pass, what is kept of them for the gradient, and how many there are."""
+    """The results of the forward pass, those of them that the gradient keeps, and how many results there are."""
     keeping = call.replace(form=call.form.replace(**backward.options))
     results = _function(keeping)(*operands)
-    # In a scan XLA has a kernel run twice if its result is both used and stored with those of the other steps,
+    # In a scan XLA has a kernel run twice if its result is both used and stored with the results of other steps,
     # unless something is in between.
     results = jax.lax.optimization_barrier(results)
     # Policies of `jax.checkpoint` keep by the op's name all that would have its kernel run again.
@@ -215,7 +215,7 @@ def _operands(form: Form, leaves: Leaves) -> Operands:
 def _on_platforms(
     kernel: Callable[..., Any], reference: Callable[..., Any], names: tuple[Name, ...], *, anywhere: bool
 ) -> Callable[..., Any]:
-    """`kernel` on CUDA devices; elsewhere too where it runs `anywhere`, else what the names have for there."""
+    """`kernel` on CUDA devices; elsewhere too if it runs `anywhere`, else the reference if the names allow."""
     if names and anywhere:
         return kernel
     return on_cuda(kernel, names) if names and "xla" not in names else by_platform(kernel, reference)

@@ -1,4 +1,4 @@
-"""What an op states of itself, and what a call of it is: data, from which the rest of dispatch decides."""
+"""An op as it states itself, and a call of it: data, from which the rest of dispatch decides."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -98,10 +98,10 @@ class Op(Generic[F]):
       sharding: which axes can be split over devices; or `sharding(form)`, which says so. Gradients are split as
         the operands are.
       derivative: a function that is differentiated in place of the reference, with the same argument.
-      backward: what computes the gradient in place of the reference's, the first that serves a call. Where
+      backward: gradients to take in place of the reference's, of which the first counts that serves a call. Where
         implementations are named, its backend is one of theirs.
       contracted: `contracted(call, total, form)` is the op where an axis is split that no result has, with `call`
-        like the reference and `total` adding up what the devices have.
+        like the reference and `total` adding up the results of devices.
       stands_for: `stands_for(form, names)` is the op made of other ops, which are given the implementations that
         `names` names. It runs where no kernel serves the call, and is differentiated where one does. With names of
         `("xla",)` it is the reference.
@@ -130,7 +130,7 @@ class Call(Generic[F]):
     """A call of an op as dispatch has it.
 
     Attributes:
-      form: what is called, with the shapes of its operands.
+      form: the form of the call, with the shapes of its operands.
       config: a config of one of the kernels, a table to ask first, or None.
       names: the implementations that are named, in order of preference; none for the best there is.
       target: the GPU that it is for.
@@ -138,7 +138,7 @@ class Call(Generic[F]):
 
     op: Op[F]
     form: F
-    config: Any
+    config: object
     names: tuple[Name, ...]
     target: Target
 

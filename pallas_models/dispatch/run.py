@@ -61,7 +61,8 @@ def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *,
     def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: function(form.of(operands), call.names)
 
-    others, whole = as_others(stands_for), functools.partial(_run_whole, call)
+    others = as_others(stands_for)
+    whole: Callable[..., Any] = functools.partial(_run_whole, call)
     if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
         return differentiated_as(others, as_others(op.together.call))(*operands)
     if traced or not has_kernel(op, form, implementation=implementation):
@@ -98,7 +99,7 @@ def run_backward(
 ) -> list[jax.Array]:
     """The cotangents of the leaves of those operands that are wanted, in the kernels of the op's gradient.
 
-    What is `kept` may be of a larger call that these operands are a part of: their part of it is differentiated.
+    Arrays `kept` may be of a larger call that these operands are a part of: their part of it is differentiated.
 
     Args:
       reference: `reference(operands, kept, cotangents)`, where no kernel serves the call.

@@ -1,4 +1,4 @@
-"""What an op states of its axes, which devices can share, and what it uses in the part of one device."""
+"""The axes of an op that devices can share, as the op states them, and helpers for the part of one device."""
 
 import dataclasses
 from collections.abc import Mapping

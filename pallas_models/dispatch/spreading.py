@@ -84,7 +84,7 @@ class Shared(Generic[F]):
         return results
 
     def over_explicit(self, leaves: Leaves, *, check_vma: bool) -> Leaves:
-        """The results on an explicit mesh: a shard_map of what each device computes.
+        """The results on an explicit mesh: a shard_map of the function.
 
         Args:
           check_vma: as in `jax.shard_map`, which has to be so where it is differentiated.
@@ -175,7 +175,7 @@ class Shared(Generic[F]):
 
 
 def can_spread() -> bool:
-    """Whether what is traced now may run on several devices: in a shard_map, or on those that JAX sees.
+    """Whether a program that is traced now may run on several devices: in a shard_map, or on those that JAX sees.
 
     Then it is `Shared`. Programs for a machine with one device have nothing of it.
     """

@@ -1,6 +1,6 @@
 """A linear function that brings its own transpose, under every transformation of JAX.
 
-`jax.custom_derivatives.linear_call` is the same without `vmap` and derivatives in what it is not linear in.
+`jax.custom_derivatives.linear_call` is the same without `vmap`, and without derivatives in its other arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ def linear(
 ) -> list[jax.Array]:
     """Computes `function(residuals, operands)`, which is linear in the operands.
 
-    In reverse mode `transpose` is called; None leaves that to JAX, which keeps only the residuals for it. Each is
-    differentiated itself where the residuals are differentiated too.
+    In reverse mode `transpose` is called; None leaves that to JAX, which keeps only the residuals for it. Function
+    and transpose are differentiated themselves where the residuals are differentiated too.
     """
     return _linear.bind(
         *residuals,

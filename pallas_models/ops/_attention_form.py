@@ -1,6 +1,7 @@
 """The form of a call of attention, from arguments that are checked here."""
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def form_of(
             _checks.check_shape(name, ids, (batch, length), "(B, Sq)" if name == "segment_ids" else "(B, Skv)")
         segment_ids, kv_segment_ids = _as_int32(segment_ids, kv_segment_ids)
     sm_scale = head_dim**-0.5 if sm_scale is None else _checks.as_scalar("sm_scale", sm_scale)
-    form = Form(
+    form: Form[Any] = Form(
         qkv=qkv,
         mask=mask,
         bias=bias,

@@ -55,7 +55,7 @@ def _half_jvp(equation: str, acc_dtype: jnp.dtype, primals: Any, tangents: Any) 
         return [functools.reduce(jnp.add, terms)]
 
     def transpose(others: list[jax.Array], cotangents: list[Any], wanted: tuple[bool, ...]) -> list[Any]:
-        rounded = cotangents[0].astype(dtype)  # as that of a result of 16 bits
+        rounded = cotangents[0].astype(dtype)  # as the cotangent of a result of 16 bits is
 
         def pull(place: int, other: jax.Array, of: Any) -> jax.Array:
             of_moved = functools.partial(product, place, other, dtype=dtype)
@@ -97,7 +97,8 @@ def _rounded(x: jax.Array, dtype: jnp.dtype, any_size: bool) -> tuple[jax.Array,
     if not any_size or dtype != jnp.float16:
         return (x.astype(dtype),)
     exponent = (jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x)), jnp.int32) >> 23) - 127
-    # The largest becomes 2**14 to 2**15; both powers are within float32, and what is not finite has none.
+    # The largest becomes 2**14 to 2**15, and both powers are within float32. Numbers that are not finite have
+    # none.
     exponent = jnp.where(exponent < 128, jnp.clip(exponent - 14, -100, 113), 0)
 
     def power(exponent: jax.Array) -> jax.Array:
@@ -113,7 +114,7 @@ def _rounded_jvp(
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
     def product(change: jax.Array, place: int, other: int, primals: list[jax.Array], result: int) -> jax.Array:
-        """That of a tangent or cotangent, in the place of an operand or of the result, and an operand."""
+        """The product of an operand and a change: a tangent of the other operand or a cotangent of the result."""
         terms = [(axes[place], change, True), (axes[other], primals[other], any_size[other])]
         # The axes of the result come in the order of the operands', or it would have to be transposed.
         (first, x, free_x), (second, y, free_y) = sorted(terms, key=lambda term: axes[result][0] not in term[0])

@@ -205,7 +205,7 @@ def attention_qkv(
       num_heads: number of heads of the queries.
       num_kv_heads: number of heads of keys and of values, which divides `num_heads`; as many when None.
 
-    All other arguments, and what is raised, are those of `attention`.
+    All other arguments, and the errors, are as in `attention`.
 
     Returns:
       (B, S, num_heads * head_dim) in the dtype of `qkv`; with `return_lse` also (B, num_heads, S) float32.
@@ -260,10 +260,11 @@ def _attend(
     form: Form[jax.Array],
     config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     result = run(OP, form, config=config, implementation=implementation)
     if not form.return_lse:
-        return result
+        out: jax.Array = result
+        return out
     out, lse = result
     return out, jnp.where(lse == NO_KEY, -jnp.inf, lse)
 
@@ -386,7 +387,7 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     )
 
 
-OP = Op(
+OP: Op[Form[Any]] = Op(
     name="attention",
     reference=reference,
     kernels=(

@@ -124,7 +124,7 @@ def first_rows(table: jax.Array, count: int) -> jax.Array:
 
 
 def reference(form: Form[jax.Array]) -> jax.Array:
-    """The same in plain XLA. Ids outside their table are clamped to it."""
+    """The embeddings of tokens in plain XLA. Ids outside their table are clamped to it."""
     if form.ids.size == 0:
         return jnp.zeros((*form.ids.shape, form.word.shape[1]), form.word.dtype)
     out: jax.Array = norm.normalize(_sum(form), form.scale, form.bias, None, epsilon=form.epsilon)

@@ -63,7 +63,7 @@ def gated_matmul(
       activation: of the gate: `"silu"`, `"gelu"` (exact, with erf), `"gelu_tanh"`, `"relu"`, `"sigmoid"` or None.
       bias: (2, N), any float dtype, or None.
       precision: of float32 products, as in `matmul`.
-      out_dtype: dtype of the result; that of `x` when None.
+      out_dtype: dtype of the result; the dtype of `x` when None.
       config: tile sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
         precisions, rows in multiples of 8, N and K in multiples of 64.
@@ -127,7 +127,7 @@ def _backward(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradients as XLA's products of x, both weights and the cotangent of both products."""
+    """The gradients as products in XLA of x, both weights and the cotangents of both products."""
     gate, up = (y.astype(jnp.float32) for y in kept)
     dout = cotangents[0]
     assert dout is not None

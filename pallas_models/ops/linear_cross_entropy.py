@@ -234,7 +234,7 @@ def _over_chunks(rows: _Rows, form: Form[jax.Array]) -> Any:
     zeros: Any = None
     if gradient:
         zeros = jnp.zeros(w.shape, jnp.float32), None if bias is None else jnp.zeros(vocab, jnp.float32)
-    zeros, *_ = varying_alike((zeros, x, w, labels, weights))  # as what is added to them
+    zeros, *_ = varying_alike((zeros, x, w, labels, weights))  # as the terms that are added to them
     # What fills the last chunk has weight 0.
     parts = [
         jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]).reshape(steps, chunk, *a.shape[1:])
@@ -326,7 +326,7 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of x, w and bias, given the losses' cotangent: the gradient of a sum with other weights.
 
-    XLA leaves out the products of those that are not wanted.
+    XLA leaves out the products of cotangents that are not wanted.
     """
     weights = jnp.where(form.weights == 0.0, 0.0, cotangents[0])
     gradient = form.replace(weights=weights, gradient=True)

@@ -65,7 +65,7 @@ def matmul(
         at an error that grows with K.
       precision: of float32 products: None and HIGHEST are true float32, DEFAULT and HIGH allow TF32 on
         a GPU. Ignored for the half precisions.
-      out_dtype: dtype of the result; that of `x` when None.
+      out_dtype: dtype of the result; the dtype of `x` when None.
       algorithm: None is the fastest for the shape. The others are rungs of a ladder: `"naive"` multiplies and
         adds strips of one row element by element; `"tiled"` gives each program a tile of 64 x 64 and the tensor
         cores, and loads nothing ahead; `"pipelined"` sizes the tiles for the shape, walks them in an order that
@@ -213,7 +213,7 @@ def reference(form: Form[jax.Array]) -> Any:
 def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: Activation | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The epilogue of a product in float32, and what its activation is applied to."""
+    """The epilogue of a product in float32, and the sums that its activation is applied to."""
     if bias is not None:
         y += bias.astype(jnp.float32)
     out = activations.apply(activation, y)
@@ -238,7 +238,7 @@ def _contracted(call: Callable[[Form[jax.Array]], jax.Array], total: Total, form
 
 
 def _can_store(total: Total, form: Form[jax.Array]) -> bool:
-    """Whether kernels store parts on the GPU that adds them up, and it the sums on all: where it is faster."""
+    """Whether it is faster that kernels store parts on the GPU that adds them up, and the sums on all GPUs."""
     if not total.target.has_peers or form.bias is not None or form.activation is not None:
         return False
     m, n, _ = form.sizes

@@ -44,9 +44,9 @@ def mlp(
 ) -> jax.Array:
     """Computes `activation(x @ w_up + bias_up) @ w_down + bias_down + residual`.
 
-    Two kernels, those of `matmul`; the hidden values are rounded to the dtype of `x`, beyond the end of float16 as
-    in `gated_mlp`, and `jax.checkpoint` knows them as `mlp_up`. In the gradient of half precisions on Hopper, the
-    activation's derivative is part of the product that gives the gradient of the hidden values.
+    It runs the kernels of `matmul` twice. The hidden values are rounded to the dtype of `x`, beyond the end of
+    float16 as in `gated_mlp`, and `jax.checkpoint` knows them as `mlp_up`. In the gradient of half precisions on
+    Hopper, the activation's derivative is part of the product that gives the gradient of the hidden values.
 
     Args:
       x: (..., K), float16, bfloat16 or float32.

@@ -233,7 +233,7 @@ def _rows(
 
 
 def reference(form: Form[jax.Array]) -> Any:
-    """The same in plain XLA, over the rows of x (M, N)."""
+    """Layer or RMS norm of a call in plain XLA."""
     return normalize(*form.operands, **form.options)
 
 
@@ -249,7 +249,7 @@ def normalize(
     epsilon: float,
     axis: int = -1,
 ) -> Any:
-    """Layer or RMS norm in plain XLA, over the last axis of x or another; see `Form` of the rest."""
+    """Layer or RMS norm in plain XLA, over the last axis of x or another; the options are as in `Form`."""
     y = x.astype(jnp.float32)
     if residual is not None:
         y += residual.astype(jnp.float32)
@@ -319,7 +319,7 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     return Sharding(equation=f"m D, D, D, m D -> {', '.join(results)}")
 
 
-_STATISTICS = {"return_statistics": True}  # what the forward pass gives the gradient
+_STATISTICS = {"return_statistics": True}  # for the gradient, of the forward pass
 
 _OP: Op[Form[Any]] = Op(
     name="norm",

@@ -34,7 +34,7 @@ def mean_pool(
     """Computes `m = sum_s x[:, s] * mask[:, s] / sum_s mask[:, s]`, then `m / max(|m|, epsilon)`.
 
     This is the pooling of sentence-transformers ([Sentence-BERT](https://arxiv.org/abs/1908.10084)).
-    What padding positions hold never reaches the result, NaN and infinities included.
+    Values at padding positions never reach the result, NaN and infinities included.
 
     Args:
       x: (B, S, D), float16, bfloat16 or float32.

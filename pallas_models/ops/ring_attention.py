@@ -40,9 +40,9 @@ def ring_attention(
 
     The parts of keys and values go round the devices ([Ring Attention](https://arxiv.org/abs/2310.01889)): each
     device attends to the part that it has while the next is on its way, and joins the results by their
-    log-sum-exp. No device has more than two parts at a time. In the gradient, by kernels of attention's, they go
-    round once more, and the gradients of each part straight to the device that it is from. It is one of first
-    order, in reverse mode.
+    log-sum-exp. No device has more than two parts at a time. In the gradient, which kernels of `attention`
+    compute, the parts go round once more, and the gradients of each part go straight to the device that it is
+    from. There is a gradient of first order alone, in reverse mode.
 
     With `causal` the tokens are in the order of `zigzag_order`, so that all devices have as much to do.
 
@@ -57,7 +57,7 @@ def ring_attention(
       segment_ids: (B, Sq), of its queries, integers of up to 32 bits that mean the same on all devices.
       kv_segment_ids: (B, Skv), of its keys; `segment_ids` when None.
 
-    All other arguments are those of `attention`.
+    All other arguments are as in `attention`.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q.
@@ -96,9 +96,9 @@ def ring_attention(
         form=form.abstract(),
         implementation=check_implementation(implementation) or None,
     )
-    (queries, keys, values), *others = varying_alike((form.qkv, form.mask, form.segment_ids, form.kv_segment_ids))
-    mask, segment_ids, kv_segment_ids = others
-    out = _attend(ring, _Queries(queries, segment_ids), _Keys(keys, values, mask, kv_segment_ids))
+    form = form.of(varying_alike(form.operands))
+    queries, keys, values = form.qkv
+    out = _attend(ring, _Queries(queries, form.segment_ids), _Keys(keys, values, form.mask, form.kv_segment_ids))
     return out.reshape(q.shape)
 
 
@@ -108,7 +108,7 @@ def zigzag_order(length: int, num_devices: int) -> np.ndarray:
     Of 2 n equal chunks of the sequence the first and the last come first, then the second and the last but one:
     each of n devices has an early chunk, whose queries see few keys, and a late one, whose queries see many.
     `x[:, zigzag_order(length, n)]` puts tokens in this order, and `y[:, np.argsort(zigzag_order(length, n))]`
-    back. Rotary and learned positions are those of the tokens: the values given.
+    back. Rotary and learned positions are the positions of the tokens: the values given.
 
     Args:
       length: of the sequence.
@@ -166,7 +166,7 @@ class _Ring:
 
     axis_name: str
     causal: bool
-    form: Form[jax.ShapeDtypeStruct]
+    form: Form[Any]
     implementation: tuple[Name, ...] | None
 
     @property
@@ -183,8 +183,7 @@ class _Ring:
     def part(self, queries: _Queries, keys: _Keys, *, causal: bool) -> Form[jax.Array]:
         """Attention of these queries to these keys."""
         operands = ((queries.q, keys.k, keys.v), keys.mask, None, queries.segment_ids, keys.segment_ids)
-        form: Any = self.form.of(operands)
-        return form.replace(causal=causal)
+        return self.form.of(operands).replace(causal=causal)
 
     def attend(self, queries: _Queries, keys: _Keys, *, causal: bool = False) -> _Rows:
         """The rows of these queries over these keys."""
@@ -239,7 +238,7 @@ class _Ring:
         return _merged(_merged(rows, _Rows(out, lse)), _Rows(other_out, other_lse))
 
 
-def _wide(x: jax.Array) -> Any:
+def _wide(x: jax.Array) -> jnp.dtype:
     """The dtype that sums over devices are kept in."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -288,14 +287,14 @@ def _forward(ring: _Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, _K
     return rows.out, (queries, rows, keys)
 
 
-def _backward(ring: _Ring, kept: _Kept, dout: jax.Array) -> tuple[Any, Any]:
+def _backward(ring: _Ring, kept: _Kept, dout: jax.Array) -> tuple[_Queries, _Keys]:
     queries, rows, keys = kept
-    # Parts of keys are sent again: XLA must not keep those of the forward pass, which are the whole sequence.
+    # Parts of keys are sent again: XLA must not keep the parts of the forward pass, which are the whole sequence.
     keys, dout = jax.lax.optimization_barrier((keys, dout))
     of_queries, dtype = (queries, rows, dout), dout.dtype
     following = ring.send(keys)
 
-    @jax.jit  # so that what each step does is lowered once
+    @jax.jit  # so that a step is lowered once
     def pull(*of_keys: Any) -> Any:
         return ring.pull(*of_keys)
 
@@ -320,7 +319,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _pull_in_xla(
-    form: Form[jax.ShapeDtypeStruct], operands: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any]
+    form: Form[Any], operands: tuple[Any, ...], kept: list[jax.Array], cotangents: list[Any]
 ) -> list[jax.Array]:
     """The gradients of the form's queries, keys and values, for rows over more keys than these.
 

@@ -132,7 +132,7 @@ def _check_head_dim(head_dim: int) -> None:
 
 
 def reference(form: Form[jax.Array]) -> jax.Array:
-    """The same in plain XLA."""
+    """Norm and rotation in plain XLA."""
     qkv = form.qkv
     by_head = qkv.reshape(*qkv.shape[:2], form.num_rotated + form.num_kv_heads, form.head_dim)
     q, k, v = jnp.split(by_head, (form.num_heads, form.num_rotated), axis=2)

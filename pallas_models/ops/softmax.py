@@ -34,9 +34,9 @@ def softmax(
 ) -> jax.Array:
     """Computes `where * exp(y - m) / sum(where * exp(y - m))`, `y = x * scale`, `m` the maximum of y.
 
-    Maximum and sum run over `axis` and over the entries that `where` keeps, in float32. What the others
-    hold never reaches the result, NaN and infinities included: they are exactly 0, and so is a row with
-    no entry left, as is every gradient there. Otherwise infinities and NaN do as in torch: -inf counts
+    Maximum and sum run over `axis` and over the entries that `where` keeps, in float32. Values of other entries
+    never reach the result, NaN and infinities included: they are exactly 0 there, and so is a row with no entry
+    left, as is every gradient there. Otherwise infinities and NaN do as in torch: -inf counts
     for 0, and a row whose kept entries are all -inf, or hold +inf or NaN, is NaN wherever it is kept.
 
     Args:
@@ -110,7 +110,7 @@ def _mask_rows(where: Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Arr
 
 
 def reference(form: Form[jax.Array]) -> jax.Array:
-    """The same in plain XLA, over the rows of x (M, N), with row i masked by row `i // repeat % W` of where."""
+    """Softmax over the rows of x (M, N) in plain XLA."""
     x, where, scale = form.x, form.where, form.scale
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)

@@ -164,7 +164,7 @@ class Encoder(EmbeddingModel):
         """Computes the embeddings of sentences as they come, in memory that does not grow with their number.
 
         Args:
-          sentences: any iterable, read a few chunks ahead of what is yielded.
+          sentences: any iterable; it is read a few chunks ahead.
           batch_size, prompt_name, prompt, device, normalize_embeddings, truncate_dim: as in `encode`.
 
         Yields:
@@ -190,8 +190,7 @@ class Encoder(EmbeddingModel):
         """Computes the embeddings of lists of sentences as they come, each list independently of the others.
 
         Args:
-          chunks: any iterable of lists, read a few lists ahead of what is yielded. A list of 16,384 sentences
-            keeps a device busy.
+          chunks: any iterable of lists, read a few lists ahead. Lists of 16,384 sentences keep a device busy.
           options: of `encode_iter`.
 
         Yields:

@@ -42,7 +42,7 @@ _EMBEDDING = "sentence_embedding"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextDescription:
-    """What a folder says of any model of texts, beside its transformer.
+    """The description of a model of texts in its folder.
 
     Attributes:
       transformer: the folder of config.json, tensors and tokenizer.
@@ -69,7 +69,7 @@ class TextDescription:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description(TextDescription):
-    """What a folder says of a sentence encoder.
+    """The description of a sentence encoder in its folder.
 
     Attributes:
       head: the modules after the transformer.
@@ -84,7 +84,7 @@ class Description(TextDescription):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairDescription(TextDescription):
-    """What a folder says of a cross-encoder.
+    """The description of a cross-encoder in its folder.
 
     Attributes:
       activation: of scores, or None where nothing is stated.

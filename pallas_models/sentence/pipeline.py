@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from pallas_models._processes import cores
 from pallas_models.sentence import packing, tokenizing
 from pallas_models.sentence.tokenizing import Tokenize, Tokens
 
+T = TypeVar("T")
 # Texts of a chunk: enough for all cores to tokenize and for a device to compute, few enough for little memory.
 CHUNK = 16384
 # Chunks that are tokenized while another is computed, for each device.
@@ -188,7 +189,7 @@ def _tokenized(
         yield Tokens(np.concatenate(ids), np.concatenate(lengths))
 
 
-def joined(lists: list[list[Any]]) -> list[list[Any]]:
+def joined(lists: list[list[T]]) -> list[list[T]]:
     """The chunks, with a short last one joined to the one before, so that it needs no program of its own shape."""
     if len(lists) > 1 and 2 * len(lists[-1]) < len(lists[-2]):
         *first, last, rest = lists
@@ -196,7 +197,7 @@ def joined(lists: list[list[Any]]) -> list[list[Any]]:
     return lists
 
 
-def chunks(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def chunks(texts: Iterable[T], size: int) -> Iterator[list[T]]:
     """Divides texts into lists of `size`, the last of which may be shorter."""
     source = iter(texts)
     while chunk := list(itertools.islice(source, size)):

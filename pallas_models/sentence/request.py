@@ -1,4 +1,4 @@
-"""One call of an `Encoder`: what it asks for, and how that is computed."""
+"""One call of an `Encoder`: its settings, and the steps that compute it."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ class EncodeOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What one call asks for.
+    """The settings of one call.
 
     Attributes:
       programs: compute batches in turns, one for each device.

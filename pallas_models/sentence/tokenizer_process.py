@@ -28,8 +28,8 @@ class Words(dict[str, list[int]]):
     """The token ids of plain texts, word by word: as the tokenizer gives them, in a sixth of its time.
 
     BERT's tokenizers tokenize each word and each punctuation mark by itself, so that it has the same ids in all
-    texts. A text is plain if all its characters are printable and of ASCII, where it is clear what a word is, and
-    no added token, such as "[MASK]", begins with one of them.
+    texts. A text is plain if all its characters are printable and of ASCII, so that words have clear ends, and no
+    added token, such as "[MASK]", begins with one of them.
     """
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer"):

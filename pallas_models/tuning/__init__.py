@@ -8,9 +8,9 @@ A kernel, Triton's or Mosaic's, gets the first config of these:
 4. the kernel's heuristic. `config=HEURISTIC` asks for it alone.
 
 The GPU is the target of the compilation; where that is unknown, or none, no table applies. Configs are chosen when
-a call is traced, and a file is read once in a process: what has been traced keeps its config, and a change of a
-file takes effect in the next process (that of `Result.save` in the next trace). Results of two configs can differ
-in rounding: to fix them to the last bit over machines, give `config`.
+a call is traced, and a file is read once in a process: traced programs keep their configs, and a change of
+a file takes effect in the next process (a result that `Result.save` writes in the next trace). Results of two
+configs can differ in rounding: to fix them to the last bit over machines, give `config`.
 
 A table has an entry per kernel, backend, dtype and shape. An entry holds for its own shape and, unless one is
 nearer, for all in its bucket: those whose bucketed sizes (numbers of rows, mostly) have the same nearest power of

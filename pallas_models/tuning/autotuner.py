@@ -115,7 +115,7 @@ class Result:
     def save(self, path: Path | str | None = None) -> Path:
         """Adds the outcome to the table at `path`, by default the user's own, which every op looks into.
 
-        What was traced before, by `jax.jit` too, keeps the config that it has.
+        Programs that were traced before, by `jax.jit` too, keep their configs.
 
         Raises:
           TableError: there is a file that is no table.
@@ -160,10 +160,10 @@ def autotune(
     """Finds the fastest tile config for a call of an op, e.g. `autotune(ops.matmul, x, w, activation="gelu")`.
 
     Configs that do not fit in shared memory are left out before anything is compiled. The others are compiled
-    in parallel; each must give what XLA gives before its time counts. The fastest few and the heuristic's are
+    in parallel; each must agree with XLA before its time counts. The fastest few and the heuristic's are
     then measured again in turns, and the heuristic's stays unless another is faster by more than the noise and 2%.
-    Times are those of the GPU, from CUPTI, of repeated calls on the given arrays: what fits in the L2 cache is
-    read from there. They should not be zeros or constants, which take less power.
+    Times are the GPU's, from CUPTI, of repeated calls on the given arrays: those that fit in the L2
+    cache are read from there. They should not be zeros or constants, which take less power.
 
     It changes nothing: `result.config` can be given to the op, `result.save()` adds it to the user's table.
 
@@ -171,18 +171,18 @@ def autotune(
       fn: an op: it takes `config` and `implementation`.
       *args: its operands.
       op: the name of the kernel to tune, where the call has several.
-      candidates: the configs to try beside the heuristic's; those of the kernel when None.
+      candidates: the configs to try beside the heuristic's; the kernel's own when None.
       tolerance: how far the output may be from XLA's, relative to its norm; when None 1e-5 in float32, 2e-3 in
         float16, 1e-2 in bfloat16.
       seconds: after this time no further config is begun; no limit when None.
       progress: whether to show a bar; on a terminal when None.
-      **options: what else the op takes. Without `implementation`, the kernel that runs by default is tuned: on a
+      **options: the op's other arguments. Without `implementation`, the kernel that runs by default is tuned: on a
         Hopper GPU that may be the one of Mosaic.
 
     Raises:
       TypeError: `fn` is no op.
       ValueError: the call has no kernel that can be tuned, or several and `op` names none of them; or the
-        heuristic's config does not give what XLA gives.
+        heuristic's config does not agree with XLA.
       RuntimeError: this process has no CUDA device, or its times cannot be had.
     """
     started = time.monotonic()

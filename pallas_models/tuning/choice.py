@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from jax.typing import DTypeLike
 
-from pallas_models import target as targets
 from pallas_models.target import Target
 from pallas_models.tuning.problem import Chooser, Problem
 from pallas_models.tuning.table import Entry, TableError, installed
@@ -17,8 +16,8 @@ Config = TypeVar("Config")
 def choose(config: Config | Chooser | None, problem: Problem[Config], target: Target) -> Config:
     """The config to build a kernel with.
 
-    In this order: `config` itself, or what it chooses if it is a table; the user's table in the cache folder; the
-    table that ships with the package; the heuristic. The tables are those of the target.
+    In this order: `config` itself, or its choice if it is a table; the user's table in the cache folder; the table
+    that ships with the package; the heuristic. Both tables are for the target.
 
     Raises:
       TypeError: `config` is something else.
@@ -45,7 +44,7 @@ def choose(config: Config | Chooser | None, problem: Problem[Config], target: Ta
 
 
 def _from(table: Chooser, problem: Problem[Config], target: Target) -> Config | None:
-    """What a table chooses; TableError where the target has not the shared memory for it."""
+    """A table's choice; TableError where the target has not the shared memory for it."""
     chosen = table.choose(problem)
     if chosen is not None and problem.shared_memory is not None:
         size = problem.shared_memory(chosen)
@@ -58,16 +57,16 @@ def _from(table: Chooser, problem: Problem[Config], target: Target) -> Config | 
 
 
 def lookup(
-    op: str, shape: Mapping[str, int], dtype: DTypeLike, *, backend: str = "triton", gpu: str | None = None
+    op: str, shape: Mapping[str, int], dtype: DTypeLike, *, backend: str = "triton", gpu: str
 ) -> Entry | None:
-    """The entry that a kernel gets its config from where none is given by hand; None where there is none.
+    """The entry that a kernel gets its config from where no config is given by hand; None where there is none.
 
     Args:
       op: the kernel's name, e.g. `"matmul"`.
       shape: its sizes by name, e.g. `{"m": 8192, "n": 1152, "k": 384}`.
       dtype: of its operands.
       backend: the kernel's, `"mosaic"` or `"triton"`.
-      gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`; None for the target of the compilation.
+      gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`; this process's is `target.current().name`.
     """
-    found = (table.find(op, shape, dtype, backend=backend) for table in installed(gpu or targets.current().name))
+    found = (table.find(op, shape, dtype, backend=backend) for table in installed(gpu))
     return next((entry for entry in found if entry is not None), None)

@@ -1,4 +1,4 @@
-"""What is tuned: a kernel and the shape it is built for; and what chooses its config."""
+"""A problem of tuning, which is a kernel and the shape it is built for, and choosers of its config."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tables of measured configs: what they hold, how they are read and written, where they are found."""
+"""Tables of measured configs: their entries, how they are read and written, where they are found."""
 
 import dataclasses
 import functools
@@ -29,12 +29,12 @@ _MOST_OTHERS = 1 << 16
 
 
 class TableError(ValueError):
-    """A table cannot be used: the message names the file and what is the matter with it."""
+    """A table cannot be used: the message names the file and its fault."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What measuring the configs of one kernel for one shape gave.
+    """The result of measuring the configs of one kernel for one shape.
 
     Attributes:
       op, backend, dtype, shape: the kernel's name, its backend, the operands' dtype, and the sizes by name.
@@ -42,7 +42,7 @@ class Entry:
       config: the fields of the fastest config; None where the heuristic's is.
       us: its device time, in microseconds.
       heuristic: the fields of the config that the heuristic chose at the time.
-      heuristic_us: its device time, measured by turns with that of `config`.
+      heuristic_us: its device time, measured by turns with `config`.
       date: ISO 8601.
       versions: of the packages that built the kernels.
     """
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def speedup(self) -> float:
-        """Time of the heuristic's config over that of the fastest."""
+        """Time of the heuristic's config over the time of the fastest."""
         return self.heuristic_us / self.us
 
     def distance(self, op: str, shape: Mapping[str, int], dtype: str, backend: str) -> float:
@@ -175,7 +175,7 @@ class Table(Chooser):
 
 
 def _check_fields(kind: type[Any], values: Mapping[str, Any]) -> None:
-    """Raises ValueError where a value cannot be that of the field of a kernel's config class."""
+    """Raises ValueError where the field of a kernel's config class cannot have a value."""
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
     for name, value in values.items():
         if fields.get(name) is int:
@@ -187,7 +187,7 @@ def _check_fields(kind: type[Any], values: Mapping[str, Any]) -> None:
 
 
 def _entry(row: Any) -> Entry:
-    """Builds an entry from what JSON gave; raises TypeError or ValueError if it is none."""
+    """Builds an entry from parsed JSON; raises TypeError or ValueError if it is none."""
     if not isinstance(row, dict):
         raise TypeError(f"expected an object, got {reprlib.repr(row)}")
     entry = Entry(**row)

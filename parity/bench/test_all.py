@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as cli
-from bench.cases import all as everything
+from bench.measuring import all as everything
 from bench.measuring import results
 from pallas_models import compilation_cache
 from parity.bench.test_bench import make_result

@@ -15,10 +15,11 @@ import pytest
 
 from bench import __main__ as cli
 from bench.cases import minilm as benchmark
-from bench.cases import minilm_models, sts
+from bench.cases import sts
 from bench.measuring import environment, harness, results, timing
 from bench.measuring.results import Accuracy, Case, Entry, Kernel, Result, ResultError
 from bench.measuring.timing import Budget, Candidate, DeviceTimerError, Timing
+from bench.models import minilm_models
 from bench.reporting import readme, reasons, report, tables
 from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bench import __main__ as cli
-from bench.cases import minilm_models, startup, startup_programs
+from bench.cases import startup
 from bench.measuring import environment, results, timing
+from bench.models import minilm_models, startup_programs
 from bench.reporting import readme
 from pallas_models import gpt2, minilm, qwen3
 from parity.bench.test_bench import FAST, TINY, make_result

@@ -8,8 +8,8 @@ import pytest
 
 from bench import __main__ as cli
 from bench.cases import train
-from bench.cases import train_programs as programs
 from bench.measuring import results
+from bench.models import train_programs as programs
 from bench.reporting import readme
 from pallas_models.gpt2 import GPT2Config
 from parity.bench.test_bench import FAST, checkpoint, entry, make_result

@@ -1,6 +1,7 @@
 """`python -m bench tune`: what it measures, writes, shows and refuses."""
 
 import dataclasses
+import inspect
 import types
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import jax
 import pytest
 
 from bench import __main__ as cli
-from bench.measuring import environment, tune
+from bench.measuring import environment, tunable, tune
 from bench.measuring.harness import DTYPES
-from pallas_models import tuning
+from pallas_models import ops, tuning
 from pallas_models.tuning import Table, autotuner
 from pallas_models.tuning import table as tables
 from parity.dispatch.test_tuning import GPU, entry, folders, table, times
@@ -28,9 +29,9 @@ def gpu(times, monkeypatch):
     def call(dtype, m, n):
         from parity.dispatch.test_tuning import Tile, double
 
-        return double, tune.operands(dtype, (m, n)), {"configs": [Tile(2), Tile(3)], "implementation": "any"}
+        return double, tunable.operands(dtype, (m, n)), {"configs": [Tile(2), Tile(3)], "implementation": "any"}
 
-    small = tune.Tunable(axes="MxN", shapes=((16, 4), (64, 4)), call=call)
+    small = tunable.Tunable(axes="MxN", shapes=((16, 4), (64, 4)), call=call)
     monkeypatch.setattr(tune, "TUNABLES", {"double": small, "again": small})
     return times
 
@@ -101,8 +102,8 @@ def test_one_shape_that_fails_stops_no_other(gpu, tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["conv"], "unknown op 'conv'; expected some of matmul, "),
-        ([], "unknown op ''; expected some of matmul, "),
+        (["conv"], "unknown op 'conv'; expected some of attention, "),
+        ([], "unknown op ''; expected some of attention, "),
         (["matmul", "--shape", "4x5"], "'4x5' is no shape; expected MxNxK, such as 8192x8192x8192"),
         (["matmul", "--shape", "4x5x0"], "'4x5x0' is no shape"),
         (["softmax", "--shape", "4x5,axb"], "'axb' is no shape; expected MxN"),
@@ -149,16 +150,24 @@ def test_show(tmp_path, capsys):
     assert f"{GPU}, geometric mean 1.095, from {tmp_path / 't.json'}" in out
 
 
+def test_every_op_with_tiles_to_choose_can_be_tuned():
+    """Of the ops in one module, one at least, whose blocks the others have too."""
+    functions = [f for name in ops.__all__ if inspect.isfunction(f := getattr(ops, name))]
+    with_tiles = {f.__module__ for f in functions if "config" in inspect.signature(f).parameters}
+    tuned = {t.call(t.dtypes[0], *[64] * len(t.axes.split("x")))[0].__module__ for t in tune.TUNABLES.values()}
+    assert tuned == with_tiles
+
+
 @pytest.mark.parametrize("op", tune.TUNABLES)
 def test_every_op_has_a_kernel_that_can_be_tuned(op):
     """At a small shape; the kernel is traced, not run."""
-    tunable = tune.TUNABLES[op]
-    for text in map(tune.shape_text, tunable.shapes):
-        assert tune.shape_text(tunable.parse(text)) == text
-    sizes = [min(size, 64) for size in tunable.shapes[0]]
-    fn, args, options = tunable.call(tunable.dtypes[0], *sizes)
+    tuned = tune.TUNABLES[op]
+    for text in map(tune.shape_text, tuned.shapes):
+        assert tune.shape_text(tuned.parse(text)) == text
+    sizes = [min(size, 64) for size in tuned.shapes[0]]
+    fn, args, options = tuned.call(tuned.dtypes[0], *sizes)
     call = autotuner._Call(fn, args, options)
-    problem = call.problem(tunable.kernel)
+    problem = call.problem(tuned.kernel)
     candidates = set(problem.candidates())
     assert candidates and all(isinstance(config, problem.config) for config in candidates)
     assert isinstance(problem.heuristic(), problem.config)
@@ -169,8 +178,8 @@ def test_every_op_has_a_kernel_that_can_be_tuned(op):
             jax.jit(function).trace(*call.arrays).lower(lowering_platforms=("cuda",))
     entry_of = {"op": problem.op, "shape": dict(problem.shape), "bucketed": problem.bucketed}
     entry_of["backend"] = problem.backend
-    fn, args, options = tunable.call(tunable.dtypes[0], *tunable.smaller(sizes))
-    near = autotuner._Call(fn, args, options).problem(tunable.kernel)
+    fn, args, options = tuned.call(tuned.dtypes[0], *tuned.smaller(sizes))
+    near = autotuner._Call(fn, args, options).problem(tuned.kernel)
     if near.shape != problem.shape:  # a kernel may pad both to whole tiles
         distance = entry(dtype="any", **entry_of).distance(near.op, near.shape, "any", near.backend)
         assert 0.15 < distance < 0.9  # powers of two
@@ -185,7 +194,9 @@ SHIPPED = Table.load(Path(tuning.__file__).parent / "tables" / tables.file_name(
 def test_shipped_configs_were_measured_against_the_heuristics_of_today(op, monkeypatch):
     """Tune anew after a change to a heuristic, or take what it now chooses otherwise out of the table."""
     monkeypatch.setattr(
-        tune, "operands", lambda dtype, *shapes: [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape in shapes]
+        tunable,
+        "operands",
+        lambda dtype, *shapes: [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape in shapes],
     )
     shipped = {entry.key: entry for entry in SHIPPED.entries if entry.op == op}
     for shape in tune.TUNABLES[op].shapes:

@@ -1,6 +1,7 @@
 """`ops.matmul` against torch: shapes, epilogues, algorithms, transposed and batched weights, tiles, gradients."""
 
 import functools
+import math
 import re
 
 import hypothesis
@@ -15,6 +16,7 @@ from pallas_models.kernels.common.tiles import tile_order
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Form
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.mosaic.common import launch
+from pallas_models.kernels.mosaic.common.staging import Staging
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.activation_backward import Config as EpilogueConfig
 from pallas_models.kernels.triton.activation_backward import activation_backward
@@ -725,6 +727,29 @@ def test_hopper_heuristic(m, n, k):
                 options = dict(out_dtype=out_dtype, residual=residual, preactivation=kept)
                 config = mosaic.heuristic(m, n, k, gpu(), **options)
                 assert mosaic.shared_memory(config, k, **options) <= 227 * 1024
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        hopper(128, 256, ping_pong=False),
+        hopper(64, 64, ping_pong=True, num_slots=4),
+        hopper(192, 128, ping_pong=False, num_consumers=3),
+    ],
+    ids=str,
+)
+def test_outputs_leave_once_through_memory_that_is_counted(config, joined, whole, dtype):
+    staging = Staging.of(config, config.block_n, dtype, whole=whole, joined=joined)
+    slots = staging.scratch_type
+    assert staging.num_bytes == math.prod(slots.shape) * jnp.dtype(dtype).itemsize
+    assert slots.shape[0] == config.num_consumers and slots.shape[1] <= len(staging.blocks)
+    left = np.zeros((config.rows, config.block_n), int)
+    for block in staging.blocks:
+        block.of(left)[...] += 1
+    assert np.all(left == 1)
 
 
 @pytest.mark.parametrize(

@@ -421,10 +421,10 @@ def test_warm_up_counts_the_default_prompt(folder, compiled):
     encoder = Encoder.from_pretrained(folder, implementation="xla")
     encoder.prompts["query"] = " ".join(WORDS[:7]) + " "
     encoder.default_prompt_name = "query"
-    sentences = ["a man"] * 8  # two rows, or eight with the prompt
-    assert encoder.warm_up(sentences, batch_size=24) == len(compiled) == 1
-    encoder.encode(sentences, batch_size=24)
-    assert len(compiled) == 1
+    sentences = ["a man"] * 60  # five fit into a row, or one with the prompt
+    assert encoder.warm_up(sentences, batch_size=200) == len(compiled) == 1
+    encoder.encode(sentences, batch_size=200)
+    assert compiled == [(2, 200, 20)]
 
 
 def test_warm_up_of_lengths(folder, compiled):

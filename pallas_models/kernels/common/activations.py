@@ -16,12 +16,13 @@ GELU_POLYNOMIAL = (
     -1.15078777,
     -1.00003763,
 )
-# The same for what is rounded to float16: 5.5e-5, where rounding is off by up to 2.4e-4 between 0.5 and 1.
+# The polynomial for results that are rounded to float16. Its error is 5.5e-5; between 0.5 and 1 rounding is off by
+# up to 2.4e-4.
 GELU_POLYNOMIAL_FLOAT16 = (-2.488561e-02, -4.988201e-01, -1.1292459, -1.00353174)
 MINUS_LOG2_E = -math.log2(math.e)
 GELU_TANH = math.sqrt(8.0 / math.pi) * MINUS_LOG2_E
 # log2(erfc(a / sqrt(2)) / 2) as a polynomial in a, highest power first, fitted to minimise the error of erfc: it
-# is below 1.5e-7 everywhere, in float32. That of gelu itself may be coarser near 0, where it meets a factor of a.
+# is below 1.5e-7 everywhere, in float32. For gelu itself it may be coarser near 0, where it meets a factor of a.
 _TAIL = (
     1.91734121e-05,
     -6.58595127e-04,

@@ -16,7 +16,7 @@ Runs = tuple[Index, Index, Index, Index]
 
 
 def _numpy_of(x: Any) -> Any:
-    """The module for arrays of this kind: what is known where a kernel is traced stays known."""
+    """The module for an array of this kind: numbers that are known while a kernel is traced stay known."""
     return jnp if isinstance(x, jax.Array) else np
 
 
@@ -24,12 +24,12 @@ def _blocks(start: Any, block: int, low: int | None, high: int | None, other_blo
     """The blocks of another axis, of `size`, that [start, start + block) is paired with.
 
     Args:
-      low: i is paired with no other below i + low, unless this is None.
-      high: nor with one above i + high.
+      low: i is paired with no other index below i + low; None where it is paired with the first one.
+      high: i is paired with no other index above i + high; None where it is paired with the last one.
 
     Returns:
-      The first and the end of the blocks with a pair, then the first and the end of those with nothing but pairs;
-      of these the end may come before the first.
+      The first and the end of the blocks with a pair, then the first and the end of the blocks with nothing but
+      pairs. The second end may come before the second first.
     """
     count, last, xp = pl.cdiv(size, other_block), start + block - 1, _numpy_of(start)
 
@@ -94,7 +94,7 @@ class Band:
     def valid(
         self, query: Index, key: Index, block_q: int, block_kv: int, *, keys_first: bool = False
     ) -> list[jax.Array]:
-        """Which pairs of two blocks are valid: terms (block_q, block_kv), or the other way around."""
+        """Which pairs of two blocks are valid: terms (block_q, block_kv); (block_kv, block_q) if `keys_first`."""
         if self.high is None:
             return []
         shift = key - query

@@ -15,16 +15,23 @@ MASKING_BIAS = -1e30
 
 
 def lowest_score(scale: float) -> float:
-    """What the maximum of a row starts from: finite when scaled too, so that a score of -inf less it is no NaN."""
+    """The number that the maximum of a row starts from.
+
+    It is finite when it is scaled too, so that a score of -inf less the maximum is no NaN.
+    """
     return LOWEST / max(_power_above(scale), 1.0)
 
 
 def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
-    """What makes exponents to the base 2 of scores, `score * factor - shift`, given the maximum of each row.
+    """The factor and the shift that make exponents to the base 2 of scores: `score * factor - shift`.
 
-    The GPU rounds product and difference once, so that the maximum's exponent is off by what rounds the shift: by
-    2 for a shift of 2**26, where weights of 16 bits begin to suffer. From there on scores are rounded to steps of
-    more than 4 in the exponent, so that any factor as large does: a power of two, by which nothing is rounded.
+    The GPU rounds product and difference once, so that the rounding of the shift is an error of the maximum's
+    exponent: 2 for a shift of 2**26, where weights of 16 bits begin to suffer. From there on scores are rounded
+    to steps of more than 4 in the exponent, so that any factor as large will do: a power of two rounds nothing.
+
+    Args:
+      peak: the maximum of each row of scores.
+      scale: factor on the scores, to the base 2.
     """
     power = _power_above(scale)
     factor = scale if power == scale else jnp.where(jnp.abs(peak) >= 2.0**26 / scale, power, scale)
@@ -38,7 +45,7 @@ def _power_above(scale: float) -> float:
 def rows_of_backward(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What the backward of attention needs of each row of weights, both (B, heads, Sq) float32.
+    """Two numbers that the gradients of attention need for each row of weights, both (B, heads, Sq) float32.
 
     Args:
       out: (B, Sq, heads * head_dim), the results.
@@ -47,7 +54,8 @@ def rows_of_backward(
       dlse: gradient of `lse`; None for zeros.
 
     Returns:
-      What is added to scores to the base 2 before exponentials, and what is subtracted from gradients of weights.
+      The shift, which is added to scores to the base 2 before exponentials, and the delta, which is subtracted
+      from gradients of weights.
     """
     by_head = (*out.shape[:2], -1, head_dim)
     product = out.astype(jnp.float32) * dout.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What a call of each op is: one record a file, by the name of the op, which references and kernels take."""
+"""Calls of ops as records, which references and kernels take: a file for each op, by its name."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 import numpy as np
 
-# What a form holds in the place of each operand: an array, or its shape and dtype.
+# The operands of a form: arrays, or their shapes and dtypes.
 A = TypeVar("A", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
@@ -39,7 +39,7 @@ class Form:
     @property
     def options(self) -> dict[str, Any]:
         """The options by name."""
-        return {name: getattr(self, name) for name in _options(type(self))}
+        return {name: getattr(self, name) for name in _options(type(self))}  # type: ignore[arg-type]
 
     def of(self, operands: tuple[Any, ...]) -> Self:
         """The same call of other operands."""

@@ -1,4 +1,4 @@
-"""What a call of the token embeddings of BERT is."""
+"""A call of the token embeddings of BERT."""
 
 import dataclasses
 from typing import ClassVar, Generic

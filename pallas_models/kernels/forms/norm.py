@@ -1,4 +1,4 @@
-"""What a call of layer or RMS norm is."""
+"""A call of layer or RMS norm."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Form(forms.Form, Generic[A]):
 
     @property
     def name(self) -> str:
-        """What kernels of the call are named after."""
+        """The norm, which names of kernels begin with."""
         return "layer_norm" if self.subtract_mean else "rms_norm"
 
     def cotangents(self, given: Sequence[C | None]) -> tuple[C, C | None]:

@@ -1,4 +1,4 @@
-"""What a call of mean pooling is: of rows, or of the segments of packed rows."""
+"""Calls of mean pooling: of rows, or of the segments of packed rows."""
 
 import dataclasses
 from typing import ClassVar, Generic

@@ -1,4 +1,4 @@
-"""What a call of rotary positions is."""
+"""A call of rotary positions."""
 
 import dataclasses
 from typing import ClassVar, Generic

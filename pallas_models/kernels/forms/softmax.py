@@ -1,4 +1,4 @@
-"""What a call of softmax is."""
+"""A call of softmax."""
 
 import dataclasses
 from typing import ClassVar, Generic, Literal
@@ -16,7 +16,7 @@ class Form(forms.Form, Generic[A]):
 
     Attributes:
       x: (M, N).
-      where: (W, N), integers, not 0 for what takes part, or None: row i of x has row `i // repeat % W`.
+      where: (W, N), integers, not 0 for elements that take part, or None: row i of x has row `i // repeat % W`.
       scale: multiplies x first.
       algorithm: how a kernel walks over a row; None for the fastest.
     """

@@ -65,11 +65,11 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     return min(seq, kv_seq) >= 128 and seq % 8 == kv_seq % 8 == 0  # others are padded, which is a copy
 
 
-def _bias_itemsize(form: Form[jax.ShapeDtypeStruct]) -> int:
+def _bias_itemsize(form: Form[Any]) -> int:
     return 0 if form.bias is None else form.bias.dtype.itemsize
 
 
-def heuristic(form: Form[jax.ShapeDtypeStruct], target: Target) -> Config:
+def heuristic(form: Form[Any], target: Target) -> Config:
     """Chooses blocks, as measured on an H200."""
     head_dim, bias_itemsize = form.head_dim, _bias_itemsize(form)
     masked = form.causal or form.window is not None or form.has_masks
@@ -99,9 +99,11 @@ def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     return tiles + 8 * (config.block_q + keys) + 2048
 
 
-def attention(form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool) -> Any:
+def attention(
+    form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention, (B, Sq, heads * head_dim), and the log-sum-exp that `return_lse` asks for."""
-    call, bias_itemsize = form.abstract(), _bias_itemsize(form.abstract())
+    call, bias_itemsize = form.abstract(), _bias_itemsize(form)
     config = choose(
         config,
         Problem(

@@ -187,7 +187,7 @@ class _Rows:
     def add_pairs(
         self, slot: jax.Array, first_column: jax.Array | int, size: int, other: jax.Array, *, full: bool
     ) -> None:
-        """Adds what these rows and `size` columns of a slot give together; the first is row `other` there."""
+        """Adds the pairs of these rows and `size` columns of a slot, the first of which is row `other` there."""
         columns = pl.Slice(first_column, size)
         add = functools.partial(self.add_products, slot=slot, columns=columns, other=other, full=full)
         with_sums(add, (ROWS, size), (ROWS, size))

@@ -56,7 +56,7 @@ class Side:
       last_cta: which CTA walks as the first one would, the others counted back from it; None for the first itself.
     """
 
-    form: Form[jax.ShapeDtypeStruct]
+    form: Form[Any]
     read_heads: tuple[int, int, int]
     of_keys: bool
     block: int
@@ -136,7 +136,7 @@ class Side:
         return (place if self.of_keys else self.tiles - 1 - place) * TILE
 
     def tile(self, i: jax.Array, found: Ref | None) -> Tile:
-        """The i-th tile of this CTA, given what `searched` found."""
+        """The i-th tile of this CTA, given the result of `searched`."""
         div, rem = jax.lax.div, jax.lax.rem
         section, index = (f(self.index(i, self.cta), self.group * self.tiles) for f in (div, rem))
         head, start = section * self.group + rem(index, self.group), self.start(div(index, self.group))

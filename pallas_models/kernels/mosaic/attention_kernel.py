@@ -46,7 +46,7 @@ class Plan:
       group: heads that are walked over together: of all their tiles those that take longest come first.
     """
 
-    form: Form[jax.ShapeDtypeStruct]
+    form: Form[Any]
     block_q: int
     block_kv: int
     num_stages: int
@@ -54,9 +54,7 @@ class Plan:
     group: int = 1
 
     @classmethod
-    def of(
-        cls, form: Form[jax.ShapeDtypeStruct], *, block_q: int, block_kv: int, num_stages: int, num_cores: int
-    ) -> Self:
+    def of(cls, form: Form[Any], *, block_q: int, block_kv: int, num_stages: int, num_cores: int) -> Self:
         """The plan for so many multiprocessors."""
         blocks = dict(block_q=block_q, block_kv=block_kv, num_stages=num_stages)
         plan = cls(form=form, **blocks, num_ctas=num_cores)
@@ -340,7 +338,7 @@ class _Consumer:
         refs, tile = self.refs, self.walk.tile(i)
         source = refs.q.at[tile.batch, self.rows_of(tile), self.plan.columns(0, tile.head)]
         plgpu.copy_gmem_to_smem(source, self.queries, self.q_ready)
-        if refs.segments is not None:  # those of the tile before are still compared
+        if refs.segments is not None:  # while the ids of the tile before are still compared
             target = refs.q_segments.at[self.warpgroup, rem(i, 2)]
             plgpu.copy_gmem_to_smem(refs.segments.at[tile.batch, self.rows_of(tile)], target, self.q_ready)
 

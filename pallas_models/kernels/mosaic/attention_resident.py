@@ -60,7 +60,7 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
 class _Plan:
     """What is known of a launch beforehand."""
 
-    form: Form[jax.ShapeDtypeStruct]
+    form: Form[Any]
 
     @property
     def tiles(self) -> int:
@@ -232,7 +232,9 @@ def _runs(mask: jax.Array, block_kv: int) -> jax.Array:
     return jnp.stack([last // block_kv + 1, hole // block_kv], axis=1)
 
 
-def attention(form: Form[jax.Array], *, config: None, target: Target, interpret: bool) -> Any:
+def attention(
+    form: Form[jax.Array], *, config: None, target: Target, interpret: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention, (B, Sq, heads * head_dim), and the log-sum-exp that `return_lse` asks for."""
     del config, target  # there are no other tiles
     q, k, v = form.arrays

@@ -49,7 +49,7 @@ def shared_memory(config: Config, out_dtype: DTypeLike, *, products: DTypeLike |
     return gemm.shared_memory(config, *(Staging.of(config, config.block_n // 2, dtype) for dtype in dtypes))
 
 
-# Fitted to 6 products of 128 to 16384 rows in bfloat16 on an H200; columns are those of gate and up together.
+# Fitted to 6 products of 128 to 16384 rows in bfloat16 on an H200; columns count gate and up together.
 _TILES = (
     Measured(192, 256, False, 0.90, 0.0151, num_consumers=3),
     Measured(128, 256, False, 0.90, 0.0104),
@@ -61,7 +61,7 @@ _TILES = (
 def heuristic(
     m: int, n: int, k: int, target: Target, *, out_dtype: DTypeLike, products: DTypeLike | None = None
 ) -> Config:
-    """Chooses tiles for x (m, k) and w (k, 2, n): `block_n` columns are those of gate and up together."""
+    """Chooses tiles for x (m, k) and w (k, 2, n): `block_n` counts columns of gate and up together."""
     size = functools.partial(shared_memory, out_dtype=out_dtype, products=products)
     return fastest(_TILES, m, 2 * n, k, size, target)
 
@@ -157,7 +157,7 @@ class _Epilogue:
             )
 
     def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        """Finishes a tile and stores it, before it both products if they are kept."""
+        """Finishes a tile; stores both products, if they are kept, and then the result."""
         form = self.form
         if refs.bias is not None:
             plgpu.barrier_wait(refs.ready.at[warpgroup])

@@ -77,11 +77,11 @@ _TILES = (
     Measured(128, 64, False, 0.40, 0.0030),
     Measured(64, 64, True, 0.35, 0.0022, block_k=128),
 )
-# Fitted to 45 products of 1024 to 65536 rows, K of 256 and 384 in float16: up to 10% shorter than those above, and
-# at most 3% longer. The steps are half as long where operand and result exceed the L2 cache.
+# Fitted to 45 products of 1024 to 65536 rows, K of 256 and 384 in float16: they take up to 10% less than the tiles
+# above, and at most 3% more. The steps are half as long where operand and result exceed the L2 cache.
 _RESIDENT = Measured(64, 192, True, 0.10, 0.0043, block_k=128, resident=True)
-_L2 = 35 << 20  # bytes of an H200's that they can have
-# The same with a residual, which waits in shared memory and leaves the ring less of it.
+_L2 = 35 << 20  # bytes of the L2 cache of an H200 that operand and result can have
+# Products with a residual, which waits in shared memory and leaves the ring less of it.
 _TILES_AND_RESIDUAL = (
     Measured(128, 256, False, 2.17, 0.0100),
     Measured(128, 192, False, 1.70, 0.0074),
@@ -91,7 +91,7 @@ _TILES_AND_RESIDUAL = (
     Measured(64, 64, True, 0.45, 0.0022, block_k=128),
 )
 
-# With an activation's slope at a residual, which takes longer than the sum beside which it is computed.
+# Products with an activation's slope at a residual, which takes longer than the sum beside which it is computed.
 _TILES_AND_SLOPE = (
     Measured(128, 192, True, 1.85, 0.0079),
     Measured(128, 128, True, 1.29, 0.0051),
@@ -126,7 +126,7 @@ def heuristic(
     slope: bool = False,
     peers: bool = False,
 ) -> Config:
-    """Chooses tiles for x (m, k) and w (k, n), such as divide n for stores to `peers`."""
+    """Chooses tiles for x (m, k) and w (k, n); for stores to `peers` tiles that divide n."""
     if slope:
         tiles: Sequence[Measured] = _TILES_AND_SLOPE
     elif residual:

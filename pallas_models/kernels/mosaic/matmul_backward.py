@@ -30,8 +30,8 @@ _COLUMNS = 64  # whose sums a warpgroup holds
 class Config(gemm_config.Config):
     """Tiles of a product whose contraction is long: `splits` parts of it are summed apart, and then together.
 
-    The first part is longer than the others if `uneven`: CTAs that have a tile each compute it, while those that
-    are left compute the others. So all are busy, with fewer parts to add up than if all were of equal length.
+    The first part is longer than the others if `uneven`: CTAs that have a tile each compute it, while the CTAs
+    that are left compute the others. So all are busy, with fewer parts to add up than if all were equally long.
     """
 
     ping_pong: bool = False
@@ -122,7 +122,7 @@ def weight_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """x^T dy, (K, N), in their dtype, and the column sums of dy, (N,) float32, for x (M, K) and dy (M, N).
 
-    The sums over M are those of each split and then those of all, always in the same order.
+    The sums over M are taken in two stages, of each split and then of all splits, always in the same order.
     """
     (m, k), n = x.shape, dy.shape[1]
     config = choose(
@@ -169,7 +169,7 @@ def weight_gradient(
         dict(x=x if transpose_a else x.T, dy=dy),
         dict(
             dw=jax.ShapeDtypeStruct((config.splits, k, n), part_dtype),
-            # Of whole tiles: what is copied past the end of a row would be the begin of the next split's.
+            # Of whole tiles: a copy past the end of a row would write the beginning of the next split's row.
             dbias=jax.ShapeDtypeStruct((config.splits, pl.cdiv(n, config.block_n) * config.block_n), jnp.float32),
         ),
         Product(

@@ -47,8 +47,8 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
 def fills(rows: int, target: Target, share: float = 0.72) -> bool:
     """Whether tiles of so many rows are at least a share of what multiprocessors have in as many rounds.
 
-    A round of tiles takes its time however few there are in it: 0.72 of what Triton's kernel takes for 8192 rows,
-    which are one for nearly every multiprocessor of an H200.
+    A round of tiles takes its time however few there are in it. For 8192 rows, which are a tile for nearly every
+    multiprocessor of an H200, it takes 0.72 of the time of Triton's kernel.
     """
     tiles = pl.cdiv(rows, _ROWS)
     return tiles >= share * target.num_cores * pl.cdiv(tiles, target.num_cores)

@@ -67,9 +67,10 @@ def heuristic(m: int, n: int, k: int, target: Target) -> Config:
 
 
 def _at_once(m: int, n: int, block_n: int, target: Target) -> bool:
-    """Whether all CTAs run at once: those of a cluster on one GPC, of which some are left over.
+    """Whether all CTAs run at once.
 
-    Of the 132 multiprocessors of an H200 clusters of more than two CTAs have 100.
+    The CTAs of a cluster share a GPC, some of whose multiprocessors are left over: clusters of more than two CTAs
+    have 100 of the 132 multiprocessors of an H200.
     """
     ctas = n // block_n
     return pl.cdiv(m, _ROWS) * ctas <= target.num_cores * (132 if ctas <= 2 else 100) // 132

@@ -208,7 +208,7 @@ def norm_backward(
     ctas, warpgroups, width, stages = dataclasses.astuple(pieces)
     num_clusters = min(m, 2 if interpret else clusters_at_once(ctas, target))
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=4)
-    exchange = Exchange(ctas, warpgroups, num_vectors, layout, interpret)
+    exchange = Exchange(ctas, warpgroups, num_vectors, layout)
     dx, dvectors = launch(
         lambda refs: _Rows(refs, pieces, num_clusters, exchange).run(),
         {**rows, "scale": scale, "statistics": statistics},
@@ -219,7 +219,7 @@ def norm_backward(
         dict(
             slots=plgpu.SMEM((num_inputs, warpgroups, stages, width), x.dtype),
             full=plgpu.Barrier(num_arrivals=num_inputs, num_barriers=warpgroups * stages),
-            **exchange.scratch_types,
+            **exchange.scratch_types(interpret),
         ),
         name=f"{form.name}_backward",
         num_ctas=num_clusters,

@@ -1,4 +1,4 @@
-"""Sums of what the GPUs of a mesh have stored here, stored on all of them, for Hopper GPUs."""
+"""Sums of the parts that all GPUs of a mesh have stored here, stored on all of them, for Hopper GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.target import Target
 
-# What is summed up at a time, one run of memory: Mosaic copies more than 256 elements only in rows.
+# Rows and columns that are summed up at a time, one run of memory: Mosaic copies more than 256 elements only in
+# rows.
 ROWS, COLUMNS = 16, 256
 _CTAS = 2  # of one warpgroup on a multiprocessor: one sums up while the other waits
 
@@ -59,7 +60,7 @@ def sum_of_parts(
             plgpu.wait_smem_to_gmem(peers.count, wait_read_only=True)  # the copies of the sum before the last
             refs.sums[slot] = total.astype(parts.dtype)
             plgpu.commit_smem()
-            for i in range(1, peers.count + 1):  # GPUs begin with one another, that all links carry alike
+            for i in range(1, peers.count + 1):  # each begins with the next GPU, so that all links carry alike
                 out = peers.on(refs.out, jax.lax.rem(peers.index + i, peers.count))
                 plgpu.copy_smem_to_gmem(refs.sums.at[slot], out.at[pl.ds(first + piece(step), ROWS)])
 

@@ -94,7 +94,7 @@ def attention_post_norm_mlp(
     batch, seq, _ = form.x.shape
     ids = form.segment_ids if form.mask is None else form.mask
     ids = None if ids is None else ids.astype(jnp.int32)
-    heads = Heads(num_heads=form.num_heads, keys=seq, ids=ids, interpret=interpret)
+    heads = Heads(num_heads=form.num_heads, keys=seq, ids=ids)
     qkv, x = (a.reshape(batch * seq, a.shape[2]) for a in (form.qkv, form.x))
     options: dict[str, Any] = dict(activation=form.activation, epsilon=form.epsilon, precision=form.precision)
     rows = Form(y=qkv, x=x, weights=form.weights, **options)

@@ -99,7 +99,7 @@ def activation_backward(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangent of y (M, N), in its dtype, where dout is that of activation(y), and its column sums."""
+    """The cotangent of y (M, N), in its dtype, from dout, the cotangent of activation(y), and its column sums."""
     m, n = y.shape
     config = choose(
         config,

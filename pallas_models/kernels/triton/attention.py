@@ -76,7 +76,7 @@ def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
     return rows * block_of_head(head_dim) * itemsize
 
 
-def heuristic(form: Form[jax.ShapeDtypeStruct], target: Target, *, projected: bool = False) -> Config:
+def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Config:
     """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
 
     Otherwise a program has 128 queries where that makes two programs for every core, which then shares them. Where
@@ -128,7 +128,7 @@ def heuristic(form: Form[jax.ShapeDtypeStruct], target: Target, *, projected: bo
     return config
 
 
-def configs(form: Form[jax.ShapeDtypeStruct]) -> Iterator[Config]:
+def configs(form: Form[Any]) -> Iterator[Config]:
     """The blocks worth measuring: 16 or 32 rows a warp, up to 128 scores and sums a thread."""
     kv_seq, block_d = form.kv_seq, block_of_head(form.head_dim)
     sizes = itertools.product(
@@ -170,7 +170,7 @@ class _Refs:
     bias: Ref | None  # (B or 1, heads or 1, Sq, Skv)
     segments: Ref | None  # (B, Sq)
     kv_segments: Ref | None  # (B, Skv)
-    found: Ref | None  # what `searched` gave, (B or 1, blocks of queries, 4)
+    found: Ref | None  # the result of `searched`, (B or 1, blocks of queries, 4)
     w: Ref | None  # (heads * head_dim, N)
     o: Ref  # (B, Sq, heads * head_dim); with w (heads, B, Sq, N), what each head adds to the product
     lse: Ref | None  # (B, heads, Sq)
@@ -182,7 +182,7 @@ class _Queries:
     def __init__(
         self,
         refs: _Refs,
-        form: Form[jax.ShapeDtypeStruct],
+        form: Form[Any],
         config: Config,
         batch: jax.Array,
         block: jax.Array,
@@ -219,10 +219,10 @@ class _Queries:
         """Writes the results of one head."""
         refs, config = self.refs, self.config
         kv_head = head // self.form.group
-        q_columns, *kv_columns = (self.columns(i, index) for i, index in enumerate((head, kv_head, kv_head)))
+        q_columns, k_columns, v_columns = (self.columns(i, x) for i, x in enumerate((head, kv_head, kv_head)))
         q = load(refs.q.at[self.batch, self.rows, q_columns], tile_mask(self.row_mask, self.depth))
         projection = self.projection(head)
-        step = functools.partial(self.step, q, head, *kv_columns)
+        step = functools.partial(self.step, q, head, k_columns, v_columns)
         carry = (
             jnp.zeros((config.block_q, self.block_d), jnp.float32),
             jnp.full((config.block_q,), lowest_score(self.late), jnp.float32),
@@ -322,7 +322,7 @@ class _Queries:
             store(refs.o.at[head, batch, rows, columns], part, tile_mask(self.row_mask, None))
 
 
-def _attention_kernel(*refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool) -> None:
+def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
     """Attends in a program: a block of queries of one batch element, for one head or a few.
 
     Args:
@@ -346,7 +346,7 @@ def attention(
     target: Target,
     interpret: bool,
     w: jax.Array | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention, (B, Sq, heads * head_dim), and the log-sum-exp that `return_lse` asks for.
 
     With w (heads * head_dim, N) it gives what each head adds to the product with w, (heads, B, Sq, N) in float32.

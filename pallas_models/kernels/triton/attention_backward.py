@@ -1,8 +1,9 @@
 """The gradients of attention, in the manner of [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
-Weights are computed again from scores and their log-sum-exp. Programs of one kernel have a block of keys each, and
-add up the gradients of keys and values over queries and the heads of a group; those of another have a block of
-queries, and those of a third a block of the bias. Each block is written once: results are the same every time.
+Weights are computed again from scores and their log-sum-exp. One kernel has a program for each block of keys,
+which adds up the gradients of keys and values over queries and the heads of a group; a second kernel has one for
+each block of queries, and a third for each block of the bias. Each block is written once: results are the same
+every time.
 """
 
 import dataclasses
@@ -119,20 +120,20 @@ class _Refs:
     kv_segments: Ref | None  # (B, Skv)
     dout: Ref  # (B, Sq, heads * head_dim)
     shift: Ref  # (B, heads, Sq), float32: -lse in base 2, -inf for queries without a key
-    delta: Ref  # (B, heads, Sq), float32: what is subtracted from the gradient of the weights
-    found: Ref | None  # what `searched` gave
+    delta: Ref  # (B, heads, Sq), float32: subtracted from the gradient of the weights
+    found: Ref | None  # the result of `searched`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Blocks:
-    """Blocks of queries and of keys of one batch element, and what they give together.
+    """Blocks of queries and of keys of one batch element, and the gradients of their scores.
 
     Arrays of pairs are (block_q, block_kv), or with `keys_first` (block_kv, block_q): they stay in registers as
     first operands of products, which sum over their second axis.
     """
 
     refs: _Refs
-    form: Form[jax.ShapeDtypeStruct]
+    form: Form[Any]
     config: Config
     batch: Index
     keys_first: bool
@@ -258,9 +259,7 @@ _READ = len(dataclasses.fields(_Refs))
 _BIAS_PROGRAMS = 8  # on each core, that the gradient of a bias is split into where its own blocks are fewer
 
 
-def _keys_kernel(
-    _: Ref | None, *refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool
-) -> None:
+def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
     """Gradients of a block of keys and values.
 
     Args:
@@ -297,7 +296,7 @@ def _keys_kernel(
     store(dv_ref.at[batch, rows, blocks.columns(kv_head, 2)], dv, mask)
 
 
-def _queries_kernel(*refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool) -> None:
+def _queries_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
     """Gradients of a block of queries.
 
     Args:
@@ -322,7 +321,7 @@ def _queries_kernel(*refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config
     store(dq_ref.at[batch, span(query, block_q), blocks.columns(head, 0)], dq * form.sm_scale, mask)
 
 
-def _bias_kernel(*refs: Ref, form: Form[jax.ShapeDtypeStruct], config: Config, interpret: bool) -> None:
+def _bias_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
     """The gradient of a block of the bias, or a part of its sum over the axes that the bias does not have.
 
     Args:
@@ -371,7 +370,7 @@ class _Gradients:
 
     def config(self, given: Config | Chooser | None, op: str, *, keys_first: bool) -> Config:
         """The blocks of the kernel with the name `op` in tables."""
-        form, side = self.form, dict(keys_first=keys_first)
+        form = self.form
         return choose(
             given,
             Problem(
@@ -382,11 +381,20 @@ class _Gradients:
                 dtype=form.dtype,
                 config=Config,
                 heuristic=functools.partial(
-                    heuristic, form.seq, form.kv_seq, form.head_dim, self.target, **side, dtype=form.dtype
+                    heuristic,
+                    form.seq,
+                    form.kv_seq,
+                    form.head_dim,
+                    self.target,
+                    keys_first=keys_first,
+                    dtype=form.dtype,
                 ),
                 candidates=functools.partial(configs, form.seq, form.kv_seq),
                 shared_memory=functools.partial(
-                    shared_memory, **side, head_dim=form.head_dim, itemsize=form.dtype.itemsize
+                    shared_memory,
+                    keys_first=keys_first,
+                    head_dim=form.head_dim,
+                    itemsize=form.dtype.itemsize,
                 ),
             ),
             self.target,
@@ -418,7 +426,7 @@ class _Gradients:
             functools.partial(kernel, form=self.form.abstract(), config=config, interpret=self.interpret),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
             grid=grid,
-            # A buffer for the gradients of queries, keys and values gets those of the queries first.
+            # A buffer for the gradients of queries, keys and values gets the gradients of the queries first.
             input_output_aliases={0: 0} if jax.tree.leaves(buffer) else {},
             compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
             interpret=self.interpret,

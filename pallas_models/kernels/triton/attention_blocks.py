@@ -1,4 +1,4 @@
-"""What attention and its backward share: which pairs of query and key are valid, and which blocks have any."""
+"""Blocks of pairs of query and key, and the walk over them, in the kernels of attention and of its gradients."""
 
 import functools
 import operator
@@ -22,7 +22,7 @@ _Carry = TypeVar("_Carry")
 
 
 def block_of_head(head_dim: int) -> int:
-    """The columns that a head is held in: powers of two, of which Triton's products take no fewer than 16."""
+    """The columns that hold a head: a power of two, and no fewer than the 16 that Triton's products take."""
     return block_size(head_dim, 16, MOST_HEAD_DIM)
 
 
@@ -35,7 +35,7 @@ def narrowed(runs: Runs, count: int, found: Ref | None, batch: Index, block: Ind
     """The `Runs` of a block, of `count` blocks of the other axis, made consistent.
 
     Args:
-      found: what `searched` gave.
+      found: the result of `searched`.
       masked: whether there are masks besides the positions.
     """
     first, end, full, full_end = runs
@@ -60,7 +60,7 @@ def _loop(start: Index, end: Index, step: Callable[[Index, _Carry], _Carry], car
 
 
 def walk(runs: Runs, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
-    """Takes `step(block, carry, full=...)` over the full blocks, then over those before and after them."""
+    """Takes `step(block, carry, full=...)` over the full blocks, then over the blocks before and after them."""
     first, end, full, full_end = runs
     carry = _loop(full, full_end, functools.partial(step, full=True), carry)
     before = full - first
@@ -75,7 +75,7 @@ def walk(runs: Runs, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
 
 
 def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array, *, interpret: bool) -> jax.Array:
-    """`2 ** (x * scale + shift)`: XLA would leave product and sum apart, which one instruction computes."""
+    """`2 ** (x * scale + shift)`, with product and sum in one instruction, where XLA makes two of them."""
     if interpret:
         return jnp.exp2(x * scale + shift)
     factors = [scale] if isinstance(scale, jax.Array) else []

@@ -4,6 +4,8 @@ The first kernel multiplies the result of each head by the rows of the projectio
 adds up these products, one a head, and normalises their sum.
 """
 
+from typing import Any
+
 import jax
 
 from pallas_models.kernels.forms.attention_matmul_layer_norm import Form
@@ -39,7 +41,7 @@ def attention_matmul_layer_norm(
     form: Form[jax.Array], *, config: None, target: Target, interpret: bool
 ) -> jax.Array:
     """The call in one kernel for attention with each head's product, and one for their sum and its norm."""
-    parts = attention(form.attention, config=config, target=target, interpret=interpret, w=form.w)
+    parts: Any = attention(form.attention, config=config, target=target, interpret=interpret, w=form.w)
     out = norm.sum_layer_norm(
         parts.reshape(form.num_heads, -1, form.w.shape[1]),
         form.scale,

@@ -93,7 +93,7 @@ def _embed_tokens_kernel(
         y = look_up(type_ref, load_ids(types_ref))
     rows = (start + jnp.arange(block_m)) % seq if positions_ref is None else load_ids(positions_ref)
     y += look_up(word_ref, load_ids(ids_ref)) + look_up(position_ref, rows)
-    for _ in range(2):  # twice: what rounding the mean leaves counts in rows that vary less
+    for _ in range(2):  # twice: the error of the rounded mean counts in rows that vary less
         y -= jnp.sum(y, axis=1, keepdims=True) / n
         if mask is not None:
             y = jnp.where(mask, y, 0.0)

@@ -30,7 +30,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 
 def _halved(config: Config) -> Config:
-    """The config of a product of 2 n columns as that of a gated product: half for gate, half for up."""
+    """The config of a gated product from one for 2 n columns: half of them are for gate, half for up."""
     return dataclasses.replace(config, block_n=config.block_n // 2)
 
 

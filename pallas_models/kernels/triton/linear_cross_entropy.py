@@ -93,7 +93,7 @@ def _loss_kernel(
     def read(start: jax.Array | int, valid: jax.Array | None, eviction_policy: str) -> jax.Array:
         """The block of logits at `start`, -inf where it is not `valid`."""
         columns = span(start, block_v)
-        # The mask is that of the padded row: it allows loads of whole vectors, as that of the vocabulary does not.
+        # The mask of the padded row allows loads of whole vectors, which the mask of the vocabulary does not.
         padded = None if valid is None else within < width - start
         y = load(logits_ref.at[row, columns], padded, eviction_policy=eviction_policy)
         y = adjust(y, None if bias_ref is None else load(bias_ref.at[columns], valid))

@@ -72,7 +72,7 @@ _HALF = (
     _Measured(_config(16, 64, 128, 4, 4), 3, 0.42, 0.00188),
     _Measured(_config(16, 32, 128, 4, 6), 4, 0.31, 0.00142),
 )
-# The same with a residual to read. 128 x 128 sums in 4 warps leave no registers for it: half as long again.
+# Products with a residual to read. 128 x 128 sums in 4 warps leave no registers for it: half as long again.
 _HALF_AND_RESIDUAL = (
     _Measured(_config(128, 256, 64, 8, 3, group_m=16), 1, 6.5, 0.0107),
     _Measured(_config(128, 128, 64, 8, 3), 2, 2.87, 0.0059),
@@ -279,7 +279,7 @@ def configs(m: int, n: int, k: int, num_cores: int) -> Iterator[Config]:
     """The tiles worth measuring: 64 to 192 sums a thread, or fewer where such tiles are too few for the cores.
 
     Where there are many, a second order of them, for L2; where they are too few, splits of the contraction; and
-    for few rows, which take no time but that of reading w, and for wide tiles in short steps, more loads ahead.
+    for few rows, which take no longer than to read w, and for wide tiles in short steps, more loads ahead.
     """
     many = pl.cdiv(m, 128) * pl.cdiv(n, 128) >= 2 * num_cores
     fewest = 64 if many else 16 if min(m, n) >= 64 else 4

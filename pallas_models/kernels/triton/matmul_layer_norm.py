@@ -21,7 +21,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 
 def heuristic(m: int, n: int, k: int, dtype: DTypeLike, target: Target) -> Config:
-    """Chooses tiles for m rows of n columns: as wide as a row, or those of a product where two kernels are faster.
+    """Chooses tiles for m rows of n columns: as wide as a row, or a product's where two kernels are faster.
 
     With one program per whole row, few rows leave cores idle and wide rows do not fit in registers.
     """

@@ -33,8 +33,8 @@ from pallas_models.tuning import Chooser, Problem, choose
 class Config:
     """`block_m` rows per program, walked in chunks of `block_n` columns.
 
-    With `block_n` at least the width a row is read once; narrower, it is read twice, the second time
-    from cache where it is not too long.
+    With `block_n` at least the width a row is read once; narrower, it is read twice, the second time from cache
+    where the row is not too long.
     """
 
     block_m: int
@@ -68,116 +68,146 @@ def configs(m: int, n: int) -> Iterator[Config]:
             yield Config(block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
-def _norm_kernel(
-    x_ref: Ref,  # (P, M, N)
-    scale_ref: Ref,  # (N,)
-    bias_ref: Ref | None,  # (N,)
-    residual_ref: Ref | None,  # (M, N)
-    x_bias_ref: Ref | None,  # (N,)
-    o_ref: Ref,  # (M, N)
-    sum_ref: Ref | None,  # (M, N)
-    statistics_ref: Ref | None,  # (3 or 1, M)
-    *,
-    config: Config,
-    epsilon: float,
-    subtract_mean: bool,
-    interpret: bool,
-) -> None:
-    multiply_add = functools.partial(fma, interpret=interpret)
-    parts, m, n = x_ref.shape
-    block_m, block_n = config.block_m, config.block_n
-    width = n & -n  # of a piece of a row that is held: 768 is 3 x 256, of which none is masked
-    if width < 256 or n // width > 8:
-        width = block_n
-    start = pl.program_id(0) * block_m
-    rows, row_mask = span(start, block_m), in_bounds(start, block_m, m)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Some columns of the rows of a program, in float32; mask is None where all of them are in bounds."""
 
-    def read(start: jax.Array | int, width: int) -> tuple[jax.Array, pl.Slice, jax.Array | None]:
-        columns, column_mask = span(start, width), in_bounds(start, width, n)
-        mask = tile_mask(row_mask, column_mask)
-        y = functools.reduce(
-            operator.add,
-            (load(x_ref.at[jnp.int32(part), rows, columns], mask).astype(jnp.float32) for part in range(parts)),
-        )
-        if x_bias_ref is not None:
-            y += load(x_bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
-        if residual_ref is not None:
-            y += load(residual_ref.at[rows, columns], mask).astype(jnp.float32)
-        return y, columns, column_mask
+    y: jax.Array
+    columns: pl.Slice
+    mask: jax.Array | None
 
-    def kept(d: jax.Array, column_mask: jax.Array | None) -> jax.Array:
-        return d if column_mask is None else jnp.where(column_mask[None, :], d, 0.0)
 
-    def invert(variance: jax.Array, *means: jax.Array) -> jax.Array:
+class _Rows:
+    """The rows of one program."""
+
+    def __init__(
+        self,
+        x_ref: Ref,  # (P, M, N)
+        scale_ref: Ref,  # (N,)
+        bias_ref: Ref | None,  # (N,)
+        residual_ref: Ref | None,  # (M, N)
+        x_bias_ref: Ref | None,  # (N,)
+        o_ref: Ref,  # (M, N)
+        sum_ref: Ref | None,  # (M, N)
+        statistics_ref: Ref | None,  # (3 or 1, M)
+        *,
+        config: Config,
+        epsilon: float,
+        interpret: bool,
+    ) -> None:
+        self.x_ref, self.scale_ref, self.bias_ref = x_ref, scale_ref, bias_ref
+        self.residual_ref, self.x_bias_ref = residual_ref, x_bias_ref
+        self.o_ref, self.sum_ref, self.statistics_ref = o_ref, sum_ref, statistics_ref
+        self.config, self.epsilon = config, epsilon
+        self.multiply_add = functools.partial(fma, interpret=interpret)
+        self.parts, m, self.n = x_ref.shape
+        start = pl.program_id(0) * config.block_m
+        self.rows, self.row_mask = span(start, config.block_m), in_bounds(start, config.block_m, m)
+
+    def read(self, start: jax.Array | int, width: int) -> _Chunk:
+        """The sum that is normalised, 0 past the end of a row."""
+        columns, column_mask = span(start, width), in_bounds(start, width, self.n)
+        mask = tile_mask(self.row_mask, column_mask)
+        views = (self.x_ref.at[jnp.int32(part), self.rows, columns] for part in range(self.parts))
+        y = functools.reduce(operator.add, (load(view, mask).astype(jnp.float32) for view in views))
+        if self.x_bias_ref is not None:
+            y += load(self.x_bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
+        if self.residual_ref is not None:
+            y += load(self.residual_ref.at[self.rows, columns], mask).astype(jnp.float32)
+        return _Chunk(y, columns, column_mask)
+
+    def invert(self, variance: jax.Array, *means: jax.Array) -> jax.Array:
         """The factor that gives unit variance; for the gradient it and the mean in two parts go to memory."""
-        factor = jax.lax.rsqrt(variance + epsilon)
-        if statistics_ref is not None:
+        factor = jax.lax.rsqrt(variance + self.epsilon)
+        if self.statistics_ref is not None:
             for i, value in enumerate((*means, factor)):
-                store(statistics_ref.at[jnp.int32(i), rows], value, row_mask)
+                store(self.statistics_ref.at[jnp.int32(i), self.rows], value, self.row_mask)
         return factor
 
-    def write(
-        y: jax.Array,
-        means: tuple[jax.Array, ...],
-        factor: jax.Array,
-        columns: pl.Slice,
-        column_mask: jax.Array | None,
-    ) -> None:
-        mask = tile_mask(row_mask, column_mask)
+    def write(self, chunk: _Chunk, means: tuple[jax.Array, ...], factor: jax.Array) -> None:
+        """Stores the norm of a chunk, and the sum that was normalised where it is asked for."""
+        y, columns = chunk.y, chunk.columns
+        mask = tile_mask(self.row_mask, chunk.mask)
         if means:
             mean, rest = means
-            h = multiply_add(y - mean[:, None], factor[:, None], (-rest * factor)[:, None])
+            h = self.multiply_add(y - mean[:, None], factor[:, None], (-rest * factor)[:, None])
         else:
             h = y * factor[:, None]
-        scale = load(scale_ref.at[columns], column_mask).astype(jnp.float32)[None, :]
-        if bias_ref is None:
+        scale = load(self.scale_ref.at[columns], chunk.mask).astype(jnp.float32)[None, :]
+        if self.bias_ref is None:
             out = h * scale
         else:
-            out = multiply_add(h, scale, load(bias_ref.at[columns], column_mask).astype(jnp.float32)[None, :])
-        store(o_ref.at[rows, columns], out, mask)
-        if sum_ref is not None:
-            store(sum_ref.at[rows, columns], y, mask)
+            bias = load(self.bias_ref.at[columns], chunk.mask).astype(jnp.float32)[None, :]
+            out = self.multiply_add(h, scale, bias)
+        store(self.o_ref.at[self.rows, columns], out, mask)
+        if self.sum_ref is not None:
+            store(self.sum_ref.at[self.rows, columns], y, mask)
 
-    def mean_of(terms: list[jax.Array]) -> jax.Array:
-        return jnp.sum(functools.reduce(operator.add, terms), axis=1) / n
+    def mean(self, terms: list[jax.Array]) -> jax.Array:
+        return jnp.sum(functools.reduce(operator.add, terms), axis=1) / self.n
 
-    def mean_of_squares(terms: list[jax.Array]) -> jax.Array:
+    def mean_of_squares(self, terms: list[jax.Array]) -> jax.Array:
         squares = terms[0] * terms[0]
         for term in terms[1:]:
-            squares = multiply_add(term, term, squares)
-        return jnp.sum(squares, axis=1) / n
+            squares = self.multiply_add(term, term, squares)
+        return jnp.sum(squares, axis=1) / self.n
 
+
+def _kept(d: jax.Array, column_mask: jax.Array | None) -> jax.Array:
+    """Deviations from the mean, 0 past the end of a row."""
+    return d if column_mask is None else jnp.where(column_mask[None, :], d, 0.0)
+
+
+def _norm_kernel(*refs: Ref | None, config: Config, epsilon: float, subtract_mean: bool, interpret: bool) -> None:
+    rows = _Rows(*refs, config=config, epsilon=epsilon, interpret=interpret)
+    if rows.n <= config.block_n:
+        _norm_held(rows, subtract_mean)
+    else:
+        _norm_walked(rows, subtract_mean)
+
+
+def _norm_held(rows: _Rows, subtract_mean: bool) -> None:
+    """Norm of rows that fit into registers."""
+    n = rows.n
+    width = n & -n  # of a chunk: 768 is 3 x 256, of which none is masked
+    if width < 256 or n // width > 8:
+        width = rows.config.block_n
+    chunks = [rows.read(start, width) for start in range(0, n, width)]
     means: tuple[jax.Array, ...] = ()
-    if n <= block_n:
-        pieces = [read(start, width) for start in range(0, n, width)]
-        ys = [y for y, *_ in pieces]
-        if subtract_mean:
-            mean = mean_of(ys)
-            ds = [kept(y - mean[:, None], column_mask) for y, _, column_mask in pieces]
-            rest = mean_of(ds)  # what rounding the mean left: it counts in rows that vary less
-            means = mean, rest
-            variance = jnp.maximum(mean_of_squares(ds) - rest * rest, 0.0)
-        else:
-            variance = mean_of_squares(ys)
-        factor = invert(variance, *means)
-        for y, columns, column_mask in pieces:
-            write(y, means, factor, columns, column_mask)
-        return
+    if subtract_mean:
+        mean = rows.mean([chunk.y for chunk in chunks])
+        ds = [_kept(chunk.y - mean[:, None], chunk.mask) for chunk in chunks]
+        rest = rows.mean(ds)  # the error of the rounded mean: it counts in rows that vary less
+        means = mean, rest
+        variance = jnp.maximum(rows.mean_of_squares(ds) - rest * rest, 0.0)
+    else:
+        variance = rows.mean_of_squares([chunk.y for chunk in chunks])
+    factor = rows.invert(variance, *means)
+    for chunk in chunks:
+        rows.write(chunk, means, factor)
 
-    # One pass for the statistics, by Welford's method: each position in the block keeps a mean and a sum of
-    # squared deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where
-    # the mean is far from 0.
+
+def _norm_walked(rows: _Rows, subtract_mean: bool) -> None:
+    """Norm of long rows, which are read twice, block by block.
+
+    The first time for the statistics, by Welford's method: each position in the block keeps a mean and a sum of
+    squared deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where the
+    mean is far from 0.
+    """
+    n, block_m, block_n = rows.n, rows.config.block_m, rows.config.block_n
+
     def add(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         means, squares = carry
-        y, _, column_mask = read(s * block_n, block_n)
+        chunk = rows.read(s * block_n, block_n)
         if not subtract_mean:
-            return means, squares + y * y
-        d = kept(y - means, column_mask)
+            return means, squares + chunk.y * chunk.y
+        d = _kept(chunk.y - means, chunk.mask)
         step = d * (1.0 / (s + 1).astype(jnp.float32))
         return means + step, squares + d * (d - step)
 
     steps, zeros = pl.cdiv(n, block_n), jnp.zeros((block_m, block_n), jnp.float32)
     own, squares = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
+    means: tuple[jax.Array, ...] = ()
     if subtract_mean:
         counts = ((n - 1 - jnp.arange(block_n)) // block_n + 1).astype(jnp.float32)[None, :]
         mean = jnp.sum(own * counts, axis=1) / n
@@ -185,12 +215,11 @@ def _norm_kernel(
         rest = jnp.sum(own * counts, axis=1) / n
         means = mean, rest
         squares += counts * jnp.square(own - rest[:, None])
-    factor = invert(jnp.sum(squares, axis=1) / n, *means)
+    factor = rows.invert(jnp.sum(squares, axis=1) / n, *means)
 
     def write_block(i: jax.Array, carry: None) -> None:
         # The last block read is the likeliest to be in cache still.
-        y, columns, column_mask = read((steps - 1 - i) * block_n, block_n)
-        write(y, means, factor, columns, column_mask)
+        rows.write(rows.read((steps - 1 - i) * block_n, block_n), means, factor)
 
     jax.lax.fori_loop(0, steps, write_block, None)
 
@@ -268,7 +297,7 @@ def _call(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The norm and, unless `sum_dtype` is None, what was normalised; `statistics` of the rows for the gradient."""
+    """The norm, the sum that was normalised unless `sum_dtype` is None, and `statistics` for the gradient."""
     parts, m, n = x.shape
     name = "layer_norm" if subtract_mean else "rms_norm"
     variant = {"parts": parts} if parts > 1 else {}

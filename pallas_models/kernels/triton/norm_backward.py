@@ -54,8 +54,8 @@ class Config:
 def heuristic(m: int, n: int, inputs: int, target: Target) -> Config:
     """Chooses a warp a row for 513 to 1024 columns, which then waits for no other; else 16 elements a thread.
 
-    As many programs as fit at once; fewer, of more rows, for short rows: what each program sums for scale and bias
-    is added up afterwards, which takes long where programs have few rows. `inputs` are as large as x.
+    As many programs as fit at once; fewer, of more rows, for short rows: the sums of each program for scale and
+    bias are added up afterwards, which takes long where programs have few rows. `inputs` arrays are as large as x.
     """
     if _OF_A_WARP[0] < n <= _OF_A_WARP[1]:
         return _row_of_a_warp(m, n, 12 if n <= 768 and inputs <= 3 else 8, target)
@@ -150,7 +150,7 @@ def _kernel(
         if residual_ref is not None:
             ys = each(operator.add, ys, next(arrays))
         douts = next(arrays)
-        # Past the last row what was normalised is 0; past the last column it meets cotangents of 0.
+        # Past the last row normalised values are 0; past the last column they meet cotangents of 0.
         if subtract_mean:
             coarse, rest = means
             hs = [multiply_add(y - coarse, factor, -rest * factor) for y in ys]

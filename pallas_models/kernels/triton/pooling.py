@@ -28,7 +28,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 _SEGMENT = 32  # tokens of a packed sentence that blocks are chosen for; how many there are is not known then
 
-TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: what is smaller counts for 0 on a GPU
+TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: smaller ones count for 0 on a GPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """`block_s` tokens times `block_h` heads per program, which share what they read of cos and sin."""
+    """`block_s` tokens times `block_h` heads per program, which share their loads of cos and sin."""
 
     block_s: int
     block_h: int

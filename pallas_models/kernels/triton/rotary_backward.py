@@ -71,8 +71,8 @@ def _splits(waves: int, tokens: int, num_rotated: int, block_s: int, block_h: in
 def _kernel(
     qkv_ref: Ref,  # (M, heads, head_dim)
     dout_ref: Ref,  # (M, heads, head_dim)
-    cos_ref: Ref,  # (M or what repeats itself, head_dim / 2)
-    sin_ref: Ref,  # the same
+    cos_ref: Ref,  # (M or a divisor of M, head_dim / 2)
+    sin_ref: Ref,  # the shape of cos_ref
     q_scale_ref: Ref,  # (head_dim,)
     k_scale_ref: Ref,  # (head_dim,)
     dqkv_ref: Ref,  # the memory of dout_ref

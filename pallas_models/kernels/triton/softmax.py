@@ -145,9 +145,9 @@ class _Rows:
     def sum(self, y: jax.Array) -> jax.Array:
         """The sum of every row.
 
-        A GPU adds the few values of each thread and then those of the threads, in a tree. XLA for a CPU may
+        A GPU adds the few values of each thread and then the threads' sums, in a tree. XLA for a CPU may
         add 8192 values one after another, and then loses all that are below half an ulp of the sum so far:
-        the interpreter halves the row instead, so that its error is that of a GPU on every CPU.
+        the interpreter halves the row instead, so that its error is as on a GPU, on every CPU.
         """
         if not self.interpret:
             return jnp.sum(y, axis=1)

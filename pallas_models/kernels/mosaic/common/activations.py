@@ -19,9 +19,8 @@ from pallas_models.kernels.common.activations import (
 def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Applies the activation named as in `pallas_models.ops.activations`; `x` is float32.
 
-    What is to be rounded to bfloat16 gets by with a tanh of 11 bits, one instruction of the GPU, what is to be
-    rounded to float16 with a shorter polynomial: tensor cores wait for registers that others read, so that every
-    operation here takes time of theirs.
+    Results in bfloat16 get by with a tanh of 11 bits, one instruction of the GPU, and results in float16 with a
+    shorter polynomial: tensor cores wait for registers that others read, so every operation here takes their time.
     """
     if jnp.dtype(dtype) == jnp.bfloat16:
         half = 0.5 * x
@@ -58,7 +57,7 @@ def activate(activation: str | None, x: jax.Array, dtype: DTypeLike) -> jax.Arra
 def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The slope at `x`, float16 or bfloat16, of the activation, in float32, as coarse as `activate` has it.
 
-    For what is to be rounded to bfloat16 that of "gelu_tanh" is computed in float16, two numbers at a time.
+    For results in bfloat16 the slope of "gelu_tanh" is computed in float16, two numbers at a time.
     """
     if jnp.dtype(dtype) == jnp.bfloat16 and activation == "gelu_tanh":
         factor = math.sqrt(2.0 / math.pi)
@@ -75,7 +74,7 @@ def derivative(activation: str, x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """tanh of float16, which the kernels of JAX 0.10 have not."""
+    """tanh of float16, which kernels of JAX 0.10 do not have."""
     if jax.__version_info__ >= (0, 11):
         return jnp.tanh(x)
     return jnp.tanh(x.astype(jnp.float32)).astype(x.dtype)

@@ -18,7 +18,7 @@ _CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of tw
 
 
 def heads_in_cache(form: Form[Any], rows: int) -> int:
-    """Of how many heads so many rows of two operands stay in the cache."""
+    """The number of heads of which so many rows of two operands stay in the cache."""
     return _CACHE // (2 * rows * form.head_dim * form.dtype.itemsize)
 
 
@@ -53,7 +53,7 @@ def narrowed(
     """The `Runs` of a block without what masks rule out.
 
     Args:
-      found: what `searched` gave; where it is None and there are masks, no block counts for full.
+      found: the result of `searched`; where it is None and there are masks, no block counts for full.
       masked: whether there are masks besides the positions.
     """
     first, end, full, full_end = map(jnp.int32, runs)

@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 from pallas_models.kernels.common.backend import Backend, Ref
 from pallas_models.kernels.mosaic.common import ptx as inline
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.interpreter import meaning
 from pallas_models.kernels.mosaic.common.launch import Refs
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
@@ -25,58 +26,69 @@ _PLACES = 4  # for sums: a warp may send those of step i + 1 while another still
 _WARPS = 4  # of a warpgroup
 
 
+# The interpreter has one CTA, and makes the barriers itself.
+def _interpreted_start(self: "Exchange", refs: Refs) -> None:
+    pass
+
+
+def _interpreted_send(
+    self: "Exchange", refs: Refs, step: jax.Array | int, piece: jax.Array, terms: Sequence[jax.Array]
+) -> None:
+    place = jax.lax.rem(step, _PLACES)
+    for i, values in enumerate(terms):
+        refs.sums[place, piece, 0, i] = jnp.sum(values)
+    plgpu.barrier_arrive(refs.added.at[place])
+
+
+def _interpreted_receive(self: "Exchange", refs: Refs, step: jax.Array) -> list[jax.Array]:
+    place = jax.lax.rem(step, _PLACES)
+    plgpu.barrier_wait(refs.added.at[place])
+    return [sum(refs.sums[place, j, 0, i] for j in range(self.warpgroups)) for i in range(self.count)]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
-    """What is added up step after step by all warpgroups of a cluster: they send, and later receive, every step.
+    """Sums that all warpgroups of a cluster add up step after step: they send, and later receive, every step.
 
     Attributes:
       ctas: of a cluster.
       warpgroups: of a CTA.
       count: numbers that are added up in a step, 1 or 2.
-      layout: of what threads hold.
-      interpret: whether the interpreter runs it, which has one CTA.
+      layout: of the vectors that threads hold.
     """
 
     ctas: int
     warpgroups: int
     count: int
     layout: Any
-    interpret: bool
 
-    @property
-    def scratch_types(self) -> dict[str, Any]:
-        """Shared memory: sums of warps, and barriers, 64 bits each."""
+    def scratch_types(self, interpret: bool) -> dict[str, Any]:
+        """Shared memory: sums of warps, and barriers, of 64 bits each; the interpreter has barriers of its own."""
         pieces = self.ctas * self.warpgroups
-        if self.interpret:
+        if interpret:
             added = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=_PLACES)
         else:
             added = plgpu.SMEM((_PLACES, 2), jnp.int32)
         return dict(sums=plgpu.SMEM((_PLACES, pieces, _WARPS, self.count), jnp.float32), added=added)
 
+    @meaning(_interpreted_start)
     def start(self, refs: Refs) -> None:
         """Makes the barriers; all warpgroups of the cluster wait for one another."""
-        if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
-                lambda _, added: inline.start((inline.address(added), [self.warpgroups] * _PLACES))
-            )(refs.added)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
+            lambda _, added: inline.start((inline.address(added), [self.warpgroups] * _PLACES))
+        )(refs.added)
 
+    @meaning(_interpreted_send)
     def send(self, refs: Refs, step: jax.Array | int, piece: jax.Array, terms: Sequence[jax.Array]) -> None:
         """Sends what a warpgroup, the `piece`-th of the cluster, adds to the sums of a step: vectors of terms."""
         place = jax.lax.rem(step, _PLACES)
-        if self.interpret:
-            for i, values in enumerate(terms):
-                refs.sums[place, piece, 0, i] = jnp.sum(values)
-            plgpu.barrier_arrive(refs.added.at[place])
-            return
         send = plgpu.inline_mgpu(arg_types=(*[self.layout] * self.count, plgpu.RefType(), plgpu.RefType()))
         send(functools.partial(_send, self))(*terms, refs.sums.at[place, piece], refs.added.at[place])
 
+    @meaning(_interpreted_receive)
     def receive(self, refs: Refs, step: jax.Array) -> list[jax.Array]:
         """Waits for the sums of a step."""
         place = jax.lax.rem(step, _PLACES)
-        if self.interpret:
-            plgpu.barrier_wait(refs.added.at[place])
-            return [sum(refs.sums[place, j, 0, i] for j in range(self.warpgroups)) for i in range(self.count)]
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)
         receive = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=[scalar] * self.count

@@ -1,7 +1,7 @@
 """Matrix products on Hopper's tensor cores: CTAs that stay on their multiprocessor and walk tiles of the output.
 
-One warpgroup of a CTA only copies operands into a ring of slots in shared memory, ahead of those that multiply.
-It does not stop at the end of a tile, so the tensor cores find the operands of the next one waiting.
+One warpgroup of a CTA only copies operands into a ring of slots in shared memory, ahead of the warpgroups that
+multiply. It does not stop at the end of a tile, so the tensor cores find the operands of the next tile waiting.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ def gemm(
         num_ctas=config.num_ctas(walk.batch * tiles_m, tiles_n, num_cores(target, interpret)),
         num_warpgroups=config.num_consumers + 1,
         interpret=interpret,
-        unsafe_no_auto_barriers=True,  # `store` and the ring have those that are needed
+        unsafe_no_auto_barriers=True,  # stores and the ring have the barriers that are needed
     )
 
 

@@ -34,27 +34,26 @@ def slot_rows(keys: int) -> int:
 class Heads:
     """Attention of `num_heads` heads within sequences of `keys` tokens, one tile or a few.
 
-    Two heads come in two steps of a ring, queries and keys, then values: those of the next two are on their way
-    while weights are computed.
+    Two heads come in two steps of a ring, queries and keys, then values: the next two heads are on their way while
+    weights are computed.
 
     Attributes:
-      ids: (B, keys) int32, tokens see those of their own; None where they see all.
+      ids: (B, keys) int32, tokens see tokens with their own id; None where they see all.
     """
 
     num_heads: int
     keys: int
     ids: jax.Array | None
-    interpret: bool
 
     @property
     def operands(self) -> dict[str, jax.Array]:
-        """What the kernel reads besides queries, keys and values, which are `refs.y`, (B * keys, 3 * columns)."""
+        """The operands besides queries, keys and values, which are `refs.y`, (B * keys, 3 * columns)."""
         if self.ids is None:
             return {}
         return dict(ids=self.ids, alike=jnp.all(self.ids == self.ids[:, :1], axis=1).astype(jnp.int32))
 
     def scratch_types(self, num_barriers: int) -> dict[str, Any]:
-        """What `refs` must have, with so many barriers for the ring."""
+        """The scratch memory that `refs` must have, with so many barriers for the ring."""
         types: dict[str, Any] = dict(heads_full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=num_barriers))
         if self.ids is None:
             return types
@@ -89,7 +88,7 @@ class Heads:
     def attend(
         self, refs: Refs, tile: jax.Array, slots: Ref, ring: Ring, steps: tuple[jax.Array, jax.Array]
     ) -> jax.Array:
-        """What the queries of a tile get from two heads, side by side: those of two steps of the ring."""
+        """The results of a tile for two heads, side by side, which come in two steps of the ring."""
         first, second = (jax.lax.rem(step, ring.num_stages) for step in steps)
         ring.wait(first)
         pairs = []
@@ -118,7 +117,7 @@ class Heads:
         return jnp.concatenate(list(means), axis=1)
 
     def _weights(self, scores: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Exponentials of scores, and what they add up to in each row."""
+        """Exponentials of scores, and the sum of each row."""
 
         def weight(score: jax.Array, factor: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
             value = jnp.exp2(score * factor - shift)

@@ -29,12 +29,12 @@ def launch(
     cluster: int = 1,
     **compiler_params: Any,
 ) -> list[jax.Array]:
-    """Runs `body` in each warpgroup of each CTA, whose indices are those of the axes "warpgroup" and "cta".
+    """Runs `body` in each warpgroup of each CTA, whose indices are on the axes "warpgroup" and "cta".
 
     Args:
       body: `body(refs)` sees operands, outputs and scratch memory as attributes.
-      operands: arrays in device memory, None for what a call does not have.
-      out_type: what the kernel writes, None for what a call does not ask for.
+      operands: arrays in device memory, None for those that a call does not have.
+      out_type: the outputs of the kernel, None for those that a call does not ask for.
       scratch_types: shared memory and barriers of a CTA.
       cluster: CTAs in each cluster; where there are several, "cta" and `num_ctas` count clusters, and the axis
         "rank" the CTAs of one.

@@ -30,7 +30,7 @@ def compiled_ahead(results: list[jax.Array]) -> list[jax.Array]:
     return found
 
 
-def _lower(context: mlir.LoweringRuleContext, *values: ir.Value) -> tuple[ir.Value, ...]:
+def _lower(context: mlir.LoweringRuleContext, *values: ir.Value[Any]) -> tuple[ir.Value[Any], ...]:
     devices = _local_gpus(context.module_context.backend)
     if devices and (options := _jax.mosaic_call_options(values[0])) is not None:
         _start(options, devices[0])

@@ -32,7 +32,7 @@ class Peers:
 
     @property
     def index(self) -> jax.Array:
-        """That of this GPU."""
+        """The index of this GPU."""
         return jax.lax.axis_index(self.axis)
 
     @property
@@ -43,7 +43,7 @@ class Peers:
     def turn(self, row: jax.Array, block_m: int) -> tuple[jax.Array, jax.Array]:
         """The GPU that takes a row where each takes a block of rows in turn, and which of its rows that is.
 
-        GPUs begin with one another's, so that all links carry alike at all times.
+        Each GPU begins with the rows of the GPU after it, so that all links carry alike at all times.
         """
         block = jax.lax.div(row, block_m)
         there = jax.lax.div(block, self.count) * block_m + jax.lax.rem(row, block_m)
@@ -52,9 +52,9 @@ class Peers:
     def on(self, target: Ref, index: jax.Array) -> Ref:
         """An output of the kernel on the GPU of an index.
 
-        Where a bulk copy to it is no run of memory, the host describes it, with the address that it had when XLA
-        recorded the kernel into a CUDA graph. The other GPU may have another for it in a later call. `store` and
-        bulk copies of runs ask the address when they run.
+        Where a bulk copy to it is no run of memory, the host describes it, with the address that the output had
+        when XLA recorded the kernel into a CUDA graph. In a later call the other GPU may have another address for
+        it. `store` and bulk copies of runs ask the address when they run.
         """
         return plgpu.remote_ref(target, index)
 
@@ -64,10 +64,10 @@ class Peers:
         at(self.on(target, index))[...] = load(slot, rows)
 
     def finish(self, refs: Refs, *, storing: int, waits: bool | jax.Array) -> None:
-        """Waits in a warpgroup of each CTA, that which `waits`, for what the same CTA of each GPU has stored.
+        """Has the warpgroup of each CTA that `waits` wait for all stores of the same CTA of each GPU.
 
-        `storing` warpgroups of each CTA call it, after their stores. A semaphore that is scratch memory is one of
-        the CTA, on every GPU: with all CTAs waiting so, nothing is on its way when the kernel ends.
+        `storing` warpgroups of each CTA call it, after their stores. A semaphore in scratch memory belongs to a
+        CTA, on every GPU: with all CTAs waiting so, nothing is on its way when the kernel ends.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
         for i in range(self.count):

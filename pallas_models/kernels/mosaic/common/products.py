@@ -12,7 +12,7 @@ from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import meaning
 
 _T = TypeVar("_T")
-Operand = Any  # a reference to shared memory, or what threads hold, which is no reference
+Operand = Any  # a reference to shared memory, or an array in registers
 
 
 def with_sums(function: Callable[..., _T], *shapes: tuple[int, int]) -> _T:

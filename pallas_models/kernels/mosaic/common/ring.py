@@ -1,4 +1,4 @@
-"""A ring of slots in shared memory, which one warpgroup fills ahead of those that read them."""
+"""A ring of slots in shared memory, which one warpgroup fills ahead of the warpgroups that read them."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ class Ring:
     """Who may touch which slot: step after step, the producer acquires and fills a slot, consumers release it.
 
     Copies to a slot arrive at `full_of` it. Nobody announces that slots are free at first: the producer only waits
-    for those that it has filled before.
+    for slots that it has filled before.
 
     Attributes:
       full: barriers at which copies arrive, one a slot.
       consumed: barriers at which consumers arrive, one a slot.
       num_stages: number of slots.
-      first_full: which of `full` is that of slot 0: warpgroups that take turns have barriers of their own, since
-        who waits for a barrier must wait for every round of it.
+      first_full: the index in `full` of the barrier of slot 0. Warpgroups that take turns have barriers of their
+        own, since a warpgroup that waits for a barrier must wait for every round of it.
     """
 
     full: Ref

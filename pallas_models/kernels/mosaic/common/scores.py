@@ -16,7 +16,7 @@ from pallas_models.kernels.mosaic.common.memory import layout_cast, load
 def across(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """A vector along an axis of a matrix, the same in all its rows or columns.
 
-    Its layout is that of products: where it is not said, to infer the layouts of integers takes long.
+    It has the layout of products: where that is not said, to infer the layouts of integers takes long.
     """
     return layout_cast(jax.lax.broadcast_in_dim(x, shape, [axis]), plgpu.Layout.WGMMA)
 

@@ -34,18 +34,34 @@ def torch_module(state: State, *, gate_after: bool, device: str, precision: str)
     With `precision` "high" the products are TF32, with "highest" true float32.
     """
     import torch
+    from torch.nn import functional
 
-    from parity.support import reference_trimul
+    t = {name: torch.from_numpy(tensor).to(device) for name, tensor in state.items()}
 
-    family = reference_trimul.Boltz if gate_after else reference_trimul.Lucidrains
-    channels, hidden = state["p_out.weight" if gate_after else "to_out.weight"].shape
-    module = family(channels, hidden).requires_grad_(False).to(device)
-    module.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in state.items()})
+    def norm(x: Any, name: str) -> Any:
+        scale, bias = t[f"{name}.weight"], t[f"{name}.bias"]
+        return functional.layer_norm(x, scale.shape, scale, bias)
+
+    def linear(x: Any, name: str) -> Any:
+        return functional.linear(x, t[f"{name}.weight"])
+
+    def competition(x: Any, mask: Any) -> Any:
+        x = norm(x, "norm")
+        left, right = linear(x, "left_proj") * mask[..., None], linear(x, "right_proj") * mask[..., None]
+        left, right = left * linear(x, "left_gate").sigmoid(), right * linear(x, "right_gate").sigmoid()
+        out = norm(torch.einsum("...ikd,...jkd->...ijd", left, right), "to_out_norm")
+        return linear(out * linear(x, "out_gate").sigmoid(), "to_out")
+
+    def boltz(x: Any, mask: Any) -> Any:
+        x = norm(x, "norm_in")
+        left, right = (linear(x, "p_in") * linear(x, "g_in").sigmoid() * mask[..., None]).chunk(2, -1)
+        out = norm(torch.einsum("...ikd,...jkd->...ijd", left, right), "norm_out")
+        return linear(out, "p_out") * linear(x, "g_out").sigmoid()
 
     def update(x: Any, mask: Any) -> Any:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
-        out = module(x.float(), mask).to(x.dtype)
+        out = (boltz if gate_after else competition)(x.float(), mask).to(x.dtype)
         torch.set_float32_matmul_precision(before)
         return out
 

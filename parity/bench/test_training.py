@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.cases import train_programs as programs
+from bench.models import train_programs as programs
 from pallas_models import gpt2, training
 from pallas_models.gpt2 import GPT2Config
 from parity.support.common import ON_GPU

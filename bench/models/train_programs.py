@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from bench.cases import gpt2 as block
-from bench.cases import minilm_models
+from bench.models import minilm_models
 from pallas_models import gpt2, minilm, training
 from pallas_models.minilm import MiniLMConfig
 

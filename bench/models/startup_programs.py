@@ -1,6 +1,6 @@
 """The programs that the startup benchmark runs in processes of their own.
 
-`python -m bench.cases.startup_programs NAME OPTIONS` calls the function NAME with the arguments in OPTIONS, a JSON
+`python -m bench.models.startup_programs NAME OPTIONS` calls the function NAME with the arguments in OPTIONS, JSON
 object, and prints what it returns as JSON, on the last line. Each function imports what it needs, as imports are
 part of what is measured.
 """
@@ -182,8 +182,8 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
     import jax
 
     from bench.cases import minilm as benchmark
-    from bench.cases import minilm_models
     from bench.measuring import contenders, timing
+    from bench.models import minilm_models
     from pallas_models import minilm
 
     checkpoint = minilm_models.load_checkpoint(None)
