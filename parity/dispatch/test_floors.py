@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("forms", ("pallas_models.kernels", "pallas_models.kernels.forms")),
     ("kernels/common", ("pallas_models.kernels.common",)),
     ("kernels", ("pallas_models.kernels.triton", "pallas_models.kernels.mosaic")),
+    ("schedules", ("pallas_models.kernels.schedules",)),
     ("dispatch", ("pallas_models.dispatch",)),
     ("ops", ("pallas_models.ops",)),
     (

@@ -317,6 +317,18 @@ def test_project_lowers(module, c, h, x_dtype):
     assert lowered_calls(f, *operands) == 1
 
 
+@pytest.mark.parametrize("kib, columns", [(224, None), (227, 32), (237, 64)])
+def test_narrow_project_has_the_memory_of_its_target(kib, columns):
+    """Weights and positions take 213 KiB, and each column that leaves three warpgroups 384 bytes."""
+    operands = jax.eval_shape(lambda: project_operands(1, 128, 128, 128, 128, dtype="float16"))
+    form, hopper = projection(*operands), gpu(shared_memory=kib * 1024)
+    buffers = trimul_project._buffers(form, hopper)
+    assert (buffers and buffers["out_smem"].shape[1]) == columns
+    if jax.__version_info__ >= (0, 11):
+        assert ("does not fit" in (trimul_project.unsupported(form, hopper) or "")) == (columns is None)
+    assert trimul_project._buffers(form, target.ANY)["out_smem"].shape[1] == 32  # as Hopper GPUs have
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("c", [64, 96, 128])

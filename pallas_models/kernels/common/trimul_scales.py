@@ -14,7 +14,7 @@ def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
     """Powers of two for left and right, times which they are at most `2**LOG2_LARGEST`, whatever x is.
 
     The weights, which are of `dtype`, take these scales, too, and must not grow beyond their own range. The
-    largest factor of the mask counts for no less than 1 and in float16 for no more than 1024, or float16 would
+    largest factor of the mask counts for no less than 1, and in float16 for no more than 1024, or float16 would
     round what the scale makes small: sums of larger factors may be infinite. A scale is NaN where its bound is
     beyond float32.
 

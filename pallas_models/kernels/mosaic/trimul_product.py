@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,8 @@ from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, 
 from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
+
+_Index = jax.Array | int
 
 
 def unsupported(dtype: DTypeLike) -> str | None:
@@ -53,32 +54,22 @@ def product(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """`factor` times the sums over k for left and right in sides (B, 2 H', N, N), H' >= channels.
+    """The sums over third positions, in the dtype of the sides.
 
-    With `by_rows`, sides are (B, N, 2 H', N'), and so is the result: matrices of all channels lie row by row
-    beside one another, so that who writes or reads all channels of a few positions has them near one another. N'
-    is N in multiples of 64; what lies beyond N is 0 in sides, and means nothing in the result.
-
-    Without it, `pieces` of so many rows and columns lie one after another, row by row: (B * pieces, 2 H', N /
-    rows, N / columns). So does the result. Tiles have to divide them.
-
+    With `by_rows` N' is N in multiples of 64: what lies beyond N is 0 in the sides, and of no meaning in the sums.
     With `peers` piece i of an item is stored on GPU i, as the piece of this GPU's index: the result is what all
     GPUs stored here.
-
-    Returns:
-      (B, channels, N, N), or (B, N, channels, N'), in the dtype of `sides`.
     """
-    sides, channels, incoming, factor = form.sides, form.channels, form.incoming, form.factor
-    pieces, by_rows = form.pieces, form.by_rows
-    b, n, padded = form.batch, form.size, 2 * form.padded_channels
-    if pieces != (1, 1) and not isinstance(config, Config):
+    sides, n, incoming = form.sides, form.size, form.incoming
+    matrices = form.batch * form.channels
+    if form.pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
         config,
         Problem(
             backend="mosaic",
             op="trimul_product",
-            shape={"b": b * channels, "n": n, "incoming": int(incoming)},
+            shape={"b": matrices, "n": n, "incoming": int(incoming)},
             bucketed=("b", "n"),
             dtype=sides.dtype,
             config=Config,
@@ -88,69 +79,115 @@ def product(
         ),
         target,
     )
-    check_divides(config, n, pieces)
+    check_divides(config, n, form.pieces)
     staging = Staging.of(config, config.block_n, sides.dtype)
-    piece_rows, piece_columns = (n // count for count in pieces)
-
-    def matrix(
-        ref: Ref, tile: Tile, side: int, row: jax.Array | int, column: jax.Array | int
-    ) -> tuple[Ref, Any, Any]:
-        """The piece with an element of a tile's matrix, of channels from `side` on, and the element's place."""
-        item, channel = jax.lax.div(tile.batch, channels), side + jax.lax.rem(tile.batch, channels)
-        if by_rows:
-            return ref.at[item, :, channel], row, column
-        if pieces != (1, 1):
-            i, j = jax.lax.div(row, piece_rows), jax.lax.div(column, piece_columns)
-            item = (item * pieces[0] + i) * pieces[1] + j
-            row, column = row - i * piece_rows, column - j * piece_columns
-        return ref.at[item, channel], row, column
-
-    def part(refs: Refs, tile: Tile, side: int, positions: pl.Slice, ks: pl.Slice) -> Ref:
-        rows, columns = (ks, positions) if incoming else (positions, ks)
-        ref, row, column = matrix(refs.sides, tile, side, rows.start, columns.start)
-        return ref.at[pl.Slice(row, rows.size), pl.Slice(column, columns.size)]
-
-    def epilogue(refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        def value(block: Block, _: Ref) -> jax.Array:
-            return block.of(sums[0]) * factor
-
-        copy, y = None, refs.y
-        if peers is None:
-            y, row, column = matrix(y, tile, 0, tile.row, tile.column)
-        else:
-            i, j = jax.lax.div(tile.row, piece_rows), jax.lax.div(tile.column, piece_columns)
-            row, column = tile.row - i * piece_rows, tile.column - j * piece_columns
-            item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
-
-            def copy(slot: Ref, y: Ref, at: Callable[[Ref], Ref]) -> None:
-                def there(y: Ref) -> Ref:
-                    return at(y.at[item * peers.count + peers.index, channel])
-
-                peers.store(slot, y, i * pieces[1] + j, there)
-
-        tile = dataclasses.replace(tile, row=row, column=column)
-        store(tile, staging, Output(refs.slots, warpgroup, y, value, copy), wait=True)
-
-    width = sides.shape[3]
-    shape = (b, n, channels, width) if by_rows else (len(sides), channels, *sides.shape[2:])
+    kernel = _Matrices(form.abstract(), staging, peers)
     (y,) = gemm.gemm(
         dict(sides=sides),
-        dict(y=jax.ShapeDtypeStruct(shape, sides.dtype)),
+        dict(y=kernel.out_type),
         gemm.Product(
-            batch=b * channels,
+            batch=matrices,
             m=n,
             n=n,
             k=n,
             dtype=sides.dtype,
-            a=lambda refs, tile, ks: part(refs, tile, 0, tile.rows, ks),
-            b=[lambda refs, tile, ks: part(refs, tile, padded // 2, tile.columns, ks)],
+            a=kernel.left,
+            b=[kernel.right],
             transpose_a=incoming,
             transpose_b=not incoming,
         ),
-        gemm.Epilogue(store=epilogue, scratch_types=dict(slots=staging.scratch_type), peers=peers),
+        gemm.Epilogue(store=kernel.store, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
         name="trimul_product",
         target=target,
         interpret=interpret,
     )
     return y
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Where the tiles of the matrices of all items and channels lie.
+
+    Attributes:
+      staging: shared memory through which the sums leave.
+      peers: the GPUs that the sums are stored to, a piece each; None for this GPU.
+    """
+
+    form: Product[jax.ShapeDtypeStruct]
+    staging: Staging
+    peers: Peers | None
+
+    @property
+    def out_type(self) -> jax.ShapeDtypeStruct:
+        """The sums, laid out as the sides are."""
+        shape = list(self.form.sides.shape)
+        shape[2 if self.form.by_rows else 1] = self.form.channels
+        return jax.ShapeDtypeStruct(tuple(shape), self.form.sides.dtype)
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece."""
+        n, (rows, columns) = self.form.size, self.form.pieces
+        return n // rows, n // columns
+
+    def piece_of(self, row: _Index, column: _Index) -> tuple[jax.Array, jax.Array]:
+        """Which row and which column of pieces an element is in."""
+        rows, columns = self.piece
+        return jax.lax.div(row, rows), jax.lax.div(column, columns)
+
+    def matrix(self, ref: Ref, tile: Tile, side: int, row: _Index, column: _Index) -> tuple[Ref, _Index, _Index]:
+        """The piece with an element of a tile's matrix, in channels from `side` on, and the element's place."""
+        form, channels = self.form, self.form.channels
+        item, channel = jax.lax.div(tile.batch, channels), side + jax.lax.rem(tile.batch, channels)
+        if form.by_rows:
+            return ref.at[item, :, channel], row, column
+        if form.pieces != (1, 1):
+            i, j = self.piece_of(row, column)
+            item = (item * form.pieces[0] + i) * form.pieces[1] + j
+            row, column = row - i * self.piece[0], column - j * self.piece[1]
+        return ref.at[item, channel], row, column
+
+    def left(self, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
+        """The rows of a tile, at some third positions, of the left matrix."""
+        return self._side(refs, tile, 0, tile.rows, ks)
+
+    def right(self, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
+        """The columns of a tile, at some third positions, of the right matrix."""
+        return self._side(refs, tile, self.form.padded_channels, tile.columns, ks)
+
+    def _side(self, refs: Refs, tile: Tile, side: int, positions: pl.Slice, ks: pl.Slice) -> Ref:
+        rows, columns = (ks, positions) if self.form.incoming else (positions, ks)
+        ref, row, column = self.matrix(refs.sides, tile, side, rows.start, columns.start)
+        return ref.at[pl.Slice(row, rows.size), pl.Slice(column, columns.size)]
+
+    def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
+        """Stores the sums of a tile, here or on the GPU whose piece it is in."""
+
+        def value(block: Block, _: Ref) -> jax.Array:
+            return block.of(sums[0]) * self.form.factor
+
+        if self.peers is None:
+            y, row, column = self.matrix(refs.y, tile, 0, tile.row, tile.column)
+            output = Output(refs.slots, warpgroup, y, value)
+        else:
+            i, j = self.piece_of(tile.row, tile.column)
+            row, column = tile.row - i * self.piece[0], tile.column - j * self.piece[1]
+            output = Output(refs.slots, warpgroup, refs.y, value, self._copy_to(self.peers, tile, i, j))
+        tile = dataclasses.replace(tile, row=row, column=column)
+        store(tile, self.staging, output, wait=True)
+
+    def _copy_to(
+        self, peers: Peers, tile: Tile, i: jax.Array, j: jax.Array
+    ) -> Callable[[Ref, Ref, Callable[[Ref], Ref]], None]:
+        """What copies a slot to the GPU that has piece (i, j)."""
+        channels = self.form.channels
+        item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+
+        def copy(slot: Ref, y: Ref, at: Callable[[Ref], Ref]) -> None:
+            def there(y: Ref) -> Ref:
+                return at(y.at[item * peers.count + peers.index, channel])
+
+            peers.store(slot, y, i * self.form.pieces[1] + j, there)
+
+        return copy

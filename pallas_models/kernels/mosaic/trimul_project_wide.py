@@ -6,6 +6,7 @@ past the two. These may be apart by as much as the ring holds, so that one multi
 stores or normalises.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -16,21 +17,23 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, tiled
+from pallas_models.kernels.mosaic.common.products import multiply, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
-from pallas_models.kernels.mosaic.trimul_project import (
+from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
+from pallas_models.kernels.mosaic.trimul_project_parts import (
     COLUMNS,
     ROWS,
+    Gating,
+    Products,
+    Tiles,
     along_rows,
     arranged,
     arranged_biases,
-    gate_and_store,
     mean,
-    out_types,
-    positions,
-    products_of,
+    staging,
     unsupported_by_both,
     whole_mask,
 )
@@ -57,173 +60,29 @@ def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str |
     return None
 
 
-def project(
-    form: Projection[jax.Array],
-    *,
-    target: Target,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Left and right, and the gate, for x (B, M, C), mask (B, M), w (C, 4, H), bias (4, H) and w_gate (C, G).
-
-    M is a multiple of 8.
+def project(form: Projection[jax.Array], *, target: Target, interpret: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Left and right, and the gate, in the dtype of the weights, for M in multiples of 8.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. Both in the
-      dtype of w. M' is M in whole `ROWS`, and left and right are 0 beyond M.
+      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. M' is M in whole
+      `ROWS`, and left and right are 0 beyond M.
     """
-    x, mask, norm_scale, norm_bias, w, bias, w_gate, b_gate = form.operands
-    epsilon = form.epsilon
-    batch, size, c = x.shape
-    h, dtype = w.shape[2], w.dtype
+    (batch, size, c), x, dtype = form.x.shape, form.x, form.w.dtype
     if interpret:
         check_interpreted_sizes(positions=(size, ROWS))
-    mask = whole_mask(mask, batch, size, dtype)
-    num_products, side_products = products_of(h, w_gate.shape[1]), 2 * h // COLUMNS
-    gates = 2 * COLUMNS * (num_products - side_products)
-    pieces, w_steps = c // _PIECE, c // _STEP
-    x_stages = min(_X_BYTES // (ROWS * _PIECE * x.dtype.itemsize), pieces)
-    # As vectors, scale and bias of the norm would take registers that positions need: they become part of the
-    # weights and of the biases.
-    weights = arranged(w, w_gate).astype(jnp.float32)
-    b = jnp.sum(norm_bias[:, None, None] * weights, axis=0)
-    biases = arranged_biases(bias, b_gate, h, w_gate.shape[1])
-    if biases is not None:
-        b += biases
-    weights = (norm_scale[:, None, None] * weights).astype(dtype)
-    registers = plgpu.Layout.WGMMA
-    rounds = pl.cdiv(batch * pl.cdiv(size, ROWS), _CONSUMERS)  # in which each warpgroup takes a tile
-    num_ctas = min(2 if interpret else target.num_cores, rounds)
-
-    def trimul_project(refs: Refs) -> None:
-        warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
-        steps = jax.lax.div(rounds - cta + num_ctas - 1, num_ctas)
-        ring = Ring(refs.w_full, refs.w_consumed, _STAGES)
-
-        def produce() -> None:
-            @pl.loop(0, steps * num_products)
-            def _(i: jax.Array) -> None:
-                @pl.loop(0, w_steps)
-                def _(k: jax.Array) -> None:
-                    slot = ring.acquire(i * w_steps + k)
-                    piece = refs.w.at[jax.lax.rem(i, num_products), pl.ds(k * _STEP, _STEP)]
-                    plgpu.copy_gmem_to_smem(piece, refs.w_smem.at[slot], ring.full_of(slot))
-
-            ring.drain(steps * num_products * w_steps)
-
-        def rows_of(step: jax.Array) -> tuple[jax.Array, pl.Slice]:
-            tile = (cta + step * num_ctas) * _CONSUMERS + warpgroup
-            return positions(tile, batch, size)  # at the end both warpgroups may have the same
-
-        def copy(which: Sequence[int], step: jax.Array) -> None:
-            """Starts copies of these pieces to their slots; those past the end of a step are of the next one."""
-            for i in which:
-                ahead, piece = divmod(i, pieces)
-                item, rows = rows_of(step + ahead)
-                slot = jax.lax.rem(step * pieces + i, x_stages)
-                plgpu.copy_gmem_to_smem(
-                    refs.x.at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
-                    refs.x_smem.at[warpgroup, slot],
-                    refs.x_full.at[warpgroup * x_stages + slot],
-                )
-
-        def read(step: jax.Array, i: int) -> jax.Array:
-            slot = jax.lax.rem(step * pieces + i, x_stages)
-            plgpu.barrier_wait(refs.x_full.at[warpgroup * x_stages + slot])
-            return load(refs.x_smem.at[warpgroup, slot], registers).astype(jnp.float32)
-
-        def normalised(step: jax.Array) -> list[jax.Array]:
-            xs = []
-            group = max(x_stages // 2, 1)
-            for first in range(0, pieces, group):
-                now = range(first, min(first + group, pieces))
-                xs += [read(step, i) for i in now]
-                plgpu.commit_smem()  # all have read
-                copy([i + x_stages for i in now if i + x_stages < pieces], step)
-                following = [i + x_stages for i in now if i + x_stages >= pieces]
-                pl.when(step + 1 < steps)(functools.partial(copy, following, step))
-            center = along_rows(mean(xs, c), _PIECE)
-            ds = [x - center for x in xs]
-            inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds], c) + epsilon), _PIECE)
-            return [(d * inverse).astype(dtype) for d in ds]
-
-        def product(zs: list[jax.Array], first: jax.Array) -> jax.Array:
-            def slot_of(k: int) -> jax.Array:
-                return jax.lax.rem(first + k, _STAGES)
-
-            def parts(k: int) -> list[tuple[jax.Array, Ref]]:
-                ws = [refs.w_smem.at[slot_of(k), pl.ds(i, _PIECE)] for i in range(0, _STEP, _PIECE)]
-                return list(zip(zs[k * len(ws) : (k + 1) * len(ws)], ws, strict=True))
-
-            if interpret:  # it has no products of what is in registers
-                y = jnp.zeros((ROWS, 2 * COLUMNS), jnp.float32)
-                for k in range(w_steps):
-                    ring.wait(slot_of(k))
-                    for z, part in parts(k):
-                        y += jnp.dot(z, part[...], preferred_element_type=jnp.float32)
-                    plgpu.commit_smem()  # orders these reads before copies, as products are
-                    ring.release(slot_of(k))
-                return y
-
-            def multiply(sums: Ref) -> jax.Array:
-                for k in range(w_steps):
-                    ring.wait(slot_of(k))
-                    for z, part in parts(k):
-                        plgpu.wgmma(sums, z, part)
-                    if k:
-                        plgpu.wgmma_wait(_STEP // _PIECE)  # the tensor cores always have the next step before them
-                        ring.release(slot_of(k - 1))
-                plgpu.wgmma_wait(0)
-                ring.release(slot_of(w_steps - 1))
-                return sums[...]
-
-            return pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * COLUMNS), jnp.float32))
-
-        def consume() -> None:
-            copy(range(x_stages), jnp.int32(0))
-
-            @pl.loop(0, steps)
-            def _(step: jax.Array) -> None:
-                at, slot = rows_of(step), refs.out_smem.at[warpgroup]
-                factor = None
-                if mask is not None:
-                    factor = load(refs.mask.at[at], registers.reduce(1))
-                    factor = factor.astype(jnp.float32)
-
-                def masked(side: jax.Array) -> jax.Array:
-                    if factor is None:
-                        return side
-                    f = along_rows(factor, COLUMNS)
-                    return jnp.where(f == 0.0, 0.0, f * side)  # 0 times what is not finite would be NaN
-
-                zs = normalised(step)
-
-                @pl.loop(0, num_products)
-                def _(j: jax.Array) -> None:
-                    y = product(zs, (step * num_products + j) * w_steps)
-                    shift = load(refs.b.at[j], registers.reduce(0))
-                    y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
-                    gate_and_store(y, j, refs.sides, refs.gate, at, masked=masked, slot=slot, interpret=interpret)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        @pl.when(warpgroup == _CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            produce()
-
-        @pl.when(warpgroup < _CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            consume()
-
+    products, tiles = Products.of(form), Tiles(batch, size)
+    mask, (weights, biases) = whole_mask(form), _folded(form)
+    x_stages = min(_X_BYTES // (ROWS * _PIECE * x.dtype.itemsize), c // _PIECE)
+    rounds = pl.cdiv(tiles.count, _CONSUMERS)  # in which each warpgroup takes a tile
+    num_ctas = min(num_cores(target, interpret), rounds)
     sides, *gate = launch(
-        trimul_project,
-        dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=b, mask=mask),
-        out_types(batch, size, h, gates, dtype),
+        _Kernel(products, tiles, rounds, num_ctas, form.epsilon),
+        dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=biases, mask=mask),
+        products.out_types(form),
         dict(
             x_smem=tiled((_CONSUMERS, x_stages, ROWS, _PIECE), x.dtype, _PIECE * x.dtype.itemsize),
             w_smem=tiled((_STAGES, _STEP, 2 * COLUMNS), dtype, _PIECE * dtype.itemsize),
-            out_smem=tiled((_CONSUMERS, COLUMNS, ROWS), dtype),
+            out_smem=staging(_CONSUMERS, COLUMNS, dtype).scratch_type,
             x_full=plgpu.Barrier(num_barriers=_CONSUMERS * x_stages),
             w_full=plgpu.Barrier(num_barriers=_STAGES),
             w_consumed=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
@@ -235,3 +94,174 @@ def project(
         unsafe_no_auto_barriers=True,
     )
     return sides, gate[0] if gate else None
+
+
+def _folded(form: Projection[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Weights and biases, arranged, that scale and bias of the norm are a part of.
+
+    As vectors these would take registers that positions need.
+    """
+    weights = arranged(form.w, form.w_gate).astype(jnp.float32)
+    b = jnp.sum(form.norm_bias[:, None, None] * weights, axis=0)
+    biases = arranged_biases(form)
+    if biases is not None:
+        b += biases
+    return (form.norm_scale[:, None, None] * weights).astype(form.w.dtype), b
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kernel:
+    """The body of the kernel."""
+
+    products: Products
+    tiles: Tiles
+    rounds: int
+    num_ctas: int
+    epsilon: float
+
+    def __call__(self, refs: Refs) -> None:
+        warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
+        steps = jax.lax.div(self.rounds - cta + self.num_ctas - 1, self.num_ctas)
+        ring = Ring(refs.w_full, refs.w_consumed, _STAGES)
+        specialize(
+            Role(range(_CONSUMERS, _CONSUMERS + 1), 40, lambda _: self.produce(refs, ring, steps)),
+            Role(range(_CONSUMERS), 232, lambda own: _Consumer(self, refs, ring, cta, own, steps).run()),
+            warpgroup=warpgroup,
+        )
+
+    def produce(self, refs: Refs, ring: Ring, steps: jax.Array) -> None:
+        """Copies the weights to the ring, once for every step."""
+        num_products, w_steps = self.products.count, refs.w.shape[1] // _STEP
+
+        @pl.loop(0, steps * num_products)
+        def _(i: jax.Array) -> None:
+            @pl.loop(0, w_steps)
+            def _(k: jax.Array) -> None:
+                slot = ring.acquire(i * w_steps + k)
+                piece = refs.w.at[jax.lax.rem(i, num_products), pl.ds(k * _STEP, _STEP)]
+                plgpu.copy_gmem_to_smem(piece, refs.w_smem.at[slot], ring.full_of(slot))
+
+        ring.drain(steps * num_products * w_steps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Consumer:
+    """A warpgroup that normalises the positions of a tile a step, and multiplies them by all weights.
+
+    Its tiles are every `num_ctas * _CONSUMERS`-th one; in the last step both warpgroups may have the same.
+    """
+
+    kernel: _Kernel
+    refs: Refs
+    ring: Ring
+    cta: jax.Array
+    warpgroup: jax.Array
+    steps: jax.Array
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the channels of x."""
+        return int(self.refs.x.shape[2]) // _PIECE
+
+    @property
+    def x_stages(self) -> int:
+        """Pieces of x that are copied ahead."""
+        return int(self.refs.x_smem.shape[1])
+
+    @property
+    def w_steps(self) -> int:
+        """Slots of the ring that the weights of a product take."""
+        return int(self.refs.w.shape[1]) // _STEP
+
+    def place(self, step: jax.Array) -> tuple[jax.Array, pl.Slice]:
+        """Where the tile of a step is."""
+        return self.kernel.tiles.place((self.cta + step * self.kernel.num_ctas) * _CONSUMERS + self.warpgroup)
+
+    def run(self) -> None:
+        """Computes all products of the positions of all steps, and waits until they are stored."""
+        self.copy(range(self.x_stages), jnp.int32(0))
+        pl.loop(0, self.steps)(self.step)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def step(self, step: jax.Array) -> None:
+        """Computes all products of the positions of a step."""
+        refs, products, place = self.refs, self.kernel.products, self.place(step)
+        gating = Gating(refs, refs.out_smem.at[self.warpgroup], products)
+        factor = None
+        if refs.mask is not None:
+            factor = load(refs.mask.at[place], plgpu.Layout.WGMMA.reduce(1))
+            factor = factor.astype(jnp.float32)
+
+        def masked(side: jax.Array) -> jax.Array:
+            if factor is None:
+                return side
+            f = along_rows(factor, COLUMNS)
+            return jnp.where(f == 0.0, 0.0, f * side)  # 0 times what is not finite would be NaN
+
+        zs = self.normalized(step)
+
+        @pl.loop(0, products.count)
+        def _(j: jax.Array) -> None:
+            y = self.product(zs, (step * products.count + j) * self.w_steps)
+            shift = load(refs.b.at[j], plgpu.Layout.WGMMA.reduce(0))
+            y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
+            gating.finish(y, j, place, masked)
+
+    def copy(self, which: Sequence[int], step: jax.Array) -> None:
+        """Starts copies of these pieces of x to their slots; those past the end of a step are of the next one."""
+        for i in which:
+            ahead, piece = divmod(i, self.pieces)
+            item, rows = self.place(step + ahead)
+            slot = jax.lax.rem(step * self.pieces + i, self.x_stages)
+            plgpu.copy_gmem_to_smem(
+                self.refs.x.at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
+                self.refs.x_smem.at[self.warpgroup, slot],
+                self.refs.x_full.at[self.warpgroup * self.x_stages + slot],
+            )
+
+    def read(self, step: jax.Array, i: int) -> jax.Array:
+        """Piece i of x."""
+        slot = jax.lax.rem(step * self.pieces + i, self.x_stages)
+        plgpu.barrier_wait(self.refs.x_full.at[self.warpgroup * self.x_stages + slot])
+        return load(self.refs.x_smem.at[self.warpgroup, slot], plgpu.Layout.WGMMA).astype(jnp.float32)
+
+    def normalized(self, step: jax.Array) -> list[jax.Array]:
+        """The layer norm of the positions of a step, without scale and bias, piece by piece."""
+        xs: list[jax.Array] = []
+        pieces, x_stages, group = self.pieces, self.x_stages, max(self.x_stages // 2, 1)
+        for first in range(0, pieces, group):
+            now = range(first, min(first + group, pieces))
+            xs += [self.read(step, i) for i in now]
+            plgpu.commit_smem()  # all have read
+            self.copy([i + x_stages for i in now if i + x_stages < pieces], step)
+            following = [i + x_stages for i in now if i + x_stages >= pieces]
+            pl.when(step + 1 < self.steps)(functools.partial(self.copy, following, step))
+        c, dtype = pieces * _PIECE, self.refs.w_smem.dtype
+        center = along_rows(mean(xs, c), _PIECE)
+        ds = [x - center for x in xs]
+        inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds], c) + self.kernel.epsilon), _PIECE)
+        return [(d * inverse).astype(dtype) for d in ds]
+
+    def product(self, zs: list[jax.Array], first: jax.Array) -> jax.Array:
+        """The product of positions and the weights that come to the ring from step `first` of it on."""
+
+        def slot_of(k: int) -> jax.Array:
+            return jax.lax.rem(first + k, _STAGES)
+
+        def parts(k: int) -> list[tuple[jax.Array, Ref]]:
+            ws = [self.refs.w_smem.at[slot_of(k), pl.ds(i, _PIECE)] for i in range(0, _STEP, _PIECE)]
+            return list(zip(zs[k * len(ws) : (k + 1) * len(ws)], ws, strict=True))
+
+        def compute(sums: Ref) -> jax.Array:
+            for k in range(self.w_steps):
+                self.ring.wait(slot_of(k))
+                for z, part in parts(k):
+                    multiply(sums, z, part)
+                if k:
+                    plgpu.wgmma_wait(_STEP // _PIECE)  # the tensor cores always have the next step before them
+                    self.ring.release(slot_of(k - 1))
+            plgpu.wgmma_wait(0)
+            self.ring.release(slot_of(self.w_steps - 1))
+            return sums[...]
+
+        return with_sums(compute, (ROWS, 2 * COLUMNS))

@@ -59,3 +59,13 @@ def commit_reads() -> None:
 def row(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The vector in shared memory that `ref` points at, in float32, as every row of a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(ref[...].astype(jnp.float32), shape, [1])
+
+
+def _store_transposed(ref: Ref, x: jax.Array) -> None:
+    ref[...] = x.T
+
+
+@meaning(_store_transposed)
+def store_transposed(ref: Ref, x: jax.Array) -> None:
+    """Stores the transpose of x, which threads hold as tensor cores leave it, in `tiled` memory."""
+    ref.T[...] = x

@@ -1,0 +1,212 @@
+"""What both kernels of projections share: how columns make products, tiles of positions, gates and stores."""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models import _jax
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.trimul import Projection
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, store_transposed
+from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.mosaic.common.shared_memory import Buffer
+
+ROWS = 64  # positions that are normalised and multiplied at a time
+COLUMNS = 64  # of projections, and as many of their gates, in one product
+Place = tuple[jax.Array, pl.Slice]  # an item of the batch, and some of its positions
+
+
+def unsupported_by_both(form: Projection[jax.ShapeDtypeStruct]) -> str | None:
+    """Why neither kernel serves a call; None if one of them may."""
+    if not _jax.since(0, 11):
+        return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
+    if form.w.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes weights in float16 and bfloat16, not {form.w.dtype}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Products:
+    """The products that a call takes, of `2 * COLUMNS` columns each.
+
+    A product is one of `COLUMNS` projections and then their gates, or one of columns of the out gate, which come
+    after all projections.
+
+    Attributes:
+      sides: how many are of projections.
+      gates: how many are of the out gate.
+    """
+
+    sides: int
+    gates: int
+
+    @classmethod
+    def of(cls, form: Projection[jax.Array] | Projection[jax.ShapeDtypeStruct]) -> Self:
+        """The products of a call."""
+        return cls(2 * form.hidden // COLUMNS, pl.cdiv(form.gates, 2 * COLUMNS))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.sides + self.gates
+
+    def out_types(self, form: Projection[jax.Array]) -> dict[str, jax.ShapeDtypeStruct | None]:
+        """Left and right, (B, 2 H, M'), and the gate, (B, G', M'); None for what there is none of."""
+        batch, size, _ = form.x.shape
+        rows, width = dict(sides=COLUMNS * self.sides, gate=2 * COLUMNS * self.gates), ROWS * pl.cdiv(size, ROWS)
+        return {
+            name: jax.ShapeDtypeStruct((batch, n, width), form.w.dtype) if n else None for name, n in rows.items()
+        }
+
+
+def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
+    """Halves of sides (..., 4, H) and gate (..., G) in blocks of one product's columns: (..., products, 128)."""
+    lead = sides.shape[:-2]
+    sides = sides.reshape(*lead, 2, 2, -1).swapaxes(-3, -2)  # projections of left and right, then their gates
+    sides = sides.reshape(*lead, 2, -1, COLUMNS).swapaxes(-3, -2)
+    gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * COLUMNS))])
+    blocks = [
+        part.reshape(*lead, part.size // math.prod(lead) // (2 * COLUMNS), 2 * COLUMNS) for part in (sides, gate)
+    ]
+    return 0.5 * jnp.concatenate(blocks, axis=-2)
+
+
+def arranged_biases(form: Projection[jax.Array]) -> jax.Array | None:
+    """`arranged` of both biases, zeros for one that is None; None if both are."""
+    if form.bias is None and form.b_gate is None:
+        return None
+    return arranged(
+        jnp.zeros((4, form.hidden)) if form.bias is None else form.bias,
+        jnp.zeros(form.gates) if form.b_gate is None else form.b_gate,
+    )
+
+
+def whole_mask(form: Projection[jax.Array]) -> jax.Array | None:
+    """The mask in whole tiles of positions, 0 past the end; None where it would be 1 everywhere."""
+    (batch, size, _), mask = form.x.shape, form.mask
+    if mask is None:
+        if size % ROWS == 0:
+            return None
+        mask = jnp.ones((batch, size), form.w.dtype)
+    return jnp.pad(mask, ((0, 0), (0, -size % ROWS)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """The positions of all items of a batch, `ROWS` at a time.
+
+    Attributes:
+      size: how many positions an item has.
+    """
+
+    batch: int
+    size: int
+
+    @property
+    def per_item(self) -> int:
+        """How many tiles an item has."""
+        return pl.cdiv(self.size, ROWS)
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return self.batch * self.per_item
+
+    def place(self, tile: jax.Array) -> Place:
+        """Where a tile is; past the end, where the last one is. Positions may reach past the end of an item."""
+        tile = jnp.minimum(tile, self.count - 1)
+        start = pl.multiple_of(jax.lax.rem(tile, self.per_item) * ROWS, ROWS)
+        return jax.lax.div(tile, self.per_item), pl.Slice(start, ROWS)
+
+
+def along_rows(v: jax.Array, columns: int) -> jax.Array:
+    """A value for each of `ROWS` positions as that many equal columns."""
+    return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
+
+
+def mean(parts: list[jax.Array], c: int) -> jax.Array:
+    """Mean over the c columns that `parts` have side by side."""
+    return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
+
+
+def staging(num_warpgroups: int, columns: int, dtype: jnp.dtype) -> Buffer:
+    """Shared memory through which so many columns at a time leave each warpgroup, position after position."""
+    return Buffer((num_warpgroups, columns, ROWS), dtype, ROW_BYTES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gating:
+    """Gates the products of a warpgroup and stores them channel by channel.
+
+    Attributes:
+      refs: sides (B, 2 H, M') and gate (B, G', M'), which is None where there is none.
+      slot: the `staging` of the warpgroup.
+      products: of the call.
+      peers: GPUs that get an equal part of the sides each, and have as many of each other.
+    """
+
+    refs: Refs
+    slot: Ref
+    products: Products
+    peers: Peers | None = None
+
+    def finish(self, y: jax.Array, j: jax.Array, place: Place, masked: Callable[[jax.Array], jax.Array]) -> None:
+        """Gates and stores product j of the positions at a place.
+
+        Args:
+          y: (ROWS, 2 * COLUMNS) in float32, halves of sums: projections and then their gates, or the out gate.
+          masked: what the mask makes of gated projections, (ROWS, COLUMNS).
+        """
+        (item, rows), halves = place, (y[:, :COLUMNS], y[:, COLUMNS:])
+
+        @pl.when(j < self.products.sides)
+        def _() -> None:
+            side = masked(halves[0] * (jnp.tanh(halves[1]) + 1.0))
+            if self.peers is None:
+                self._store(side, self._leaving(self.refs.sides.at[item, pl.ds(j * COLUMNS, COLUMNS), rows]))
+            else:
+                self._store(side, self._leaving_to(self.peers, j, place))
+
+        if self.refs.gate is None:
+            return
+
+        @pl.when(j >= self.products.sides)
+        def _() -> None:
+            for i, half in enumerate(halves):
+                channels = pl.ds(((j - self.products.sides) * 2 + i) * COLUMNS, COLUMNS)
+                self._store(0.5 * jnp.tanh(half) + 0.5, self._leaving(self.refs.gate.at[item, channels, rows]))
+
+    def _store(self, y: jax.Array, leave: Callable[[pl.Slice], None]) -> None:
+        """Stores the transpose of y, as many columns at a time as the slot holds: `leave(channels)` copies it."""
+        y = y.astype(self.slot.dtype)
+        for start in range(0, y.shape[1], self.slot.shape[0]):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has to leave first
+            store_transposed(self.slot, y[:, start : start + self.slot.shape[0]])
+            plgpu.commit_smem()
+            leave(pl.Slice(start, self.slot.shape[0]))
+
+    def _leaving(self, ref: Ref) -> Callable[[pl.Slice], None]:
+        """Copies of the slot to channels of `ref`, (COLUMNS, ROWS), on this GPU."""
+        return lambda channels: plgpu.copy_smem_to_gmem(self.slot, ref.at[channels])
+
+    def _leaving_to(self, peers: Peers, j: jax.Array, place: Place) -> Callable[[pl.Slice], None]:
+        """Copies of the slot to channels of product j on the GPU that multiplies them."""
+        (item, rows), each = place, self.products.sides // peers.count
+
+        def leave(channels: pl.Slice) -> None:
+            def there(sides: Ref) -> Ref:
+                columns = pl.ds((peers.index * each + jax.lax.rem(j, each)) * COLUMNS, COLUMNS)
+                return sides.at[item, columns, rows].at[channels]
+
+            peers.store(self.slot, self.refs.sides, jax.lax.div(j, each), there)
+
+        return leave
