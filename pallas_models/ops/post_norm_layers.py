@@ -64,8 +64,8 @@ def post_norm_layers(
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves in one kernel,
         with JAX 0.11 or newer, half precisions, B * S up to 16, heads of 32, N of 128, 256 or 384, F of 4 N,
         float32 vectors, up to 12 layers, and at most a `mask`. It rounds to the dtype of `x` the terms of each
-        head and of each 128 hidden values, and their sum before it is normalised. Other calls are served in those
-        that it stands for, by default those under `vmap` too.
+        head and of each 128 hidden values, and their sum before it is normalised; `"mosaic_interpret"` runs up to
+        8 heads. Other calls are served in those that it stands for, by default those under `vmap` too.
 
     Returns:
       (B, S, N) in the dtype of `x`.

@@ -210,6 +210,13 @@ def test_what_the_hopper_kernel_does_not_serve(change, message):
 
 
 @needs_inline
+def test_clusters_that_the_interpreter_would_wait_for_are_refused():
+    arrays = operands(1, 16, 384, 1536, 1, "float16")
+    with pytest.raises(NotImplementedError, match=r"all warpgroups of a cluster at once, .* not 36"):
+        call(arrays, num_heads=12, implementation="mosaic_interpret")
+
+
+@needs_inline
 def test_smaller_gpus_have_no_room_for_a_cluster():
     arrays = operands(1, 16, 384, 1536, 1, "float16")
 

@@ -1,538 +1,473 @@
-"""Activations of up to 16 tokens in a cluster of CTAs: where they lie, how they are sent, added up and normalised.
+"""Activations of up to 16 tokens in a cluster of CTAs: how they are multiplied, sent, added up and normalised.
 
-Features are rows. For the tensor cores they lie in `x_t`, (N, 32): swizzled rows of 64 bytes, half of which tokens
-fill. What is sent are blocks of 32 features, those of a CTA, in two halves of 8 tokens, one for each warpgroup: of
-a half every lane has a feature, and every warp two tokens. What a CTA has for itself it does not send.
+Features are rows. Each CTA has all activations, `x_t`, and computes a part of the sums of all features. It sends
+the parts to the CTAs that own these features, a block of 32 each. Each CTA adds up the parts of its block, sends
+the sums to all others, and normalises everything itself. In all of this a warpgroup has half of the tokens.
 
-What is in shared memory is given by its place, where it begins in bytes: for each reference that Mosaic sees, JAX
-0.11's inference of layouts has MLIR check and number the whole kernel.
+The instructions of a GPU for it are in `cluster_memory_ptx.py` and `cluster_exchange_ptx.py`. The interpreter runs
+the meaning of each primitive, which is beside it. It has the CTAs of a cluster too, but they cannot reach one
+another's shared memory: they send by way of device memory, and barriers of the cluster count what has been sent.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from jax.extend.mlir import ir
-from jax.typing import DTypeLike
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
-from pallas_models.kernels.common.backend import Backend
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.mosaic.common import cluster_exchange_ptx as sending
+from pallas_models.kernels.mosaic.common import cluster_memory_ptx as memory
 from pallas_models.kernels.mosaic.common import ptx
-from pallas_models.kernels.mosaic.common.ptx import (
-    add,
-    address,
-    asm,
-    i32,
-    item,
-    lane_and_warp,
-    thread,
-    times,
-    utils,
-    wait,
-    warp_sum,
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.cluster_exchange_ptx import (
+    BARRIER_BYTES,
+    BLOCK_BYTES,
+    FEATURES,
+    HALF,
+    HALF_BYTES,
+    ROW_BYTES,
+    TOKENS,
 )
+from pallas_models.kernels.mosaic.common.interpreter import meaning
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.memory import tiled
 
-_arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
-_math = Backend("jax.extend.mlir.dialects.math")
-_mma = Backend("jax.experimental.mosaic.gpu.mma_utils")
-_wgmma = Backend("jax.experimental.mosaic.gpu.wgmma")
-
-TOKENS = 16
-FEATURES = 32  # of a block
-HALF = 8  # tokens
-ROW_BYTES = 64  # of x_t
-HALF_BYTES = 2 * FEATURES * HALF
-BLOCK_BYTES = 2 * HALF_BYTES
-BARRIER_BYTES = 8
-_MEETING = 8  # a barrier of threads; Mosaic uses the first ones, one for each warpgroup
-
-Inline = Callable[..., Any]
+WIDTH = 32  # of rows in shared memory, more than there are tokens
+BLOCK = 64  # rows of weights in a slot of the ring
+COLUMNS = 128  # of weights in a slot, half of them for each warpgroup
+PARTS = COLUMNS // WIDTH  # tiles of a slot, side by side
+STAGES = 8  # of the ring
+CONSUMERS = 2  # warpgroups that compute
+SUMS = (BLOCK, TOKENS)  # of a warpgroup: as many columns of weights, by tokens
 
 
-def _eight(row: Any, which: Any) -> Any:
-    """Where eight tokens of a swizzled row lie, in bytes."""
-    arith = utils.arith
-    return add(times(row, ROW_BYTES), times(arith.xori(which, arith.andi(arith.shrui(row, i32(1)), i32(3))), 16))
+# The barriers of a GPU that copies arrive at, and how many threads do: for slots of the ring, for vectors of half
+# a layer, for the parts of sums that other CTAs send, and for their sums, a barrier for each warpgroup.
+ARRIVALS = dict(full=[1] * STAGES, vectors_full=[1, 1], arrived=[CONSUMERS, *[1] * CONSUMERS])
 
 
-def _place(half: Any) -> Any:
-    """Where a thread's two tokens of the first block lie in `x_t`, in bytes."""
-    lane, warp = lane_and_warp()
-    return add(_eight(lane, half), times(warp, 4))
+class Piece(NamedTuple):
+    """A piece of a vector of a layer: `size` numbers from `begin` on, for the place `offset` in shared memory."""
+
+    name: str
+    begin: jax.Array | int
+    offset: int
+    size: int
 
 
-def _place_sent(row: Any, word: Any) -> Any:
-    """Where two tokens of a feature lie in half a block: those that a warp reads lie in different banks."""
-    return times(add(times(row, 4), utils.arith.xori(word, utils.arith.shrui(row, i32(3)))), 4)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """The sizes of a call.
 
-
-def _own_sent(half: Any) -> Any:
-    """Where a thread's two tokens lie in a block that is sent."""
-    return add(_place_sent(*lane_and_warp()), times(half, HALF_BYTES))
-
-
-def _pair(value: Any) -> Any:
-    kind = ir.VectorType.get((2,), ir.F32Type.get())
-    value = utils.c(value, ir.F32Type.get()) if isinstance(value, float) else value
-    return utils.vector.broadcast(kind, value)
-
-
-def _each(function: Callable[[Any], Any], pair: Any) -> Any:
-    return utils.vector.from_elements(pair.type, [function(item(pair, i)) for i in range(2)])
-
-
-def _read(place: Any, element: Any) -> Any:
-    """Two numbers of 16 bits, in float32."""
-    word = asm("ld.shared.b32 $0, [$1];", "=r,r", place, result="i32")
-    word = utils.vector.broadcast(ir.VectorType.get((1,), word.type), word)
-    pair = utils.vector.bitcast(ir.VectorType.get((2,), element), word)
-    return utils.arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
-
-
-def _write(place: Any, offset: int, pair: Any, element: Any) -> None:
-    pair = utils.arith.truncf(ir.VectorType.get((2,), element), pair)
-    word = utils.vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), pair)
-    asm(f"st.shared.b32 [$0 + {offset}], $1;", "r,r", place, item(word, 0))
-
-
-def _read_vector(vector: Any, block: int) -> Any:
-    """The number of a thread's feature in a block, twice."""
-    place = add(vector, times(lane_and_warp()[0], 4))
-    return _pair(asm(f"ld.shared.f32 $0, [$1 + {4 * FEATURES * block}];", "=f,r", place, result="f32"))
-
-
-def _total(terms: Sequence[Any]) -> Any:
-    while len(terms) > 1:
-        pairs = [utils.arith.addf(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = [*pairs, *terms[2 * len(pairs) :]]
-    return terms[0]
-
-
-def _sent_by(cta: int, own: Any, theirs: Any, rank: Any) -> Any:
-    """Where the block of a CTA begins: this one has its own elsewhere."""
-    here = utils.arith.cmpi(utils.arith.CmpIPredicate.eq, rank, i32(cta))
-    return utils.arith.select(here, own, add(theirs, BLOCK_BYTES * cta))
-
-
-def _received(ctas: int, own: Any, theirs: Any, rank: Any, half: Any, element: Any) -> list[Any]:
-    """What each CTA has sent to a thread."""
-    place = _own_sent(half)
-    return [_read(add(_sent_by(j, own, theirs, rank), place), element) for j in range(ctas)]
-
-
-def expect(ctas: int) -> Inline:
-    """A warpgroup arrives at a barrier and says what will arrive in this round: half a block of each other CTA."""
-
-    def inline(_: Any, barrier: Any) -> None:
-        asm(
-            f"""
-            {{
-                .reg .pred p;
-                setp.eq.u32 p, $1, 0;
-                @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {(ctas - 1) * HALF_BYTES};
-            }}""",
-            "r,r",
-            barrier,
-            thread(),
-        )
-
-    return inline
-
-
-def start(arrivals: Iterable[Sequence[int]]) -> Inline:
-    """Makes barriers, of the first references for so many arrivals each; the places of all."""
-
-    def inline(_: Any, *shared: Any) -> list[Any]:
-        places = [address(ref) for ref in shared]
-        ptx.start(*zip(places, arrivals, strict=False))
-        return [_arrays.FragmentedArray.splat(place, (), is_signed=True) for place in places]
-
-    return inline
-
-
-def wait_for(_: Any, barrier: Any, parity: Any) -> None:
-    """Waits for a round of a barrier."""
-    wait(barrier, parity)
-
-
-def _chosen(values: Sequence[Any], index: Any) -> Any:
-    """The value of that index."""
-    arith, found = utils.arith, values[0]
-    for i, value in enumerate(values[1:], start=1):
-        found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, index, i32(i)), value, found)
-    return found
-
-
-def fetch_tiles(tile: tuple[int, int], parts: int, apart: int, place: int) -> Inline:
-    """A thread copies tiles of one of several matrices, and says at a barrier what will arrive.
-
-    Mosaic's copy is of an array that is known when it is compiled. A copy for each layer's took most of that time.
-
-    Args:
-      parts: how many tiles, in a row.
-      apart: columns from one to the next.
-      place: bytes from one to the next, where they go.
+    Attributes:
+      ctas: of the cluster, one for each head.
+      tokens: of all sequences.
+      layers: how many there are.
+      dtype: of activations and weights.
     """
 
-    def inline(context: Any, *given: Any) -> None:
-        *matrices, there, barrier, layer, row, column = given
-        sources = [context._get_tma_desc(w, (), None, tile, ROW_BYTES, None) for w in matrices]
-        copies = "".join(
-            f"""
-                add.s32 column, $5, {part * apart};
-                add.u32 there, $1, {part * place};
-                @$0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
-                    [there], [$2, {{column, $4}}], [$3];"""
-            for part in range(parts)
+    ctas: int
+    tokens: int
+    layers: int
+    dtype: jnp.dtype
+
+    @property
+    def n(self) -> int:
+        """Features."""
+        return FEATURES * self.ctas
+
+    @property
+    def steps(self) -> int:
+        """Slots of weights that all features are multiplied by."""
+        return self.n // BLOCK
+
+    @property
+    def blocks(self) -> int:
+        """Slots with columns for all features."""
+        return self.n // COLUMNS
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Lengths of the four vectors of half a layer, as far as a CTA needs them."""
+        return COLUMNS, FEATURES, self.n, self.n
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where these vectors begin."""
+        return tuple(itertools.accumulate(self.vectors[:-1], initial=0))
+
+    def scratch_types(self, interpret: bool) -> dict[str, Any]:
+        """Shared memory and barriers of a CTA; on a GPU barriers that copies arrive at are 64 bits each."""
+        shared = dict(
+            slots=tiled((STAGES, PARTS, BLOCK, WIDTH), self.dtype, ROW_BYTES),
+            x_t=tiled((self.n, WIDTH), self.dtype, ROW_BYTES),
+            h_t=tiled((COLUMNS, WIDTH), self.dtype, ROW_BYTES),
+            qkv_t=tiled((COLUMNS, BLOCK), self.dtype, ROW_BYTES),  # and after attention what is to be sent
+            y=tiled((BLOCK, FEATURES), self.dtype, ROW_BYTES),
+            parts=plgpu.SMEM((self.ctas, 2, FEATURES, HALF), self.dtype),
+            vectors=plgpu.SMEM((2, 1, sum(self.vectors)), jnp.float32),
+            consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+            vectors_consumed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
+            taken=plgpu.SMEM((WIDTH,), jnp.int32),
+            own=plgpu.SMEM((2, FEATURES, HALF), self.dtype),
+            rows=plgpu.SMEM((self.ctas, 2, FEATURES, HALF), self.dtype),
         )
-        asm(
-            f"""
-            {{
-                .reg .b32 column, there;
-                @$0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {parts * 2 * math.prod(tile)};
-                {copies}
-            }}""",
-            "b,r,l,r,r,r",
-            utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
-            there,
-            _chosen(sources, layer),
-            barrier,
-            row,
-            column,
+        if not interpret:
+            return shared | {name: plgpu.SMEM((len(a), 2), jnp.int32) for name, a in ARRIVALS.items()}
+        cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",))
+        del shared["parts"], shared["rows"]
+        return shared | dict(
+            full=plgpu.Barrier(num_barriers=STAGES),
+            vectors_full=plgpu.Barrier(num_barriers=2),
+            met=plgpu.Barrier(num_arrivals=CONSUMERS),
+            summed=cluster(num_arrivals=CONSUMERS * self.blocks),
+            normed=cluster(num_barriers=CONSUMERS),
         )
 
-    return inline
+    def mail_types(self, interpret: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        """Device memory by way of which the interpreter's CTAs send: results that nobody reads."""
+        rows = self.ctas, 2, FEATURES, HALF
+        shapes = dict(parts=(self.ctas, *rows), rows=rows) if interpret else {}
+        return {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
 
 
-def fetch_vectors(layers: int, names: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Inline:
-    """A thread copies pieces of vectors of a layer, and says at a barrier what will arrive.
+def _call(
+    inline: Callable[..., Any], *numbers: Any, given: Sequence[tuple[Any, Any]] = (), result: Any = None
+) -> Any:
+    """The result of `inline` for references and arrays, `given` with their types, and for numbers."""
 
-    Args:
-      layers: how many there are; of each vector those of all layers are given.
-      names: of which vector each piece is.
-      offsets, lengths: where it begins in shared memory, and how long it is.
+    def emit(context: Any, *operands: Any) -> Any:
+        values = [x.registers.item() for x in operands[len(given) :]]
+        return inline(context, *operands[: len(given)], *values)
+
+    kinds, arrays = zip(*given, strict=True) if given else ((), ())
+    kinds += (plgpu.Layout.WG_SPLAT,) * len(numbers)
+    return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(emit)(*arrays, *numbers)
+
+
+def _plain() -> Any:
+    return plgpu.RefType()
+
+
+def _swizzled() -> Any:
+    return plgpu.RefType((plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(ROW_BYTES)))
+
+
+def _with(value: jax.Array) -> tuple[Any, jax.Array]:
+    return plgpu.Layout.WGMMA, value
+
+
+class Cluster:
+    """A CTA of a cluster as one of its warpgroups sees it: shared memory, and primitives.
+
+    Attributes:
+      at: where each array of shared memory begins, in bytes.
     """
 
-    def inline(_: Any, *given: Any) -> None:
-        vectors, (there, barrier, layer, *starts) = given[: -3 - len(names)], given[-3 - len(names) :]
-        by_name = [vectors[i : i + layers] for i in range(0, len(vectors), layers)]
-        sources = [_chosen([utils.memref_ptr(ref) for ref in refs], layer) for refs in by_name]
-        copies = "".join(
-            f"""
-                mad.wide.u32 from, ${3 + len(sources) + i}, 4, ${3 + name};
-                add.u32 to, $1, {4 * offset};
-                @$0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-                    [to], [from], {4 * length}, [$2];"""
-            for i, (name, offset, length) in enumerate(zip(names, offsets, lengths, strict=True))
-        )
-        asm(
-            f"""
-            {{
-                .reg .b32 to; .reg .b64 from;
-                @$0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], {4 * sum(lengths)};
-                {copies}
-            }}""",
-            "b,r,r" + ",l" * len(sources) + ",r" * len(starts),
-            utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
-            there,
-            barrier,
-            *sources,
-            *starts,
-        )
+    def __init__(self, sizes: Sizes, refs: Refs) -> None:
+        self.sizes, self.refs = sizes, refs
+        self.warpgroup = jax.lax.axis_index("warpgroup")
+        self.at = self.start()
 
-    return inline
+    @property
+    def rank(self) -> jax.Array:
+        """The number of this CTA: of its head, and of the block of features that it owns."""
+        return jax.lax.axis_index("rank")
 
+    def of_layers(self, name: str) -> list[Ref]:
+        """The arrays of that name in device memory, of all layers."""
+        return [getattr(self.refs, f"{name}_{i}") for i in range(self.sizes.layers)]
 
-def _send(source: Any, there: Any, barrier: Any, first: Any, count: int, rank: Any, size: int, apart: int) -> None:
-    """Sends to each of `count` CTAs, but for this one, `size` bytes, at `apart` times its rank in the source.
+    @meaning(lambda self: None)
+    def start(self) -> Any:
+        """Makes barriers, and finds the places in shared memory; all threads of the cluster meet."""
+        swizzled = ("slots", "x_t", "h_t", "qkv_t")
+        plain = (*ARRIVALS, "vectors", "taken", "parts", "own", "rows")
+        given = [
+            (kind, getattr(self.refs, name))
+            for kind, names in ((_plain(), plain), (_swizzled(), swizzled))
+            for name in names
+        ]
+        kinds = [plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)] * len(given)
+        found = _call(sending.start(ARRIVALS.values()), given=given, result=kinds)
+        return types.SimpleNamespace(**dict(zip((*plain, *swizzled), found, strict=True)))
 
-    A few threads of each warp do it, as a warp issues copies one after another.
-    """
-    lane, warp = lane_and_warp()
-    index = add(warp, times(lane, 4))
-    asm(
-        f"""
-        {{
-            .reg .pred p;
-            .reg .b32 from, to, bar;
-            setp.lt.u32 p, $3, {count};
-            setp.ne.and.u32 p, $4, $5, p;
-            mad.lo.u32 from, $4, {apart}, $0;
-            @p mapa.shared::cluster.u32 to, $1, $4;
-            @p mapa.shared::cluster.u32 bar, $2, $4;
-            @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [from], {size}, [bar];
-        }}""",
-        "r,r,r,r,r,r",
-        source,
-        there,
-        barrier,
-        index,
-        add(first, index),
-        rank,
-    )
+    @meaning(lambda self: None)
+    def end(self) -> None:
+        """A CTA stays while others copy from it: all threads of the cluster meet."""
+        _call(lambda _: ptx.meet())
 
+    def _meet_by_barrier(self) -> None:
+        plgpu.barrier_arrive(self.refs.met)
+        plgpu.barrier_wait(self.refs.met)
 
-def send_rows(ctas: int) -> Inline:
-    """Sends to all other CTAs half a block."""
+    @meaning(_meet_by_barrier)
+    def meet(self) -> None:
+        """Both warpgroups that compute wait for one another; copies and tensor cores then see their stores."""
+        _call(memory.meet(CONSUMERS))
 
-    def inline(_: Any, own: Any, there: Any, barrier: Any, rank: Any) -> None:
-        _send(own, there, barrier, i32(0), ctas, rank, HALF_BYTES, 0)
+    def _copy_tiles(
+        self,
+        name: str,
+        layer: jax.Array,
+        slot: jax.Array,
+        row: jax.Array,
+        column: jax.Array,
+        *,
+        height: int,
+        parts: int,
+        apart: int,
+    ) -> None:
+        for i, w in enumerate(self.of_layers(name)):
 
-    return inline
+            @pl.when(layer == i)
+            def _(w: Ref = w) -> None:
+                for part in range(parts):
+                    there = self.refs.slots.at[slot, part, pl.ds(0, height)]
+                    there[...] = w[pl.ds(row, height), pl.ds(column + part * apart, WIDTH)]
 
+        plgpu.barrier_arrive(self.refs.full.at[slot])
 
-def fetch_mask(tokens: int) -> Inline:
-    """Copies the mask of all tokens, and zeros beside it."""
+    @meaning(_copy_tiles)
+    def fetch_tiles(
+        self,
+        name: str,
+        layer: jax.Array,
+        slot: jax.Array,
+        row: jax.Array,
+        column: jax.Array,
+        *,
+        height: int,
+        parts: int,
+        apart: int,
+    ) -> None:
+        """Copies tiles (height, 32) of a matrix of a layer to a slot of the ring; the rest of the slot stays.
 
-    def inline(_: Any, mask: Any, there: Any) -> None:
-        asm(
-            f"""
-            {{
-                .reg .pred p; .reg .b32 to, w; .reg .b64 from;
-                mov.b32 w, 0;
-                mad.wide.u32 from, $2, 4, $0;
-                mad.lo.u32 to, $2, 4, $1;
-                setp.lt.u32 p, $2, {tokens};
-                @p ld.global.b32 w, [from];
-                setp.lt.u32 p, $2, {2 * TOKENS};
-                @p st.shared.b32 [to], w;
-            }}""",
-            "l,r,r",
-            utils.memref_ptr(mask),
-            there,
-            thread(),
-        )
+        Args:
+          row: of all tiles.
+          column: of the first tile.
+          parts: how many tiles.
+          apart: columns from one tile to the next.
+        """
+        inline = memory.fetch_tiles((height, WIDTH), parts, apart, BLOCK * ROW_BYTES)
+        there = self.at.slots + slot * (PARTS * BLOCK * ROW_BYTES)
+        barrier = self.at.full + slot * BARRIER_BYTES
+        given = [(_plain(), w) for w in self.of_layers(name)]
+        _call(inline, there, barrier, layer, row, column, given=given)
 
-    return inline
+    def _copy_vectors(self, half: int, layer: jax.Array, pieces: Sequence[Piece]) -> None:
+        for i in range(self.sizes.layers):
 
+            @pl.when(layer == i)
+            def _(i: int = i) -> None:
+                for name, begin, offset, size in pieces:
+                    there = self.refs.vectors.at[half, 0, pl.ds(offset, size)]
+                    there[...] = self.of_layers(name)[i][pl.ds(begin, size)]
 
-def fetch(tokens: int, n: int) -> Inline:
-    """Copies x (tokens, n) into `x_t`, and zeros beside it: what products give for those must be finite."""
+        plgpu.barrier_arrive(self.refs.vectors_full.at[half])
 
-    def inline(_: Any, x: Any, x_t: Any, half: Any) -> None:
-        lane, warp = lane_and_warp()
-        token = add(times(half, HALF), times(warp, 2))
-        place, beside = (add(x_t, _place(add(half, more))) for more in (0, 2))
-        for block in range(n // FEATURES):
-            asm(
-                f"""
-                {{
-                    .reg .pred p; .reg .b16 a, b; .reg .b32 w; .reg .b64 from;
-                    mad.wide.u32 from, $1, 2, $0;
-                    mov.b16 a, 0; mov.b16 b, 0;
-                    setp.lt.u32 p, $4, {tokens};
-                    @p ld.global.b16 a, [from + {2 * block * FEATURES}];
-                    setp.lt.u32 p, $4, {tokens - 1};
-                    @p ld.global.b16 b, [from + {2 * (block * FEATURES + n)}];
-                    mov.b32 w, {{a, b}};
-                    st.shared.b32 [$2 + {block * FEATURES * ROW_BYTES}], w;
-                    mov.b32 w, 0;
-                    st.shared.b32 [$3 + {block * FEATURES * ROW_BYTES}], w;
-                }}""",
-                "l,r,r,r,r",
-                utils.memref_ptr(x),
-                add(times(token, n), lane),
-                place,
-                beside,
-                token,
-            )
+    @meaning(_copy_vectors)
+    def fetch_vectors(self, half: int, layer: jax.Array, pieces: Sequence[Piece]) -> None:
+        """Copies pieces of vectors of a layer, for half of it."""
+        names, begins, offsets, lengths = zip(*pieces, strict=True)
+        known = list(dict.fromkeys(names))
+        which = [known.index(name) for name in names]
+        inline = memory.fetch_vectors(self.sizes.layers, which, offsets, lengths)
+        given = [(_plain(), v) for name in known for v in self.of_layers(name)]
+        barrier, there = self.at.vectors_full + half * BARRIER_BYTES, self.vectors_of(half)
+        _call(inline, there, barrier, layer, *begins, given=given)
 
-    return inline
+    def vectors_of(self, half: jax.Array | int) -> jax.Array:
+        """Where the vectors of half a layer begin."""
+        place: jax.Array = self.at.vectors + half * (4 * sum(self.sizes.vectors))
+        return place
 
+    @meaning(lambda self, half, layer: plgpu.barrier_wait(self.refs.vectors_full.at[half]))
+    def wait_vectors(self, half: jax.Array, layer: jax.Array) -> None:
+        """Waits for the vectors of half a layer."""
+        _call(sending.wait_for, self.at.vectors_full + half * BARRIER_BYTES, jax.lax.rem(layer, 2))
 
-def give(tokens: int, n: int) -> Inline:
-    """Copies a block of `x_t` to o (tokens, n)."""
+    def _copy_tokens(self) -> None:
+        refs, tokens = self.refs, self.sizes.tokens
+        x_t, first = jnp.pad(refs.x[...].T, ((0, 0), (0, TOKENS - tokens))), self.warpgroup * HALF
+        own = jax.lax.dynamic_slice_in_dim(x_t, first, HALF, 1)
+        refs.x_t.at[:, pl.ds(first, HALF)][...] = own
+        refs.x_t.at[:, pl.ds(TOKENS + first, HALF)][...] = jnp.zeros_like(own)
+        refs.taken[...] = jnp.pad(refs.mask[...], (0, WIDTH - tokens))
 
-    def inline(_: Any, o: Any, x_t: Any, block: Any, half: Any) -> None:
-        lane, warp = lane_and_warp()
-        token = add(times(half, HALF), times(warp, 2))
-        asm(
-            f"""
-            {{
-                .reg .pred p; .reg .b16 a, b; .reg .b32 w; .reg .b64 to;
-                mad.wide.u32 to, $1, 2, $0;
-                ld.shared.b32 w, [$2];
-                mov.b32 {{a, b}}, w;
-                setp.lt.u32 p, $3, {tokens};
-                @p st.global.b16 [to], a;
-                setp.lt.u32 p, $3, {tokens - 1};
-                @p st.global.b16 [to + {2 * n}], b;
-            }}""",
-            "l,r,r,r",
-            utils.memref_ptr(o),
-            add(times(token, n), times(block, FEATURES), lane),
-            add(x_t, _place(half), times(block, FEATURES * ROW_BYTES)),
-            token,
-        )
+    @meaning(_copy_tokens)
+    def fetch_tokens(self) -> None:
+        """Copies x into `x_t`, this warpgroup's half of the tokens, and the mask; beside both there are zeros."""
+        sizes, refs = self.sizes, self.refs
+        _call(memory.fetch(sizes.tokens, sizes.n), self.at.x_t, self.warpgroup, given=[(_plain(), refs.x)])
+        _call(memory.fetch_mask(sizes.tokens), self.at.taken, given=[(_plain(), refs.mask)])
 
-    return inline
+    def _store_tokens(self, rank: jax.Array) -> None:
+        block = pl.ds(rank * FEATURES, FEATURES)
+        for token in range(self.sizes.tokens):
 
+            @pl.when(self.warpgroup == token // HALF)
+            def _(token: int = token) -> None:
+                self.refs.o.at[token, block][...] = self.refs.x_t[block, token]
 
-def meet(warpgroups: int) -> Inline:
-    """Warpgroups wait for one another, and what they have stored is there for copies and tensor cores."""
+    @meaning(_store_tokens)
+    def give(self, rank: jax.Array) -> None:
+        """Copies this CTA's block of features to the result, this warpgroup's half of the tokens."""
+        sizes = self.sizes
+        given = [(_plain(), self.refs.o)]
+        _call(memory.give(sizes.tokens, sizes.n), self.at.x_t, rank, self.warpgroup, given=given)
 
-    def inline(_: Any) -> None:
-        asm(f"fence.proxy.async.shared::cta; bar.sync {_MEETING}, {128 * warpgroups};", "")
-
-    return inline
-
-
-def _add_product(registers: Any, left: Any, right: Any) -> Any:
-    """Adds to sums (64, 16) the product of left (64, K) and of the first 16 columns of right (K, 32).
-
-    Pallas would take all columns that lie together, and tensor cores as long as these are.
-    """
-    columns, kind = ROW_BYTES // 2, ir.MemRefType(right.type).element_type
-    (a, (_, (a_step, *_))), (_, a_next), a_fast = _mma.create_descriptor(
-        left, swizzle=ROW_BYTES, large_tile=(64, columns), group_size=(64, columns), logical_k_major=False
-    )
-    (b, (_, (b_step, *_))), (_, b_next), b_fast = _mma.create_descriptor(
-        right, swizzle=ROW_BYTES, large_tile=(columns,) * 2, group_size=(columns,) * 2, logical_k_major=True
-    )
-    (depth, _), _ = _mma.tiled_memref_shape(right)
-    for k in range(depth // columns):
-        left, right = (
-            utils.arith.addi(start, utils.c(_mma.encode_addr(k * step), start.type))
-            for start, step in ((a, a_next), (b, b_next))
-        )
-        registers = _wgmma.wgmma_m64(
-            registers,
-            left,
-            right,
-            a_transpose=a_fast != _mma.Dim.K,
-            b_transpose=b_fast != _mma.Dim.K,
-            a_k_stride=a_step,
-            b_k_stride=b_step,
-            n=TOKENS,
-            swizzle=ROW_BYTES,
-            a_element_type=kind,
-            b_element_type=kind,
-        )
-    return registers
-
-
-def multiply(flipped: bool, height: int, depth: int) -> Inline:
-    """Adds to sums (64, 16) the product of the next slots of weights, transposed, and of `right`.
-
-    Pallas cannot say that 64 columns lie in two parts of 32.
-
-    Args:
-      flipped: whether `right` is tokens by features.
-      height: of a slot.
-      depth: slots, which are waited for.
-    """
-
-    def inline(_: Any, right: Any, weights: Any, sums: Any, barriers: Any, part: Any, step: Any) -> Any:
-        arith, index = utils.arith, ir.IndexType.get()
-        part, stages, slots = arith.index_cast(index, part), i32(ir.MemRefType(weights.type).shape[0]), []
+    def _multiply(self, sums: jax.Array, first: jax.Array, depth: int, right: Ref, height: int) -> jax.Array:
+        there = (right[...].T if height < BLOCK else right[...])[:, :TOKENS]
         for i in range(depth):
-            slot, turn = (f(add(step, i), stages) for f in (arith.remui, arith.divui))
-            wait(add(barriers, times(slot, BARRIER_BYTES)), arith.andi(turn, i32(1)))
-            slots.append(arith.index_cast(index, slot))
-        sums = _wgmma.wgmma_fence(sums.to_layout(_arrays.WGMMA_LAYOUT_ACC_32BIT))
-        registers = sums.registers
-        for i, slot in enumerate(slots):
-            # Tiles of 8 rows: (2, K / 8, 8, 32), and (K / 8, 1, 8, 32) or (32 / 8, 1, 8, 32).
-            parts = (slot, utils.ds(part, 2), slice(0, height // 8), 0)
-            left = utils.memref_transpose(utils.memref_slice(weights, parts), (0, 1, 3, 2))
-            if flipped:
-                there = utils.memref_transpose(right, (1, 0, 3, 2))
-            else:
-                there = utils.memref_slice(right, (utils.ds(utils.c(i * height // 8, index), height // 8),))
-            registers = _add_product(registers, left, there)
-        utils.nvvm.wgmma_commit_group_sync_aligned()
-        utils.nvvm.wgmma_wait_group_sync_aligned(0)
-        sums = _arrays.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
-        return sums.to_layout(_arrays.WGMMA_LAYOUT)
+            slot = jax.lax.rem(first + i, STAGES)
+            plgpu.barrier_wait(self.refs.full.at[slot])
+            parts = (self.refs.slots[slot, 2 * self.warpgroup + j, :height] for j in range(2))
+            left = jnp.concatenate([part.T for part in parts])
+            rows = there[i * height : (i + 1) * height]
+            sums += jnp.dot(left, rows, preferred_element_type=jnp.float32)
+        return sums
 
-    return inline
+    @meaning(_multiply)
+    def multiply(self, sums: jax.Array, first: jax.Array, depth: int, right: Ref, height: int) -> jax.Array:
+        """Waits for slots of the ring, and adds this warpgroup's columns of them, transposed, by `right`.
 
+        Args:
+          sums: (64, 16).
+          first: the step of the ring of the first slot.
+          depth: how many slots.
+          right: features by tokens, or tokens by features where slots have fewer than 64 rows.
+          height: rows of a slot.
+        """
+        layout = plgpu.Layout.WGMMA
+        result = plgpu.ShapeDtypeStruct(SUMS, jnp.float32, layout=layout)
+        inline = memory.multiply(height < BLOCK, height, depth)
+        given = [(_swizzled(), right), (_swizzled(), self.refs.slots), _with(sums)]
+        product: jax.Array = _call(inline, self.at.full, 2 * self.warpgroup, first, given=given, result=result)
+        return product
 
-def _words(values: Any, dtype: DTypeLike) -> Any:
-    """Row, token and both numbers of each pair of values (64, 16) that a thread has, in half precision."""
-    values, word = values.astype(utils.dtype_to_ir_type(dtype)), ir.IntegerType.get_signless(32)
-    for index, register in zip(values.layout.thread_idxs(values.shape), values.registers.flat, strict=True):
-        row, token = (utils.arith.index_cast(word, x) for x in index)
-        yield row, token, item(utils.vector.bitcast(ir.VectorType.get((1,), word), register), 0)
+    def _store(self, name: str, values: jax.Array) -> None:
+        there = getattr(self.refs, name).at[pl.ds(self.warpgroup * BLOCK, BLOCK), pl.ds(0, 2 * TOKENS)]
+        there[...] = jnp.pad(values.astype(self.sizes.dtype), ((0, 0), (0, TOKENS)))
 
+    @meaning(_store)
+    def store(self, name: str, values: jax.Array) -> None:
+        """Stores values (64, 16), this warpgroup's half of the rows of `name`, and zeros beside them."""
+        columns = getattr(self.refs, name).shape[1]
+        inline = memory.put(columns, self.sizes.dtype)
+        _call(inline, getattr(self.at, name), self.warpgroup * BLOCK, given=[_with(values)])
 
-def put(columns: int, dtype: DTypeLike) -> Inline:
-    """Stores values (64, 16) in rows of shared memory (rows, columns), and zeros in the next 16 columns."""
+    def _post(self, values: jax.Array, block: jax.Array, rank: jax.Array) -> None:
+        for j, half in itertools.product(range(2), range(2)):
+            rows, columns = slice(j * FEATURES, (j + 1) * FEATURES), slice(half * HALF, (half + 1) * HALF)
+            self.refs.parts[block + j, rank, half] = values[rows, columns].astype(self.sizes.dtype)
+        plgpu.barrier_arrive(self.refs.summed)
 
-    def inline(_: Any, values: Any, there: Any, first: Any) -> None:
-        arith = utils.arith
-        base = add(there, times(first, 2 * columns))
-        for row, token, word in _words(values, dtype):
-            tile, row = (f(row, i32(8)) for f in (arith.divui, arith.remui))
-            which, token = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
-            start = add(base, times(tile, 16 * columns), times(token, 2))
-            asm(
-                "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.b32 [$0], $2; st.shared.b32 [$1], zero; }",
-                "r,r,r",
-                add(start, _eight(row, which)),
-                add(start, _eight(row, add(which, 2))),
-                word,
-            )
+    @meaning(_post)
+    def send_share(self, values: jax.Array, block: jax.Array, rank: jax.Array) -> None:
+        """Sends values (64, 16), which this CTA adds to two blocks of features, to the CTAs that own these."""
+        there = self.at.parts + rank * BLOCK_BYTES
+        inline = sending.send_share(self.sizes.dtype)
+        _call(inline, self.at.qkv_t, there, self.at.arrived, block, rank, given=[_with(values)])
 
-    return inline
-
-
-def send_share(dtype: DTypeLike) -> Inline:
-    """Sends values (64, 16), two blocks, to the CTAs that own these."""
-
-    def inline(_: Any, values: Any, staging: Any, there: Any, barrier: Any, first: Any, rank: Any) -> None:
-        arith = utils.arith
-        base = add(staging, times(first, BLOCK_BYTES))
-        for row, token, word in _words(values, dtype):
-            block, row = (f(row, i32(FEATURES)) for f in (arith.divui, arith.remui))
-            half, column = (f(token, i32(HALF)) for f in (arith.divui, arith.remui))
-            sent = _place_sent(row, arith.divui(column, i32(2)))
-            place = add(base, times(block, BLOCK_BYTES), times(half, HALF_BYTES), sent)
-            asm("st.shared.b32 [$0], $1;", "r,r", place, word)
-        utils.commit_shared()
-        _send(staging, there, barrier, first, 2, rank, BLOCK_BYTES, BLOCK_BYTES)
-
-    return inline
+    def exchange(self, half: jax.Array, epsilon: float) -> None:
+        """Adds up what CTAs have sent, with bias and residual, sends the sums, and normalises all into `x_t`."""
+        round_ = Round(self, half)
+        self.meet()
+        round_.expect()
+        round_.add_up()
+        plgpu.commit_smem()
+        round_.send()
+        round_.normalise(epsilon)
+        self.meet()
 
 
-def sum_up(ctas: int, dtype: DTypeLike) -> Inline:
-    """Adds up what all CTAs have sent, bias and what the layer began with, half a block, to be sent."""
+class Round:
+    """An exchange of half a layer: each CTA adds up its own block of features, and normalises all of them.
 
-    def inline(_: Any, parts: Any, staging: Any, x_t: Any, bias: Any, own: Any, barrier: Any, *rest: Any) -> None:
-        element, (rank, half, parity) = utils.dtype_to_ir_type(dtype), rest
-        before = add(x_t, _place(half), times(rank, FEATURES * ROW_BYTES))
-        terms = [_read(before, element), _read_vector(bias, 0)]
-        here = add(staging, times(rank, BLOCK_BYTES))
-        wait(barrier, parity)
-        terms += _received(ctas, here, parts, rank, half, element)
-        _write(add(own, _own_sent(half)), 0, _total(terms), element)
+    Attributes:
+      at: where the vectors and barriers of the round and this warpgroup's half of the tokens are.
+    """
 
-    return inline
+    def __init__(self, cluster: Cluster, half: jax.Array) -> None:
+        self.cluster, self.sizes, self.refs = cluster, cluster.sizes, cluster.refs
+        self.half, self.warpgroup = half, cluster.warpgroup
+        self.at = self.find()
+        self.rank: jax.Array = self.at.rank
 
+    @meaning(lambda self: types.SimpleNamespace(rank=self.cluster.rank))
+    def find(self) -> Any:
+        """Finds the places of the round in shared memory."""
+        at = self.cluster.at
+        bias, scale, offset = (self.cluster.vectors_of(self.half) + 4 * place for place in self.sizes.places[1:])
+        return types.SimpleNamespace(
+            bias=bias,
+            scale=scale,
+            offset=offset,
+            rank=self.cluster.rank,
+            tokens=self.warpgroup * HALF_BYTES,
+            summed=at.arrived,
+            normed=at.arrived + (1 + self.warpgroup) * BARRIER_BYTES,
+        )
 
-def normalise(ctas: int, epsilon: float, dtype: DTypeLike) -> Inline:
-    """Normalises the rows that all CTAs have sent, half of the tokens, into `x_t`."""
+    @meaning(lambda self: None)  # its barriers count what is sent, not bytes
+    def expect(self) -> None:
+        """Says how many bytes will arrive: parts of this CTA's sums, and the sums of others."""
+        for barrier in (self.at.summed, self.at.normed):
+            _call(sending.expect(self.sizes.ctas), barrier)
 
-    def inline(_: Any, rows: Any, own: Any, scale: Any, offset: Any, x_t: Any, barrier: Any, *rest: Any) -> None:
-        arith, element, n = utils.arith, utils.dtype_to_ir_type(dtype), ctas * FEATURES
-        rank, half, parity = rest
-        scales, offsets = ([_read_vector(vector, j) for j in range(ctas)] for vector in (scale, offset))
-        there = add(x_t, _place(half))
-        blocks = own, rows, rank
-        begin = add(_sent_by(0, *blocks), times(half, HALF_BYTES), _place_sent(i32(0), lane_and_warp()[1]))
-        wait(barrier, parity)
-        # Sums about the first feature, which is within sqrt(n) standard deviations of the mean: both in one go.
-        first = _read(begin, element)
-        values = [arith.subf(v, first) for v in _received(ctas, *blocks, half, element)]
-        squares = [arith.mulf(v, v) for v in values[:2]]
-        for j, v in enumerate(values[2:]):
-            squares[j % 2] = _math.fma(v, v, squares[j % 2])
-        sums = (_total(values), _total(squares))
-        mean, square = (arith.mulf(_each(warp_sum, v), _pair(1.0 / n)) for v in sums)
-        variance = arith.addf(arith.subf(square, arith.mulf(mean, mean)), _pair(epsilon))
-        factor = _each(lambda v: asm("rsqrt.approx.f32 $0, $1;", "=f,f", v, result="f32"), variance)
-        shift = arith.negf(arith.mulf(mean, factor))
-        for j, v in enumerate(values):
-            value = _math.fma(_math.fma(v, factor, shift), scales[j], offsets[j])
-            _write(there, j * FEATURES * ROW_BYTES, value, element)
+    def _vector(self, which: int, size: int) -> jax.Array:
+        vector: jax.Array = self.refs.vectors[self.half, 0, pl.ds(self.sizes.places[which], size)]
+        return vector.reshape(size, 1)
 
-    return inline
+    def _own_tokens(self) -> Any:
+        return pl.ds(self.warpgroup * HALF, HALF)
+
+    def _add_up(self) -> None:
+        refs, own = self.refs, pl.ds(self.rank * FEATURES, FEATURES)
+        plgpu.barrier_wait(refs.summed)
+        total = refs.parts[self.rank, :, self.warpgroup].astype(jnp.float32).sum(axis=0)
+        total += self._vector(1, FEATURES) + refs.x_t[own, self._own_tokens()].astype(jnp.float32)
+        refs.own[self.warpgroup] = total.astype(self.sizes.dtype)
+
+    @meaning(_add_up)
+    def add_up(self) -> None:
+        """Waits for the parts of this CTA's sums, and adds them up, the bias and the residual."""
+        at, sizes = self.cluster.at, self.sizes
+        where = self.rank, self.warpgroup, self.half
+        inline = sending.sum_up(sizes.ctas, sizes.dtype)
+        _call(inline, at.parts, at.qkv_t, at.x_t, self.at.bias, at.own, self.at.summed, *where)
+
+    def _post(self) -> None:
+        self.refs.rows[self.rank, self.warpgroup] = self.refs.own[self.warpgroup]
+        plgpu.barrier_arrive(self.refs.normed.at[self.warpgroup])
+
+    @meaning(_post)
+    def send(self) -> None:
+        """Sends this CTA's sums to all others."""
+        at, tokens = self.cluster.at, self.at.tokens
+        own, there = at.own + tokens, at.rows + self.rank * BLOCK_BYTES + tokens
+        _call(sending.send_rows(self.sizes.ctas), own, there, self.at.normed, self.rank)
+
+    def _normalise(self, epsilon: float) -> None:
+        refs, n = self.refs, self.sizes.n
+        plgpu.barrier_wait(refs.normed.at[self.warpgroup])
+        y = refs.rows[:, self.warpgroup].astype(jnp.float32).reshape(n, HALF)
+        y -= jnp.mean(y, axis=0, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=0, keepdims=True) + epsilon)
+        y = y * self._vector(2, n) + self._vector(3, n)
+        refs.x_t.at[:, self._own_tokens()][...] = y.astype(self.sizes.dtype)
+
+    @meaning(_normalise)
+    def normalise(self, epsilon: float) -> None:
+        """Waits for the sums of all CTAs, and normalises them into `x_t`."""
+        at, sizes = self.cluster.at, self.sizes
+        where = self.rank, self.warpgroup, self.half
+        inline = sending.normalise(sizes.ctas, epsilon, sizes.dtype)
+        _call(inline, at.rows, at.own, self.at.scale, self.at.offset, at.x_t, self.at.normed, *where)

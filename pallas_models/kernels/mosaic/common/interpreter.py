@@ -19,6 +19,7 @@ R = TypeVar("R")
 # The primitives by name: what a GPU runs, and the meaning of it.
 PRIMITIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _INTERPRETER_THREADS = 16  # of XLA on the CPU that suffice: each warpgroup that waits keeps one
+_MOST_WARPGROUPS = 31  # XLA runs 32 computations at once on a CPU, one of which is the program around the kernel
 
 
 def interpreter_params() -> Any:
@@ -33,6 +34,20 @@ def interpreter_params() -> Any:
             f"PJRT_NPROC to {_INTERPRETER_THREADS} or more before JAX starts"
         )
     return _jax.mosaic_interpreter_params()
+
+
+def check_interpreted_cluster(num_warpgroups: int) -> None:
+    """Refuses a cluster of so many warpgroups that the interpreter, which runs all at once, would wait for ever.
+
+    Raises:
+      NotImplementedError: XLA does not run as many computations at once on this CPU.
+    """
+    most = min(_MOST_WARPGROUPS, int(os.environ.get("PJRT_NPROC", cores())))
+    if num_warpgroups > most:
+        raise NotImplementedError(
+            f"the interpreter of Mosaic GPU runs all warpgroups of a cluster at once, here up to {most} of them "
+            f"(the environment variable PJRT_NPROC says how many, up to {_MOST_WARPGROUPS}), not {num_warpgroups}"
+        )
 
 
 def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:

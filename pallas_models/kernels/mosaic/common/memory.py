@@ -51,6 +51,13 @@ def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
     return cast
 
 
+@meaning(lambda shape, axis, layout: jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """The index along an axis of each element of an array, int32."""
+    index: jax.Array = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+    return index
+
+
 @meaning(lambda: plgpu.commit_smem())
 def commit_reads() -> None:
     """Counts all reads of shared memory so far as done before later copies; a GPU needs nothing for that."""
