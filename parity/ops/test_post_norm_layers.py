@@ -10,7 +10,7 @@ import pytest
 
 from pallas_models import minilm, ops
 from pallas_models import target as targets
-from pallas_models.dispatch import sharding
+from pallas_models.dispatch.axes import CallAxes
 from pallas_models.kernels.forms.post_norm_layers import Form, Layer
 from pallas_models.kernels.mosaic.post_norm_layers import unsupported
 from pallas_models.ops.post_norm_layers import _OP
@@ -181,7 +181,7 @@ def test_more_layers_make_no_longer_kernel():
 def test_sequences_are_split_over_devices():
     x, layers, mask = operands(2, 8, 128, 512, 2).values()
     form = form_of(x, mask, layers, 4)
-    layout = sharding.Layout.of(_OP.sharding(form.abstract()), form.operands, 1)
+    layout = CallAxes.of(_OP.sharding(form.abstract()), form.operands, 1)
     split = [axes for axes in (*layout.operands, *layout.results) if any(axes)]
     assert split == [("b", None, None), ("b", None), ("b", None, None)]
 
