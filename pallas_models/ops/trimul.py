@@ -238,7 +238,7 @@ def _backward(
     return [next(found) if w else None for w in wanted]
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="triangle_update",
     reference=reference,
     kernels=(

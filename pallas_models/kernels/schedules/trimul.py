@@ -98,14 +98,14 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
     """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
     x, mask = form.x, form.mask
-    n, project = x.shape[1], _mosaic_projection(form.abstract(), target, _GROUPS if form.is_split else 1)
+    n, project = x.shape[1], _mosaic_projection(form, target, _GROUPS if form.is_split else 1)
     by_rows = n <= _BY_ROWS and not form.is_split
     # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
     if not form.is_split and (padding := -n % (8 if by_rows and project is not None else 64)):
         pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
         mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
         x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
-    peers = _peers(form.abstract(), target)
+    peers = _peers(form, target)
     multiply = functools.partial(mosaic_product.product, config=config)
     kernels = _Kernels(
         project=functools.partial(trimul_project.project, config=config) if project is None else project,
@@ -159,11 +159,11 @@ def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return function
 
 
-def _mosaic_projection(form: Form[jax.ShapeDtypeStruct], target: Target, groups: int) -> _Project | None:
+def _mosaic_projection(form: Form[Any], target: Target, groups: int) -> _Project | None:
     """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
     b, rows, columns, c = form.x.shape
     shaped = jax.ShapeDtypeStruct
-    projection = Projection(
+    projection: Projection[Any] = Projection(
         x=shaped((b, rows * columns, c), form.x.dtype),
         mask=None,
         norm_scale=form.norm_scale,
@@ -180,7 +180,7 @@ def _mosaic_projection(form: Form[jax.ShapeDtypeStruct], target: Target, groups:
     return next(serving, None)
 
 
-def _peers(form: Form[jax.ShapeDtypeStruct], target: Target) -> Peers | None:
+def _peers(form: Form[Any], target: Target) -> Peers | None:
     """The GPUs that share the pairs, where projections and products can store to them and that is faster."""
     names = (*form.rows_over, *form.columns_over)
     if not target.has_peers or len(names) != 1 or not _in_tiles(*form.x.shape[1:3]):

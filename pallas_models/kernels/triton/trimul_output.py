@@ -5,6 +5,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
     )
 
 
-def heuristic(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
+def heuristic(form: Output[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
     config, (h, c), dtype = _measured(form, target), form.w.shape, form.w.dtype
     while shared_memory(config, h, c, dtype) > target.shared_memory and config.block_m > 16:
@@ -72,7 +73,7 @@ def heuristic(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
     return config
 
 
-def _measured(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
+def _measured(form: Output[Any], target: Target) -> Config:
     """The fastest blocks on an H200."""
     (h, c), gate_after = form.w.shape, form.gate_after
     if form.w.dtype.itemsize == 4:
@@ -113,7 +114,7 @@ def _output_kernel(
     *,
     config: Config,
     programs: int,
-    form: Output[jax.ShapeDtypeStruct],
+    form: Output[Any],
 ) -> None:
     batches, size, c = o_ref.shape
     part, h, gate_after = y_refs[0].shape[1], form.hidden, form.gate_after
@@ -204,7 +205,7 @@ def output(
             bucketed=("m",),
             dtype=dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, form.abstract(), target),
+            heuristic=functools.partial(heuristic, form, target),
             candidates=functools.partial(configs, dtype),
             shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=dtype),
         ),
