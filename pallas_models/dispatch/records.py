@@ -106,7 +106,7 @@ class Op(Generic[F]):
         `names` names. It runs where no kernel serves the call, and is differentiated where one does. With names of
         `("xla",)` it is the reference.
       pays: `pays(form, target)` says whether a kernel is faster than the ops that the op `stands_for`. It is asked
-        of whole calls, where no implementation is named, and not again of the part of a call that a device has.
+        of whole calls where no implementation is named, and not again of the part of a call that a device has.
       maps: whether kernels are for calls that are mapped over (`vmap`), too; where not, and no implementation is
         named, these are the ops that the op `stands_for`.
       together: what an op that `stands_for` others is differentiated as, where kernels serve that.

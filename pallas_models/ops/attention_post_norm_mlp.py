@@ -41,7 +41,7 @@ def attention_post_norm_mlp(
         post_norm_mlp(attention_qkv(qkv), x)
 
     On Hopper, where rows fill its multiprocessors, attention of heads of 32 within 64 or 128 tokens is in the
-    kernel of `post_norm_mlp` if it has a mask or segments at most. Of up to 128 tokens in all, one of Triton's
+    kernel of `post_norm_mlp` if it has a mask or segments at most. For up to 128 tokens in all, one of Triton's
     kernels has attention and the product with `w_out`. Elsewhere, and where it is differentiated, it is
     `attention_qkv` and `post_norm_mlp`.
 
@@ -66,7 +66,7 @@ def attention_post_norm_mlp(
       (B, S, N) in the dtype of `qkv`.
 
     Raises:
-      TypeError: an operand is not floating point, `qkv`, `x` and the weights differ in dtype, or one is missing.
+      TypeError: an operand is not floating point, dtypes of `qkv`, `x` and weights differ, or a weight is missing.
       ValueError: shapes do not fit, or `activation` is unknown.
       NotImplementedError: the kernels that `implementation` names do not serve the call.
     """
@@ -97,7 +97,7 @@ def attention_post_norm_mlp(
 
 
 def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
-    """Attention with its projection, where a kernel has both, and the MLP; else attention and the rest."""
+    """Attention with its projection, where a kernel has both, and the MLP; else attention, and the rest."""
     if form.bias is None and has_kernel(
         attention_matmul_layer_norm.OP, form.projected, implementation=names or None
     ):

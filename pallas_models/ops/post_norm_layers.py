@@ -169,6 +169,6 @@ _OP: Op[Form[Any]] = Op(
         ),
     ),
     stands_for=_layer_by_layer,
-    maps=False,  # a cluster has a sentence, and few run at once: of many sentences layers are faster apart
+    maps=False,  # a cluster has a sentence, and few clusters run at once: many sentences are faster apart
     sharding=_sharding,
 )

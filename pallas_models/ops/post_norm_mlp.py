@@ -82,7 +82,7 @@ def post_norm_mlp(
       (..., N) in the dtype of `y`.
 
     Raises:
-      TypeError: an operand is not floating point, `y`, `x` and the weights differ in dtype, or one is missing.
+      TypeError: an operand is not floating point, dtypes of `y`, `x` and weights differ, or a weight is missing.
       ValueError: shapes do not fit, or `activation` is unknown.
       NotImplementedError: the kernels that `implementation` names do not serve the call.
     """

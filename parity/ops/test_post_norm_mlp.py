@@ -1,4 +1,4 @@
-"""`post_norm_mlp` and `attention_post_norm_mlp`, against torch: in one kernel, and in the ops they stand for."""
+"""`post_norm_mlp` and `attention_post_norm_mlp` against torch: in one kernel, and in those that they stand for."""
 
 import functools
 from typing import Any

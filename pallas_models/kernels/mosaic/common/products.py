@@ -70,3 +70,24 @@ def products(*operands: tuple[Operand, Ref, bool]) -> list[jax.Array]:
         return [total[...] for total in sums]
 
     return with_sums(compute, *((a.shape[0], b.shape[0 if flip else 1]) for a, b, flip in operands))
+
+
+def _added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
+    def compute(sums: Ref) -> jax.Array:
+        add(sums)
+        return sums[...] + first
+
+    return with_sums(compute, first.shape)
+
+
+@meaning(_added_up)
+def added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
+    """Sums in registers that begin with `first`, and to which `add(sums)` adds products."""
+
+    def compute(sums: Ref) -> jax.Array:
+        sums[...] = first
+        add(sums)
+        total: jax.Array = sums[...]
+        return total
+
+    return with_sums(compute, first.shape)
