@@ -27,14 +27,14 @@ from pallas_models.tuning import Chooser
 
 _BY_ROWS = 2048  # the largest N at which channels of a row side by side are faster, measured on an H200
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
-_SENDERS = 32  # multiprocessors that are left to what sends; 16 are too few
+_SENDERS = 32  # multiprocessors that are left to collectives; 16 are too few
 _STORED_FROM = 2048**2  # pairs, from which on stores of the kernels to other GPUs are measured to be faster
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The configs of the three Triton kernels, or what chooses them; None for the tables and the heuristic."""
+    """The configs of three Triton kernels, or tables to ask first; None for installed tables and the heuristic."""
 
     project: trimul_project.Config | Chooser | None = None
     product: trimul_product.Config | Chooser | None = None
@@ -257,7 +257,7 @@ class _Update:
         """
         (b, rows, columns), by_channels, projection = self.shape, self.by_channels, self.projection
         size, in_tiles = rows * columns, _in_tiles(rows, columns)
-        # Kernels that take every multiprocessor and what sends would wait for each other.
+        # A kernel that takes every multiprocessor and a collective would wait for each other.
         beside = dataclasses.replace(self.target, num_cores=max(self.target.num_cores - _SENDERS, 1))
         arrived, sums, gate = [], [], None
         for i, group in enumerate(self.grouped(_GROUPS)):
@@ -368,7 +368,7 @@ def _update(form: Form[jax.Array], kernels: _Kernels, *, target: Target, interpr
 
 
 def _converted(form: Form[jax.Array]) -> Form[jax.Array]:
-    """The same call with its matrices in the compute dtype, and the other weights in float32."""
+    """The call with its matrices in the compute dtype, and the other weights in float32."""
 
     def converted(name: str, w: jax.Array | None) -> jax.Array | None:
         return None if w is None else w.astype(form.compute_dtype if name.startswith("w_") else jnp.float32)

@@ -82,7 +82,7 @@ def _measured(form: Output[Any], target: Target) -> Config:
     if h <= 128 and c <= 128 and wide_out and form.batch * form.size >= 4096 * target.num_cores:
         return _config(128, 64, 2, 4, 2) if gate_after else _config(128, 64, 1, 4, 3)
     block_m = 64 if h <= 128 else 32
-    if gate_after and c > 128:  # the gate takes the registers and the shared memory of what is loaded ahead
+    if gate_after and c > 128:  # the gate leaves no registers and no shared memory for loading ahead
         return _config(block_m, 64 if wide_out else 128, 2, 4, 1)
     return _config(block_m, 64 if c <= (64 if gate_after else 128) else 128, 2, 4, 3)
 
@@ -95,7 +95,7 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that weights and what is loaded ahead take."""
+    """Bytes of shared memory for weights and for the blocks that are loaded ahead."""
     block_h = block_size(h, 16, 1024)
     weights = block_h * pl.cdiv(c, config.block_n) * config.block_n * jnp.dtype(dtype).itemsize
     held = weights if weights <= _HELD_BYTES else config.num_stages * block_h * config.block_n * 2
