@@ -110,7 +110,7 @@ def checked_weights(name: str, y: Array, k: int, x: Array, weights: PostNormWeig
       name: of the argument `y`, whose dtype all matrices have, and whose leading axes `x` has.
       k: columns of the result of attention.
     """
-    w = Weights(**dict(bias_out=None, bias_up=None, bias_down=None) | weights)  # type: ignore[arg-type]
+    w = Weights(**dict(bias_out=None, bias_up=None, bias_down=None) | weights)
     matrices = {"w_out": (w.w_out, "(K, N)"), "w_up": (w.w_up, "(N, F)"), "w_down": (w.w_down, "(F, N)")}
     for own, (matrix, axes) in matrices.items():
         if matrix.dtype != y.dtype:

@@ -77,7 +77,8 @@ def _added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
         add(sums)
         return sums[...] + first
 
-    return with_sums(compute, first.shape)
+    rows, columns = first.shape
+    return with_sums(compute, (rows, columns))
 
 
 @meaning(_added_up)
@@ -90,4 +91,5 @@ def added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
         total: jax.Array = sums[...]
         return total
 
-    return with_sums(compute, first.shape)
+    rows, columns = first.shape
+    return with_sums(compute, (rows, columns))
