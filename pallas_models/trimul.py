@@ -122,8 +122,8 @@ def trimul(
     """Computes the triangle multiplicative update of x, without the residual that it is added to.
 
     Args:
-      params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell
-        the sizes, the biases and the place of the gate. Matrices of `compute_dtype` are not converted at each call.
+      params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell the sizes, the biases
+        and the place of the gate. Matrices of `compute_dtype` are not converted at each call.
       x: (B, N, N, C) or (N, N, C), float16, bfloat16 or float32.
       mask: (B, N, N) or (N, N), bool, integer or float: 1 for a pair, 0 for padding; all 1 when None. A masked
         pair has no part in the update of others. With nothing but padding the result is finite.
