@@ -115,7 +115,7 @@ def reference(form: Form[jax.Array]) -> jax.Array:
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
     kept = where[:, None, :] != 0
-    y = jnp.where(kept, x.reshape(-1, len(where), form.repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
+    y = jnp.where(kept, x.reshape(-1, where.shape[0], form.repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
     # A row with nothing left has maximum 0 and sum 1, so that its result and its gradient are 0.
     left = jnp.any(kept, axis=-1, keepdims=True)
     peak = jnp.max(jnp.where(kept, y, -jnp.inf), axis=-1, keepdims=True)
