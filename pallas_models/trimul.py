@@ -121,31 +121,26 @@ def trimul(
 ) -> jax.Array:
     """Computes the triangle multiplicative update of x, without the residual that it is added to.
 
-        Args:
-    <<<<<<< HEAD
-          params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell the sizes, the biases and the
-            place of the gate. Matrices of `compute_dtype` are not converted at each call.
-    =======
-          params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell the sizes, the biases
-            and the place of the gate. Matrices of `compute_dtype` are not converted at each call.
-    >>>>>>> wt-trimul
-          x: (B, N, N, C) or (N, N, C), float16, bfloat16 or float32.
-          mask: (B, N, N) or (N, N), bool, integer or float: 1 for a pair, 0 for padding; all 1 when None. A masked
-            pair has no part in the update of others. With nothing but padding the result is finite.
-          direction: `"outgoing"`, sums over left[i, k] right[j, k], or `"incoming"`, over left[k, i] right[k, j].
-          epsilon: added to the variances of both layer norms.
-          compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
-            float32 end to end.
-          precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
-          implementation: as `pallas_models.ops` has it; None for the best available.
+    Args:
+      params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell the sizes, the biases
+        and the place of the gate. Matrices of `compute_dtype` are not converted at each call.
+      x: (B, N, N, C) or (N, N, C), float16, bfloat16 or float32.
+      mask: (B, N, N) or (N, N), bool, integer or float: 1 for a pair, 0 for padding; all 1 when None. A masked
+        pair has no part in the update of others. With nothing but padding the result is finite.
+      direction: `"outgoing"`, sums over left[i, k] right[j, k], or `"incoming"`, over left[k, i] right[k, j].
+      epsilon: added to the variances of both layer norms.
+      compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
+        float32 end to end.
+      precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
+      implementation: as `pallas_models.ops` has it; None for the best available.
 
-        Returns:
-          The shape and dtype of x.
+    Returns:
+      The shape and dtype of x.
 
-        Raises:
-          TypeError: x or mask have another dtype.
-          ValueError: x is not square in N, mask is of another shape, the parameters are for another C, params do not
-            fit together (all that do not are listed), or an option is unknown.
+    Raises:
+      TypeError: x or mask have another dtype.
+      ValueError: x is not square in N, mask is of another shape, the parameters are for another C, params do not
+        fit together (all that do not are listed), or an option is unknown.
     """
     module = bind(TriMul, _config(params, epsilon), params)
     return module(
