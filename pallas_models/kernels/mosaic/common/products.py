@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 Operand = Any  # a reference to shared memory, or an array in registers
 
 
-def with_sums(function: Callable[..., _T], *shapes: tuple[int, int]) -> _T:
+def with_sums(function: Callable[..., _T], *shapes: tuple[int, ...]) -> _T:
     """Calls a function with sums of products in registers, in float32, which begin with 0."""
     result: _T = pl.run_scoped(function, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
     return result
