@@ -68,9 +68,7 @@ class TriMul(nnx.Module):
         config = self.config
         _checks.check_float("x", x)
         if x.shape[-1:] != (config.channels,):
-            raise ValueError(
-                f"x has shape {x.shape}; expected {config.channels} channels, those of the parameters"
-            )
+            raise ValueError(f"x has shape {x.shape}; expected {config.channels} channels, as the parameters have")
         gate = self.gate_after if config.gate_after else self.gate_before
         b_in = _bias(self.projections)
         return ops.triangle_update(
@@ -160,8 +158,8 @@ def _config(params: Params, epsilon: float) -> TriMulConfig:
         use_bias = "bias" in params["out"]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(
-            "params are not those of a triangle multiplicative update; expected a nested dict as `trimul.init` or "
-            "`weights.load_trimul` returns it, with norm.scale (C,), out_norm.scale (H,) and out"
+            "params are not the parameters of a triangle multiplicative update; expected a nested dict as "
+            "`trimul.init` or `weights.load_trimul` returns it, with norm.scale (C,), out_norm.scale (H,) and out"
         ) from None
     return TriMulConfig(
         channels=channels, hidden=hidden, gate_after="gate_after" in params, use_bias=use_bias, epsilon=epsilon

@@ -93,7 +93,7 @@ def _check_where(where: Array, shape: tuple[int, ...]) -> None:
     if where.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(where.shape[::-1], shape[::-1], strict=False)
     ):
-        raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, that of x")
+        raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, the shape of x")
 
 
 def _mask_rows(where: Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:

@@ -51,7 +51,7 @@ def thread() -> Any:
 
 
 def lane_and_warp() -> tuple[Any, Any]:
-    """The thread's number in its warp, and that of the warp in its warpgroup."""
+    """The number of the thread in its warp, and of the warp in its warpgroup."""
     number = thread()
     return utils.arith.remui(number, i32(32)), utils.arith.divui(number, i32(32))
 
