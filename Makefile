@@ -33,13 +33,14 @@ override FILE := $(value FILE)
 export TEXT FILE
 
 .DELETE_ON_ERROR:
-.PHONY: help embed test campaign gpu lint types wheel clean distclean
+.PHONY: help embed test unpatched campaign gpu lint types wheel clean distclean
 
 help:
 	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
 	@echo '              TEXT="One sentence.|Another."  or  FILE=sentences.txt   your own instead, written to'
 	@echo '              OUTPUT=embeddings.npy  DTYPE=float32|float16|bfloat16  MODEL=folder or hub id'
 	@echo 'make test     run the whole suite (PYTEST_ARGS="-k softmax -x", WORKERS=2)'
+	@echo 'make unpatched  a minute of kernel tests without changes to JAX and Pallas'
 	@echo 'make campaign random trials for MINUTES=2 and a report of what failed'
 	@echo 'make gpu      on an NVIDIA GPU: the suite, then the benchmarks shortened; all results in build/check'
 	@echo 'make lint     ruff          make types    mypy          make wheel    dist/*.whl'
@@ -53,6 +54,12 @@ embed: $(VENV)/.run$(CUDA) $(if $(filter $(MINILM),$(MODEL)),$(MINILM)/params.sa
 
 test: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m pytest parity -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+# The values of every op, the gradient of a Mosaic kernel, and that they are unpatched.
+unpatched: $(VENV)/.test$(CUDA)
+	$(BIN)/python -m pytest --unpatched -n $(WORKERS) --maxprocesses 8 parity/ops/test_every_op.py \
+		parity/ops/test_gated_mlp.py parity/support/test_main.py \
+		-k 'test_values or (gradients_of_half_precision and mosaic_interpret-float16) or without_patches'
 
 campaign: $(VENV)/.test$(CUDA) $(VENV)/.weights
 	$(BIN)/python -m parity campaign --minutes $(MINUTES)

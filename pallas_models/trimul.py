@@ -20,10 +20,15 @@ from pallas_models.ops.trimul import Direction
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TriMulConfig:
-    """Sizes and form of the update.
+    """Sizes and variant of the update.
 
-    `gate_after`: the gate is as wide as x and applied to the output, as in AlphaFold, OpenFold, Boltz and
-    Protenix. Otherwise it is applied to the hidden channels, as in lucidrains' module and GPU MODE's TriMul.
+    Attributes:
+      channels: of x.
+      hidden: channels of left and of right.
+      gate_after: whether the gate is as wide as x and applied to the output, as in AlphaFold, OpenFold, Boltz and
+        Protenix. Otherwise it is applied to the hidden channels, as in lucidrains' module and GPU MODE's TriMul.
+      use_bias: whether projections, gate and output have biases.
+      epsilon: added to the variances of both layer norms.
     """
 
     channels: int = 128
@@ -34,7 +39,7 @@ class TriMulConfig:
 
 
 class TriMul(nnx.Module):
-    """The update, without the residual it is added to: (B, N, N, C) to (B, N, N, C)."""
+    """The update of (B, N, N, C), without the residual that it is added to."""
 
     def __init__(self, config: TriMulConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         c, h = config.channels, config.hidden
@@ -59,13 +64,11 @@ class TriMul(nnx.Module):
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the update of x; arguments and errors are those of `trimul`."""
+        """Computes the update of x, with the arguments and errors of `trimul`."""
         config = self.config
         _checks.check_float("x", x)
         if x.shape[-1:] != (config.channels,):
-            raise ValueError(
-                f"x has shape {x.shape}; expected {config.channels} channels, those of the parameters"
-            )
+            raise ValueError(f"x has shape {x.shape}; expected {config.channels} channels, as the parameters have")
         gate = self.gate_after if config.gate_after else self.gate_before
         b_in = _bias(self.projections)
         return ops.triangle_update(
@@ -114,11 +117,11 @@ def trimul(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes the triangle multiplicative update of x, without the residual it is added to.
+    """Computes the triangle multiplicative update of x, without the residual that it is added to.
 
     Args:
-      params: nested dict of arrays, from `init` or `weights.load_trimul`. Sizes, biases and the place of the gate
-        are read off it. Matrices that are of `compute_dtype` are not converted at each call.
+      params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell the sizes, the biases
+        and the place of the gate. Matrices of `compute_dtype` are not converted at each call.
       x: (B, N, N, C) or (N, N, C), float16, bfloat16 or float32.
       mask: (B, N, N) or (N, N), bool, integer or float: 1 for a pair, 0 for padding; all 1 when None. A masked
         pair has no part in the update of others. With nothing but padding the result is finite.
@@ -134,7 +137,7 @@ def trimul(
 
     Raises:
       TypeError: x or mask have another dtype.
-      ValueError: x is not square in N, mask is of another shape, C is not that of the parameters, params do not
+      ValueError: x is not square in N, mask is of another shape, the parameters are for another C, params do not
         fit together (all that do not are listed), or an option is unknown.
     """
     module = bind(TriMul, _config(params, epsilon), params)
@@ -155,8 +158,8 @@ def _config(params: Params, epsilon: float) -> TriMulConfig:
         use_bias = "bias" in params["out"]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(
-            "params are not those of a triangle multiplicative update; expected a nested dict as `trimul.init` or "
-            "`weights.load_trimul` returns it, with norm.scale (C,), out_norm.scale (H,) and out"
+            "params are not the parameters of a triangle multiplicative update; expected a nested dict as "
+            "`trimul.init` or `weights.load_trimul` returns it, with norm.scale (C,), out_norm.scale (H,) and out"
         ) from None
     return TriMulConfig(
         channels=channels, hidden=hidden, gate_after="gate_after" in params, use_bias=use_bias, epsilon=epsilon

@@ -47,30 +47,25 @@ if kept := os.environ.get(sharing.COMPILED):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 elif not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
-pallas_patches.share_contexts()
-if not ON_GPU:
-    pallas_patches.interpret_quickly()
-
-if jax.__version_info__ < (0, 11):
-    from jax._src.pallas.mosaic.interpret import thread_map
-
-    def _run(jaxpr: Any, consts: Any, *args: Any) -> None:
-        thread_map.jax_core.eval_jaxpr(jaxpr, consts, *args)
-
-    def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
-        jax.jit(_run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()(consts, *args)
-
-    # As later ones do: this one compiles a kernel that it interprets anew for every warpgroup of each CTA.
-    thread_map._run_jaxpr = _run_jaxpr
-    pallas_patches.interpret_with_numpy()
 
 # The same examples in every run; shapes compile anew, so few of them, and no deadline.
 hypothesis.settings.register_profile("parity", deadline=None, derandomize=True, database=None, max_examples=8)
 hypothesis.settings.load_profile("parity")
 
 
-def pytest_report_header() -> str:
-    return f"parity: kernels run as implementation={KERNEL!r}, {'real' if ON_GPU else 'small'} shapes"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unpatched", action="store_true", help="without the suite's changes to JAX and Pallas")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--unpatched"):
+        pallas_patches.apply(on_gpu=ON_GPU)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    patched = "without patches" if config.getoption("--unpatched") else "see pallas_patches.py for what is patched"
+    shapes = "real" if ON_GPU else "small"
+    return f"parity: kernels run as implementation={KERNEL!r}, {shapes} shapes, {patched}"
 
 
 def pytest_collection_finish() -> None:
@@ -165,6 +160,15 @@ def torch_trimul() -> ModuleType:
     from parity.ops import reference_trimul
 
     return reference_trimul
+
+
+@pytest.fixture(scope="session")
+def bert() -> ModuleType:
+    """BERT in torch."""
+    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
+    from parity.models import bert
+
+    return bert
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ def _forward(call: Call[F]) -> Callable[..., Any] | None:
 
 
 def _keep(call: Call[F], backward: Backward[F], *operands: Any) -> tuple[Any, list[Any], int]:
-    """The results of the forward pass, those of them that the gradient keeps, and how many results there are."""
+    """The results of the forward pass, the results that the gradient keeps, and how many there are."""
     keeping = call.replace(form=call.form.replace(**backward.options))
     results = _function(keeping)(*operands)
     # In a scan XLA has a kernel run twice if its result is both used and stored with the results of other steps,

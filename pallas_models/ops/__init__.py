@@ -6,7 +6,7 @@ Every op, and every model made of them, takes `implementation`:
 
 - None: the best kernel for the target GPU, which is decided where a program is lowered; plain XLA on other
   platforms, and where no kernel serves the call;
-- `"triton"`: Pallas Triton kernels, for NVIDIA GPUs from Ampere on; every op runs, some in those of others;
+- `"triton"`: Pallas Triton kernels, for NVIDIA GPUs from Ampere on; every op runs, some in the kernels of others;
 - `"mosaic"`: Pallas Mosaic GPU kernels, for Hopper GPUs; products with and without a norm, MLPs, encoder layers,
   attention and the triangle update have them, for the calls that their docstrings say;
 - `"xla"`: the same computation in plain JAX, which also defines the gradient of the kernels;

@@ -145,14 +145,14 @@ def _check(
     if vocab == 0:
         raise ValueError(f"w has shape {w.shape}; expected at least one label in {axes}")
     _checks.check_integer("labels", labels)
-    _checks.check_shape("labels", labels, x.shape[:-1], "that of x but its last axis")
+    _checks.check_shape("labels", labels, x.shape[:-1], "the shape of x without its last axis")
     if bias is not None:
         _checks.check_float("bias", bias)
         _checks.check_shape("bias", bias, (vocab,), "(V,)")
     if weights is not None:
         if not hasattr(weights, "dtype") or jnp.issubdtype(weights.dtype, jnp.inexact):
             _checks.check_float("weights", weights)
-        _checks.check_shape("weights", weights, x.shape[:-1], "that of x but its last axis")
+        _checks.check_shape("weights", weights, x.shape[:-1], "the shape of x without its last axis")
     if not 0.0 <= loss.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={loss.label_smoothing!r} is out of range; expected 0 to 1")
     if loss.logit_softcap is not None and not 0.0 < loss.logit_softcap < math.inf:

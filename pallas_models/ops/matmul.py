@@ -55,7 +55,7 @@ def matmul(
 
     Args:
       x: (..., K), or (..., M, K) if `w` has batch axes, float16, bfloat16 or float32.
-      w: (K, N), the dtype of `x`; or (..., K, N), whose leading axes are broadcast against those of `x`, as in
+      w: (K, N), the dtype of `x`; or (..., K, N), whose leading axes are broadcast against the axes of `x`, as in
         `jnp.matmul`.
       transpose_w: whether `w` is given as (..., N, K), the layout of torch's linear layers. It is not copied.
       bias: (N,), any float dtype, or None.
@@ -329,7 +329,7 @@ def check(
         _checks.check_shape("bias", bias, (n,), "(N,)")
     if residual is not None:
         _checks.check_float("residual", residual)
-        _checks.check_shape("residual", residual, (*rows, n), "that of the result")
+        _checks.check_shape("residual", residual, (*rows, n), "the shape of the result")
     if jnp.dtype(acc_dtype) not in (jnp.float32, jnp.float16):
         raise ValueError(f"{acc_dtype=} is not supported; expected float32 or float16")
     if jnp.dtype(acc_dtype) == jnp.float16 and x.dtype != jnp.float16:

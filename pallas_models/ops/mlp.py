@@ -81,7 +81,7 @@ def mlp(
     for name, term, size, expected in (
         ("bias_up", bias_up, (n,), "(N,)"),
         ("bias_down", bias_down, (d,), "(D,)"),
-        ("residual", residual, shape, "that of the result"),
+        ("residual", residual, shape, "the shape of the result"),
     ):
         if term is not None:
             _checks.check_float(name, term)
@@ -112,7 +112,7 @@ def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
 
 
 def _together(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
-    """Two products that are differentiated by what the activation is applied to, not by the hidden values."""
+    """Two products, differentiated by the values before the activation, not by the hidden values."""
     y, hidden = run(_UP, form.up, implementation=names or None)
     return run(_DOWN, form.down(y, jax.lax.stop_gradient(hidden)), implementation=names or None)
 

@@ -110,7 +110,7 @@ def checked_weights(name: str, y: Array, k: int, x: Array, weights: PostNormWeig
       name: of the argument `y`, whose dtype all matrices have, and whose leading axes `x` has.
       k: columns of the result of attention.
     """
-    w = Weights(**dict(bias_out=None, bias_up=None, bias_down=None) | weights)  # type: ignore[arg-type]
+    w = Weights(**dict(bias_out=None, bias_up=None, bias_down=None) | weights)
     matrices = {"w_out": (w.w_out, "(K, N)"), "w_up": (w.w_up, "(N, F)"), "w_down": (w.w_down, "(F, N)")}
     for own, (matrix, axes) in matrices.items():
         if matrix.dtype != y.dtype:
@@ -119,7 +119,7 @@ def checked_weights(name: str, y: Array, k: int, x: Array, weights: PostNormWeig
     n, f = w.w_up.shape
     _checks.check_shape("w_out", w.w_out, (k, n), f"(K, N) with the K of {name} {y.shape} and the N of w_up")
     _checks.check_shape("w_down", w.w_down, (f, n), f"(F, N) for w_up {w.w_up.shape}")
-    _checks.check_shape("x", x, (*y.shape[:-1], n), "that of the result")
+    _checks.check_shape("x", x, (*y.shape[:-1], n), "the shape of the result")
     if x.dtype != y.dtype:
         raise TypeError(f"{name} has dtype {y.dtype} and x has dtype {x.dtype}; expected the same")
     for own in ("scale_out", "offset_out", "scale", "offset", "bias_out", "bias_up", "bias_down"):

@@ -93,7 +93,7 @@ def _check_where(where: Array, shape: tuple[int, ...]) -> None:
     if where.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(where.shape[::-1], shape[::-1], strict=False)
     ):
-        raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, that of x")
+        raise ValueError(f"where has shape {where.shape}; expected one broadcastable to {shape}, the shape of x")
 
 
 def _mask_rows(where: Array, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, int]:
@@ -115,7 +115,7 @@ def reference(form: Form[jax.Array]) -> jax.Array:
     if where is None:
         return jax.nn.softmax(x.astype(jnp.float32) * scale, axis=-1).astype(x.dtype)
     kept = where[:, None, :] != 0
-    y = jnp.where(kept, x.reshape(-1, len(where), form.repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
+    y = jnp.where(kept, x.reshape(-1, where.shape[0], form.repeat, x.shape[1]).astype(jnp.float32), 0.0) * scale
     # A row with nothing left has maximum 0 and sum 1, so that its result and its gradient are 0.
     left = jnp.any(kept, axis=-1, keepdims=True)
     peak = jnp.max(jnp.where(kept, y, -jnp.inf), axis=-1, keepdims=True)

@@ -68,7 +68,7 @@ def triangle_update(
     the output projection, as in AlphaFold 3, OpenFold, Boltz and Protenix. In lucidrains' module and in GPU
     MODE's TriMul the gate comes before it.
 
-    Products, those of gradients too, take operands of `compute_dtype` and accumulate in float32; norms and
+    Products, also in gradients, take operands of `compute_dtype` and accumulate in float32; norms and
     sigmoids are float32. Left and right are scaled by powers of two from the norm, the weights and the largest
     factor of a float mask, so that neither they nor their sums leave the range of float16, whatever x is; the
     layer norm of y takes the scales out again. Where no scale does that, as for normalised channels or weights
@@ -94,7 +94,7 @@ def triangle_update(
       epsilon: added to the variances.
       compute_dtype: of the operands of products: float16, bfloat16, or float32 for float32 end to end.
       precision: of products of float32 operands, as in `matmul`.
-      out_dtype: dtype of the result; that of `x` when None.
+      out_dtype: dtype of the result; the dtype of `x` when None.
       rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
         axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
       columns_over: names of the axes of the mesh over which it has split the second axis N.
@@ -225,7 +225,7 @@ def _backward(
     target: Target,
     interpret: bool,
 ) -> list[Any]:
-    """The gradients of the reference, on each device of what it has."""
+    """The gradient of the reference: on each device, of the part that it has."""
     del kept, config, target, interpret
     operands = form.operands
 
@@ -238,7 +238,7 @@ def _backward(
     return [next(found) if w else None for w in wanted]
 
 
-_OP = Op(
+_OP: Op[Form[Any]] = Op(
     name="triangle_update",
     reference=reference,
     kernels=(

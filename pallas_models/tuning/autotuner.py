@@ -119,7 +119,7 @@ class Result:
 
         Raises:
           TableError: there is a file that is no table.
-          ValueError: the table is that of another GPU.
+          ValueError: the table is for another GPU.
         """
         path = cache_path(self.gpu) if path is None else Path(path)
         table = Table.load(path) if path.exists() else Table(gpu=self.gpu)
@@ -270,7 +270,9 @@ class _Call:
         found = [problem for problem in probe.problems.values() if op in (None, problem.op)]
         if len(found) != 1:
             names = ", ".join(sorted(str(problem) for problem in probe.problems.values())) or "none"
-            raise ValueError(f"{op=} does not tell which kernel to tune; those of this call that can be: {names}")
+            raise ValueError(
+                f"{op=} does not tell which kernel to tune; the kernels of this call that can be: {names}"
+            )
         return found[0]
 
     def compile(self, implementation: str, config: Any) -> Program:

@@ -13,6 +13,8 @@ from bench.measuring import environment
 from bench.measuring.harness import shape_text
 from bench.measuring.results import Case, Entry, Kernel, Result
 from bench.measuring.timing import Timing
+from bench.models import trimul_models
+from parity.support.common import assert_close
 
 CEILINGS = {"matmul_bf16_tflop_per_s": 790.0, "copy_tb_per_s": 4.28}
 
@@ -43,6 +45,19 @@ def test_contenders_compute_the_update(monkeypatch, shape):
         assert workload.measure.of(out.at[-1, 0, -1, -1].add(0.2), expected) > 1
         compared.add(contender.name)
     assert compared == {"xla", "torch"} | (set() if "after" in shape else {"article"})
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("family, gate_after", [("lucidrains", False), ("boltz", True)])
+def test_the_torch_program_is_that_of_the_models(torch_trimul, family, gate_after):
+    torch = pytest.importorskip("torch")
+    c, n, generator = 16, 7, torch.Generator().manual_seed(5)
+    module = torch_trimul.draw_(torch_trimul.FAMILIES[family](c, c), generator)
+    state = {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+    update = trimul_models.torch_module(state, gate_after=gate_after, device="cpu", precision="highest")
+    x, mask = torch.randn(2, n, n, c, generator=generator), torch.rand(2, n, n, generator=generator).round()
+    with torch.no_grad():
+        assert_close(update(x, mask).numpy(), module(x, mask).numpy(), 1e-6)
 
 
 def test_measure():

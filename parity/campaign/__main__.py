@@ -26,6 +26,7 @@ from typing import Any
 
 from pallas_models import files
 from pallas_models._processes import cores
+from parity import bench as of_benchmarks
 from parity import campaign
 
 # Cases that a worker makes one after another: calls of ops share a program. Of parts that are not here, one. Parts
@@ -41,16 +42,24 @@ _CHUNKS = {
     "folders": 8,
     "checkpoints": 16,
     "files": 16,
+    "damaged_results": 16,
     "kills": 1,
+    "killed_benchmarks": 1,
 }
-# By name, the modules of this package.
-PARTS = {
-    module.name: f"{campaign.__name__}.{module.name}"
-    for module in sorted(
-        pkgutil.iter_modules(campaign.__path__), key=lambda module: [*_CHUNKS, module.name].index(module.name)
-    )
-    if not module.name.startswith("_")
-}
+
+
+def _parts() -> dict[str, str]:
+    """The modules of this package and those against the benchmarks, by name."""
+    found = {
+        module.name: f"{package.__name__}.{module.name}"
+        for package in (campaign, of_benchmarks)
+        for module in pkgutil.iter_modules(package.__path__)
+        if not module.name.startswith(("_", "test_"))
+    }
+    return {name: found[name] for name in sorted(found, key=lambda name: [*_CHUNKS, name].index(name))}
+
+
+PARTS = _parts()
 # Parts whose processes are not like the others: these have as many devices on a machine with a GPU as without.
 _ENVIRONMENTS = {
     "shardings": {

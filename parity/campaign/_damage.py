@@ -1,9 +1,17 @@
-"""Ways to damage files: bytes anywhere, and values in JSON. Each says in words what it did."""
+"""Ways to damage files, bytes anywhere and values in JSON, which say in words what they did; and cases of them."""
 
+import functools
+import itertools
 import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from parity.campaign._case import Case
+from parity.campaign._sandbox import Sandbox
 
 DEEP = "0123456789 a very deep value"  # stands for one in what `hostile` gives, as json.dumps writes none
 Rng = np.random.Generator
@@ -120,3 +128,30 @@ def changed_text(rng: Rng, text: bytes) -> tuple[bytes, str]:
         return damaged(rng, text)
     value, what = changed(rng, json.loads(text))
     return dumps(value).encode(), what
+
+
+Change = Callable[[Rng, str, Path], str]
+
+
+def damaged_files(
+    seed: int, kinds: Sequence[str], change: Change, sandbox: Sandbox, more: Callable[[], dict[str, Any]] = dict
+) -> Iterator[Case]:
+    """Files with a damage each, which a sandbox uses.
+
+    `change(rng, kind, folder)` writes one and says how it is damaged; `more()` is what requests hold besides.
+    """
+    for number in itertools.count():
+        kind = pick(np.random.default_rng([seed, number]), kinds)
+        run = functools.partial(_use, seed, number, kind, change, sandbox, more)
+        yield Case(name=f"a damaged file: {kind}", run=run)
+
+
+def _use(
+    seed: int, number: int, kind: str, change: Change, sandbox: Sandbox, more: Callable[[], dict[str, Any]]
+) -> str | None:
+    rng = np.random.default_rng([seed, number, 1])
+    with tempfile.TemporaryDirectory(prefix="campaign-") as name:
+        what = change(rng, kind, Path(name))
+        size = sum(path.stat().st_size for path in Path(name).rglob("*") if path.is_file())
+        wrong = sandbox.ask({"path": name, "kind": kind, "size": size, "named": [name]} | more())
+        return wrong and f"{what}: {wrong}"

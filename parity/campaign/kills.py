@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,6 @@ from parity.weights import checkpoints
 MODEL = checkpoints.MiniLMConfig(
     vocab_size=2000, hidden_size=256, num_layers=2, num_heads=4, intermediate_size=1024, max_positions=64
 )
-RESULTS = ROOT / "bench" / "results" / "nvidia-h200"
 LONGEST_S = 0.6  # until the kill, once a writer is in its loop
 
 
@@ -52,37 +51,6 @@ def _embed(folder: Path) -> Callable[[int], int]:
     return lambda turn: main(["embed", str(folder / f"{turn}.txt"), *options])
 
 
-def _bench(folder: Path) -> Callable[[int], int]:
-    from bench.__main__ import main
-
-    options = ["--quick", "--no-compile", "--dtype", "fp32", "--output", str(folder / "out")]
-    return lambda turn: main(["softmax", "--shapes", ("16x64", "16x64,8x128")[turn], *options])
-
-
-def _results(folder: Path) -> Callable[[int], int]:
-    from bench.measuring import results
-
-    loaded = [results.load(RESULTS / f"{name}.json.gz") for name in ("trimul", "attention")]
-    both = [result.__class__(**{**vars(result), "benchmark": "gemm"}) for result in loaded]
-    return lambda turn: int(not results.save(both[turn], folder / "out"))
-
-
-def _report(folder: Path) -> Callable[[int], int]:
-    from bench.__main__ import main
-
-    (folder / "out").mkdir(exist_ok=True)
-    readme = folder / "out" / "README.md"
-    readme.write_text("text\n" * 10_000 + "<!-- bench:summary -->\n<!-- /bench:summary -->\n")
-    for turn, names in enumerate((("gemm", "norm"), ("gemm", "norm", "softmax"))):
-        for name in names:
-            gpu = folder / f"results-{turn}" / "nvidia-h200"
-            gpu.mkdir(parents=True, exist_ok=True)
-            shutil.copy(RESULTS / f"{name}.json.gz", gpu)
-    return lambda turn: main(
-        ["report", "--results", str(folder / f"results-{turn}"), "--readme", str(readme), "--no-html"]
-    )
-
-
 def _table(folder: Path) -> Callable[[int], int]:
     from pallas_models.tuning import Table, shipped_path
 
@@ -91,16 +59,9 @@ def _table(folder: Path) -> Callable[[int], int]:
     return lambda turn: int((table, other)[turn].save(folder / "out" / "table.json") is not None)
 
 
-WRITERS: dict[str, Callable[[Path], Callable[[int], int]]] = {
-    "weights": _weights,
-    "embed": _embed,
-    "bench": _bench,
-    "results": _results,
-    "report": _report,
-    "table": _table,
-}
-
-
+# By name, what makes of a folder a function that writes the input of a turn there.
+Writers = Mapping[str, Callable[[Path], Callable[[int], int]]]
+WRITERS: Writers = {"weights": _weights, "embed": _embed, "table": _table}
 AT_ONCE = ("weights",)  # whose files are replaced together
 
 
@@ -109,14 +70,14 @@ def _turns(parent: int) -> Iterator[int]:
     return itertools.takewhile(lambda _: os.getppid() == parent, itertools.cycle((0, 1)))
 
 
-def main(writer: str, folder: Path) -> None:
+def main(writers: Writers, writer: str, folder: Path) -> None:
     """Writes until it or who started it is killed; after a line and a wait once there is a file of each input."""
     parent = os.getppid()
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     (folder / "out").mkdir(exist_ok=True)
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        write = WRITERS[writer](folder)
+        write = writers[writer](folder)
         for turn in (0, 1):
             if write(turn):
                 raise SystemExit(f"{writer} fails")
@@ -160,25 +121,23 @@ def _is_draft(path: Path) -> bool:
     return path.suffix == ".draft" and path.name.startswith(".")
 
 
-def _wrong(path: Path, content: bytes, whole: list[dict[Path, bytes]]) -> str | None:
-    """What is wrong with a file after the kill, given what writers that were let alone leave."""
+def _wrong(
+    path: Path, content: bytes, whole: list[dict[Path, bytes]], sound: Callable[[Path], bool] | None = None
+) -> str | None:
+    """What is wrong with a file after the kill, given the files of writers that were let alone."""
     if _is_draft(path) or any(_same(path, content, files.get(path)) for files in whole):
         return None
-    if path.suffix == ".json" and "softmax" in path.name:  # times differ from run to run
-        from bench.measuring import results
-
-        with contextlib.suppress(results.ResultError):
-            results.load(path)
-            return None
+    if sound is not None and sound(path):
+        return None
     return f"{path.name} is neither the older nor the newer file ({len(content)} bytes)"
 
 
-def _kill(writer: str, delay: float) -> str | None:
-    """Kills a writer; says what is wrong with what it left."""
+def _kill(writer: str, delay: float, module: str, sound: Callable[[Path], bool] | None) -> str | None:
+    """Kills a writer; says what is wrong with the files that it left."""
     folder = Path(_folder(writer).name)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "parity.campaign.kills", writer, str(folder)],
+        [sys.executable, "-m", module, writer, str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     whole = []
@@ -201,16 +160,22 @@ def _kill(writer: str, delay: float) -> str | None:
         return f"{sorted(path.name for path in left)} are neither the older nor the newer files together"
     if missing := [path.name for path in whole[0] if path not in left and path in whole[1]]:
         return f"{missing} are gone"
-    return next(filter(None, (_wrong(path, content, whole) for path, content in left.items())), None)
+    return next(filter(None, (_wrong(path, content, whole, sound) for path, content in left.items())), None)
+
+
+def kills(seed: int, writers: Writers, module: str, sound: Callable[[Path], bool] | None = None) -> Iterator[Case]:
+    """A writer of a module, and a moment; `sound` says whether a file is whole that no other run writes alike."""
+    for number in itertools.count():
+        rng = np.random.default_rng([seed, number])
+        writer, delay = pick(rng, writers), float(rng.uniform(0, LONGEST_S))
+        run = functools.partial(_kill, writer, delay, module, sound)
+        yield Case(name=f"{writer} killed after {delay:.3f} s", run=run)
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """A writer, and a moment."""
-    for number in itertools.count():
-        rng = np.random.default_rng([seed, number])
-        writer, delay = pick(rng, WRITERS), float(rng.uniform(0, LONGEST_S))
-        yield Case(name=f"{writer} killed after {delay:.3f} s", run=functools.partial(_kill, writer, delay))
+    """Writers of the library that are killed; see the module."""
+    return kills(seed, WRITERS, "parity.campaign.kills")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(WRITERS, sys.argv[1], Path(sys.argv[2]))

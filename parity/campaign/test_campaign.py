@@ -22,6 +22,13 @@ from parity.support.bounded import Bounded, disagreement, exact
 from parity.support.draws import DTYPES
 
 
+def test_parts_have_cases():
+    assert {"ops", "files", "damaged_results"} < set(campaign.PARTS)
+    for module in campaign.PARTS.values():
+        path = ROOT / (module.replace(".", "/") + ".py")
+        assert "\ndef cases(" in path.read_text(), module
+
+
 def test_every_op_is_drawn():
     drawn = [ops.program(1, i) for i in range(1500)]
     assert {p.op for p in drawn} == set(ops.DRAWN)

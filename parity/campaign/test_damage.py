@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from parity.bench import damaged_results, killed_benchmarks
 from parity.campaign import checkpoints, files, kills
 from parity.campaign._sandbox import Sandbox
 
@@ -71,7 +72,7 @@ def test_what_a_sandbox_says(sandbox, kind):
         assert wrong is None if expected is None else expected in (wrong or "")
 
 
-@pytest.mark.parametrize("module", [checkpoints, files, kills])
+@pytest.mark.parametrize("module", [checkpoints, files, kills, damaged_results, killed_benchmarks])
 def test_a_case_depends_on_its_seed_and_number_alone(module):
     def names(seed, count):
         return [case.name for case, _ in zip(module.cases(seed), range(count), strict=False)]

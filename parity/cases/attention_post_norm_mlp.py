@@ -75,13 +75,14 @@ def _formula(
     dtype: str,
     qkv: Array,
     num_heads: int,
+    mask: Array | None = None,
     bias: Array | None = None,
     segment_ids: Array | None = None,
     precision: str | None = None,
     **others: Any,
 ) -> Bounded:
     """`post_norm_mlp` of the result of attention, which is rounded to the dtype."""
-    masks = dict(bias=bias, segment_ids=segment_ids)
+    masks = dict(mask=mask, bias=bias, segment_ids=segment_ids)
     y = qkv_formula(dtype=dtype, qkv=qkv, num_heads=num_heads, precision=precision, **masks)
     assert isinstance(y, Bounded)
     return post_norm_mlp(dtype=dtype, y=b.held(y, dtype), precision=precision, **others)

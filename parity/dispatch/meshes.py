@@ -343,8 +343,7 @@ def example(code: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs every case; what one raises is its result."""
-    pallas_patches.share_contexts()
-    pallas_patches.interpret_quickly()
+    pallas_patches.apply(on_gpu=False)
     pallas_patches.collect_rarely()
     runs: dict[str, tuple[dict[str, int], Callable[[], dict[str, Any]]]] = {
         f"{kind}, {name}": (sent(program), functools.partial(measured, program, reference, kind))

@@ -148,7 +148,7 @@ CASES = {
             "w_out has shape (6, 8); expected (8, 8), (K, N) with the K of y",
         ),
         (lambda: post_norm_mlp(w_down=W), ValueError, "w_down has shape (6, 8); expected (16, 8), (F, N)"),
-        (lambda: post_norm_mlp(x=X), ValueError, "x has shape (5, 6); expected (5, 8), that of the result"),
+        (lambda: post_norm_mlp(x=X), ValueError, "x has shape (5, 6); expected (5, 8), the shape of the result"),
         (lambda: post_norm_mlp(bias_up=N8), ValueError, "bias_up has shape (8,); expected (16,), (F,)"),
         (lambda: post_norm_mlp(scale=N6), ValueError, "scale has shape (6,); expected (8,), (N,)"),
         (lambda: post_norm_mlp(y=INTS[0]), TypeError, "y has dtype int32; expected float16"),

@@ -322,7 +322,7 @@ def test_an_empty_vocabulary_has_nothing_to_look_up():
 
 
 def test_an_empty_vocabulary_has_no_label():
-    with pytest.raises(ValueError, match=r"kernel has shape \(3, 0\); expected at least one label in \(D, V\)"):
+    with pytest.raises(ValueError, match=r"w has shape \(3, 0\); expected at least one label in \(D, V\)"):
         ops.linear_cross_entropy(Z((2, 3)), Z((3, 0)), Z(2, jnp.int32))
 
 

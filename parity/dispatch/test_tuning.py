@@ -564,7 +564,7 @@ class TestAutotune:
         def plain(x, *, config=None, implementation=None):
             return x
 
-        with pytest.raises(ValueError, match="those of this call that can be: none"):
+        with pytest.raises(ValueError, match="the kernels of this call that can be: none"):
             tuning.autotune(plain, normal(np.random.default_rng(76), 4))
 
     def test_several_kernels(self, times):

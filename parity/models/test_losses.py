@@ -244,7 +244,7 @@ def test_layers_beyond_nine_keep_their_order():
 
 
 @pytest.mark.parametrize("symmetric, hard", [(False, False), (True, True)])
-def test_contrastive_loss_against_torch(reference, symmetric, hard):
+def test_contrastive_loss_against_torch(reference, bert, symmetric, hard):
     import torch
 
     rng = np.random.default_rng(3)
@@ -256,8 +256,8 @@ def test_contrastive_loss_against_torch(reference, symmetric, hard):
     )
     value, gradient = jax.jit(jax.value_and_grad(function))(params, *sides)
 
-    tensors = reference.bert_tensors(params)
-    encoder = reference.Encoder(tensors, num_heads=BERT.num_heads, epsilon=BERT.epsilon)
+    tensors = bert.bert_tensors(params)
+    encoder = bert.Encoder(tensors, num_heads=BERT.num_heads, epsilon=BERT.epsilon)
     first, second, *rest = (encoder.embed(*map(reference.tensor, side)) for side in sides)
     labels = torch.arange(3, device=first.device)
     expected = torch.nn.functional.cross_entropy(7.0 * first @ torch.cat([second, *rest]).T, labels)
@@ -266,7 +266,7 @@ def test_contrastive_loss_against_torch(reference, symmetric, hard):
     expected.backward()
     assert_close(value, float(expected.detach()), DEEP)
     wanted = {name: p.grad.cpu().numpy() for name, p in encoder.named_parameters()}
-    ours = reference.Encoder(reference.bert_tensors(gradient), num_heads=BERT.num_heads)
+    ours = bert.Encoder(bert.bert_tensors(gradient), num_heads=BERT.num_heads)
     for name, found in ours.named_parameters():
         assert_close(found.detach().cpu(), wanted[name], MODEL_GRADIENT)
 

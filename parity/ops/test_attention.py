@@ -34,6 +34,7 @@ from parity.support.common import (
     float64,
     gpu,
     normal,
+    races,
     random_mask,
 )
 from parity.support.tolerances import DEEP, GRADIENT, LONG, OP, SAME, SHORT
@@ -724,14 +725,6 @@ def test_hopper_kernel_reads_the_fused_buffer_in_place(seq):
     options = dict(causal=True, config=hopper(), implementation=MOSAIC)
     out = compiled.attention_qkv(qkv, num_heads=2, num_kv_heads=1, **options)
     assert_equal(out.reshape(1, seq, 2, 64), compiled.attention(*parts, **options))
-
-
-def races(output: str) -> list[str]:
-    """What the interpreter reports, but for sums in registers, which no two warpgroups share.
-
-    It takes the sums of CTAs that run one after another for the same ones.
-    """
-    return [report for report in output.split("RACE DETECTED")[1:] if "(_put)" not in report]
 
 
 @pytest.mark.skipif(

@@ -20,7 +20,7 @@ from pallas_models.kernels.triton import attention_backward as triton
 from pallas_models.kernels.triton.attention import Config as Forward
 from pallas_models.tuning import Chooser, Problem
 from parity.dispatch.test_target import DEVICES, Recorder
-from parity.ops.test_attention import CASES, edges, operands, races
+from parity.ops.test_attention import CASES, edges, operands
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
@@ -34,6 +34,7 @@ from parity.support.common import (
     gpu,
     kernel_calls,
     normal,
+    races,
     random_mask,
     relative_error,
 )

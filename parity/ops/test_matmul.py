@@ -533,7 +533,7 @@ IN_PARTS = Config(block_m=16, block_n=16, block_k=16, num_warps=1, num_stages=1,
         ),
         (
             lambda: kernel(X, jnp.stack([W] * 2), residual=jnp.ones((5, 8))),
-            "residual has shape (5, 8); expected (2, 5, 8), that of the result",
+            "residual has shape (5, 8); expected (2, 5, 8), the shape of the result",
         ),
     ],
 )

@@ -608,7 +608,7 @@ def test_init(gate_after, use_bias, dtype):
             None,
             {},
             ValueError,
-            "x has shape (1, 5, 5, 9); expected 10 channels, those of the parameters",
+            "x has shape (1, 5, 5, 9); expected 10 channels, as the parameters have",
         ),
         (X, MASK[0], {}, ValueError, "mask has shape (5, 5); expected (1, 5, 5), (..., N, N)"),
         (X, MASK[:, 1:], {}, ValueError, "mask has shape (1, 4, 5); expected (1, 5, 5), (..., N, N)"),
@@ -653,7 +653,9 @@ def test_params_that_do_not_fit_are_listed():
     ):
         assert line in str(error.value)
     for wrong in ({}, [1.0], {"norm": {}}, {"params": params}):
-        with pytest.raises(ValueError, match="params are not those of a triangle multiplicative update; expected"):
+        with pytest.raises(
+            ValueError, match="params are not the parameters of a triangle multiplicative update; expected"
+        ):
             trimul.trimul(wrong, X, direction="outgoing")
 
 

@@ -24,6 +24,7 @@ from parity.support.common import (
     cuda_device,
     gpu,
     normal,
+    races,
 )
 from parity.support.tolerances import OP
 
@@ -301,7 +302,7 @@ def test_project_has_no_races(module, monkeypatch, capfd):
     params = plgpu.InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(launch, "interpreter_params", lambda: params)
     project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
-    assert "RACE" not in capfd.readouterr().out
+    assert not races(capfd.readouterr().out)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")

@@ -71,14 +71,14 @@ def test_each_sentence_is_embedded_as_if_alone_and_in_order(encoder):
         assert_close(embeddings, expected, 1e-5)
 
 
-def test_computes_what_torch_computes(reference, folder, implementation):
+def test_computes_what_torch_computes(reference, bert, folder, implementation):
     sentences = ["A man is playing the guitar.", "a woman cuts an onion", "unknown words"]
     encoder = Encoder.from_pretrained(folder, implementation=implementation)
     tokenizer = checkpoints.word_tokenizer()
     tokenizer.enable_padding()
     encodings = tokenizer.encode_batch(sentences)
     ids, mask = (jnp.array([getattr(e, name) for e in encodings]) for name in ("ids", "attention_mask"))
-    model = reference.Encoder(bert_tensors(), num_heads=CONFIG.num_heads, epsilon=CONFIG.epsilon)
+    model = bert.Encoder(bert_tensors(), num_heads=CONFIG.num_heads, epsilon=CONFIG.epsilon)
     assert_close(encoder.encode(sentences), reference.compute(model.embed, ids, mask), 1e-5)
 
 
@@ -748,12 +748,12 @@ REAL_SENTENCES = [*EXAMPLES, "", "Ünïcödé 文字 🙂", "a " * 300]
 
 
 @pytest.fixture(scope="module")
-def real_embeddings(reference, real_encoder) -> np.ndarray:
+def real_embeddings(reference, bert, real_encoder) -> np.ndarray:
     """Of `REAL_SENTENCES`, by torch in float32."""
     ids, mask = batch_of(real_encoder, REAL_SENTENCES)
     tensors = lazy.read_tensors(weights.resolve())
     del tensors["embeddings.position_ids"]
-    model = reference.Encoder(tensors, num_heads=12)
+    model = bert.Encoder(tensors, num_heads=12)
     return reference.compute(model.embed, jnp.asarray(ids), jnp.asarray(mask))
 
 

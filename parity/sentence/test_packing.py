@@ -137,10 +137,10 @@ def test_values_are_those_of_padded_rows(implementation, dtype):
     assert np.min(cosines(out, expected)) >= COSINE[dtype]
 
 
-def test_against_torch(reference, implementation):
+def test_against_torch(reference, bert, implementation):
     params = random_params(CONFIG)
     batch, ids, mask = packed(LENGTHS)
-    encoder = reference.Encoder(reference.bert_tensors(params), num_heads=CONFIG.num_heads, epsilon=CONFIG.epsilon)
+    encoder = bert.Encoder(bert.bert_tensors(params), num_heads=CONFIG.num_heads, epsilon=CONFIG.epsilon)
     embed_packed, _ = compiled(implementation, packing.num_segments(batch.tokens.shape[1:]))
     out = np.asarray(embed_packed(params, *batch.tokens))[batch.segments]
     assert_close(out, reference.compute(encoder.embed, ids, mask), MODEL["float32"])

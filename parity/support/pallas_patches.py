@@ -1,4 +1,10 @@
-"""What processes that compile thousands of programs, and run each once, do less often."""
+"""The suite's changes to JAX and Pallas: tests start thousands of programs that run once, on little data.
+
+`apply` makes the changes for a process of the suite. They make tests faster and change no result, except that
+`interpret_quickly` hides a negative index. So the campaign and the sanitizers run without them, and so does
+`make unpatched`, which tests the values of every op with `pytest --unpatched`. The internals of JAX that are
+replaced are alike in 0.10.2, 0.11 and 0.12, unless the change says otherwise.
+"""
 
 import functools
 import gc
@@ -15,6 +21,17 @@ from jax._src.lax import slicing
 from jax._src.pallas import hlo_interpreter, primitives
 from jax._src.state import discharge
 
+
+def apply(*, on_gpu: bool) -> None:
+    """Makes the changes for this process."""
+    share_contexts()
+    if not on_gpu:
+        interpret_quickly()
+    if jax.__version_info__ < (0, 11):
+        compile_a_warpgroup_once()
+        interpret_with_numpy()
+
+
 _make_ir_context = mlir.make_ir_context
 _contexts: list[Any] = []
 
@@ -28,20 +45,8 @@ def _ir_context() -> Any:
 
 
 def share_contexts() -> None:
-    """One MLIR context for all programs: JAX loads 20 dialects into a new one for each, which takes 5 ms."""
+    """One MLIR context for all programs. JAX loads 20 dialects into a new one for each, which takes 5 ms."""
     mlir.make_ir_context = _ir_context
-
-
-def _io_callback(*args: Any, callback: Callable[..., Any], **_: Any) -> Any:
-    return jax.tree.map(np.asarray, callback(*map(np.array, args)))
-
-
-def interpret_with_numpy() -> None:
-    """Mosaic's interpreter calls Python for each access; arrays of JAX as arguments are a quarter of its time.
-
-    That of JAX 0.11 expects them.
-    """
-    callbacks.io_callback_impl = _io_callback
 
 
 _interpret = hlo_interpreter.pallas_call_hlo_interpret
@@ -55,7 +60,8 @@ def _interpreted(**params: Any) -> Callable[..., Any]:
 def interpret_quickly() -> None:
     """Pallas's interpreter traces a kernel once for all programs, and compares no index of a block with 0.
 
-    That is a third of what it traces; an index that is negative by mistake is 0 then, not one from the end.
+    Comparisons are a third of what it traces. An index that is negative by mistake is then 0, and not one from the
+    end.
     """
     within = {
         name: functools.partial(getattr(slicing, name), allow_negative_indices=False)
@@ -66,15 +72,45 @@ def interpret_quickly() -> None:
     hlo_interpreter.pallas_call_hlo_interpret = lambda *args, **params: _interpreted(**params)(*args)
 
 
+def _run(jaxpr: Any, consts: Any, *args: Any) -> None:
+    jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+    jax.jit(_run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()(consts, *args)
+
+
+def compile_a_warpgroup_once() -> None:
+    """Mosaic's interpreter compiles a kernel once. In JAX 0.10 it does so for every warpgroup of each CTA.
+
+    JAX 0.11 has this itself.
+    """
+    from jax._src.pallas.mosaic.interpret import thread_map
+
+    thread_map._run_jaxpr = _run_jaxpr
+
+
+def _io_callback(*args: Any, callback: Callable[..., Any], **_: Any) -> Any:
+    return jax.tree.map(np.asarray, callback(*map(np.array, args)))
+
+
+def interpret_with_numpy() -> None:
+    """Mosaic's interpreter gives its callbacks NumPy arrays: it calls Python for each access.
+
+    Arrays of JAX as arguments are a quarter of its time in JAX 0.10. The callbacks of JAX 0.11 expect them.
+    """
+    callbacks.io_callback_impl = _io_callback
+
+
 def collect_rarely() -> None:
-    """Python would look for garbage among what stays, imported modules, for a tenth of the time."""
+    """Python looks for garbage rarely: to look among imported modules, which stay, takes a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)
 
 
 def forget() -> None:
-    """Drops all that was compiled."""
+    """Drops all compiled programs."""
     _contexts.clear()
     _interpreted.cache_clear()
     jax.clear_caches()

@@ -1,9 +1,13 @@
 """`python -m parity`: what the check of a GPU runs, keeps and says."""
 
+import re
 import sys
+import types
 
 import pytest
+from jax._src.pallas import hlo_interpreter
 
+from parity import ROOT
 from parity import __main__ as check
 from parity.support import sharing
 from parity.support.common import ON_GPU
@@ -145,3 +149,23 @@ def test_one_process_has_all_of_the_memory_where_there_are_no_workers(programs, 
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
     check.main(["--output", str(tmp_path), "--only", "parity", "--workers", "8"])
     assert asked == [1]
+
+
+def test_suite_and_benchmarks_do_not_import_each_other():
+    """Except for the tests of the benchmarks."""
+    imports = re.compile(r"^\s*(?:from|import) (bench|parity)\b", re.MULTILINE)
+    for folder, other in (("parity", "bench"), ("bench", "parity")):
+        for path in (ROOT / folder).rglob("*.py"):
+            if (ROOT / "parity" / "bench") not in path.parents:
+                assert other not in imports.findall(path.read_text()), path
+
+
+def test_campaign_and_sanitizers_run_without_patches():
+    campaign = [path for path in (ROOT / "parity" / "campaign").glob("*.py") if not path.name.startswith("test_")]
+    for path in (*campaign, ROOT / "parity" / "support" / "sanitize.py"):
+        assert "pallas_patches" not in path.read_text(), path
+
+
+def test_the_suite_runs_with_or_without_patches(request):
+    patched = isinstance(hlo_interpreter.slicing, types.SimpleNamespace)
+    assert patched == (not ON_GPU and not request.config.getoption("--unpatched"))

@@ -53,7 +53,7 @@ def assert_trees_equal(a, b) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
 @pytest.mark.parametrize("extras", [False, True], ids=["bare", "pooler-and-buffer"])
-def test_computes_what_torch_computes(reference, tmp_path, prefix, extras):
+def test_computes_what_torch_computes(reference, bert, tmp_path, prefix, extras):
     tensors = bert_tensors()
     stored = dict(tensors)
     if extras:
@@ -65,7 +65,7 @@ def test_computes_what_torch_computes(reference, tmp_path, prefix, extras):
     assert config == CONFIG
     ids, mask = batch()
     expected = reference.compute(
-        reference.Encoder(tensors, num_heads=CONFIG.num_heads, epsilon=CONFIG.epsilon).embed, ids, mask
+        bert.Encoder(tensors, num_heads=CONFIG.num_heads, epsilon=CONFIG.epsilon).embed, ids, mask
     )
     assert_close(minilm.embed(params, ids, mask, config=config, implementation="xla"), expected, 1e-5)
 

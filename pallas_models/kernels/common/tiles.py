@@ -1,12 +1,25 @@
 """The order in which programs take the tiles of a product."""
 
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 
-def check_divides(config: Any, n: int, pieces: tuple[int, int]) -> None:
+class Blocks(Protocol):
+    """The tiles of a product, which a config of either backend has."""
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
+
+    @property
+    def block_k(self) -> int: ...
+
+
+def check_divides(config: Blocks, n: int, pieces: tuple[int, int]) -> None:
     """Raises ValueError unless the tiles of a product divide the pieces of its matrices (n, n)."""
     blocks = config.block_m, config.block_n, config.block_k
     if pieces != (1, 1) and any(n // count % block for count in pieces for block in blocks):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-LOG2_LARGEST = 14  # of left, right and sums: half of what float16 holds, for what rounding adds
+LOG2_LARGEST = 14  # of left, right and sums: half of the range of float16, as rounding may add to them
 
 
 def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
@@ -37,5 +37,5 @@ def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
 
 
 def sums_factor(n: int) -> float:
-    """A power of two, times which sums of `n` products are as large at most as left and right are."""
+    """A power of two, times which sums of `n` products are at most as large as left and right may be."""
     return 2.0 ** -(LOG2_LARGEST + math.ceil(math.log2(n)))

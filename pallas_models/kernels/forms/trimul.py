@@ -1,4 +1,4 @@
-"""What a call of the triangle multiplicative update is, and what each of the steps is that kernels take."""
+"""What a call of the triangle multiplicative update is, and a call of each kernel that takes a step of it."""
 
 import dataclasses
 from typing import ClassVar, Generic, Literal
@@ -30,7 +30,7 @@ class Form(forms.Form, Generic[A]):
       b_gate: (G,), or None.
       w_out: (H, C).
       b_out: (C,), or None.
-      direction: whether left and right of an edge are summed with those that go out of, or come into, its nodes.
+      direction: whether an edge is updated by the edges that go out of its two nodes, or by those that come in.
       gate_after: whether the gate is applied to the result and not to the hidden channels.
       epsilon: added to the variances of both layer norms.
       compute_dtype: of the operands of products.
@@ -96,7 +96,7 @@ class Form(forms.Form, Generic[A]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projection(forms.Form, Generic[A]):
-    """Left and right of the update, and its gate: what a position makes of its own channels.
+    """Left and right of the update, and its gate, which a position makes of its own channels.
 
     With z = layer_norm(x) and p = z @ w + bias, left is `mask * p[:, 0] * sigmoid(p[:, 1])`, right is
     `mask * p[:, 2] * sigmoid(p[:, 3])`, and the gate is `sigmoid(z @ w_gate + b_gate)`.
@@ -186,16 +186,16 @@ class Output(forms.Form, Generic[A]):
     """The end of the update: `(layer_norm(y) * gate) @ w + bias`, or `(layer_norm(y) @ w + bias) * gate`.
 
     Attributes:
-      ys: y, (B, H, M), in equal parts of its channels. It is `factor`, times both scales of `bounds`, times what
-        is to be normalised.
+      ys: y, (B, H, M), in equal parts of its channels: the sums over third positions times `factor` and, as left
+        and right are scaled, times both scales.
       gate: (B, G', M), G' >= G: G is C where `gate_after`, else H.
-      bounds: of left and right, of which the scales are made.
+      bounds: (parts, 5), of left and right, from which both scales follow.
       scale: (H,), float32, of the layer norm.
       shift: (H,), float32, its bias.
       w: (H, C), in the dtype of the products.
       bias: (C,), float32, or None.
       gate_after: whether the gate is applied to the result and not to the hidden channels.
-      factor: that of the products.
+      factor: the factor of the products.
       epsilon: added to the variance.
       precision: of products of float32 operands.
       out_dtype: of the result.

@@ -268,7 +268,7 @@ class _Epilogue:
 
     @property
     def kept(self) -> Staging | None:
-        """Where what the activation is applied to leaves."""
+        """The place through which the values before the activation leave."""
         if not self.form.return_preactivation:
             return None
         return Staging.of(self.config, self.config.block_n, self.form.x.dtype)
@@ -302,7 +302,7 @@ class _Epilogue:
                 plgpu.copy_gmem_to_smem(block.at(refs.residual, tile), refs.slots.at[warpgroup, i], ready)
 
     def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        """Finishes a tile and stores it, and what the activation is applied to."""
+        """Finishes a tile and stores it, and the values before the activation."""
         form, slope, peers, out, kept = self.form, self.slope, self.peers, self.out, self.kept
         if self.num_copies:
             plgpu.barrier_wait(refs.ready.at[warpgroup])

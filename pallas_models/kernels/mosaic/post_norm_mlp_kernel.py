@@ -169,6 +169,8 @@ class _Cta:
         self.other = 1 - self.warpgroup  # of the two that compute
         self.count = jax.lax.div(kernel.tiles - self.first + kernel.num_ctas - 1, kernel.num_ctas)
         # The slots of the ring, for blocks of weights and for heads.
+        self.slots: Ref
+        self.head_slots: Ref
         self.slots, self.head_slots = (refs.slots, None) if self.heads is None else refs.slots
 
     def tile(self, i: jax.Array) -> jax.Array:

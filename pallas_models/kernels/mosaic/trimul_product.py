@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_Index = jax.Array | int
+_Index = Any  # an array or a number
 
 
 def unsupported(dtype: DTypeLike) -> str | None:
@@ -114,7 +115,7 @@ class _Matrices:
       peers: the GPUs that the sums are stored to, a piece each; None for this GPU.
     """
 
-    form: Product[jax.ShapeDtypeStruct]
+    form: Product[Any]
     staging: Staging
     peers: Peers | None
 

@@ -84,7 +84,7 @@ def project(
     """Left and right, and the gate, in the dtype of the weights, for M in multiples of 8.
 
     With `peers` left and right are split by channels into as many parts as there are GPUs, and part i is stored on
-    GPU i. Those here are what all GPUs stored, one after another.
+    GPU i. The results are the parts that all GPUs stored here, one after another.
 
     Returns:
       (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. M' is M in whole
@@ -164,7 +164,7 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Normalizer:
-    """The warpgroup that normalises the positions of a step while those of the next one are copied."""
+    """The warpgroup that normalises the positions of a step, while the positions of the next one are copied."""
 
     walk: _Walk
 
@@ -218,7 +218,7 @@ class _Normalizer:
     def step(
         self, step: jax.Array, carry: tuple[list[jax.Array], jax.Array | None]
     ) -> tuple[list[jax.Array], jax.Array | None]:
-        """Normalises positions, given with their mask, and reads the next, while those after them are copied."""
+        """Normalises positions, given with their mask, reads the next ones, and has those after them copied."""
         refs, (xs, factor) = self.refs, carry
         following = self.fetch_mask(step + 1)
         if factor is not None:
@@ -258,7 +258,7 @@ class _Normalizer:
         ]
 
     def vector(self, i: int, channels: pl.Slice) -> jax.Array:
-        """The scale (0) or the bias (1) of the norm, the same for all positions."""
+        """The scale (0) or the bias (1) of the norm, equal for all positions."""
         v = load(self.refs.norm_smem.at[i, channels], plgpu.Layout.WGMMA.reduce(0))
         return jax.lax.broadcast_in_dim(v, (ROWS, self.piece), [1])
 

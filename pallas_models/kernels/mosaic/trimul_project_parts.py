@@ -60,7 +60,7 @@ class Products:
         return self.sides + self.gates
 
     def out_types(self, form: Projection[jax.Array]) -> dict[str, jax.ShapeDtypeStruct | None]:
-        """Left and right, (B, 2 H, M'), and the gate, (B, G', M'); None for what there is none of."""
+        """Left and right, (B, 2 H, M'), and the gate, (B, G', M'), None where there is no gate."""
         batch, size, _ = form.x.shape
         rows, width = dict(sides=COLUMNS * self.sides, gate=2 * COLUMNS * self.gates), ROWS * pl.cdiv(size, ROWS)
         return {
@@ -189,7 +189,7 @@ class Gating:
         """Stores the transpose of y, as many columns at a time as the slot holds: `leave(channels)` copies it."""
         y = y.astype(self.slot.dtype)
         for start in range(0, y.shape[1], self.slot.shape[0]):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has to leave first
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the columns before have to leave first
             store_transposed(self.slot, y[:, start : start + self.slot.shape[0]])
             plgpu.commit_smem()
             leave(pl.Slice(start, self.slot.shape[0]))

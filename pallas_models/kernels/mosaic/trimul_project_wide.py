@@ -97,9 +97,9 @@ def project(form: Projection[jax.Array], *, target: Target, interpret: bool) -> 
 
 
 def _folded(form: Projection[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Weights and biases, arranged, that scale and bias of the norm are a part of.
+    """Weights and biases, `arranged`, with the scale and the bias of the norm in them.
 
-    As vectors these would take registers that positions need.
+    As vectors of their own these would take registers that positions need.
     """
     weights = arranged(form.w, form.w_gate).astype(jnp.float32)
     b = jnp.sum(form.norm_bias[:, None, None] * weights, axis=0)
@@ -208,7 +208,7 @@ class _Consumer:
             gating.finish(y, j, place, masked)
 
     def copy(self, which: Sequence[int], step: jax.Array) -> None:
-        """Starts copies of these pieces of x to their slots; those past the end of a step are of the next one."""
+        """Starts copies of these pieces of x to their slots. Pieces past the end of a step are of the next one."""
         for i in which:
             ahead, piece = divmod(i, self.pieces)
             item, rows = self.place(step + ahead)
@@ -243,7 +243,7 @@ class _Consumer:
         return [(d * inverse).astype(dtype) for d in ds]
 
     def product(self, zs: list[jax.Array], first: jax.Array) -> jax.Array:
-        """The product of positions and the weights that come to the ring from step `first` of it on."""
+        """The product of positions and the weights that the ring has from its step `first` on."""
 
         def slot_of(k: int) -> jax.Array:
             return jax.lax.rem(first + k, _STAGES)

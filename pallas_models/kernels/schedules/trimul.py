@@ -27,14 +27,14 @@ from pallas_models.tuning import Chooser
 
 _BY_ROWS = 2048  # the largest N at which channels of a row side by side are faster, measured on an H200
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
-_SENDERS = 32  # multiprocessors that are left to what sends; 16 are too few
+_SENDERS = 32  # multiprocessors that are left to collectives; 16 are too few
 _STORED_FROM = 2048**2  # pairs, from which on stores of the kernels to other GPUs are measured to be faster
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The configs of the three Triton kernels, or what chooses them; None for the tables and the heuristic."""
+    """The configs of three Triton kernels, or tables to ask first; None for installed tables and the heuristic."""
 
     project: trimul_project.Config | Chooser | None = None
     product: trimul_product.Config | Chooser | None = None
@@ -98,14 +98,14 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
     """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
     x, mask = form.x, form.mask
-    n, project = x.shape[1], _mosaic_projection(form.abstract(), target, _GROUPS if form.is_split else 1)
+    n, project = x.shape[1], _mosaic_projection(form, target, _GROUPS if form.is_split else 1)
     by_rows = n <= _BY_ROWS and not form.is_split
     # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
     if not form.is_split and (padding := -n % (8 if by_rows and project is not None else 64)):
         pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
         mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
         x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
-    peers = _peers(form.abstract(), target)
+    peers = _peers(form, target)
     multiply = functools.partial(mosaic_product.product, config=config)
     kernels = _Kernels(
         project=functools.partial(trimul_project.project, config=config) if project is None else project,
@@ -159,11 +159,11 @@ def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return function
 
 
-def _mosaic_projection(form: Form[jax.ShapeDtypeStruct], target: Target, groups: int) -> _Project | None:
+def _mosaic_projection(form: Form[Any], target: Target, groups: int) -> _Project | None:
     """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
     b, rows, columns, c = form.x.shape
     shaped = jax.ShapeDtypeStruct
-    projection = Projection(
+    projection: Projection[Any] = Projection(
         x=shaped((b, rows * columns, c), form.x.dtype),
         mask=None,
         norm_scale=form.norm_scale,
@@ -180,7 +180,7 @@ def _mosaic_projection(form: Form[jax.ShapeDtypeStruct], target: Target, groups:
     return next(serving, None)
 
 
-def _peers(form: Form[jax.ShapeDtypeStruct], target: Target) -> Peers | None:
+def _peers(form: Form[Any], target: Target) -> Peers | None:
     """The GPUs that share the pairs, where projections and products can store to them and that is faster."""
     names = (*form.rows_over, *form.columns_over)
     if not target.has_peers or len(names) != 1 or not _in_tiles(*form.x.shape[1:3]):
@@ -257,7 +257,7 @@ class _Update:
         """
         (b, rows, columns), by_channels, projection = self.shape, self.by_channels, self.projection
         size, in_tiles = rows * columns, _in_tiles(rows, columns)
-        # Kernels that take every multiprocessor and what sends would wait for each other.
+        # A kernel that takes every multiprocessor and a collective would wait for each other.
         beside = dataclasses.replace(self.target, num_cores=max(self.target.num_cores - _SENDERS, 1))
         arrived, sums, gate = [], [], None
         for i, group in enumerate(self.grouped(_GROUPS)):
@@ -368,7 +368,7 @@ def _update(form: Form[jax.Array], kernels: _Kernels, *, target: Target, interpr
 
 
 def _converted(form: Form[jax.Array]) -> Form[jax.Array]:
-    """The same call with its matrices in the compute dtype, and the other weights in float32."""
+    """The call with its matrices in the compute dtype, and the other weights in float32."""
 
     def converted(name: str, w: jax.Array | None) -> jax.Array | None:
         return None if w is None else w.astype(form.compute_dtype if name.startswith("w_") else jnp.float32)

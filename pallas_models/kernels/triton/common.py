@@ -55,7 +55,7 @@ def in_bounds(start: jax.Array | int, block: int, size: int) -> jax.Array | None
 
 
 def tile_mask(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
-    """The mask of a tile from those of its rows and columns, each None where all are in bounds."""
+    """The mask of a tile from the masks of its rows and columns, each None where all are in bounds."""
     if rows is None:
         return None if columns is None else columns[None, :]
     return rows[:, None] if columns is None else rows[:, None] & columns[None, :]

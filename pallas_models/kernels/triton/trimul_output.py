@@ -5,6 +5,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
     )
 
 
-def heuristic(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
+def heuristic(form: Output[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
     config, (h, c), dtype = _measured(form, target), form.w.shape, form.w.dtype
     while shared_memory(config, h, c, dtype) > target.shared_memory and config.block_m > 16:
@@ -72,7 +73,7 @@ def heuristic(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
     return config
 
 
-def _measured(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
+def _measured(form: Output[Any], target: Target) -> Config:
     """The fastest blocks on an H200."""
     (h, c), gate_after = form.w.shape, form.gate_after
     if form.w.dtype.itemsize == 4:
@@ -81,7 +82,7 @@ def _measured(form: Output[jax.ShapeDtypeStruct], target: Target) -> Config:
     if h <= 128 and c <= 128 and wide_out and form.batch * form.size >= 4096 * target.num_cores:
         return _config(128, 64, 2, 4, 2) if gate_after else _config(128, 64, 1, 4, 3)
     block_m = 64 if h <= 128 else 32
-    if gate_after and c > 128:  # the gate takes the registers and the shared memory of what is loaded ahead
+    if gate_after and c > 128:  # the gate leaves no registers and no shared memory for loading ahead
         return _config(block_m, 64 if wide_out else 128, 2, 4, 1)
     return _config(block_m, 64 if c <= (64 if gate_after else 128) else 128, 2, 4, 3)
 
@@ -94,7 +95,7 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
 
 
 def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory that weights and what is loaded ahead take."""
+    """Bytes of shared memory for weights and for the blocks that are loaded ahead."""
     block_h = block_size(h, 16, 1024)
     weights = block_h * pl.cdiv(c, config.block_n) * config.block_n * jnp.dtype(dtype).itemsize
     held = weights if weights <= _HELD_BYTES else config.num_stages * block_h * config.block_n * 2
@@ -113,7 +114,7 @@ def _output_kernel(
     *,
     config: Config,
     programs: int,
-    form: Output[jax.ShapeDtypeStruct],
+    form: Output[Any],
 ) -> None:
     batches, size, c = o_ref.shape
     part, h, gate_after = y_refs[0].shape[1], form.hidden, form.gate_after
@@ -204,7 +205,7 @@ def output(
             bucketed=("m",),
             dtype=dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, form.abstract(), target),
+            heuristic=functools.partial(heuristic, form, target),
             candidates=functools.partial(configs, dtype),
             shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=dtype),
         ),

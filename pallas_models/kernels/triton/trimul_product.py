@@ -77,7 +77,7 @@ def _product_kernel(
     o_ref: Ref,  # (B P, H, N / P rows, N / P columns)
     *,
     config: Config,
-    form: Product[jax.ShapeDtypeStruct],
+    form: Product[Any],
 ) -> None:
     h, piece_rows, piece_columns = o_ref.shape[1:]
     n, pieces, incoming = form.size, form.pieces, form.incoming

@@ -22,7 +22,7 @@ from pallas_models.kernels.mosaic.common.launch import Refs
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
-_PLACES = 4  # for sums: a warp may send those of step i + 1 while another still reads those of step i - 2
+_PLACES = 4  # for sums: a warp may send sums of step i + 1 while another still reads sums of step i - 2
 _WARPS = 4  # of a warpgroup
 
 

@@ -70,7 +70,7 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
 
 
 def interprets_transposed() -> bool:
-    """Whether the interpreter multiplies operands that lie transposed in memory; that of JAX 0.10 does not."""
+    """Whether the interpreter multiplies operands that lie transposed in memory, as from JAX 0.11 on."""
     return _jax.since(0, 11)
 
 

@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 Operand = Any  # a reference to shared memory, or an array in registers
 
 
-def with_sums(function: Callable[..., _T], *shapes: tuple[int, int]) -> _T:
+def with_sums(function: Callable[..., _T], *shapes: tuple[int, ...]) -> _T:
     """Calls a function with sums of products in registers, in float32, which begin with 0."""
     result: _T = pl.run_scoped(function, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
     return result
@@ -77,7 +77,8 @@ def _added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
         add(sums)
         return sums[...] + first
 
-    return with_sums(compute, first.shape)
+    rows, columns = first.shape
+    return with_sums(compute, (rows, columns))
 
 
 @meaning(_added_up)
@@ -90,4 +91,5 @@ def added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
         total: jax.Array = sums[...]
         return total
 
-    return with_sums(compute, first.shape)
+    rows, columns = first.shape
+    return with_sums(compute, (rows, columns))

@@ -1,4 +1,4 @@
-"""Instructions of the GPU for which Pallas has no words: of threads, and of barriers of a cluster of CTAs."""
+"""What Pallas has no words for: instructions of the GPU, threads, and barriers of a cluster of CTAs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def thread() -> Any:
 
 
 def lane_and_warp() -> tuple[Any, Any]:
-    """The number of the thread in its warp, and the number of the warp in its warpgroup."""
+    """The number of the thread in its warp, and of the warp in its warpgroup."""
     number = thread()
     return utils.arith.remui(number, i32(32)), utils.arith.divui(number, i32(32))
 
@@ -71,7 +71,7 @@ def start(*barriers: tuple[Any, Sequence[int]]) -> None:
     """Makes barriers of 64 bits; all threads of the cluster wait for one another.
 
     Args:
-      barriers: where each array of barriers begins, and for how many arrivals each barrier in it is.
+      barriers: where arrays of barriers begin, and for how many arrivals each of one is.
     """
     places = [(j, 8 * i, n) for j, (_, arrivals) in enumerate(barriers, start=1) for i, n in enumerate(arrivals)]
     inits = "\n".join(f"@p mbarrier.init.shared::cta.b64 [${j} + {offset}], {n};" for j, offset, n in places)

@@ -14,7 +14,7 @@ class Role:
     """What some warpgroups of a CTA do.
 
     Attributes:
-      warpgroups: which of them, by number: those of a range.
+      warpgroups: which of them, a range of numbers.
       registers: of each of their threads, a multiple of 8 up to 240.
       body: `body(warpgroup)`, given the number of the warpgroup that runs it.
     """
