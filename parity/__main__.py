@@ -4,7 +4,7 @@ Runs the whole suite on CUDA, then every benchmark shortened, and leaves logs, r
 summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there is no CUDA device.
 
 The processes of the suite share the GPU's memory: a test that needs more than its part runs again with fewer
-beside it, in the end alone. What they compile is kept beside the folder, for the other processes and the next run.
+beside it, in the end alone. Compiled programs are kept beside the folder, for other processes and the next run.
 
 `python -m parity campaign`, `sanitize`, `lowered` and `mutate` are programs of their own; each has `--help`.
 """
@@ -49,7 +49,7 @@ print(f"{device.device_kind}, compute capability {device.compute_capability}, JA
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A program to run, with what is added to its environment; one that is not `needed` may fail."""
+    """A program to run, with additions to its environment; one that is not `needed` may fail."""
 
     name: str
     command: Sequence[str]
@@ -105,7 +105,7 @@ def suite(
 
 
 def benchmarks(folder: Path) -> list[Step]:
-    """The benchmarks, and what is made of their results."""
+    """The benchmarks, and the report of their results."""
     python, results = [sys.executable, "-m"], str(folder / "bench")
     return [
         Step("bench", [*python, "bench", "all", "--quick", "--show-results", "--output", results]),

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    patched = "without patches" if config.getoption("--unpatched") else "see pallas_patches.py for what is patched"
+    patched = "without patches" if config.getoption("--unpatched") else "with the patches of pallas_patches.py"
     shapes = "real" if ON_GPU else "small"
     return f"parity: kernels run as implementation={KERNEL!r}, {shapes} shapes, {patched}"
 
@@ -89,7 +89,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    """What was compiled goes, many programs at a time: all of the suite's take more than 5 GB a worker."""
+    """Drops compiled programs, many at a time: all of the suite's take more than 5 GB a worker."""
     global _compiled
     yield
     if _compiled > (400 if ON_GPU else 1000):

@@ -1,8 +1,8 @@
 """The programs that the startup benchmark runs in processes of their own.
 
-`python -m bench.models.startup_programs NAME OPTIONS` calls the function NAME with the arguments in OPTIONS, JSON
-object, and prints what it returns as JSON, on the last line. Each function imports what it needs, as imports are
-part of what is measured.
+`python -m bench.models.startup_programs NAME OPTIONS` calls the function NAME with the arguments in OPTIONS, an
+object in JSON, and prints its result as JSON on the last line. Each function imports the modules that it needs,
+because imports are measured too.
 """
 
 import itertools

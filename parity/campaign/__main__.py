@@ -65,7 +65,7 @@ _ENVIRONMENTS = {
     "shardings": {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA warns where it gathers what is spread otherwise than an op takes it
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA warns where it gathers an array that an op takes otherwise
     },
 }
 # Packages without which no part is left out.
@@ -97,7 +97,7 @@ class Report:
     rows: dict[tuple[str, ...], dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def add(self, row: tuple[str, ...], measured: dict[str, float]) -> None:
-        """Counts what is named after cases, and keeps the largest of everything else."""
+        """Adds up columns, and of a column that is named `largest` keeps the largest value."""
         kept = self.rows.setdefault(row, {})
         for column, value in measured.items():
             counted = not column.startswith("largest")
@@ -143,7 +143,7 @@ class Report:
 
 
 def make_cases(connection: multiprocessing.connection.Connection, seed: int, options: dict[str, Any]) -> None:
-    """What a worker does: makes the cases that it is told, and tells of each when it begins and ends."""
+    """The work of a process: it makes the cases that it is told, and tells when each begins and ends."""
     import jax
 
     if jax.default_backend() == "cpu":  # compiling well takes longer than running badly

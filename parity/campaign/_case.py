@@ -9,8 +9,8 @@ class Case:
     """One trial.
 
     Attributes:
-      name: what it tries, in a line.
-      run: makes the trial and says what is wrong, or None where it went as it should. What it raises is a failure.
+      name: the trial in a line.
+      run: makes the trial and says what is wrong, or None where it went as it should. An exception is a failure.
       row: of which row of the report's table it is; none where it measures nothing.
       measured: what `run` measured, by the columns of the table, which have the largest of each.
     """

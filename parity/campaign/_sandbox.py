@@ -16,7 +16,7 @@ from typing import Any
 from parity import ROOT
 
 TIMEOUT_S = 20.0
-# On top of 4 times the size of what is read: what compiling a program and reading code for the first time take.
+# Bytes beside 4 times the size of the files: for compiling a program and reading code for the first time.
 SLACK = 96 << 20
 ADDRESSES = 2 << 30  # that a process may reserve on top of those it has when it is ready
 

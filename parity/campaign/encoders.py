@@ -1,7 +1,7 @@
 """Calls of `Encoder` with all kinds of arguments, odd ones among them, against a loop over sentences.
 
-Sentences come in every container that people have; sizes, prompts, precisions and what is returned are drawn. An
-argument that is wrong is to be refused by its name; every other call is to give what the loop gives.
+Sentences come in every container that people have; sizes, prompts, precisions and kinds of result are drawn. A
+wrong argument has to be refused by its name; every other call has to give the result of the loop.
 """
 
 import collections
@@ -218,7 +218,7 @@ def _given(call: Call) -> Any:
 
 
 def _expected(call: Call) -> Array | list[Array]:
-    """What a loop over the sentences gives, in float64: embeddings, or the states of tokens."""
+    """The result of a loop over the sentences, in float64: embeddings, or the states of tokens."""
     prompt = call.options.get("prompt")
     if prompt is None:
         name = {"encode_query": "query", "encode_document": "document"}.get(call.method)
@@ -283,7 +283,7 @@ def _checked(call: Call, out: Any) -> str | None:
 
 
 def _streamed(call: Call, encoder: Encoder, stop: bool) -> Any:
-    """The rows of a stream; or those of its first chunk, after which it is ended."""
+    """The rows of a stream; or only its first chunk, after which it is ended."""
     if call.method == "encode_chunks":
         chunks: Iterable[list[str]] = [call.sentences[i : i + 4] for i in range(0, len(call.sentences), 4)]
         stream: Any = encoder.encode_chunks(chunks, **call.options)

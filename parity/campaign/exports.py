@@ -1,7 +1,7 @@
 """Ops and models exported with a symbolic batch, symbolic lengths or both, then called at several sizes.
 
-`DRAWS` cases after one another share an artefact. The largest sizes are declared, as those of a model's positions
-are by users who know of them, or not. What is exported is plain XLA, which serves sizes that are not known.
+`DRAWS` cases after one another share an artefact. The largest sizes are declared or not, as users may know or not
+know how many positions a model has. The artefacts are plain XLA, which serves sizes that are not known.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ MOST = {"b": 6, "s": POSITIONS, "t": 40}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What is exported once.
+    """A program that is exported once.
 
     Attributes:
       name: of op or model, with its arguments.
@@ -88,7 +88,7 @@ class Program:
         return exporting.export(self.of(None), *shapes, platforms=self.platforms)
 
     def sized(self, sizes: dict[str, int]) -> list[jax.Array]:
-        """The arrays with as many of each symbol: what they hold begins anew where it ends."""
+        """The arrays with as many of each symbol: their elements begin anew where they end."""
         found = []
         for x, names in zip(self.arrays, self.axes, strict=True):
             for axis, name in enumerate(names):
@@ -100,13 +100,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What is exported, before it is said which sizes are open.
+    """A function to export, and the sizes of it that can be open.
 
     Attributes:
       floats: how many of the arrays can be differentiated: the first ones.
       batched: the arrays that begin with a batch.
       symbols: which sizes of axes can be open.
-      most: the largest size of a symbol, where it is not that of `MOST`.
+      most: the largest size of a symbol, where `MOST` does not hold.
     """
 
     name: str

@@ -48,7 +48,7 @@ def change(rng: Rng, kind: str, folder: Path) -> str:
 
 
 def _few_entries(rng: Rng) -> bytes:
-    """The shipped table, cut to some entries, so that what is changed is most often one that matters."""
+    """The shipped table, cut to some entries, so that a change most often hits one that matters."""
     table = json.loads(TABLE.read_text())
     table["entries"] = [pick(rng, table["entries"]) for _ in range(3)]
     return json.dumps(table).encode()
@@ -92,7 +92,7 @@ def _use_table(folder: Path) -> str | None:
 
 
 def _choose(problem: Any, gpu: Any) -> str | None:
-    """What is wrong with the config that a problem gets; whatever is raised here is."""
+    """What is wrong with the config that a problem gets; any exception is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -39,7 +39,7 @@ STRANGER = 12345  # a user who owns nothing here
 
 
 def _embed(folder: Path, output: Path, dtype: str, *options: str) -> tuple[int, str]:
-    """The exit code of embedding the sentences to a folder, and what it said."""
+    """The exit code of embedding the sentences to a folder, and its output."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         code = program.main(
@@ -76,7 +76,7 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 
 def _encode(model: Path, cache: Path) -> tuple[np.ndarray, str]:
-    """The embedding of a sentence by an encoder with that cache, and what it warned of."""
+    """The embedding of a sentence by an encoder with that cache, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = Encoder.from_pretrained(model, implementation="xla", compilation_cache=cache).encode(SENTENCES[0])
@@ -132,7 +132,7 @@ def change_ranges(rng: Rng, folder: Path) -> str:
 
 
 def _continue(output: Path, dtype: str) -> str | None:
-    """Continues a folder of embeddings; says what is wrong with what comes of it."""
+    """Continues a folder of embeddings; says what is wrong with the outcome."""
     made = Path(_made().name)
     code, said = _embed(made, output, dtype)
     if code:
@@ -152,7 +152,7 @@ def _continue(output: Path, dtype: str) -> str | None:
 
 
 def _take_ranges(given: Path) -> str | None:
-    """Embeds with the ranges of another folder; says what is wrong with what comes of it."""
+    """Embeds with the ranges of another folder; says what is wrong with the outcome."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as output:
         code, said = _embed(Path(_made().name), Path(output), "int8", "--ranges", str(given))
         if code:
@@ -272,7 +272,7 @@ CHANGES = {"manifest": change_manifest, "ranges": change_ranges, "cache": change
 
 
 def _use_cache(folder: Path) -> str | None:
-    """Encodes with a cache; says what is wrong with what came of it."""
+    """Encodes with a cache; says what is wrong with the outcome."""
     made, victim = Path(_made().name), folder.parent / "victim"
     before = victim.read_bytes() if victim.is_file() else None
     found, warned = _encode(made / "model", folder)
@@ -286,7 +286,7 @@ def _use_cache(folder: Path) -> str | None:
 
 
 def attempt(request: dict[str, Any]) -> str | None:
-    """Makes the hostile folder that a request describes, and uses it; says what is wrong with what came of it."""
+    """Makes the hostile folder that a request describes, and uses it; says what is wrong with the outcome."""
     rng, kind, dtype = np.random.default_rng(request["seed"]), request["kind"], request["dtype"]
     folder = Path(request["path"]) / "folder"
     shutil.copytree(Path(_made().name, "cache" if kind == "cache" else dtype), folder)

@@ -30,7 +30,7 @@ MODEL = checkpoints.MiniLMConfig(
     vocab_size=200, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128, max_positions=32
 )
 LONGEST_S = 1.2  # that a job takes from its start, about
-APART_S = 0.05  # from the start of a job to that of the other one
+APART_S = 0.05  # between the starts of two jobs
 PATIENCE_S = 60.0
 SHARD = 16  # sentences of a file
 # Exit codes of a job that a signal ends are, to a shell, 128 and the signal; to Python it is then -2 or -15, too.
@@ -93,7 +93,7 @@ class Jobs:
         return int(self._ask({"start": given, "said": str(said)}))
 
     def ended(self, process: int) -> int | None:
-        """The exit code of a job, negative that of a signal; None where it does not end, and is killed."""
+        """The exit code of a job, negative if a signal ended it; None where it does not end, and is killed."""
         code = self._ask({"wait": process, "patience": PATIENCE_S})
         return None if code is None else int(code)
 
@@ -155,7 +155,7 @@ def _held(folder: Path) -> dict[str, bytes]:
 
 @functools.cache
 def _alone(variant: str) -> dict[str, bytes]:
-    """What a job leaves that is alone."""
+    """The files that a job leaves which runs alone."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:
         said = Path(name, "said")
         code = _jobs().ended(_jobs().start(arguments(variant, Path(name, "out")), said))
@@ -165,7 +165,7 @@ def _alone(variant: str) -> dict[str, bytes]:
 
 
 def _different(found: dict[str, bytes], expected: dict[str, bytes]) -> str | None:
-    """What is wrong with what a folder holds; hidden files are locks, if no drafts."""
+    """What is wrong with the files of a folder; hidden files are locks, if no drafts."""
     found = {name: content for name, content in found.items() if not name.startswith(".") or "draft" in name}
     if found.keys() != expected.keys():
         return f"files are {sorted(found)[:30]}, expected {sorted(expected)[:30]}"
@@ -174,7 +174,7 @@ def _different(found: dict[str, bytes], expected: dict[str, bytes]) -> str | Non
 
 
 def _two(variants: tuple[str, str], apart: float, there: bool) -> str | None:
-    """Starts two jobs into one folder; says what is wrong with what they left."""
+    """Starts two jobs into one folder; says what is wrong with the files that they left."""
     for variant in variants:
         _alone(variant)
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:

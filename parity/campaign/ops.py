@@ -1,7 +1,7 @@
 """Random calls of every op, each against float64 and a bound by error analysis.
 
 Compiling takes most of the time, so that `DRAWS` cases after one another share a program, which is an op, shapes,
-dtypes, options, a transformation and an implementation, and differ in what the arrays hold.
+dtypes, options, a transformation and an implementation, and differ in the elements of the arrays.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _COPIES = 3  # that vmap maps over
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What is compiled once."""
+    """A program that is compiled once."""
 
     op: str
     dtype: str
@@ -124,7 +124,7 @@ def differentiable(p: Program) -> bool:
 
 
 def values(rng: np.random.Generator, spec: Input, special: bool = False) -> Array:
-    """What an array holds, in its dtype."""
+    """The elements of an array, in its dtype."""
     shape = spec.shape
     if spec.kind == "mask":
         share = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0), p=(0.05, 0.2, 0.4, 0.25, 0.1))
@@ -151,7 +151,7 @@ def values(rng: np.random.Generator, spec: Input, special: bool = False) -> Arra
 
 
 def _special(rng: np.random.Generator, spec: Input, x: Array) -> Array:
-    """Values that are rare: large, small, constant, far from 0, on the edge of what a dtype holds."""
+    """Values that are rare: large, small, constant, far from 0, on the edge of a dtype's range."""
     largest = min(spec.limit, float(jnp.finfo(spec.dtype).max))
     match rng.integers(0, 9 if spec.kind != "weight" else 5):
         case 0:
@@ -180,7 +180,7 @@ def _bias(rng: np.random.Generator, spec: Input, x: Array) -> Array:
 
 
 def arrays_of(program: Program, rng: np.random.Generator) -> tuple[dict[str, Array], bool]:
-    """What the arrays of a call hold, and whether there are rare values in them.
+    """The arrays of a call, and whether there are rare values in them.
 
     These are in masked places too, and so are infinities and NaN where it is documented what becomes of them.
     """
@@ -279,7 +279,7 @@ def _check_derivative(
             pairs.append((float(np.sum(gradient * along[key])), {key: along[key]}, [gradient]))
         names = [f"the gradient of {key}" for key in p.floats]
         tolerance += max(HALF_ULP[p.inputs[key].dtype] for key in p.floats)
-    # A derivative that is 0, as that of a softmax of one score, is a difference of float32 sums of this size.
+    # A derivative that is 0, as for a softmax of one score, is a difference of float32 sums of this size.
     cancelled = UNIT * sum(
         float(np.sum(np.abs(np.nan_to_num(ct * value, posinf=0.0, neginf=0.0))))
         for ct, value in zip(cotangents, values, strict=True)
@@ -303,7 +303,7 @@ def _check_derivative(
 def _check(
     p: Program, function: Callable[..., Any], arrays: dict[str, Array], rng: np.random.Generator
 ) -> tuple[str | None, float, float]:
-    """What is wrong with a call, its largest error as a part of the bound, and that in relation to the norm."""
+    """What is wrong with a call, and its largest error, as a part of the bound and in relation to the norm."""
     kind = p.transformation.split()[0]
     if kind in ("vjp", "jvp"):
         return _check_derivative(p, function, arrays, rng)

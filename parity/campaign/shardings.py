@@ -1,4 +1,4 @@
-"""Ops whose operands are spread in any way over CPU devices: the result is that of one device.
+"""Ops whose operands are spread in any way over CPU devices: the result has to be the same as on one device.
 
 `DRAWS` cases after one another share a call, and differ in mesh, in how each operand is spread, and in what it
 holds. Processes that make them have 8 CPU devices, on a machine with a GPU too; kernels are interpreted.

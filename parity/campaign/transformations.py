@@ -38,16 +38,16 @@ Function = Callable[[Arrays, Arrays], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What is transformed.
+    """A function that is transformed.
 
     Attributes:
       name: of op or model, with its arguments.
       row: which row of the report's table it is of.
-      dtype: the one with the fewest bits among those of its arrays.
+      dtype: the dtype of its arrays with the fewest bits.
       of: the function by implementation.
       arrays: by a generator, floating-point arrays and others.
       mapped: the arrays that `vmap` may map over.
-      implementation: that of the call, None for the best.
+      implementation: the one that the call names, None for the best.
       deep: whether it is many ops after one another.
     """
 
@@ -170,7 +170,7 @@ def _finite(out: Any) -> list[jax.Array]:
 
 
 def _loss(out: Any) -> jax.Array:
-    """A number that depends on every result in another measure: smooth, curved, a sum of what is positive."""
+    """A number that depends on every result in another measure: smooth, curved, a sum of positive terms."""
     total = jnp.zeros((), jnp.float32)
     for x in _finite(out):
         total += jnp.sum((jnp.sqrt(1 + x * x) + 0.5 * x) * (1 + 0.7 * _fixed(x, 5.0)))
@@ -323,9 +323,9 @@ class Kind:
       of: makes it of a function.
       order: how many derivatives it takes, and
       reverse: whether in reverse mode, or else in forward mode.
-      closes: the mode in which what it gives cannot be differentiated any more.
+      closes: the mode in which its result cannot be differentiated any more.
       loops: whether it is a loop that can be differentiated. JAX then drops the derivatives that functions bring,
-        so that a gradient of it cannot be differentiated once more: that of a kernel itself would be asked for.
+        so that a gradient of it cannot be differentiated once more: JAX would ask for the derivative of a kernel.
     """
 
     of: Callable[..., Function]
@@ -378,7 +378,7 @@ _SHARES_OF_SETTINGS = dict.fromkeys(SETTINGS, 0.3) | {"disable_jit": 0.03}  # st
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A call, what is made of it and under what settings; each step is a kind and its arguments."""
+    """A call, its transformations and the settings; each step is a kind and its arguments."""
 
     call: Call
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
@@ -456,7 +456,7 @@ def _compiled(seed: int, index: int, implementation: str | None) -> tuple[Progra
 
 
 def _rounded(rng: np.random.Generator, floats: Arrays, dtype: str) -> Arrays:
-    """The arrays in float32, each element off by what an op of that dtype may be off by."""
+    """The arrays in float32, each element off by as much as an op of that dtype may be."""
     unit = OP["float32"] if dtype == "float32" else HALF_ULP[dtype]
     return {
         name: (x * (1 + unit * rng.choice((-1.0, 1.0), x.shape))).astype(np.float32) for name, x in floats.items()
@@ -464,7 +464,7 @@ def _rounded(rng: np.random.Generator, floats: Arrays, dtype: str) -> Arrays:
 
 
 def _tolerances(p: Program) -> tuple[float, float]:
-    """Of a result's norm, and of that of all results: an op is right to OP, and a derivative more doubles it."""
+    """Relative to the norm of a result and of all results: an op is right to OP, each derivative doubles it."""
     if p.call.dtype != "float32":
         return 2 * OP[p.call.dtype] * 2**p.orders, 0.1 * OP[p.call.dtype]
     one, several = (DEEP, MODEL_GRADIENT) if p.call.deep else (OP["float32"], OP["float32"])

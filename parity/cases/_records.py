@@ -1,4 +1,4 @@
-"""What a case file states of an op, and the calls that it makes of it."""
+"""The records of a case file: an op, and calls of it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +34,8 @@ class Call:
       make: `make(size, dtype)` draws the arrays. Sizes are odd if `size` is 1; if it is 16, they need no masks.
       floats: how many of the arrays can be differentiated: the first ones.
       batched: the indices of the arrays whose first axis is a batch, which can be mapped over.
-      result: `result(out, *arrays)` makes one array of what the op returns.
-      implementation: gives what the op is called with where a test names an implementation.
+      result: `result(out, *arrays)` makes one array of the op's results.
+      implementation: gives the op's argument for the implementation that a test names.
       kernels: how many kernels of Triton the call is at most.
       symbols: the sizes of axes, where sizes are odd, that `jax.export` can leave open: "b" for a batch, "s" and
         "t" for lengths.
@@ -60,7 +60,7 @@ class Call:
         return self.make(size, dtype)
 
     def outputs(self, *arrays: Any, implementation: Any, **options: Any) -> Any:
-        """What the op returns."""
+        """The results of the op."""
         named = self.implementation(implementation)
         return self.op(**self.arguments(*arrays), implementation=named, **options)
 
@@ -107,7 +107,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Without:
-    """In place of what a case file has for most ops: why this op has none."""
+    """The reason why an op has nothing in a field."""
 
     reason: str
 

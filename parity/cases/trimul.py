@@ -151,7 +151,7 @@ def _formula(
     def sigmoid(y: Bounded) -> Bounded:  # half of 1 + tanh, which has 11 bits where operands have as many or fewer
         return b.activation("sigmoid", y).off(0.0 if compute_dtype == "float32" else 2.0**-12)
 
-    if mask is not None:  # what a masked position holds reaches its own result alone, which is compared elsewhere
+    if mask is not None:  # a masked position reaches its own result alone, which is compared elsewhere
         unknown = ~np.isfinite(x).all(-1, keepdims=True)
         x = np.where(unknown, 0.0, x)
     z = operand(b.normalised(b.exact(x), epsilon, subtract_mean=True), norm_scale, norm_bias)

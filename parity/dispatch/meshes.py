@@ -199,7 +199,7 @@ def sent(program: Program) -> dict[str, int]:
 def all_programs() -> Mapping[tuple[str, str], tuple[Program, Program]]:
     """By the kind of mesh and the name, with the same call that one device makes without kernels.
 
-    A call on an explicit mesh is a `shard_map` of what a device computes, so that few calls run on both.
+    A call on an explicit mesh is a `shard_map` of a device's part, so that few calls run on both.
     """
     of_ops, interpreted, plain = spread_calls(), model_programs("interpret"), model_programs(None)
     references = {name: program_of(spread, "xla") for name, spread in of_ops.items()} | plain
@@ -231,7 +231,7 @@ def all_programs() -> Mapping[tuple[str, str], tuple[Program, Program]]:
 
 
 def loaded() -> dict[str, Any]:
-    """A checkpoint read to a mesh, with heads grouped there: each device has its part of what is split."""
+    """A checkpoint read to a mesh, with heads grouped there: each device has its part of each."""
     mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
     config = gpt2.GPT2Config(
         vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48, max_positions=16
@@ -317,7 +317,7 @@ def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
 
 
 def example(code: str) -> dict[str, Any]:
-    """A program of docs/meshes.md, with a small Qwen3 for a large one: whether what it computes is finite."""
+    """A program of docs/meshes.md, with a small Qwen3 for a large one: whether its results are finite."""
     names: dict[str, Any] = {}
     config = qwen3.Qwen3Config(
         vocab_size=64,

@@ -1,4 +1,4 @@
-"""Arithmetic on values whose error is bounded: what a float32 kernel may be off by, step by step.
+"""Arithmetic on values with bounds of their errors: how far off a float32 kernel may be, step by step.
 
 Running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3), to first order and in
 float64: a formula written with these functions gives the exact value and a bound for whoever computes it in
@@ -21,7 +21,7 @@ TF32 = 2.0**-10  # operands cut off to 10 + 1 bits, where `precision` allows it
 UNIT = 2.0**-23  # of float32: rounding is off by half of it, the sums of tensor cores, which cut off, by all
 TINY = 2.0**-126  # products that are smaller may be rounded to 0
 HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# What the float16 format cannot hold; bfloat16 has the range of float32.
+# Half of the smallest number of a format; bfloat16 has the range of float32.
 SMALLEST = {"float32": TINY, "float16": 2.0**-25, "bfloat16": TINY}
 
 
@@ -72,7 +72,7 @@ def exact(x: Any) -> Bounded:
 def dot(a: Bounded, b: Bounded, *terms: Array | None, operand: float = 0.0, dtype: str = "float32") -> Bounded:
     """The matrix product plus `terms`, any of which a compiler may begin the sum with.
 
-    `operand` is the relative error of operands that are rounded before, as to TF32. `dtype` is what they are in:
+    `operand` is the relative error of operands that are rounded before, as to TF32. `dtype` is their dtype:
     tensor cores align products by the exponents of their operands, of which subnormal numbers all have the least.
     """
     size = a.value.shape[-1]
@@ -146,7 +146,7 @@ def exp(x: Bounded) -> Bounded:
 
 
 def rsqrt(x: Bounded) -> Bounded:
-    """1 / sqrt(x), of what is positive."""
+    """1 / sqrt(x), for positive x."""
     value = 1 / np.sqrt(x.value)
     return Bounded(value, 1 / np.sqrt(np.maximum(x.value - x.error, 0.0)) - value + 4 * UNIT * value)
 
@@ -157,14 +157,14 @@ def where(kept: Array, x: Bounded, value: float) -> Bounded:
 
 
 def rounded(x: Bounded, dtype: str) -> Bounded:
-    """What is rounded to `dtype`, whatever its range: a value beyond it is to stay right or become infinite."""
+    """x rounded to `dtype`, as if its range had no end: a value beyond it has to stay right or become infinite."""
     if dtype == "float32":
         return x
     return x.off(HALF_ULP[dtype] * (np.abs(x.value) + x.error) + SMALLEST[dtype])
 
 
 def held(x: Bounded, dtype: str) -> Bounded:
-    """What goes through memory in `dtype`: nothing is known of what is beyond its range."""
+    """x after a way through memory in `dtype`: nothing is known of a value beyond its range."""
     beyond = np.abs(x.value) + x.error > float(jnp.finfo(dtype).max)
     return x.off(np.where(beyond, np.inf, 0.0))
 
@@ -192,7 +192,7 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 def activation(name: str | None, x: Bounded, dtype: str = "float32") -> Bounded:
     """An activation: none is steeper than 1.13. `dtype` is that which the kernel rounds the result to.
 
-    The kernels' polynomials for gelu are off by 5e-7, for what is rounded to float16 by 5.5e-5 and to bfloat16 by
+    The kernels' polynomials for gelu are off by 5e-7, for a result in float16 by 5.5e-5 and in bfloat16 by
     3e-4, and there a tanh of 11 bits takes the place of exponentials. Arguments of exponentials are off by a few
     roundings of their size, which matters where the result is not yet 0 or 1: up to 16.
     """
@@ -252,14 +252,14 @@ def apart(
 ) -> tuple[str | None, float]:
     """What is wrong with the leaves of a result, and the largest error of one as a part of its bound.
 
-    What is beyond the range of its dtype may be infinite or NaN.
+    A value beyond the range of its dtype may be infinite or NaN.
 
     Args:
       tolerance: of the norm of a leaf.
       floor: of the norm of all, or of 1, which operands are of: a result that cancels is off by roundings of what
         it is a difference of.
-      moved: what is expected for operands that are off. What follows an op amplifies its error as it amplifies
-        that of operands, which is measured so; three times as much is let pass.
+      moved: the expected result for operands that are off. Later operations amplify the error of an op as they
+        amplify an error of operands, which is measured so; three times as much is let pass.
       small: absolute, of leaves of fewer than 8 numbers: sums that cancel, of which one measurement says little.
     """
     found = [np.asarray(x) for x in jax.tree.leaves(out)]

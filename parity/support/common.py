@@ -1,4 +1,4 @@
-"""What the tests share: where they run, random inputs, the error metric."""
+"""Shared by all tests: where they run, random inputs, the error metric."""
 
 import contextlib
 import functools
@@ -103,7 +103,7 @@ def float64(x: Any) -> np.ndarray:
 
 
 def kept(x: Any, mask: Any) -> np.ndarray:
-    """The rows of x that have a meaning, those of tokens, in float64."""
+    """The rows of x that belong to tokens, and so have a meaning, in float64."""
     return float64(x)[np.asarray(mask) == 1]
 
 
@@ -141,7 +141,7 @@ def _compared(out: Any, expected: Any) -> _Comparison:
     if ON_GPU and out.size > _LARGE:
         with jax.enable_x64(True):
             return jax.device_get(_on_device(out, expected))
-    with np.errstate(all="ignore"):  # what is not finite is counted
+    with np.errstate(all="ignore"):  # infinities and NaN are counted
         return _compare(np, np.asarray(out), np.asarray(expected))
 
 

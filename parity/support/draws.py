@@ -1,4 +1,4 @@
-"""Random calls of ops: what a draw of a case file gives, and what it draws with."""
+"""Random calls of ops: the arrays and options that a case file draws, and the generator that it draws with."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ class Pick:
         return dtype if self.chance(0.7) else self.of(DTYPES)
 
     def epsilon(self) -> float:
-        """What a norm adds to the variance."""
+        """A number that a norm adds to the variance."""
         return float(self.of((1e-12, 1e-6, 1e-5, 0.1)))
 
     def stream(self, rows: int, columns: int, dtype: str) -> Input:

@@ -122,7 +122,7 @@ class Outcome:
 
 
 def findings(tool: str | None, log: str, code: int) -> int | None:
-    """What the output of a process of a tool says; None where it did not get to its end."""
+    """The findings in the output of a tool's process; None where it did not get to its end."""
     if tool is None:
         return 0 if code == 0 else None
     counts = [int(count) for count in _SUMMARY.findall(log)]
@@ -136,7 +136,7 @@ def excerpt(log: str) -> list[str]:
 
 
 def environment(cache: str) -> dict[str, str]:
-    """That of the processes: what they compile is kept in a folder."""
+    """The environment of the processes, which keep compiled programs in a folder."""
     return os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",  # buffers of their own, so that memcheck sees the end of each
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_FEW_KERNELS}",
@@ -148,7 +148,7 @@ def environment(cache: str) -> dict[str, str]:
 
 
 def output(command: Sequence[str], seconds: float, environment: dict[str, str]) -> tuple[str, int]:
-    """What a program prints, and its exit code: -9 when it was ended, with all that it had started."""
+    """The output of a program and its exit code: -9 if it was ended, with all that it had started."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -180,7 +180,7 @@ def sanitize(
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What a tool found in all calls: nothing is said before each has got to its end."""
+    """The findings of a tool in all calls: None before each has got to its end."""
     ended = [outcome.findings for outcome in outcomes if outcome.findings is not None]
     return {
         "findings": sum(ended) if len(ended) == len(outcomes) > 0 else None,

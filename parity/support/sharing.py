@@ -19,13 +19,13 @@ import pytest
 
 GB = 2**30
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# Names a folder for what the suite compiles. JAX's own variable would be that of programs that tests start, too.
+# Names a folder for compiled programs. JAX's own variable would also reach the programs that tests start.
 COMPILED = "PARITY_COMPILED"
-# What a process takes beside its arrays: a CUDA context, loaded kernels, libraries' workspaces.
+# Bytes that a process takes beside its arrays: a CUDA context, loaded kernels, libraries' workspaces.
 OVERHEAD = 1.0 * GB
 # With less for its arrays, most tests of a process would have to run again.
 LEAST = 2.0 * GB
-# The most that JAX takes of what is for arrays; PyTorch has the rest, which it gives back.
+# The largest part that JAX takes of the memory for arrays; PyTorch has the rest, which it gives back.
 JAX_PART = 0.8
 
 
@@ -55,7 +55,7 @@ def fraction(count: int, memory: float, total: float) -> float:
 
 
 def limits() -> dict[str, str]:
-    """What is added to the environment of this process, before JAX starts, to hold it to its share of the GPU.
+    """Variables that hold this process to its share of the GPU, if they are set before JAX starts.
 
     `python -m parity` has set the limit. A worker of pytest-xdist else takes its part of the whole.
     """

@@ -26,7 +26,7 @@ ROUNDED = _HALF_ULP
 # attention, norms that are not fused) up to twice that again.
 OP = {"float32": _roundings(2 * 3750), "float16": 8e-4, "bfloat16": 6e-3}
 # A model of a few layers: OP by about the square root of the number of ops that round, which is 2 to 6. In
-# float32 the residual stream outweighs what is added to it.
+# float32 the residual stream outweighs all that is added to it.
 MODEL = {"float32": OP["float32"], "float16": 2e-3, "bfloat16": 1.4e-2}
 
 # The least cosine of an embedding with the exact one: a relative error of 4.5e-3 or 1.4e-2.
@@ -36,7 +36,7 @@ COSINE = {"float32": 0.99999, "float16": 0.9999, "bfloat16": 0.9999}
 SAME = _roundings(200)  # the same arithmetic in another program, which may fuse a product and a sum
 SHORT = _roundings(800)  # sums of up to 200 products, and an activation: gelu's polynomial takes half of this
 LONG = _roundings(3200)  # sums of up to 1000 products; attention: two of them, and exponentials
-GRADIENT = OP["float32"]  # of one op: one product more, of what is as long as the op's own
+GRADIENT = OP["float32"]  # of one op: one product more, of sums as long as the op's own
 # Several ops in float32, each of which has an error of OP or less that the next may amplify:
 CHAIN = _roundings(20_000)  # an encoder of one layer; a triangle update; logits of two layers, with sums of 3072
 DEEP = _roundings(80_000)  # a model against another library in float32; sums of gradients over a batch
