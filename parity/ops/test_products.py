@@ -9,8 +9,16 @@ import pytest
 
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import commit_reads, load, tiled
-from pallas_models.kernels.mosaic.common.products import multiply, product, products, put, sums_but_for, with_sums
+from pallas_models.kernels.mosaic.common.memory import commit_reads, iota, load, tiled
+from pallas_models.kernels.mosaic.common.products import (
+    added_up,
+    multiply,
+    product,
+    products,
+    put,
+    sums_but_for,
+    with_sums,
+)
 from parity.ops.test_lowering import HOPPER
 from parity.support.common import MOSAIC, ON_HOPPER, assert_close, cuda_device, float64, normal
 from parity.support.tolerances import SHORT
@@ -36,6 +44,8 @@ def body(refs: Refs) -> None:
     with_sums(functools.partial(add, product(a, b)), (M, N))
     for i, value in enumerate(products((a, c, True), (w, b, False))):
         refs.o_tile[2 + i] = value
+    index = iota((M, N), 1, plgpu.Layout.WGMMA).astype(jnp.float32)
+    refs.o_tile[4] = added_up(index, functools.partial(multiply, a=a, b=b))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.o_tile, refs.o)
     plgpu.wait_smem_to_gmem(0)
@@ -45,9 +55,9 @@ def call(arrays: dict[str, jax.Array], *, interpret: bool) -> jax.Array:
     (out,) = launch(
         body,
         arrays,
-        dict(o=jax.ShapeDtypeStruct((4, M, N), jnp.float32)),
+        dict(o=jax.ShapeDtypeStruct((5, M, N), jnp.float32)),
         {f"{name}_tile": tiled(x.shape, x.dtype) for name, x in arrays.items()}
-        | dict(o_tile=plgpu.SMEM((4, M, N), jnp.float32), full=plgpu.Barrier(num_arrivals=len(arrays))),
+        | dict(o_tile=plgpu.SMEM((5, M, N), jnp.float32), full=plgpu.Barrier(num_arrivals=len(arrays))),
         name="products",
         num_ctas=1,
         num_warpgroups=1,
@@ -62,7 +72,8 @@ def test_products_of_shared_memory_and_of_registers(dtype):
     arrays = {name: normal(rng, *shape, dtype=dtype) for name, shape in SHAPES.items()}
     out = jax.jit(functools.partial(call, interpret=MOSAIC != "mosaic"))(arrays)
     a, w, b, c = (float64(x) for x in arrays.values())
-    for value, expected in zip(out, (a @ c.T, a @ b + 2 * w @ b, a @ c.T, w @ b), strict=True):
+    results = a @ c.T, a @ b + 2 * w @ b, a @ c.T, w @ b, a @ b + np.arange(N)
+    for value, expected in zip(out, results, strict=True):
         assert_close(value, expected, SHORT)
 
 
