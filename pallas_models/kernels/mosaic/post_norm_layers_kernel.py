@@ -104,7 +104,8 @@ class _Producer:
 
     def copy_vectors(self, half: int, i: jax.Array, rank: jax.Array) -> None:
         """Copies the vectors of half of layer i, as far as this CTA needs them."""
-        n, begins = self.sizes.n, (rank * COLUMNS, rank * FEATURES, 0, 0)
+        n = self.sizes.n
+        begins: tuple[jax.Array | int, ...] = (rank * COLUMNS, rank * FEATURES, 0, 0)
         pieces = [*map(Piece, VECTORS[half], begins, self.sizes.places, self.sizes.vectors)]
         if half == 0:  # a head's biases of queries, of keys and of values
             name = VECTORS[half][0]
