@@ -105,9 +105,8 @@ class _Producer:
     def copy_vectors(self, half: int, i: jax.Array, rank: jax.Array) -> None:
         """Copies the vectors of half of layer i, as far as this CTA needs them."""
         n = self.sizes.n
-        begins: tuple[jax.Array | int, ...] = rank * COLUMNS, rank * FEATURES, 0, 0
-        each = zip(VECTORS[half], begins, self.sizes.places, self.sizes.vectors, strict=False)
-        pieces = [Piece(name, begin, offset, size) for name, begin, offset, size in each]
+        begins: tuple[jax.Array | int, ...] = (rank * COLUMNS, rank * FEATURES, 0, 0)
+        pieces = [*map(Piece, VECTORS[half], begins, self.sizes.places, self.sizes.vectors)]
         if half == 0:  # a head's biases of queries, of keys and of values
             name = VECTORS[half][0]
             pieces[:1] = [Piece(name, part * n + rank * FEATURES, part * FEATURES, FEATURES) for part in range(3)]

@@ -167,7 +167,7 @@ class Cluster:
     """A CTA of a cluster as one of its warpgroups sees it: shared memory, and primitives.
 
     Attributes:
-      at: where each array of shared memory begins, in bytes.
+      at: where each array of shared memory begins, in bytes, on a GPU.
     """
 
     def __init__(self, sizes: Sizes, refs: Refs) -> None:
@@ -184,10 +184,10 @@ class Cluster:
         """The arrays of that name in device memory, of all layers."""
         return [getattr(self.refs, f"{name}_{i}") for i in range(self.sizes.layers)]
 
-    def _start_without_places(self) -> Any:
-        return None
+    def _nowhere(self) -> Any:
+        return types.SimpleNamespace()
 
-    @meaning(_start_without_places)
+    @meaning(_nowhere)
     def start(self) -> Any:
         """Makes barriers, and finds the places in shared memory; all threads of the cluster meet."""
         swizzled = ("slots", "x_t", "h_t", "qkv_t")
@@ -404,7 +404,10 @@ class Round:
         self.at = self.find()
         self.rank: jax.Array = self.at.rank
 
-    @meaning(lambda self: types.SimpleNamespace(rank=self.cluster.rank))
+    def _only_rank(self) -> Any:
+        return types.SimpleNamespace(rank=self.cluster.rank)
+
+    @meaning(_only_rank)
     def find(self) -> Any:
         """Finds the places of the round in shared memory."""
         at = self.cluster.at
