@@ -34,13 +34,6 @@ def _hopper(size: int, dtype: str) -> Arrays:
     return _arrays(32, dtype, m, k=k, n=n)
 
 
-def _small_mlp(size: int, dtype: str) -> Arrays:
-    batch, tokens, k, n = sizes(size)
-    rng = np.random.default_rng(45)
-    x, w_gate_up, _ = _arrays(46, dtype, batch, tokens, k=k, n=n)
-    return x, w_gate_up, normal(rng, n, k, dtype=dtype, scale=n**-0.5), normal(rng, *x.shape, dtype=dtype)
-
-
 def _arguments(x: Any, w_gate_up: Any, bias: Any) -> dict[str, Any]:
     return dict(x=x, w_gate_up=w_gate_up, bias=bias)
 
@@ -132,6 +125,7 @@ def _draw_mlp(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     return inputs, options
 
 
+_COMPOSED = Without("it is `gated_matmul` and `matmul`, one after the other, with no record of its own")
 CASES = (
     Case(
         op=ops.gated_matmul,
@@ -150,9 +144,9 @@ CASES = (
     Case(
         op=ops.gated_mlp,
         products="kernels",
-        calls=(Call("gated_mlp", ops.gated_mlp, _mlp_arguments, _small_mlp, 4, (0, 3), kernels=2),),
-        hopper_calls=Without("it is `gated_matmul` and `matmul`"),
-        large=Without("it is `gated_matmul` and `matmul`"),
+        calls=_COMPOSED,
+        hopper_calls=_COMPOSED,
+        large=_COMPOSED,
         empty=(Empty(dict(x=zeros(3, 0), w_gate_up=zeros(0, 2, 4), w_down=zeros(4, 5)), (3, 5)),),
         spread=_spread_mlp,
         formula=_mlp_formula,

@@ -16,7 +16,7 @@ from pallas_models import ops
 from parity.cases import BY_BACKEND, CALLS, FILES, OPS, Call, Case, Without, records
 from parity.support.bounded import Bounded, disagreement
 from parity.support.common import KERNEL, MOSAIC, ON_GPU, ON_HOPPER, assert_close, by_device, float64, normal
-from parity.support.tolerances import GRADIENT
+from parity.support.tolerances import GRADIENT, SAME
 
 # The calls that have a formula, in each dtype.
 WITH_FORMULA = [call for call in CALLS if not isinstance(OPS[call.op.__name__].formula, Without)]
@@ -82,18 +82,25 @@ def expected(call: Call, dtype: str, given: Sequence[Any], moved: Sequence[Any])
     return list(out) if isinstance(out, tuple) else [out]
 
 
-def assert_within_bounds(call: Call, implementation: Any, dtype: str, size: int) -> None:
+def assert_within_bounds(call: Call, implementation: Any, dtype: str, size: int) -> tuple[jax.Array, ...]:
+    """Asserts that the results of a program are as near float64 as they have to be; returns them."""
     arrays = call.arrays(dtype, size)
     out = jax.jit(functools.partial(call.outputs, implementation=implementation))(*arrays)
     outs = out if isinstance(out, tuple) else (out,)
     for found, wanted in zip(outs, expected(call, dtype, arrays, [float64(x) for x in arrays]), strict=True):
         message, _, _ = disagreement(found, wanted, str(found.dtype))
         assert message is None, message
+    return outs
 
 
 @by_name(WITH_FORMULA)
 def test_values(call: Call, dtype):
-    assert_within_bounds(call, KERNEL, dtype, 1)
+    """Of a program, and in float32 step by step too."""
+    outs = assert_within_bounds(call, KERNEL, dtype, 1)
+    if dtype == "float32":
+        eager = call.outputs(*call.arrays(), implementation=KERNEL)
+        for out, found in zip(outs, jax.tree.leaves(eager), strict=True):
+            assert_close(found, out, SAME)
 
 
 # Values of a call that names another backend first are this one's.
