@@ -138,7 +138,7 @@ def test_beyond_the_range_of_a_dtype_only_infinity_is_right():
 
 def first_of(op: str, transformation: str) -> int:
     """The number of a case of an op under a transformation, run by XLA."""
-    for i in range(3000):
+    for i in range(10_000):
         p = ops.program(0, i, "xla")
         single = all(spec.dtype in ("float32", "int32", "bool", "int8") for spec in p.inputs.values())
         wide = ops.differentiable(p)  # rows of one element do not show every break
