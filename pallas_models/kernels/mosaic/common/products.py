@@ -77,8 +77,7 @@ def _added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
         add(sums)
         return sums[...] + first
 
-    rows, columns = first.shape
-    return with_sums(compute, (rows, columns))
+    return with_sums(compute, first.shape)
 
 
 @meaning(_added_up)
@@ -91,5 +90,4 @@ def added_up(first: jax.Array, add: Callable[[Ref], None]) -> jax.Array:
         total: jax.Array = sums[...]
         return total
 
-    rows, columns = first.shape
-    return with_sums(compute, (rows, columns))
+    return with_sums(compute, first.shape)
