@@ -38,6 +38,7 @@ class Form(forms.Form, Generic[A]):
       out_dtype: of the result.
       rows_over: the axes of the mesh that the rows of x are split over.
       columns_over: the axes of the mesh that the columns of x are split over.
+      max_temporary_bytes: how much memory tensors of pairs may take beside x and the result; None for any.
     """
 
     OPERANDS: ClassVar = (
@@ -76,6 +77,7 @@ class Form(forms.Form, Generic[A]):
     out_dtype: jnp.dtype
     rows_over: tuple[str, ...] = ()
     columns_over: tuple[str, ...] = ()
+    max_temporary_bytes: int | None = None
 
     @property
     def hidden(self) -> int:
@@ -112,6 +114,9 @@ class Projection(forms.Form, Generic[A]):
       b_gate: (G,), float32, or None.
       epsilon: added to the variance.
       precision: of products of float32 operands.
+      rows: how many of the B items are rows of one matrix of pairs; 1 where an item is all of it.
+      padded: the rows of a matrix and the positions of an item that results have, no fewer than `rows` and M. What
+        lies beyond is 0 in left and right. As many as x has when None.
     """
 
     OPERANDS: ClassVar = ("x", "mask", "norm_scale", "norm_bias", "w", "bias", "w_gate", "b_gate")
@@ -126,11 +131,24 @@ class Projection(forms.Form, Generic[A]):
     b_gate: A | None
     epsilon: float
     precision: jax.lax.Precision
+    rows: int = 1
+    padded: tuple[int, int] | None = None
 
     @property
     def hidden(self) -> int:
         """The number H of channels of left, and of right."""
         return self.w.shape[2]
+
+    @property
+    def padded_rows(self) -> int:
+        """The rows of a matrix that results have."""
+        return self.rows if self.padded is None else self.padded[0]
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The numbers B' of items and M' of positions that results have."""
+        items, size, _ = self.x.shape
+        return items // self.rows * self.padded_rows, size if self.padded is None else self.padded[1]
 
     @property
     def gates(self) -> int:
@@ -200,6 +218,7 @@ class Output(forms.Form, Generic[A]):
       precision: of products of float32 operands.
       out_dtype: of the result.
       size: how many of the M positions the result has.
+      rows: how many of so many rows of each matrix, which the items are, the result has; (1, 1) for all items.
     """
 
     OPERANDS: ClassVar = ("ys", "gate", "bounds", "scale", "shift", "w", "bias")
@@ -217,11 +236,12 @@ class Output(forms.Form, Generic[A]):
     precision: jax.lax.Precision
     out_dtype: jnp.dtype
     size: int
+    rows: tuple[int, int] = (1, 1)
 
     @property
     def batch(self) -> int:
-        """The number B of items."""
-        return self.ys[0].shape[0]
+        """The number of items of the result."""
+        return self.ys[0].shape[0] // self.rows[1] * self.rows[0]
 
     @property
     def hidden(self) -> int:
