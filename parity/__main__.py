@@ -16,12 +16,15 @@ import datetime
 import importlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from parity import ROOT
 from parity.support import sharing
@@ -29,6 +32,9 @@ from parity.support.sharing import GB
 
 # Every test fits into as much, alone on the GPU: where one does not, it fails.
 ENOUGH = 22 * GB
+
+# Seconds in which a program ends after an interrupt.
+PATIENCE = 30.0
 
 PROGRAMS = {
     "campaign": "parity.campaign.__main__",
@@ -113,8 +119,21 @@ def benchmarks(folder: Path) -> list[Step]:
     ]
 
 
+def show(printed: IO[str], log: Path) -> None:
+    """Shows and keeps lines; closes what it reads them from, so that a program ends that nobody listens to."""
+    with log.open("w", encoding="utf-8") as file, printed:
+        for line in printed:
+            print(line, end="", flush=True)
+            file.write(line)
+
+
 def run(step: Step, log: Path) -> int:
-    """Runs a program; what it prints is shown and kept. Returns its exit code."""
+    """Runs a program; what it prints is shown and kept. Returns its exit code.
+
+    Raises:
+      KeyboardInterrupt: after an interrupt, which the program has too: it ends by itself within PATIENCE, and
+        says what it has found. Further ones change nothing: `timeout` sends two.
+    """
     program = subprocess.Popen(
         step.command,
         cwd=ROOT,
@@ -123,17 +142,21 @@ def run(step: Step, log: Path) -> int:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    with log.open("w", encoding="utf-8") as file, program:
-        try:
-            for line in program.stdout or ():
-                print(line, end="", flush=True)
-                file.write(line)
-            return program.wait()
-        except KeyboardInterrupt:  # the program has it too, and keeps what it had measured
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                program.wait(30)
-            program.kill()
-            raise
+    reader = threading.Thread(target=show, args=(program.stdout, log), daemon=True)
+    interrupts: list[float] = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(time.monotonic()))
+    try:
+        reader.start()
+        while (status := program.poll()) is None:
+            if interrupts and time.monotonic() > interrupts[0] + PATIENCE:
+                program.kill()
+            time.sleep(0.1)
+        reader.join(5)  # a process that the program left behind may never close what is read
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+    return status
 
 
 def outcomes(paths: Sequence[Path]) -> dict[str, ElementTree.Element]:

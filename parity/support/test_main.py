@@ -1,7 +1,9 @@
 """`python -m parity`: what the check of a GPU runs, keeps and says."""
 
 import re
+import signal
 import sys
+import time
 import types
 
 import pytest
@@ -78,6 +80,25 @@ def test_interrupted(programs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check, "run", interrupt)
     assert check.main(["--output", str(tmp_path), "--only", "bench"]) == 130
     assert "\ninterrupted\n" in (tmp_path / "summary.txt").read_text()
+
+
+def test_what_a_program_prints_after_an_interrupt_is_shown_and_kept(tmp_path, capsys):
+    interrupts = "import os, signal, time\nfor _ in range(2):\n    os.kill(os.getppid(), signal.SIGINT)\n"
+    code = f"{interrupts}time.sleep(0.5)\nprint('1 failed')"
+    with pytest.raises(KeyboardInterrupt):
+        check.run(check.Step("suite", [sys.executable, "-c", code]), tmp_path / "log")
+    assert (tmp_path / "log").read_text() == capsys.readouterr().out == "1 failed\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_that_goes_on_after_an_interrupt_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "PATIENCE", 0.5)
+    code = "import os, signal, time\nprint('started')\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        check.run(check.Step("suite", [sys.executable, "-c", code]), tmp_path / "log")
+    assert 0.5 < time.monotonic() - started < 30
+    assert (tmp_path / "log").read_text() == "started\n"
 
 
 def test_what_it_runs(tmp_path):
