@@ -101,6 +101,16 @@ def test_a_program_that_goes_on_after_an_interrupt_is_killed(tmp_path, monkeypat
     assert (tmp_path / "log").read_text() == "started\n"
 
 
+def test_a_test_that_hangs_in_a_worker_says_where(tmp_path, request):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed: there are no workers")
+    assert 0 < float(request.config.getini("faulthandler_timeout")) <= 300
+    (tmp_path / "test_slow.py").write_text("import time\n\ndef test_slow():\n    time.sleep(2)\n")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-n1", "-p", "no:cacheprovider"]
+    step = check.Step("slow", [*command, "-o", "faulthandler_timeout=0.5", str(tmp_path / "test_slow.py")])
+    assert check.run(step, tmp_path / "log") == 0
+    assert re.search(r'test_slow.py", line 4 in test_slow\n', (tmp_path / "log").read_text())
+
+
 def test_what_it_runs(tmp_path):
     memory = check.Memory(40 * GB, 160 * GB)
     found = [check.suite(tmp_path / "run", 4, memory), *check.benchmarks(tmp_path / "run")]
