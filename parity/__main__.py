@@ -10,6 +10,7 @@ beside it, in the end alone. Compiled programs are kept beside the folder, for o
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -193,6 +194,16 @@ def counts(paths: Sequence[Path]) -> str:
     return "\n".join([*lines, *(f"  {name}" for name in too_large)])
 
 
+def slowest(paths: Sequence[Path]) -> str:
+    """The ten slowest tests and the five slowest files, with their seconds, from JUnit files."""
+    tests = {name: float(case.get("time") or 0) for name, case in outcomes(paths).items()}
+    files = collections.Counter[str]()
+    for name, seconds in tests.items():
+        files[name.split("::")[0]] += seconds
+    found = [*collections.Counter(tests).most_common(10), *files.most_common(5)]
+    return "".join(f"{seconds:7.1f} s  {name}\n" for name, seconds in found)
+
+
 def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str]) -> tuple[int, list[str]]:
     """Runs the suite or what is chosen of it, and again what lacked memory; the exit code and lines to print."""
     code, lines, paths, tests = 0, [], [], []
@@ -210,6 +221,7 @@ def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str])
                 break
             lines[-1] += f"; {len(tests)} tests need more memory"
             workers = max(1, workers // 4)
+    (folder / "slowest.txt").write_text(slowest(paths), encoding="utf-8")
     used = f"at most {most.bytes / GB:.1f} GB of the GPU in use, {memory.usable / GB:.1f} GB to be used"
     return code or int(bool(tests) and memory.usable >= ENOUGH), [*lines, counts(paths), used]
 

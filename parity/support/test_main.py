@@ -167,6 +167,18 @@ def test_tests_that_run_again_are_read_from_a_file(tmp_path):
     assert check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"]).command[-1] == "parity/test_a.py"
 
 
+def test_the_slowest_tests_and_files_are_named(programs, tmp_path, capsys):
+    cases = "".join(
+        f'<testcase classname="parity.test_{i // 3}" name="t{i}" time="{10 * i}.25"/>' for i in range(30)
+    )
+    programs["parity"] = f"open(folder + '/parity.xml', 'w').write('<testsuite>{cases}</testsuite>')"
+    assert check.main(["--output", str(tmp_path), "--only", "parity"]) == 0
+    lines = (tmp_path / "slowest.txt").read_text().splitlines()
+    assert len(lines) == 15
+    assert lines[:2] == ["  290.2 s  parity.test_9::t29", "  280.2 s  parity.test_9::t28"]
+    assert lines[10] == "  840.8 s  parity.test_9" and lines[14] == "  480.8 s  parity.test_5"
+
+
 @pytest.mark.skipif(ON_GPU, reason="this machine has a GPU")
 def test_no_gpu(capsys):
     assert check.main([]) == 2
