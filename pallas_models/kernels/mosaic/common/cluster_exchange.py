@@ -380,7 +380,11 @@ class Cluster:
         _call(inline, self.at.qkv_t, there, self.at.arrived, block, rank, given=[_with(values)])
 
     def exchange(self, half: jax.Array, epsilon: float) -> None:
-        """Adds up what CTAs have sent, with bias and residual, sends the sums, and normalises all into `x_t`."""
+        """Adds up what CTAs have sent, with bias and residual, sends the sums, and normalises all into `x_t`.
+
+        Args:
+          half: of a layer. It is 0 in the first exchange, 1 in the next, and so on in turn: barriers count by it.
+        """
         round_ = Round(self, half)
         self.meet()
         round_.expect()
