@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from pallas_models.kernels.common.primitives import PRIMITIVES
 from pallas_models.kernels.mosaic.common import cluster_exchange
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.cluster_exchange import (
@@ -23,7 +24,6 @@ from pallas_models.kernels.mosaic.common.cluster_exchange import (
     Sizes,
 )
 from pallas_models.kernels.mosaic.common.cluster_exchange_ptx import FEATURES
-from pallas_models.kernels.mosaic.common.interpreter import PRIMITIVES
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import layout_cast
 from parity.ops.test_lowering import HOPPER
@@ -33,7 +33,7 @@ from parity.support.tolerances import OP
 CTAS, LAYERS, EPSILON = 4, 2, 0.1
 N = CTAS * FEATURES
 LAYER, HALF = 1, 1  # the last ones
-MODULE = "cluster_exchange."
+MODULE = "mosaic.common.cluster_exchange."
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the primitives need JAX 0.11")
 
