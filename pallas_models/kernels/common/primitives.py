@@ -38,11 +38,14 @@ def meaning(interpreted: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[
     """
 
     def primitive(compiled: Callable[P, R]) -> Callable[P, R]:
+        name = f"{compiled.__module__.removeprefix(_KERNELS)}.{compiled.__qualname__}"
+        PRIMITIVES[name] = compiled, interpreted
+
         @functools.wraps(compiled)
         def call(*args: P.args, **options: P.kwargs) -> R:
-            return (interpreted if _interprets.get() else compiled)(*args, **options)
+            result: R = PRIMITIVES[name][_interprets.get()](*args, **options)
+            return result
 
-        PRIMITIVES[f"{compiled.__module__.removeprefix(_KERNELS)}.{compiled.__qualname__}"] = compiled, interpreted
         return call
 
     return primitive
