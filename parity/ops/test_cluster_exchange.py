@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_models.kernels.mosaic.common import cluster_exchange
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.cluster_exchange import (
     BLOCK,
@@ -23,17 +22,16 @@ from pallas_models.kernels.mosaic.common.cluster_exchange import (
     Sizes,
 )
 from pallas_models.kernels.mosaic.common.cluster_exchange_ptx import FEATURES
-from pallas_models.kernels.mosaic.common.interpreter import PRIMITIVES
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import layout_cast
 from parity.ops.test_lowering import HOPPER
 from parity.support.common import MOSAIC, ON_HOPPER, array, assert_close, cuda_device, float64, normal
+from parity.support.primitives import all_called
 from parity.support.tolerances import OP
 
 CTAS, LAYERS, EPSILON = 4, 2, 0.1
 N = CTAS * FEATURES
 LAYER = 1  # the last one
-MODULE = "cluster_exchange."
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the primitives need JAX 0.11")
 
@@ -119,24 +117,10 @@ def operands(tokens: int, dtype: str) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("tokens", [16, 11])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_ctas_send_is_added_up_and_normalised(monkeypatch, tokens, dtype):
-    called = set()
-
-    def spied(name, primitive):
-        def call(*args, **options):
-            called.add(name)
-            return primitive(*args, **options)
-
-        return call
-
-    primitives = {name for name in PRIMITIVES if name.startswith(MODULE)}
-    for name in primitives:
-        kind, method = name.removeprefix(MODULE).split(".")
-        owner = getattr(cluster_exchange, kind)
-        monkeypatch.setattr(owner, method, spied(name, getattr(owner, method)))
+def test_what_ctas_send_is_added_up_and_normalised(tokens, dtype):
     arrays = operands(tokens, dtype)
-    out, hidden, seen = jax.jit(functools.partial(call, interpret=MOSAIC != "mosaic"))(arrays)
-    assert called == primitives and len(primitives) > 12
+    with all_called("mosaic.common.cluster_exchange"):
+        out, hidden, seen = jax.jit(functools.partial(call, interpret=MOSAIC != "mosaic"))(arrays)
 
     x, mask, w, _, bias, scale, offset = (float64(v) for k, v in arrays.items() if not k.endswith("_0"))
     columns = np.split(x @ w, CTAS, 1)

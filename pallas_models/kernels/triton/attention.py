@@ -27,9 +27,9 @@ from pallas_models.kernels.triton.attention_blocks import (
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     exp2,
     in_bounds,
+    launch,
     load,
     plgpu,
     power_of_two_blocks,
@@ -186,10 +186,8 @@ class _Queries:
         config: Config,
         batch: jax.Array,
         block: jax.Array,
-        *,
-        interpret: bool,
     ) -> None:
-        self.refs, self.form, self.config, self.batch, self.interpret = refs, form, config, batch, interpret
+        self.refs, self.form, self.config, self.batch = refs, form, config, batch
         self.band, self.block_d = Band.of(form), block_of_head(form.head_dim)
         self.start = block * config.block_q
         self.depth = in_bounds(0, self.block_d, form.head_dim)
@@ -263,8 +261,8 @@ class _Queries:
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         factor, shift = exponents(new_peak, self.late)
         factor = factor if isinstance(factor, float) else factor[:, None]
-        p = exp2_of(scores, factor, -shift[:, None], interpret=self.interpret)
-        correction = exp2(exponents(peak, self.late)[1] - shift, interpret=self.interpret)[:, None]
+        p = exp2_of(scores, factor, -shift[:, None])
+        correction = exp2(exponents(peak, self.late)[1] - shift)[:, None]
         v = load(refs.v.at[self.batch, keys, v_columns], kv_mask)
         acc = acc * correction + self.dot(p.astype(v.dtype), v)
         return acc, new_peak, totals * correction + self.row_sum(p)
@@ -322,7 +320,7 @@ class _Queries:
             store(refs.o.at[head, batch, rows, columns], part, tile_mask(self.row_mask, None))
 
 
-def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _attention_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """Attends in a program: a block of queries of one batch element, for one head or a few.
 
     Args:
@@ -331,7 +329,7 @@ def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bo
     block, program, batch = (pl.program_id(axis) for axis in range(3))
     if form.causal:  # blocks that take longest begin first
         block, program = pl.cdiv(form.seq, config.block_q) - 1 - program, block
-    queries = _Queries(_Refs(*refs), form, config, batch, block, interpret=interpret)
+    queries = _Queries(_Refs(*refs), form, config, batch, block)
     if config.heads == 1:
         queries.attend(program)
     else:
@@ -375,11 +373,12 @@ def attention(
     if w is not None:
         result = jax.ShapeDtypeStruct((form.num_heads, form.batch, form.seq, w.shape[1]), jnp.float32)
     lse_type = jax.ShapeDtypeStruct((form.batch, form.num_heads, form.seq), jnp.float32)
-    out, lse = pl.pallas_call(
-        functools.partial(_attention_kernel, form=call, config=config, interpret=interpret),
+    out, lse = launch(
+        functools.partial(_attention_kernel, form=call, config=config),
         out_shape=(result, lse_type if form.return_lse else None),
         grid=(programs, q_blocks, form.batch) if form.causal else (q_blocks, programs, form.batch),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="attention" if w is None else "attention_matmul",
     )(*form.arrays, *form.operands[1:], found, w)

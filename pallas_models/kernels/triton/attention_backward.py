@@ -26,8 +26,8 @@ from pallas_models.kernels.triton.attention_blocks import SEARCHED, block_of_hea
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -137,7 +137,6 @@ class _Blocks:
     config: Config
     batch: Index
     keys_first: bool
-    interpret: bool
 
     @property
     def band(self) -> Band:
@@ -241,7 +240,7 @@ class _Blocks:
         valid = None if full else self.valid(query, key)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
-        p = exp2_of(scores, scale, row(shift), interpret=self.interpret)
+        p = exp2_of(scores, scale, row(shift))
         return p, p * (products(dout, v) - row(delta))
 
     def bias(self, query: Index, key: Index, head: Index) -> jax.Array:
@@ -259,7 +258,7 @@ _READ = len(dataclasses.fields(_Refs))
 _BIAS_PROGRAMS = 8  # on each core, that the gradient of a bias is split into where its own blocks are fewer
 
 
-def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config) -> None:
     """Gradients of a block of keys and values.
 
     Args:
@@ -269,7 +268,7 @@ def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config, int
     dk_ref, dv_ref = outputs if len(outputs) > 1 else outputs * 2
     block_q, block_kv = config.block_q, config.block_kv
     first, second, batch = (pl.program_id(axis) for axis in range(3))
-    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=True, interpret=interpret)
+    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=True)
     block, kv_head = (second, first) if form.causal else (first, second)  # those that take longest begin first
     key = block * block_kv
     runs = blocks.runs(block, key)
@@ -296,7 +295,7 @@ def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config, int
     store(dv_ref.at[batch, rows, blocks.columns(kv_head, 2)], dv, mask)
 
 
-def _queries_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _queries_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """Gradients of a block of queries.
 
     Args:
@@ -305,7 +304,7 @@ def _queries_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool
     inputs, dq_ref = _Refs(*refs[:_READ]), refs[_READ]
     block_q, block_kv = config.block_q, config.block_kv
     first, second, batch = (pl.program_id(axis) for axis in range(3))
-    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=False, interpret=interpret)
+    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=False)
     block, head = (pl.cdiv(form.seq, block_q) - 1 - second, first) if form.causal else (first, second)
     query = block * block_q
     runs = blocks.runs(block, query)
@@ -321,7 +320,7 @@ def _queries_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool
     store(dq_ref.at[batch, span(query, block_q), blocks.columns(head, 0)], dq * form.sm_scale, mask)
 
 
-def _bias_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """The gradient of a block of the bias, or a part of its sum over the axes that the bias does not have.
 
     Args:
@@ -339,7 +338,7 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -
         b, head = (own // heads, own % heads)
         b = i // summed_heads if batches < batch else b
         head = i % summed_heads if heads < form.num_heads else head
-        blocks = _Blocks(refs=inputs, form=form, config=config, batch=b, keys_first=False, interpret=interpret)
+        blocks = _Blocks(refs=inputs, form=form, config=config, batch=b, keys_first=False)
         queries, keys = blocks.queries(query, head), blocks.keys(key, head)
         return total + blocks.gradients(query, key, head, queries, keys, full=False)[1]
 
@@ -422,13 +421,14 @@ class _Gradients:
         """
         blocks = dict(block_q=config.block_q, block_kv=config.block_kv)
         found = searched(self.form, **blocks, least=SEARCHED, keys_first=keys_first)
-        return pl.pallas_call(
-            functools.partial(kernel, form=self.form.abstract(), config=config, interpret=self.interpret),
+        return launch(
+            functools.partial(kernel, form=self.form.abstract(), config=config),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
             grid=grid,
             # A buffer for the gradients of queries, keys and values gets the gradients of the queries first.
             input_output_aliases={0: 0} if jax.tree.leaves(buffer) else {},
-            compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
             interpret=self.interpret,
             name=kernel.__name__.strip("_"),
         )(*buffer, *self.read, found)

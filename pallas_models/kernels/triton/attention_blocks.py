@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Index, Runs
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.triton.common import block_size, plgpu
 
 SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
@@ -74,10 +75,9 @@ def walk(runs: Runs, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
     return _loop(0, before + end - full_end, step_masked, carry)
 
 
-def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array, *, interpret: bool) -> jax.Array:
+@meaning(lambda x, scale, shift: jnp.exp2(x * scale + shift))
+def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array) -> jax.Array:
     """`2 ** (x * scale + shift)`, with product and sum in one instruction, where XLA makes two of them."""
-    if interpret:
-        return jnp.exp2(x * scale + shift)
     factors = [scale] if isinstance(scale, jax.Array) else []
     factor = "$3" if factors else f"0f{np.float32(scale).view(np.uint32):08X}"
     (y,) = plgpu.elementwise_inline_asm(

@@ -18,8 +18,8 @@ from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -212,11 +212,12 @@ def output(
         target,
     )
     programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * target.num_cores)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_output_kernel, config=config, programs=programs, form=form.abstract()),
         out_shape=jax.ShapeDtypeStruct((b, size, c), form.out_dtype),
         grid=(programs,),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_output",
     )(list(form.ys), form.gate, form.bounds, form.scale, form.shift, form.w, form.bias)

@@ -17,8 +17,8 @@ from pallas_models.kernels.forms.trimul import Product
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -144,11 +144,12 @@ def product(
         target,
     )
     check_divides(config, n, form.pieces)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_product_kernel, config=config, form=form.abstract()),
         out_shape=jax.ShapeDtypeStruct((len(sides), form.channels, *sides.shape[2:]), sides.dtype),
         grid=(matrices * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_product",
     )(sides)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common import cluster_exchange_ptx as sending
 from pallas_models.kernels.mosaic.common import cluster_memory_ptx as memory
 from pallas_models.kernels.mosaic.common import ptx
@@ -34,7 +35,6 @@ from pallas_models.kernels.mosaic.common.cluster_exchange_ptx import (
     ROW_BYTES,
     TOKENS,
 )
-from pallas_models.kernels.mosaic.common.interpreter import meaning
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import tiled
 
