@@ -15,6 +15,7 @@ from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_
 from pallas_models.kernels.mosaic.common import interpreter, launch
 from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.schedules import trimul as schedules
+from parity.support import sharing
 from parity.support.common import (
     MOSAIC,
     MOSAIC_CALL,
@@ -26,6 +27,7 @@ from parity.support.common import (
     normal,
     races,
 )
+from parity.support.sharing import GB
 from parity.support.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
@@ -126,6 +128,8 @@ def test_product_has_no_bounds_of_its_own():
     ),
 )
 def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
+    if n >= 1030:
+        sharing.needs(9 * GB)
     monkeypatch.setattr(schedules, "_BY_ROWS", n if by_rows else n - 1)
     params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
     rng = np.random.default_rng(n)

@@ -50,13 +50,18 @@ def test_a_worker_takes_its_part(gpu, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "PYTEST_XDIST_WORKER_COUNT": "4"})
     os.environ.update(sharing.limits())
     assert float(os.environ[sharing.FRACTION]) == sharing.fraction(4, 24 * GB, 24 * GB)
-    assert sharing.limit() == "5.0 GB"
+    assert sharing.share() == pytest.approx(5 * GB, rel=1e-3)
+    sharing.needs(4.9 * GB)
+    with pytest.raises(MemoryError, match="it needs 6 GB") as found:
+        sharing.needs(6 * GB)
+    assert sharing.ran_out(found.value)
     assert sharing.limits() == {}  # what is set stays
 
 
 def test_a_process_alone_has_the_whole(gpu, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
-    assert sharing.limits() == {} and sharing.limit() is None
+    assert sharing.limits() == {} and sharing.share() is None
+    sharing.needs(99 * GB)
 
 
 @pytest.mark.parametrize(
