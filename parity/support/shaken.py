@@ -1,7 +1,7 @@
 """A function whose sums are off by as much as float32 may round them: how far off that makes its results.
 
 A derivative that cancels has an error of the size of its terms. Neither its own size tells that, nor do errors of
-operands: the gradient of a softmax over one key, p (dp - sum(p dp)), is 0 for all operands, and off by roundings of
+operands: the gradient of a softmax over one key, p (dp - sum(p dp)), is 0 for all of them, and off by roundings of
 dp where a kernel takes the second sum from elsewhere, in another order. So each term of a sum is made larger or
 smaller, of either sign, by what the roundings of so long a sum come to in relation to its terms: Monte Carlo
 arithmetic (Parker, Monte Carlo Arithmetic, 1997), with the size that statistical error analysis gives (Higham and
