@@ -1,7 +1,7 @@
 """Triangle attention: ours against XLA, cuDNN by way of JAX, torch, tokamax and cuEquivariance.
 
 It is between the pairs of rows or, with +ending, of columns. Every case has a bias, whose gradient is measured,
-too, and a mask: of ones, or with +holes of zeros and ones. Others take rows as a batch, so that columns are transposed
+too, and a mask: of ones, or with +holes of zeros and ones. Others take rows as a batch: columns are transposed
 before and after, as the models that call them do.
 """
 
