@@ -92,12 +92,12 @@ class Numerics:
         batch, rows, columns, channels = pair.shape
         bias = ops.matmul(
             kernel.T.astype(pair.dtype),
-            pair.reshape(batch, rows * columns, channels),
+            pair.reshape(batch * rows * columns, channels),
             transpose_w=True,
             precision=self.precision,
             implementation=self.implementation,
         )
-        return bias.reshape(batch, kernel.shape[1], rows, columns)
+        return jnp.moveaxis(bias.reshape(kernel.shape[1], batch, rows, columns), 0, 1)
 
 
 def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
