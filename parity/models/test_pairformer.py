@@ -23,6 +23,7 @@ from pallas_models.pairformer import (
     msa,
 )
 from pallas_models.trimul import TriMulConfig
+from parity.ops.test_lowering import DEVICES, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
     ON_GPU,
@@ -30,7 +31,9 @@ from parity.support.common import (
     assert_close,
     assert_equal,
     by_device,
+    cuda_device,
     float64,
+    kernel_calls,
     normal,
     random_params,
     relative_error,
@@ -612,6 +615,22 @@ def test_outer_products_of_many_sequences_stay_in_the_range_of_float16():
     expected = part.call(implementation="xla")(params, None, msa)
     out = part.call(implementation="xla", compute_dtype="float16")(params, None, msa)
     assert_close(out, expected, MODEL["float16"])
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=["hopper", "ada"])
+def test_a_block_is_lowered_to_kernels(device):
+    """The forward pass has no product of XLA's."""
+    params = jax.eval_shape(pairformer.init_block, jax.random.key(0))
+    pair, single = (jax.ShapeDtypeStruct((1, 64, *shape), jnp.bfloat16) for shape in ((64, 128), (384,)))
+    pair_mask, single_mask = (jax.ShapeDtypeStruct((1, 64, *shape), bool) for shape in ((64,), ()))
+
+    def block(params, pair, single, pair_mask, single_mask):
+        return pairformer.block(params, pair, single, pair_mask=pair_mask, single_mask=single_mask)
+
+    with cuda_device(*device):
+        text = lowered_for_cuda(block, params, pair, single, pair_mask, single_mask)
+    assert "stablehlo.dot_general" not in text
+    assert kernel_calls(text) > 25
 
 
 # Errors
