@@ -140,7 +140,7 @@ def trimul(
       ValueError: x is not square in N, mask is of another shape, the parameters are for another C, params do not
         fit together (all that do not are listed), or an option is unknown.
     """
-    module = bind(TriMul, _config(params, epsilon), params)
+    module = bind(TriMul, config_of(params, epsilon), params)
     return module(
         x,
         mask,
@@ -151,7 +151,7 @@ def trimul(
     )
 
 
-def _config(params: Params, epsilon: float) -> TriMulConfig:
+def config_of(params: Params, epsilon: float) -> TriMulConfig:
     """The config that `params` were made for."""
     try:
         (channels,), (hidden,) = params["norm"]["scale"].shape, params["out_norm"]["scale"].shape

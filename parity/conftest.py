@@ -178,3 +178,12 @@ def decoders() -> ModuleType:
     from parity.models import decoders
 
     return decoders
+
+
+@pytest.fixture(scope="session")
+def torch_pairformer() -> ModuleType:
+    """AlphaFold's pair stack in torch."""
+    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
+    from parity.models import pairformer
+
+    return pairformer

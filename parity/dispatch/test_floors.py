@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "pallas_models.cuequivariance",
             "pallas_models.gpt2",
             "pallas_models.modernbert",
+            "pallas_models.pairformer",
             "pallas_models.qwen3",
             "pallas_models.training",
             "pallas_models.trimul",
