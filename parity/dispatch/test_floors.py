@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "pallas_models._modules",
             "pallas_models._parameter_sharding",
             "pallas_models.bert",
+            "pallas_models.cuequivariance",
             "pallas_models.gpt2",
             "pallas_models.modernbert",
             "pallas_models.pairformer",
