@@ -221,18 +221,16 @@ def _gradient(
     end = update.end([_in_rows(found.y)], _in_rows(found.gate))
     of_end = trimul_output_backward.output_backward(end, _in_rows(dout), config=config, **where)
     dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
+    scales = _scales(update, of_end.scales)
     given = trimul_project_backward.Given(
-        left=_in_rows(dsides[0]),
-        right=_in_rows(dsides[1]),
-        gate=of_end.gate,
-        scales=_scales(update, of_end.scales),
+        left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales
     )
     projection, options = update.projection, dict(config=config, **where)
     of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
     of_w = trimul_weights_backward.weights_backward(projection, of_x.z, given, **options)
-    left, right = update.scales
-    # Of the projections, whose weights are scaled, and of the gates.
-    by = given.scales[:4] * jnp.stack([left, jnp.float32(1.0), right, jnp.float32(1.0)])
+    # Of the projections, whose weights are scaled, and of their gates, whose are not.
+    (left, right), (of_projections, of_gates, of_gate, _) = update.scales, scales
+    by = jnp.stack([of_projections * left, of_gates, of_projections * right, of_gates])
     found_all = (
         of_x.x.reshape(form.x.shape),
         None if of_x.mask is None else of_x.mask.reshape(form.x.shape[:3]),
@@ -242,8 +240,8 @@ def _gradient(
         of_w.bias * by[:, None],
         of_end.scale,
         of_end.shift,
-        of_w.w_gate * given.scales[4],
-        of_w.b_gate * given.scales[4],
+        of_w.w_gate * of_gate,
+        of_w.b_gate * of_gate,
         of_end.w,
         of_end.bias,
     )
@@ -284,15 +282,13 @@ def _factor(update: Update) -> float:
 
 
 def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
-    """The scales of `Given`, from the scales of the cotangents of the end."""
+    """The scales of `Given`, from those of the cotangents of the end."""
     of_y, of_gate = (jnp.float32(1.0), jnp.float32(1.0)) if scales is None else scales[1:]
-    left, right = update.scales
     shrink = jnp.float32(1.0)
     if update.form.factors is not None and update.form.compute_dtype == jnp.float16:
         largest = jnp.maximum(jnp.max(update.bounds[:, 4]), 1.0)
         shrink = trimul_output_backward.powers_of_two(largest) * 2.0**-14
-    # Of the cotangent of each side there is as much as the other side is scaled by.
-    sides = [1.0 / (_factor(update) * of_y * other) for other in (right, left)]
-    both = list(zip(sides, (left, right), strict=True))
-    values = [x for k, own in both for x in (k / (shrink * own), k / (GATED * own))]
-    return jnp.stack([*values, 1.0 / of_gate, shrink, *(k / own for k, own in both)])
+    # The cotangent of a side is scaled by as much as the other side is, and its weights by as much as the side.
+    left, right = update.scales
+    both = 1.0 / (_factor(update) * of_y) / left / right
+    return jnp.stack([both / shrink, both / GATED, 1.0 / of_gate, shrink])

@@ -98,9 +98,9 @@ class Given:
       left: (B, H, M').
       right: (B, H, M').
       gate: (B, G, M'), of what the gate is the sigmoid of.
-      scales: (8,), powers of two. Products of cotangents of the left projection, of its gate, of the right
-        projection, of its gate and of the gate with the weights as they are given are multiplied by the first
-        five, factors of the mask by the next one, and sums for the mask of left and of right by the last two.
+      scales: (4,), powers of two. Products of cotangents with the weights as they are given are multiplied by the
+        first for projections, by the second for their gates, and by the third for the gate; the cotangents of
+        projections are multiplied by the last, so that no factor of a mask makes them too large for float16.
     """
 
     left: jax.Array
@@ -154,7 +154,7 @@ class Side(NamedTuple):
         products: list[jax.Array],
         cotangent: jax.Array,
         factor: jax.Array | None,
-        shrink: jax.Array,
+        scales: tuple[jax.Array | float, jax.Array | float],
         *,
         dtype: DTypeLike,
         interpret: bool,
@@ -164,14 +164,17 @@ class Side(NamedTuple):
         Args:
           cotangent: of the side, in float32.
           factor: the factors of the mask by position, or None.
-          shrink: what the cotangent of the projection is multiplied by.
+          scales: what the cotangents of p and of g are multiplied by.
         """
         p, g = products
         s = sigmoid(g, dtype, interpret=interpret)
         value = p * s
+        of_p, of_g = scales
         dp, dg = cotangent * s, cotangent * (GATED * value * (1.0 - s))
-        if factor is not None:  # 0 times what is not finite would be NaN
-            dp, dg = (jnp.where(factor == 0.0, 0.0, d * f) for d, f in ((dp, factor * shrink), (dg, factor)))
+        if factor is None:
+            dp, dg = dp * of_p, dg * of_g
+        else:  # 0 times what is not finite would be NaN
+            dp, dg = (jnp.where(factor == 0.0, 0.0, d * (factor * by)) for d, by in ((dp, of_p), (dg, of_g)))
         return cls(value, dp.astype(dtype), dg.astype(dtype))
 
 
@@ -186,7 +189,7 @@ def _kernel(
     dleft_ref: Ref,  # (B, H, M')
     dright_ref: Ref,  # (B, H, M')
     dgate_ref: Ref,  # (B, G, M')
-    scales_ref: Ref,  # (8,)
+    scales_ref: Ref,  # (4,)
     dx_ref: Ref,  # (B, M, C)
     z_ref: Ref,  # (B, M, C)
     dmask_ref: Ref | None,  # (B, M)
@@ -205,6 +208,10 @@ def _kernel(
     pid, blocks = pl.program_id(0), items * pl.cdiv(size, block_m)
     cs, c_mask = span(0, block_c), in_bounds(0, block_c, c)
     scale, shift = (load(ref.at[cs], c_mask)[None, :] for ref in (scale_ref, shift_ref))
+    of_projections, of_gates, of_gate, shrink = (load(scales_ref.at[jnp.int32(i)]) for i in range(4))
+    # What float16 cannot hold at its own size is summed apart.
+    wide = dtype != jnp.float16
+    before = (of_projections, of_gates) if wide else (shrink, 1.0)
 
     def statistics(x: jax.Array, factor: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The mean and the factor that gives unit variance: 0 for what is masked and not finite."""
@@ -231,9 +238,9 @@ def _kernel(
         z = (unit(x) * scale + shift).astype(dtype)
         store(z_ref.at[rows.item, rows.span, cs], z, mask)
 
-        def add_side(side: int, dside_ref: Ref, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            def add(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                dz, *dmask = carry
+        def add_side(side: int, dside_ref: Ref, carry: list[Any]) -> list[Any]:
+            def add(j: jax.Array, carry: list[Any]) -> list[Any]:
+                *dzs, dmask = carry
                 channels, n_mask = span(j * block_n, block_n), in_bounds(j * block_n, block_n, h)
                 ws = [
                     load(w_ref.at[cs, jnp.int32(2 * side + k), channels], tile_mask(c_mask, n_mask))
@@ -251,18 +258,15 @@ def _kernel(
                     products,
                     given,
                     None if factor is None else factor[None, :],
-                    load(scales_ref.at[jnp.int32(5)]),
+                    before,
                     dtype=dtype,
                     interpret=interpret,
                 )
-                for k, d in enumerate((pulled.projection, pulled.gate)):
-                    term = dot(d, ws[k], trans_a=True, trans_b=True)
-                    dz += load(scales_ref.at[jnp.int32(2 * side + k)]) * term
-                if dmask:
-                    dmask = [
-                        dmask[0] + load(scales_ref.at[jnp.int32(6 + side)]) * jnp.sum(given * pulled.value, axis=0)
-                    ]
-                return (dz, *dmask)
+                for i, d in enumerate((pulled.projection, pulled.gate)):
+                    dzs[0 if wide else i] += dot(d, ws[i], trans_a=True, trans_b=True)
+                if dmask is not None:
+                    dmask += jnp.sum(given * pulled.value, axis=0)
+                return [*dzs, dmask]
 
             return jax.lax.fori_loop(0, pl.cdiv(h, block_n), add, carry)
 
@@ -270,18 +274,21 @@ def _kernel(
             channels, n_mask = span(j * block_n, block_n), in_bounds(j * block_n, block_n, gates)
             w = load(w_gate_ref.at[cs, channels], tile_mask(c_mask, n_mask))
             d = load(dgate_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask))
-            return dz + load(scales_ref.at[jnp.int32(4)]) * dot(d, w, trans_a=True, trans_b=True)
+            return dz + dot(d, w, trans_a=True, trans_b=True)
 
-        sums = (jnp.zeros((block_m, block_c), jnp.float32),)
-        if dmask_ref is not None:
-            sums = (*sums, jnp.zeros(block_m, jnp.float32))
+        sums = [jnp.zeros((block_m, block_c), jnp.float32)] * (1 if wide else 2)
+        sums += [None if dmask_ref is None else jnp.zeros(block_m, jnp.float32)]
         for side, ref in enumerate((dleft_ref, dright_ref)):
             sums = add_side(side, ref, sums)
-        dz, *dmask = sums
+        *dzs, dmask = sums
         if dmask_ref is not None:
-            kept = jnp.where(factor == 0.0, 0.0, dmask[0])
+            kept = jnp.where(factor == 0.0, 0.0, dmask * (of_projections * shrink))
             store(dmask_ref.at[rows.item, rows.span], kept, rows.mask)
-        dz = jax.lax.fori_loop(0, pl.cdiv(gates, block_n), add_gate, dz)
+        add_gates = functools.partial(jax.lax.fori_loop, 0, pl.cdiv(gates, block_n), add_gate)
+        if wide:
+            dz = add_gates(*dzs)
+        else:
+            dz = add_gates((dzs[0] * of_projections + dzs[1] * of_gates) / of_gate) * of_gate
         # Read again: kept, it would take the registers of the products.
         u = unit(load(x_view, mask).astype(jnp.float32))
         dscale, dshift = carry

@@ -105,7 +105,7 @@ def _kernel(
     dleft_ref: Ref,  # (B, H, M')
     dright_ref: Ref,  # (B, H, M')
     dgate_ref: Ref,  # (B, G, M')
-    scales_ref: Ref,  # (8,)
+    scales_ref: Ref,  # (4,)
     dw_ref: Ref,  # (splits, chunks, 2, C, block_n)
     db_ref: Ref,  # (splits, chunks, 2, block_n)
     *,
@@ -144,7 +144,7 @@ def _kernel(
         biases = None
         if b_ref is not None:
             biases = [load(b_ref.at[jnp.int32(2 * side + k), channels], n_mask)[:, None] for k in range(2)]
-        shrink = load(scales_ref.at[jnp.int32(5)])
+        shrink = load(scales_ref.at[jnp.int32(3)])
 
         def cotangents(rows: Rows, z: jax.Array) -> list[jax.Array]:
             products = [dot(w, z, trans_a=True, trans_b=True) for w in ws]
@@ -156,7 +156,7 @@ def _kernel(
                 products,
                 given.astype(jnp.float32),
                 None if factor is None else factor[None, :],
-                shrink,
+                (shrink, 1.0),
                 dtype=dtype,
                 interpret=interpret,
             )
@@ -214,7 +214,7 @@ def weights_backward(
 ) -> Pulled:
     """The gradient of `trimul_project.project` for the weights, from the normalised positions z (B, M, C).
 
-    Each is still to be multiplied by the `scales` of its cotangent.
+    Each is still to be multiplied by the scale of its cotangent among the first three `scales`.
     """
     b, size, c = z.shape
     h, gates, dtype = form.hidden, form.gates, form.w.dtype
