@@ -381,7 +381,8 @@ def sums_over_k(direction, sides, *, pieces=(1, 1), factor=1.0, config=None):
     form = Product(
         sides=sides,
         channels=2,
-        incoming=direction == "incoming",
+        transpose_left=direction == "incoming",
+        transpose_right=direction == "outgoing",
         factor=factor,
         precision=jax.lax.Precision.DEFAULT,
         pieces=pieces,

@@ -53,7 +53,8 @@ def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True, pi
         form = Product(
             sides=sides,
             channels=channels,
-            incoming=incoming,
+            transpose_left=incoming,
+            transpose_right=not incoming,
             factor=factor,
             precision=jax.lax.Precision.DEFAULT,
             pieces=pieces,
@@ -169,7 +170,7 @@ def test_vmap_makes_a_batch_or_several_calls(x, mask, weights):
     operands = [
         normal(rng, *(() if axis is None else (5,)), *size) for size, axis in zip(sizes, axes, strict=False)
     ]
-    out = jax.vmap(schedules._batchable(sums), axes)(*operands, None)
+    out = jax.vmap(schedules.batchable(sums), axes)(*operands, None)
     assert shapes[-1][0] == (10 if weights is None else 2)
     for i in range(5):
         one = [y if axis is None else y[i] for y, axis in zip(operands, axes, strict=False)]
