@@ -36,7 +36,7 @@ def test_no_file_is_longer_than_a_reader_can_hold():
 
 # Kernels whose first lines say what their length buys.
 LONG: set[str] = set()
-# A contract that the field has: AlphaFold's parameters, cuEquivariance's functions, sentence-transformers' constructor.
+# Contracts of the field: AlphaFold's parameters, cuEquivariance's functions, sentence-transformers' constructor.
 WIDE = {
     "triangle_update",
     "triangle_multiplicative_update",

@@ -27,7 +27,7 @@ from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.triton import common as triton
 from pallas_models.kernels.triton.attention_blocks import exp2_of
 from pallas_models.kernels.triton.softmax import _row_sums
-from pallas_models.kernels.triton.trimul_project import _tanh
+from pallas_models.kernels.triton.trimul_project import tanh
 from parity.ops.test_lowering import HOPPER
 from parity.support.common import (
     MOSAIC,
@@ -82,7 +82,7 @@ FUNCTIONS = (
     Function(lambda x, y, z: triton.exp2(4.0 * x), lambda x, y, z: np.exp2(4 * x), EXPONENTIAL),
     Function(lambda x, y, z: exp2_of(x, FACTOR, y), lambda x, y, z: np.exp2(FACTOR * x + y), EXPONENTIAL),
     Function(exp2_of, lambda x, y, z: np.exp2(x * y + z), EXPONENTIAL),
-    Function(lambda x, y, z: _tanh(x), lambda x, y, z: np.tanh(x), 2.0**-10),  # it has 11 bits
+    Function(lambda x, y, z: tanh(x), lambda x, y, z: np.tanh(x), 2.0**-10),  # it has 11 bits
     Function(lambda x, y, z: _row_sums(x * x), lambda x, y, z: np.sum(x * x, 1), 256 * 2.0**-24),
 )
 

@@ -1,8 +1,8 @@
 """The kernels that the gradient of the triangle multiplicative update is made of, on one GPU.
 
 The forward pass keeps left and right, the gate and the sums over third positions, or the gradient computes them
-again, by the same kernels. Then come the gradients of the end of the update, of the products, and of the projections,
-first for x and then for the weights.
+again, by the same kernels. Then come the gradients of the end of the update, of the products, and of the
+projections, first for x and then for the weights.
 """
 
 import dataclasses
@@ -252,7 +252,7 @@ def _gradient(
 
 
 def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax.Array]:
-    """The cotangents of left and of right, (B, N, H, N'), times `sums_factor` and what dy and the sides are times."""
+    """The cotangents of left and of right, (B, N, H, N'), times `sums_factor` and the scales of dy and the sides."""
     h, incoming = update.form.hidden, update.form.direction == "incoming"
 
     def product(transpose: tuple[bool, bool], side: int) -> jax.Array:

@@ -18,7 +18,7 @@ from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
+    launch,
     load,
     plgpu,
     span,
@@ -355,9 +355,10 @@ def output_backward(
     sizes = _Sizes(form.abstract(), config.block_m, width)
     programs = min(b * sizes.columns, config.programs_per_core * target.num_cores)
     call = functools.partial(
-        pl.pallas_call,
+        launch,
         grid=(programs,),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
     )
     operands = y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias

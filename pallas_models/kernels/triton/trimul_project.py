@@ -95,7 +95,7 @@ def _is_narrow(c: int) -> bool:
 
 
 @meaning(lambda x: jnp.tanh(x))
-def _tanh(x: jax.Array) -> jax.Array:
+def tanh(x: jax.Array) -> jax.Array:
     """tanh in float32, one instruction of the GPU that is good to 11 bits."""
     y: jax.Array = plgpu.approx_tanh(x)
     return y
@@ -104,7 +104,7 @@ def _tanh(x: jax.Array) -> jax.Array:
 def _gated(p: jax.Array | float, g: jax.Array, *, fast: bool) -> jax.Array:
     """2 p sigmoid(2 g), from the tanh of the GPU where it is to be `fast`."""
     if fast:
-        return p * (_tanh(g) + 1.0)
+        return p * (tanh(g) + 1.0)
     return 2.0 * p * activate("sigmoid", 2.0 * g)
 
 

@@ -22,14 +22,15 @@ from pallas_models.kernels.triton.common import (
     activate,
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
     store,
     tile_mask,
 )
+from pallas_models.kernels.triton.trimul_project import tanh
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -128,15 +129,15 @@ class Rows(NamedTuple):
         return None if mask_ref is None else load(mask_ref.at[self.item, self.span], self.mask).astype(jnp.float32)
 
 
-def sigmoid(x: jax.Array, dtype: DTypeLike, *, interpret: bool) -> jax.Array:
+def sigmoid(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """In 16 bits from tanh, one instruction of the GPU, good to 11 bits, as the forward pass has it."""
-    if jnp.dtype(dtype).itemsize == 4 or interpret:
-        return activate("sigmoid", x, interpret=interpret)
-    return 0.5 * plgpu.approx_tanh(0.5 * x) + 0.5
+    if jnp.dtype(dtype).itemsize == 4:
+        return activate("sigmoid", x)
+    return 0.5 * tanh(0.5 * x) + 0.5
 
 
 class Side(NamedTuple):
-    """Some channels of left or right before the mask, and the cotangents of what makes them, (channels, positions).
+    """Some channels of left or right before the mask, and cotangents of what makes them, (channels, positions).
 
     Attributes:
       value: of the projection times its gate's sigmoid.
@@ -157,7 +158,6 @@ class Side(NamedTuple):
         scales: tuple[jax.Array | float, jax.Array | float],
         *,
         dtype: DTypeLike,
-        interpret: bool,
     ) -> "Side":
         """The gradient of `factor * p * sigmoid(g)` for products p and g.
 
@@ -167,7 +167,7 @@ class Side(NamedTuple):
           scales: what the cotangents of p and of g are multiplied by.
         """
         p, g = products
-        s = sigmoid(g, dtype, interpret=interpret)
+        s = sigmoid(g, dtype)
         value = p * s
         of_p, of_g = scales
         dp, dg = cotangent * s, cotangent * (GATED * value * (1.0 - s))
@@ -199,7 +199,6 @@ def _kernel(
     programs: int,
     epsilon: float,
     precision: jax.lax.Precision,
-    interpret: bool,
 ) -> None:
     items, size, c = x_ref.shape
     dtype, h, gates = w_ref.dtype, w_ref.shape[2], w_gate_ref.shape[1]
@@ -260,7 +259,6 @@ def _kernel(
                     None if factor is None else factor[None, :],
                     before,
                     dtype=dtype,
-                    interpret=interpret,
                 )
                 for i, d in enumerate((pulled.projection, pulled.gate)):
                     dzs[0 if wide else i] += dot(d, ws[i], trans_a=True, trans_b=True)
@@ -355,14 +353,13 @@ def project_backward(
         target,
     )
     programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * target.num_cores)
-    dx, z, dmask, dnorm = pl.pallas_call(
+    dx, z, dmask, dnorm = launch(
         functools.partial(
             _kernel,
             config=config,
             programs=programs,
             epsilon=form.epsilon,
             precision=form.precision,
-            interpret=interpret,
         ),
         out_shape=(
             jax.ShapeDtypeStruct((b, size, c), x.dtype),
@@ -371,7 +368,8 @@ def project_backward(
             jax.ShapeDtypeStruct((2, programs, c), jnp.float32),
         ),
         grid=(programs,),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_project_backward",
     )(*form.operands[:-1], given.left, given.right, given.gate, given.scales)

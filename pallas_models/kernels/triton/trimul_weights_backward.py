@@ -1,7 +1,7 @@
 """The gradient of the weights and biases of the projections of the triangle multiplicative update.
 
-That of all weights does not fit into the registers of a multiprocessor. So a program has some of the columns, walks
-its share of the positions, and computes again what it needs of the projections there.
+The gradient of all weights does not fit into the registers of a multiprocessor. So a program has some of the
+columns, walks its share of the positions, and computes again what it needs of the projections there.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
@@ -21,8 +20,8 @@ from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -111,7 +110,6 @@ def _kernel(
     *,
     config: Config,
     precision: jax.lax.Precision,
-    interpret: bool,
 ) -> None:
     items, size, c = z_ref.shape
     h, gates, dtype = w_ref.shape[2], dgate_ref.shape[1], w_ref.dtype
@@ -158,7 +156,6 @@ def _kernel(
                 None if factor is None else factor[None, :],
                 (shrink, 1.0),
                 dtype=dtype,
-                interpret=interpret,
             )
             return [pulled.projection, pulled.gate]
 
@@ -235,14 +232,15 @@ def weights_backward(
     )
     block_n, chunks = config.block_n, _chunks(form, config.block_n)
     config = dataclasses.replace(config, splits=min(config.splits, b * pl.cdiv(size, config.block_m)))
-    dw, db = pl.pallas_call(
-        functools.partial(_kernel, config=config, precision=form.precision, interpret=interpret),
+    dw, db = launch(
+        functools.partial(_kernel, config=config, precision=form.precision),
         out_shape=(
             jax.ShapeDtypeStruct((config.splits, chunks, 2, c, block_n), jnp.float32),
             jax.ShapeDtypeStruct((config.splits, chunks, 2, block_n), jnp.float32),
         ),
         grid=(config.splits, chunks),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_weights_backward",
     )(z, form.mask, form.w, form.bias, given.left, given.right, given.gate, given.scales)
