@@ -38,7 +38,7 @@ def custom_jvp(f):
     return function
 
 
-NOTHING, ONCE = jnp.zeros(64), jnp.zeros(1)
+NOTHING, TWICE = jnp.zeros(64), jnp.zeros(2)
 WAYS = {
     "alone": lambda f: f,
     "jit": jax.jit,
@@ -46,7 +46,7 @@ WAYS = {
     "custom_vjp": custom_vjp,
     "custom_jvp": custom_jvp,
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
-    "scan": lambda f: lambda x: jax.lax.scan(lambda total, _: (total + f(x), None), NOTHING, ONCE)[0],
+    "scan": lambda f: lambda x: jax.lax.scan(lambda total, _: (total + f(x), None), NOTHING, TWICE)[0],
     "while": lambda f: (
         lambda x: jax.lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, f(x)), (0, NOTHING))[1]
     ),
