@@ -189,6 +189,14 @@ PARTS = {
     "starting": Part(
         "triangle_attention", AF3, "tri_att_start", ("pair",), "pair_mask", (("direction", "starting"),)
     ),
+    "starting with another's bias": Part(
+        "triangle_attention",
+        AF3,
+        "tri_att_start",
+        ("pair",),
+        "pair_mask",
+        (("direction", "starting"), ("ending_bias", "in_place")),
+    ),
     "ending": Part("triangle_attention", AF3, "tri_att_end", ("pair",), "pair_mask", (("direction", "ending"),)),
     "ending with biases": Part(
         "triangle_attention", AF2, "tri_att_end", ("pair",), "pair_mask", (("direction", "ending"),)
