@@ -189,6 +189,14 @@ PARTS = {
     "starting": Part(
         "triangle_attention", AF3, "tri_att_start", ("pair",), "pair_mask", (("direction", "starting"),)
     ),
+    "starting with another's bias": Part(
+        "triangle_attention",
+        AF3,
+        "tri_att_start",
+        ("pair",),
+        "pair_mask",
+        (("direction", "starting"), ("ending_bias", "in_place")),
+    ),
     "ending": Part("triangle_attention", AF3, "tri_att_end", ("pair",), "pair_mask", (("direction", "ending"),)),
     "ending with biases": Part(
         "triangle_attention", AF2, "tri_att_end", ("pair",), "pair_mask", (("direction", "ending"),)
@@ -476,6 +484,20 @@ def test_remat_changes_no_gradient(config):
     assert_gradients(gradient("block"), plain, MODEL_GRADIENT)
 
 
+def test_what_updates_keep_changes_no_gradient():
+    config = BLOCKS["pairs alone"]
+    params = params_of(config, "bfloat16")
+
+    def gradient(residuals):
+        def loss(params, pair):
+            out, _ = pairformer.block(params, pair, residuals=residuals, implementation=KERNEL)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(params, data(dtype="bfloat16").pair)
+
+    jax.tree.map(assert_equal, gradient("recompute"), gradient("save"))
+
+
 def test_a_stack_with_remat_keeps_what_is_between_blocks():
     """Of a block it keeps its inputs; without remat many times as much."""
     config = BLOCKS["protenix"]
@@ -670,6 +692,7 @@ def test_errors_name_the_argument():
     raises(ValueError, "pair_mask has shape", pairformer.block, block, pair, single, pair_mask=given.single_mask)
     broken = block | {"tri_att_end": block["tri_att_end"] | {"out": {"kernel": jnp.zeros((3, P))}}}
     raises(ValueError, "['tri_att_end']['out']['kernel']: expected", pairformer.block, broken, pair, single)
+    raises(ValueError, "residuals='none'", pairformer.block, block, pair, single, residuals="none")
     raises(ValueError, "remat='all'", pairformer.stack, {"layers": {"0": block}}, pair, single, remat="all")
     raises(
         ValueError,
