@@ -1,7 +1,7 @@
 """The gradient of the weights and biases of the projections of the triangle multiplicative update.
 
-That of all weights does not fit into the registers of a multiprocessor. So a program has some of the columns, walks
-its share of the positions, and computes again what it needs of the projections there.
+That of all weights does not fit into the registers of a multiprocessor. So a program has some of the columns,
+walks its share of the positions, and computes again what it needs of the projections there.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
