@@ -79,13 +79,13 @@ def triangle_update(
 
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
-    The gradient has kernels for up to 128 channels and hidden channels, 16-bit products, and pairs that are not
-    split; else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the kernels'
-    forward pass keeps left, right, y and the gate for it, 3 H + G numbers of `compute_dtype` for each pair, where G
-    is the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient computes these
-    again, for which it takes a third longer. The gradient itself takes up to 5 H + 2 G + C such numbers for each
-    pair at a time, kept ones among them, besides the gradient of x. It is the same, bit by bit, every time and for
-    both. That of the mask is 0 where the mask is 0.
+    The gradient has kernels for up to 128 channels and hidden channels, products of 16 bits, and pairs that are
+    not split. Else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the
+    kernels' forward pass keeps left, right, y and the gate for it: 3 H + G numbers of `compute_dtype` for each
+    pair, G being the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient
+    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair and as many more as the
+    larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient of the
+    mask is 0 where the mask is 0.
 
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.

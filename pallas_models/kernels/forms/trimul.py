@@ -41,8 +41,8 @@ class Form(forms.Form, Generic[A]):
       rows_over: the axes of the mesh that the rows of x are split over.
       columns_over: the axes of the mesh that the columns of x are split over.
       residuals: whether the gradient keeps results of the forward pass or computes them again.
-      return_residuals: whether what the gradient keeps is a result, too: left and right, scaled, (B, N, 2 H, N),
-        the gate, (B, N, G, N), and the sums over third positions, scaled, (B, N, H, N), in the compute dtype.
+      return_residuals: whether what the gradient keeps is a result, too, in the compute dtype: left and right,
+        scaled, (B, N, 2 H, N), the gate, (B, N, G, N), and the sums over third positions, scaled, (B, N, H, N).
     """
 
     OPERANDS: ClassVar = (

@@ -72,12 +72,12 @@ class _Backend:
 
     Attributes:
       kernels: of the forward pass.
-      x_columns: columns of x come in multiples of this.
-      columns: columns of matrices that are multiplied come in multiples of this.
+      pairs: rows and columns of x come in multiples of this.
+      columns: columns of what lies between kernels come in multiples of this.
     """
 
     kernels: Kernels
-    x_columns: int
+    pairs: int
     columns: int
 
 
@@ -88,7 +88,7 @@ def _triton(config: Chooser | None) -> _Backend:
         finish=functools.partial(trimul_output.output, config=config),
         by_rows=True,
     )
-    return _Backend(kernels=kernels, x_columns=1, columns=1)
+    return _Backend(kernels=kernels, pairs=1, columns=1)
 
 
 def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> _Backend:
@@ -98,7 +98,7 @@ def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> _B
         project=triton.kernels.project if project is None else project,
         multiply=functools.partial(mosaic_product.product, config=config),
     )
-    return _Backend(kernels=kernels, x_columns=64 if project is None else 8, columns=64)
+    return _Backend(kernels=kernels, pairs=64 if project is None else 8, columns=64)
 
 
 def triton_with_residuals(
@@ -162,23 +162,27 @@ def _with_residuals(
     form: Form[jax.Array], backend: _Backend, *, target: Target, interpret: bool
 ) -> tuple[jax.Array, Residuals]:
     """The update of x (B, N, N, C), and what the gradient keeps."""
-    (b, n, _, c), kernels = form.x.shape, backend.kernels
-    update = Update.of(_padded(form, backend.x_columns), kernels, target=target, interpret=interpret)
-    found = _residuals(update)
+    (_, n, _, c), kernels = form.x.shape, backend.kernels
+    update = Update.of(_padded(form, backend.pairs), kernels, target=target, interpret=interpret)
+    found, (b, rows, _) = _residuals(update), update.shape
     end = update.end([_in_rows(found.y)], _in_rows(found.gate))
-    out = kernels.finish(end, target=target, interpret=interpret).reshape(b, n, -1, c)[:, :, :n]
-    return out, jax.tree.map(lambda a: a[..., :n], found)
+    out = kernels.finish(end, target=target, interpret=interpret).reshape(b, rows, -1, c)[:, :n, :n]
+    return out, jax.tree.map(lambda a: a[:, :n, :, :n], found)
+
+
+def _in_multiples(x: jax.Array, **multiples: int) -> jax.Array:
+    """x with zeros after the end of some axes, so that they have multiples of a size: `axis_2=8`."""
+    widths = [(0, -size % multiples.get(f"axis_{i}", 1)) for i, size in enumerate(x.shape)]
+    return jnp.pad(x, widths) if any(width for _, width in widths) else x
 
 
 def _padded(form: Form[jax.Array], multiple: int) -> Form[jax.Array]:
-    """The call with as many columns of x and of its mask, masked ones being added."""
-    x, mask = form.x, form.mask
-    if not (padding := -x.shape[2] % multiple):
+    """The call with rows and columns in multiples of a size, those after the end being masked."""
+    x, mask, axes = form.x, form.mask, dict(axis_1=multiple, axis_2=multiple)
+    if x.shape[1] % multiple == 0:
         return form
     mask = jnp.ones(x.shape[:3], bool) if mask is None else mask
-    return form.replace(
-        x=jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))), mask=jnp.pad(mask, ((0, 0), (0, 0), (0, padding)))
-    )
+    return form.replace(x=_in_multiples(x, **axes), mask=_in_multiples(mask, **axes))
 
 
 def _residuals(update: Update) -> Residuals:
@@ -210,16 +214,15 @@ def _gradient(
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, from what was kept or, where that is nothing, from the operands alone."""
-    where = dict(target=target, interpret=interpret)
-    update = Update.of(form, backend.kernels, **where)
+    where, n, pairs = dict(target=target, interpret=interpret), form.x.shape[1], backend.pairs
+    update = Update.of(_padded(form, pairs), backend.kernels, **where)
     if kept:
-        padding = -form.x.shape[2] % backend.columns
-        found = Residuals(*(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else x for x in kept))
+        found = Residuals(*(_in_multiples(x, axis_1=pairs, axis_3=backend.columns) for x in kept))
     else:
-        padded = _padded(form, backend.x_columns)
-        found = _residuals(update if padded is form else Update.of(padded, backend.kernels, **where))
+        found = _residuals(update)
     end = update.end([_in_rows(found.y)], _in_rows(found.gate))
-    of_end = trimul_output_backward.output_backward(end, _in_rows(dout), config=config, **where)
+    dout = _in_rows(_in_multiples(dout, axis_1=pairs, axis_2=pairs))
+    of_end = trimul_output_backward.output_backward(end, dout, config=config, **where)
     dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
     scales = _scales(update, of_end.scales)
     given = trimul_project_backward.Given(
@@ -232,8 +235,8 @@ def _gradient(
     (left, right), (of_projections, of_gates, of_gate, _) = update.scales, scales
     by = jnp.stack([of_projections * left, of_gates, of_projections * right, of_gates])
     found_all = (
-        of_x.x.reshape(form.x.shape),
-        None if of_x.mask is None else of_x.mask.reshape(form.x.shape[:3]),
+        of_x.x.reshape(update.form.x.shape)[:, :n, :n],
+        None if of_x.mask is None else of_x.mask.reshape(update.form.x.shape[:3])[:, :n, :n],
         of_x.scale,
         of_x.shift,
         of_w.w * by[:, None],
@@ -252,7 +255,7 @@ def _gradient(
 
 
 def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax.Array]:
-    """The cotangents of left and of right, (B, N, H, N'), times `sums_factor` and the scales of dy and the sides."""
+    """The cotangents of left and of right, (B, N, H, N'), scaled by `_factor` and as dy and the sides are."""
     h, incoming = update.form.hidden, update.form.direction == "incoming"
 
     def product(transpose: tuple[bool, bool], side: int) -> jax.Array:

@@ -137,7 +137,7 @@ def sigmoid(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 class Side(NamedTuple):
-    """Some channels of left or right before the mask, and cotangents of what makes them, (channels, positions).
+    """Some channels of left or right before the mask, and cotangents of what makes them: (channels, positions).
 
     Attributes:
       value: of the projection times its gate's sigmoid.

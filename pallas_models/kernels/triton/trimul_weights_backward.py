@@ -1,7 +1,7 @@
 """The gradient of the weights and biases of the projections of the triangle multiplicative update.
 
-The gradient of all weights does not fit into the registers of a multiprocessor. So a program has some of the
-columns, walks its share of the positions, and computes again what it needs of the projections there.
+The gradient of all weights does not fit into a multiprocessor's registers. So a program has some of the columns,
+walks its share of the positions, and computes again what it needs of the projections there.
 """
 
 import dataclasses
