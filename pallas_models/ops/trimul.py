@@ -83,9 +83,9 @@ def triangle_update(
     not split. Else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the
     kernels' forward pass keeps left, right, y and the gate for it: 3 H + G numbers of `compute_dtype` for each
     pair, G being the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient
-    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair and as many more as the
-    larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient of the
-    mask is 0 where the mask is 0.
+    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair, and as many more as
+    the larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient
+    of the mask is 0 where the mask is 0.
 
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.
