@@ -83,8 +83,8 @@ def triangle_update(
     not split. Else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the
     kernels' forward pass keeps left, right, y and the gate for it: 3 H + G numbers of `compute_dtype` for each
     pair, G being the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient
-    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair and as many more as the
-    larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient of the
+    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair and as many more as
+    the larger of H and G, beside its results. It is the same, bit by bit, every time and with both. That of the
     mask is 0 where the mask is 0.
 
     Args:
@@ -237,7 +237,7 @@ def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callab
     def call(form: Form[jax.Array], **options: Any) -> Any:
         if not form.return_residuals:
             return kernels(form, **options)
-        if form.is_split or backward_schedules.unsupported(form.abstract(), options["target"]):
+        if form.is_split or backward_schedules.unsupported(form, options["target"]):
             return kernels(form, **options), backward_schedules.Residuals.unread(form)
         return keeping(form, **options)
 
