@@ -52,7 +52,7 @@ class Residuals(NamedTuple):
         return cls(*(jnp.zeros((b, rows, n, columns), form.compute_dtype) for n in channels))
 
 
-def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+def unsupported(form: Form[Any], target: Target) -> str | None:
     """Why the gradient's kernels do not serve a call; None if they do."""
     del target
     c, h = form.x.shape[3], form.hidden
@@ -132,7 +132,7 @@ def triton_backward(
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, in Triton kernels."""
-    options = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
+    options: dict[str, Any] = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
     return _gradient(form, kept, cotangents[0], _triton(config), **options)
 
 
@@ -147,7 +147,7 @@ def mosaic_backward(
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, with products for Hopper GPUs."""
-    options = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
+    options: dict[str, Any] = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
 
     # Operands have as many axes as a copy to shared memory can take: vmap takes one item after another.
     @jax.custom_batching.sequential_vmap
@@ -214,7 +214,8 @@ def _gradient(
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, from what was kept or, where that is nothing, from the operands alone."""
-    where, n, pairs = dict(target=target, interpret=interpret), form.x.shape[1], backend.pairs
+    where: dict[str, Any] = dict(target=target, interpret=interpret)
+    n, pairs = form.x.shape[1], backend.pairs
     update = Update.of(_padded(form, pairs), backend.kernels, **where)
     if kept:
         found = Residuals(*(_in_multiples(x, axis_1=pairs, axis_3=backend.columns) for x in kept))
@@ -228,7 +229,7 @@ def _gradient(
     given = trimul_project_backward.Given(
         left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales
     )
-    projection, options = update.projection, dict(config=config, **where)
+    projection, options = update.projection, where | dict(config=config)
     of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
     of_w = trimul_weights_backward.weights_backward(projection, of_x.z, given, **options)
     # Of the projections, whose weights are scaled, and of their gates, whose are not.
@@ -260,18 +261,17 @@ def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax
 
     def product(transpose: tuple[bool, bool], side: int) -> jax.Array:
         """The product of dy and a side, or for the incoming direction of a side and dy."""
-        first, second = (dict(left_from=side * h), {}) if incoming else ({}, dict(right_from=side * h))
         form = Product(
             sides=sides if incoming else dy,
             right=dy if incoming else sides,
             channels=h,
+            left_from=side * h if incoming else 0,
+            right_from=0 if incoming else side * h,
             transpose_left=transpose[0],
             transpose_right=transpose[1],
             factor=_factor(update),
             precision=update.form.precision,
             by_rows=True,
-            **first,
-            **second,
         )
         return update.kernels.multiply(form, target=update.target, interpret=update.interpret)
 

@@ -76,6 +76,30 @@ def shared_memory(config: Config, form: Output[Any]) -> int:
     return held + turned + (config.num_stages - 1) * config.block_m * ((h + gates) * itemsize + c * 4)
 
 
+class Operands(NamedTuple):
+    """The operands of both kernels, arrays or references.
+
+    Attributes:
+      y: (B, H, M').
+      gate: (B, G, M').
+      dout: (B, M, C).
+      bounds: (parts, 5).
+      scale: (H,).
+      shift: (H,).
+      w: (H, C).
+      bias: (C,), or None.
+    """
+
+    y: Any
+    gate: Any
+    dout: Any
+    bounds: Any
+    scale: Any
+    shift: Any
+    w: Any
+    bias: Any
+
+
 class _Sizes(NamedTuple):
     """Sizes of blocks and arrays of a call."""
 
@@ -143,23 +167,21 @@ class _End:
     y_epsilon: jax.Array
 
     @classmethod
-    def of(
-        cls, sizes: _Sizes, bounds_ref: Ref, scale_ref: Ref, shift_ref: Ref, w_ref: Ref, b_ref: Ref | None
-    ) -> "_End":
+    def of(cls, sizes: _Sizes, operands: Operands) -> "_End":
         """Loads the weights."""
-        (hs, h_mask), (cs, c_mask) = map(sizes.channels, w_ref.shape)
-        y_scale, y_epsilon = scaled(bounds_ref, sizes.form)
+        (hs, h_mask), (cs, c_mask) = map(sizes.channels, operands.w.shape)
+        y_scale, y_epsilon = scaled(operands.bounds, sizes.form)
         return cls(
             sizes=sizes,
-            w=load(w_ref.at[hs, cs], tile_mask(h_mask, c_mask)),
-            scale=load(scale_ref.at[hs], h_mask)[:, None],
-            shift=load(shift_ref.at[hs], h_mask)[:, None],
-            bias=None if b_ref is None else load(b_ref.at[cs], c_mask)[:, None],
+            w=load(operands.w.at[hs, cs], tile_mask(h_mask, c_mask)),
+            scale=load(operands.scale.at[hs], h_mask)[:, None],
+            shift=load(operands.shift.at[hs], h_mask)[:, None],
+            bias=None if operands.bias is None else load(operands.bias.at[cs], c_mask)[:, None],
             y_scale=y_scale,
             y_epsilon=y_epsilon,
         )
 
-    def pull(self, y_ref: Ref, gate_ref: Ref, dout_ref: Ref, block: jax.Array, scale: Scale) -> _Pulled:
+    def pull(self, operands: Operands, block: jax.Array, scale: Scale) -> _Pulled:
         """The cotangents of a block of positions.
 
         Args:
@@ -172,9 +194,9 @@ class _End:
         rows, row_mask = span(start, sizes.block_m), sizes.within(start, form.size)
         (hs, h_mask), (cs, c_mask) = sizes.channels(h), sizes.channels(c)
         gates, gate_mask = (cs, c_mask) if form.gate_after else (hs, h_mask)
-        y = load(y_ref.at[item, hs, rows], tile_mask(h_mask, row_mask)).astype(jnp.float32)
-        gate = load(gate_ref.at[item, gates, rows], tile_mask(gate_mask, row_mask)).astype(jnp.float32)
-        dout = load(dout_ref.at[item, rows, cs], tile_mask(row_mask, c_mask)).T.astype(jnp.float32)
+        y = load(operands.y.at[item, hs, rows], tile_mask(h_mask, row_mask)).astype(jnp.float32)
+        gate = load(operands.gate.at[item, gates, rows], tile_mask(gate_mask, row_mask)).astype(jnp.float32)
+        dout = load(operands.dout.at[item, rows, cs], tile_mask(row_mask, c_mask)).T.astype(jnp.float32)
 
         d = y - jnp.sum(y, axis=0, keepdims=True) / h
         if h_mask is not None:
@@ -216,24 +238,17 @@ def _steps(sizes: _Sizes, items: int, programs: int) -> tuple[jax.Array, jax.Arr
 
 
 def _largest_kernel(
-    y_ref: Ref,  # (B, H, M')
-    gate_ref: Ref,  # (B, G, M')
-    dout_ref: Ref,  # (B, M, C)
-    bounds_ref: Ref,  # (parts, 5)
-    scale_ref: Ref,  # (H,)
-    shift_ref: Ref,  # (H,)
-    w_ref: Ref,  # (H, C)
-    b_ref: Ref | None,  # (C,)
+    operands: Operands,
     o_ref: Ref,  # (programs, 3)
     *,
     sizes: _Sizes,
     programs: int,
 ) -> None:
-    end = _End.of(sizes, bounds_ref, scale_ref, shift_ref, w_ref, b_ref)
-    first, steps = _steps(sizes, len(y_ref), programs)
+    end = _End.of(sizes, operands)
+    first, steps = _steps(sizes, len(operands.y), programs)
 
     def step(s: jax.Array, largest: list[jax.Array]) -> list[jax.Array]:
-        pulled = end.pull(y_ref, gate_ref, dout_ref, first + s * programs, None)
+        pulled = end.pull(operands, first + s * programs, None)
         # What is not finite spoils its own sums alone.
         found = [jnp.abs(a) for a in (pulled.largest, pulled.y, pulled.gate)]
         found = [jnp.max(jnp.where(a < jnp.inf, a, 0.0)) for a in found]
@@ -244,14 +259,7 @@ def _largest_kernel(
 
 
 def _kernel(
-    y_ref: Ref,  # (B, H, M')
-    gate_ref: Ref,  # (B, G, M')
-    dout_ref: Ref,  # (B, M, C)
-    bounds_ref: Ref,  # (parts, 5)
-    scale_ref: Ref,  # (H,)
-    shift_ref: Ref,  # (H,)
-    w_ref: Ref,  # (H, C)
-    b_ref: Ref | None,  # (C,)
+    operands: Operands,
     scales_ref: Ref | None,  # (3,): of the cotangents of the product, of y and of the gate; 1 where there is none
     dy_ref: Ref,  # (B, H, M')
     dgate_ref: Ref,  # (B, G, M')
@@ -263,18 +271,18 @@ def _kernel(
     programs: int,
 ) -> None:
     form, pid = sizes.form, pl.program_id(0)
-    end = _End.of(sizes, bounds_ref, scale_ref, shift_ref, w_ref, b_ref)
+    end = _End.of(sizes, operands)
     of_product, of_y, of_gate = (
         1.0 if scales_ref is None else load(scales_ref.at[jnp.int32(i)]) for i in range(3)
     )
-    (hs, h_mask), (cs, c_mask) = map(sizes.channels, w_ref.shape)
+    (hs, h_mask), (cs, c_mask) = map(sizes.channels, operands.w.shape)
     gates, gate_mask = (cs, c_mask) if form.gate_after else (hs, h_mask)
-    first, steps = _steps(sizes, len(y_ref), programs)
+    first, steps = _steps(sizes, len(operands.y), programs)
 
     def step(s: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
         dw, dscale, dshift, *db = carry
         block = first + s * programs
-        pulled = end.pull(y_ref, gate_ref, dout_ref, block, of_product)
+        pulled = end.pull(operands, block, of_product)
         item, start = sizes.place(block)
         rows, row_mask = span(start, sizes.block_m), sizes.within(start, sizes.width)
         store(dy_ref.at[item, hs, rows], pulled.y * of_y, tile_mask(h_mask, row_mask))
@@ -361,14 +369,14 @@ def output_backward(
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    operands = y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias
+    operands = Operands(y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias)
     scales = None
     if dtype == jnp.float16:
         largest = call(
             functools.partial(_largest_kernel, sizes=sizes, programs=programs),
             out_shape=jax.ShapeDtypeStruct((programs, 3), jnp.float32),
             name="trimul_output_backward_largest",
-        )(*operands)
+        )(operands)
         scales = powers_of_two(jnp.max(largest, axis=0))
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     dy, dgate, dw, dnorm, db = call(
@@ -381,7 +389,7 @@ def output_backward(
             None if form.bias is None else float32((1, programs, c)),
         ),
         name="trimul_output_backward",
-    )(*operands, scales)
+    )(operands, scales)
     total = functools.partial(column_sums, interpret=interpret)
     (dw,), (dscale, dshift) = total(dw.reshape(1, programs, h * c), [jnp.float32]), total(dnorm, [jnp.float32] * 2)
     dw = dw.reshape(h, c)

@@ -91,8 +91,7 @@ def shared_memory(config: Config, form: Projection[Any]) -> int:
     return (config.num_stages * staged + kept) * itemsize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """The cotangents that come to the projections, each scaled.
 
     Attributes:
@@ -178,18 +177,125 @@ class Side(NamedTuple):
         return cls(value, dp.astype(dtype), dg.astype(dtype))
 
 
+class Weights(NamedTuple):
+    """The weights of a call, arrays or references.
+
+    Attributes:
+      scale: (C,), of the norm.
+      shift: (C,), of the norm.
+      w: (C, 4, H).
+      bias: (4, H), or None.
+      gate: (C, G).
+    """
+
+    scale: Any
+    shift: Any
+    w: Any
+    bias: Any
+    gate: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """A block of positions, whose cotangents are multiplied by all weights.
+
+    Attributes:
+      rows: where it is.
+      z: its normalised positions, (block_m, C).
+      factor: of the mask, or None.
+      before: what cotangents of projections and of their gates are multiplied by before they are rounded.
+    """
+
+    weights: Weights
+    given: Given
+    rows: Rows
+    z: jax.Array
+    factor: jax.Array | None
+    before: tuple[jax.Array | float, jax.Array | float]
+    block_n: int
+    precision: jax.lax.Precision
+
+    def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The product of both transposed."""
+        return plgpu.dot(a, b, trans_a=True, trans_b=True, precision=self.precision)
+
+    @property
+    def channels(self) -> tuple[pl.Slice, jax.Array | None]:
+        """All channels of x, and which of the block there are."""
+        c = self.weights.scale.shape[0]
+        return span(0, self.z.shape[1]), in_bounds(0, self.z.shape[1], c)
+
+    def add_side(self, side: int, sums: list[Any]) -> list[Any]:
+        """Adds the products of the cotangents of left (0) or right (1) to the sums, and to that of the mask."""
+        (cs, c_mask), weights, rows = self.channels, self.weights, self.rows
+        ref, h = (self.given.left, self.given.right)[side], weights.w.shape[2]
+
+        def add(j: jax.Array, sums: list[Any]) -> list[Any]:
+            *dzs, dmask = sums
+            columns, mask = span(j * self.block_n, self.block_n), in_bounds(j * self.block_n, self.block_n, h)
+            places = [jnp.int32(2 * side + k) for k in range(2)]
+            ws = [load(weights.w.at[cs, place, columns], tile_mask(c_mask, mask)) for place in places]
+            products = [self.dot(w, self.z) for w in ws]
+            if weights.bias is not None:
+                biases = [load(weights.bias.at[place, columns], mask)[:, None] for place in places]
+                products = [y + bias for y, bias in zip(products, biases, strict=True)]
+            given = load(ref.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask)).astype(jnp.float32)
+            factor = None if self.factor is None else self.factor[None, :]
+            pulled = Side.pulled(products, given, factor, self.before, dtype=self.z.dtype)
+            for i, d in enumerate((pulled.projection, pulled.gate)):
+                dzs[min(i, len(dzs) - 1)] += self.dot(d, ws[i])
+            if dmask is not None:
+                dmask += jnp.sum(given * pulled.value, axis=0)
+            return [*dzs, dmask]
+
+        return jax.lax.fori_loop(0, pl.cdiv(h, self.block_n), add, sums)
+
+    def add_gate(self, dz: jax.Array) -> jax.Array:
+        """Adds the products of the cotangent of the gate."""
+        (cs, c_mask), rows, gates = self.channels, self.rows, self.weights.gate.shape[1]
+
+        def add(j: jax.Array, dz: jax.Array) -> jax.Array:
+            columns, mask = span(j * self.block_n, self.block_n), in_bounds(j * self.block_n, self.block_n, gates)
+            w = load(self.weights.gate.at[cs, columns], tile_mask(c_mask, mask))
+            d = load(self.given.gate.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask))
+            return dz + self.dot(d, w)
+
+        return jax.lax.fori_loop(0, pl.cdiv(gates, self.block_n), add, dz)
+
+
+class _Norm(NamedTuple):
+    """The layer norm of a block of positions; `inverse` is 0 for what is masked and not finite."""
+
+    mean: jax.Array
+    inverse: jax.Array
+    masked: bool
+    c_mask: jax.Array | None
+
+    @classmethod
+    def of(
+        cls, x: jax.Array, c: int, c_mask: jax.Array | None, factor: jax.Array | None, epsilon: float
+    ) -> "_Norm":
+        """The norm of x (block_m, C)."""
+        mean = jnp.sum(x, axis=1, keepdims=True) / c
+        d = x - mean if c_mask is None else jnp.where(c_mask[None, :], x - mean, 0.0)
+        inverse = jax.lax.rsqrt(jnp.sum(d * d, axis=1, keepdims=True) / c + epsilon)
+        if factor is not None:
+            inverse = jnp.where((factor[:, None] != 0.0) | (inverse > 0.0), inverse, 0.0)
+        return cls(mean, inverse, factor is not None, c_mask)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x with mean 0 and variance 1."""
+        unit = (x - self.mean) * self.inverse
+        if self.masked:
+            unit = jnp.where(self.inverse == 0.0, 0.0, unit)
+        return unit if self.c_mask is None else jnp.where(self.c_mask[None, :], unit, 0.0)
+
+
 def _kernel(
     x_ref: Ref,  # (B, M, C)
     mask_ref: Ref | None,  # (B, M)
-    scale_ref: Ref,  # (C,)
-    shift_ref: Ref,  # (C,)
-    w_ref: Ref,  # (C, 4, H)
-    b_ref: Ref | None,  # (4, H)
-    w_gate_ref: Ref,  # (C, G)
-    dleft_ref: Ref,  # (B, H, M')
-    dright_ref: Ref,  # (B, H, M')
-    dgate_ref: Ref,  # (B, G, M')
-    scales_ref: Ref,  # (4,)
+    weights: Weights,
+    given: Given,
     dx_ref: Ref,  # (B, M, C)
     z_ref: Ref,  # (B, M, C)
     dmask_ref: Ref | None,  # (B, M)
@@ -200,102 +306,54 @@ def _kernel(
     epsilon: float,
     precision: jax.lax.Precision,
 ) -> None:
-    items, size, c = x_ref.shape
-    dtype, h, gates = w_ref.dtype, w_ref.shape[2], w_gate_ref.shape[1]
-    block_m, block_n, block_c = config.block_m, config.block_n, block_size(c, 16, 1024)
-    dot = functools.partial(plgpu.dot, precision=precision)
+    (items, size, c), dtype = x_ref.shape, z_ref.dtype
+    block_m, block_c = config.block_m, block_size(c, 16, 1024)
     pid, blocks = pl.program_id(0), items * pl.cdiv(size, block_m)
     cs, c_mask = span(0, block_c), in_bounds(0, block_c, c)
-    scale, shift = (load(ref.at[cs], c_mask)[None, :] for ref in (scale_ref, shift_ref))
-    of_projections, of_gates, of_gate, shrink = (load(scales_ref.at[jnp.int32(i)]) for i in range(4))
+    scale, shift = (load(ref.at[cs], c_mask)[None, :] for ref in (weights.scale, weights.shift))
+    of_projections, of_gates, of_gate, shrink = (load(given.scales.at[jnp.int32(i)]) for i in range(4))
     # What float16 cannot hold at its own size is summed apart.
     wide = dtype != jnp.float16
-    before = (of_projections, of_gates) if wide else (shrink, 1.0)
 
-    def statistics(x: jax.Array, factor: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The mean and the factor that gives unit variance: 0 for what is masked and not finite."""
-        mean = jnp.sum(x, axis=1, keepdims=True) / c
-        d = x - mean if c_mask is None else jnp.where(c_mask[None, :], x - mean, 0.0)
-        inverse = jax.lax.rsqrt(jnp.sum(d * d, axis=1, keepdims=True) / c + epsilon)
-        if factor is None:
-            return mean, inverse
-        return mean, jnp.where((factor[:, None] != 0.0) | (inverse > 0.0), inverse, 0.0)
-
-    def step(i: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
+    def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         rows = Rows.of(pid + i * programs, block_m, size)
-        x_view, mask = x_ref.at[rows.item, rows.span, cs], tile_mask(rows.mask, c_mask)
-        factor = rows.factor(mask_ref)
-        x = load(x_view, mask).astype(jnp.float32)
-        mean, inverse = statistics(x, factor)
-
-        def unit(x: jax.Array) -> jax.Array:
-            """x with mean 0 and variance 1."""
-            u = (x - mean) * inverse
-            u = u if factor is None else jnp.where(inverse == 0.0, 0.0, u)
-            return u if c_mask is None else jnp.where(c_mask[None, :], u, 0.0)
-
-        z = (unit(x) * scale + shift).astype(dtype)
+        view, mask, factor = (
+            x_ref.at[rows.item, rows.span, cs],
+            tile_mask(rows.mask, c_mask),
+            rows.factor(mask_ref),
+        )
+        x = load(view, mask).astype(jnp.float32)
+        norm = _Norm.of(x, c, c_mask, factor, epsilon)
+        z = (norm(x) * scale + shift).astype(dtype)
         store(z_ref.at[rows.item, rows.span, cs], z, mask)
-
-        def add_side(side: int, dside_ref: Ref, carry: list[Any]) -> list[Any]:
-            def add(j: jax.Array, carry: list[Any]) -> list[Any]:
-                *dzs, dmask = carry
-                channels, n_mask = span(j * block_n, block_n), in_bounds(j * block_n, block_n, h)
-                ws = [
-                    load(w_ref.at[cs, jnp.int32(2 * side + k), channels], tile_mask(c_mask, n_mask))
-                    for k in range(2)
-                ]
-                products = [dot(w, z, trans_a=True, trans_b=True) for w in ws]
-                if b_ref is not None:
-                    products = [
-                        y + load(b_ref.at[jnp.int32(2 * side + k), channels], n_mask)[:, None]
-                        for k, y in enumerate(products)
-                    ]
-                given = load(dside_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask))
-                given = given.astype(jnp.float32)
-                pulled = Side.pulled(
-                    products,
-                    given,
-                    None if factor is None else factor[None, :],
-                    before,
-                    dtype=dtype,
-                )
-                for i, d in enumerate((pulled.projection, pulled.gate)):
-                    dzs[0 if wide else i] += dot(d, ws[i], trans_a=True, trans_b=True)
-                if dmask is not None:
-                    dmask += jnp.sum(given * pulled.value, axis=0)
-                return [*dzs, dmask]
-
-            return jax.lax.fori_loop(0, pl.cdiv(h, block_n), add, carry)
-
-        def add_gate(j: jax.Array, dz: jax.Array) -> jax.Array:
-            channels, n_mask = span(j * block_n, block_n), in_bounds(j * block_n, block_n, gates)
-            w = load(w_gate_ref.at[cs, channels], tile_mask(c_mask, n_mask))
-            d = load(dgate_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask))
-            return dz + dot(d, w, trans_a=True, trans_b=True)
-
-        sums = [jnp.zeros((block_m, block_c), jnp.float32)] * (1 if wide else 2)
+        block = _Block(
+            weights=weights,
+            given=given,
+            rows=rows,
+            z=z,
+            factor=factor,
+            before=(of_projections, of_gates) if wide else (shrink, 1.0),
+            block_n=config.block_n,
+            precision=precision,
+        )
+        sums: list[Any] = [jnp.zeros((block_m, block_c), jnp.float32)] * (1 if wide else 2)
         sums += [None if dmask_ref is None else jnp.zeros(block_m, jnp.float32)]
-        for side, ref in enumerate((dleft_ref, dright_ref)):
-            sums = add_side(side, ref, sums)
+        for side in range(2):
+            sums = block.add_side(side, sums)
         *dzs, dmask = sums
         if dmask_ref is not None:
             kept = jnp.where(factor == 0.0, 0.0, dmask * (of_projections * shrink))
             store(dmask_ref.at[rows.item, rows.span], kept, rows.mask)
-        add_gates = functools.partial(jax.lax.fori_loop, 0, pl.cdiv(gates, block_n), add_gate)
         if wide:
-            dz = add_gates(*dzs)
+            dz = block.add_gate(*dzs)
         else:
-            dz = add_gates((dzs[0] * of_projections + dzs[1] * of_gates) / of_gate) * of_gate
+            dz = block.add_gate((dzs[0] * of_projections + dzs[1] * of_gates) / of_gate) * of_gate
         # Read again: kept, it would take the registers of the products.
-        u = unit(load(x_view, mask).astype(jnp.float32))
-        dscale, dshift = carry
-        totals = [dscale + jnp.sum(dz * u, axis=0), dshift + jnp.sum(dz, axis=0)]
-        du = dz * scale
-        along = jnp.sum(du * u, axis=1, keepdims=True) / c
-        dx = (du - jnp.sum(du, axis=1, keepdims=True) / c - u * along) * inverse
+        unit, du = norm(load(view, mask).astype(jnp.float32)), dz * scale
+        along = jnp.sum(du * unit, axis=1, keepdims=True) / c
+        dx = (du - jnp.sum(du, axis=1, keepdims=True) / c - unit * along) * norm.inverse
         store(dx_ref.at[rows.item, rows.span, cs], dx, mask)
-        return totals
+        return [totals[0] + jnp.sum(dz * unit, axis=0), totals[1] + jnp.sum(dz, axis=0)]
 
     steps = jax.lax.div(blocks - pid + programs - 1, jnp.int32(programs))
     totals = jax.lax.fori_loop(0, steps, step, [jnp.zeros(block_c, jnp.float32)] * 2)
@@ -372,6 +430,6 @@ def project_backward(
         num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_project_backward",
-    )(*form.operands[:-1], given.left, given.right, given.gate, given.scales)
+    )(x, form.mask, Weights(form.norm_scale, form.norm_bias, form.w, form.bias, form.w_gate), given)
     dscale, dshift = column_sums(dnorm, [jnp.float32] * 2, interpret=interpret)
     return Pulled(x=dx, mask=dmask, scale=dscale, shift=dshift, z=z)

@@ -101,10 +101,7 @@ def _kernel(
     mask_ref: Ref | None,  # (B, M)
     w_ref: Ref,  # (C, 4, H)
     b_ref: Ref | None,  # (4, H)
-    dleft_ref: Ref,  # (B, H, M')
-    dright_ref: Ref,  # (B, H, M')
-    dgate_ref: Ref,  # (B, G, M')
-    scales_ref: Ref,  # (4,)
+    given: Given,
     dw_ref: Ref,  # (splits, chunks, 2, C, block_n)
     db_ref: Ref,  # (splits, chunks, 2, block_n)
     *,
@@ -112,7 +109,7 @@ def _kernel(
     precision: jax.lax.Precision,
 ) -> None:
     items, size, c = z_ref.shape
-    h, gates, dtype = w_ref.shape[2], dgate_ref.shape[1], w_ref.dtype
+    h, gates, dtype = w_ref.shape[2], given.gate.shape[1], w_ref.dtype
     block_m, block_n, block_c = config.block_m, config.block_n, block_size(c, 16, 1024)
     dot = functools.partial(plgpu.dot, precision=precision)
     cs, c_mask = span(0, block_c), in_bounds(0, block_c, c)
@@ -142,17 +139,17 @@ def _kernel(
         biases = None
         if b_ref is not None:
             biases = [load(b_ref.at[jnp.int32(2 * side + k), channels], n_mask)[:, None] for k in range(2)]
-        shrink = load(scales_ref.at[jnp.int32(3)])
+        shrink = load(given.scales.at[jnp.int32(3)])
 
         def cotangents(rows: Rows, z: jax.Array) -> list[jax.Array]:
             products = [dot(w, z, trans_a=True, trans_b=True) for w in ws]
             if biases is not None:
                 products = [y + b for y, b in zip(products, biases, strict=True)]
-            given = load(dside_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask))
+            cotangent = load(dside_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask))
             factor = rows.factor(mask_ref)
             pulled = Side.pulled(
                 products,
-                given.astype(jnp.float32),
+                cotangent.astype(jnp.float32),
                 None if factor is None else factor[None, :],
                 (shrink, 1.0),
                 dtype=dtype,
@@ -163,11 +160,11 @@ def _kernel(
 
     @pl.when(chunk < of_a_side)
     def of_left() -> None:
-        of_side(0, dleft_ref)
+        of_side(0, given.left)
 
     @pl.when((chunk >= of_a_side) & (chunk < 2 * of_a_side))
     def of_right() -> None:
-        of_side(1, dright_ref)
+        of_side(1, given.right)
 
     @pl.when(chunk >= 2 * of_a_side)
     def of_gate() -> None:
@@ -175,7 +172,7 @@ def _kernel(
             starts = [(2 * (chunk - 2 * of_a_side) + k) * block_n for k in range(2)]
             return [
                 load(
-                    dgate_ref.at[rows.item, span(start, block_n), rows.span],
+                    given.gate.at[rows.item, span(start, block_n), rows.span],
                     tile_mask(start + jnp.arange(block_n) < gates, rows.mask),
                 )
                 for start in starts
@@ -243,7 +240,7 @@ def weights_backward(
         num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_weights_backward",
-    )(z, form.mask, form.w, form.bias, given.left, given.right, given.gate, given.scales)
+    )(z, form.mask, form.w, form.bias, given)
 
     def total(parts: jax.Array) -> jax.Array:
         """The sums over all programs, (chunks, 2, C or 1, block_n)."""
