@@ -274,6 +274,16 @@ def test_errors_of_attention(changes, message):
         cuequivariance.triangle_attention(**arrays | changes)
 
 
+@pytest.mark.parametrize("queries, keys", [(5, 7), (3, 3)])
+def test_attention_under_vmap(queries, keys):
+    rng = np.random.default_rng(17)
+    arrays, mask = attention_arrays(rng, queries=queries, keys=keys), mask_with_holes(rng, 2, 3, keys)
+    each = {name: x[:, None] for name, x in arrays.items()}
+    found = jax.jit(jax.vmap(cuequivariance.triangle_attention))(**each, mask=mask[:, None])
+    for x, expected in zip(found, jax.jit(cuequivariance.triangle_attention)(**arrays, mask=mask), strict=True):
+        assert_close(x[:, 0], expected, LONG)
+
+
 # Attention with a bias of pairs
 
 
