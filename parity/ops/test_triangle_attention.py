@@ -73,6 +73,40 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape, direc
 
 
 @both
+@pytest.mark.parametrize("items", [2, 3])
+@pytest.mark.parametrize("block_kv", [16, 64])
+def test_lines_side_by_side(reference, items, block_kv, direction):
+    """A block of the bias serves several; 19 lines are no multiple of either number."""
+    q, k, v, bias, mask = operands(2, 19, 2, 32)
+    bias = bias.at[0, 0, 3].set(-jnp.inf).at[0, 1, :, 3].set(-2e30)
+    config = attention.Config(block_q=16, block_kv=block_kv, num_warps=1, num_stages=2, items=items)
+    expected = reference.compute(
+        reference.triangle_attention, q, k, v, jnp.where(bias > -1e30, bias, -jnp.inf), mask, direction=direction
+    )
+    assert_close(attend(q, k, v, bias, mask, direction=direction, config=config), expected, GRADIENT)
+
+
+def test_lines_side_by_side_where_only_some_have_blocks_without_a_mask(reference):
+    """Of two lines one has holes: the blocks that need no mask are those of both."""
+    q, k, v, bias, _ = operands(1, 300, 1, 16, lines=4)
+    mask = np.ones((1, 4, 300), int)
+    mask[0, 1, 40:90], mask[0, 2, 200:], mask[0, 3] = 0, 0, 0
+    config = attention.Config(block_q=64, block_kv=16, num_warps=4, num_stages=2, items=2)
+    expected = reference.compute(reference.triangle_attention, q, k, v, bias, mask, direction="starting")
+    assert_close(
+        attend(q, k, v, bias, array(mask, "int32"), direction="starting", config=config), expected, GRADIENT
+    )
+
+
+def test_more_lines_side_by_side_than_there_are():
+    config = attention.Config(block_q=16, block_kv=16, num_warps=1, num_stages=1, items=8)
+    with pytest.raises(ValueError, match="items=8 are more than the 5 that share a bias"):
+        attend(*operands(2, 5, 1, 16), direction="ending", config=config)
+    with pytest.raises(ValueError, match="items=0 must be positive"):
+        attention.Config(block_q=16, block_kv=16, num_warps=1, num_stages=1, items=0)
+
+
+@both
 @pytest.mark.parametrize("n", by_device(cpu=[5], gpu=[1030]))
 def test_bias_and_mask_can_be_absent(reference, n, direction):
     q, k, v, bias, mask = operands(1, n, 1, 16, lines=min(n, 24), direction=direction)

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -54,6 +54,18 @@ def narrowed(runs: Runs, count: int, found: Ref | None, batch: Index, block: Ind
     if not isinstance(full, int):
         full = jnp.clip(full, first, end)
     return first, end, full, jnp.clip(full_end, full, end)
+
+
+def joined(runs: Sequence[Runs]) -> Runs:
+    """The `Runs` of blocks that one item or another needs, and the blocks that all of them need without a mask."""
+    if len(runs) == 1:
+        return runs[0]
+    least, most = (functools.partial(functools.reduce, f) for f in (jnp.minimum, jnp.maximum))
+    firsts, ends, fulls, full_ends = zip(*runs, strict=True)
+    if all(isinstance(x, int) for x in (*firsts, *ends, *fulls, *full_ends)):
+        return runs[0]  # by their positions, which are alike
+    full = most(fulls)
+    return least(firsts), most(ends), full, jnp.maximum(least(full_ends), full)
 
 
 def bias_index(form: Form[Any], shape: tuple[int, ...], item: Index, head: Index) -> tuple[Index, Index]:
