@@ -129,7 +129,7 @@ def _of_pairs(mask: Array, shape: tuple[int, ...]) -> Array:
     if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.number)):
         raise TypeError(f"mask has dtype {mask.dtype}; expected bool, an integer or a float dtype")
     _checks.check_shape("mask", mask, shape, "(..., N, N), the pairs of q")
-    return mask if mask.dtype == jnp.int32 else (mask != 0).astype(jnp.int32)
+    return mask if mask.dtype == jnp.int32 else mask.astype(bool).astype(jnp.int32)  # as strict promotion takes it
 
 
 def reference(form: Form[jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
