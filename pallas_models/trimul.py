@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from pallas_models import ops
 from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, init_params
+from pallas_models.kernels.forms.trimul import Direction, Residuals
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops.trimul import Direction, Residuals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +133,8 @@ def trimul(
       compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
         float32 end to end.
       precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
-      residuals: `"save"` or `"recompute"`: whether the gradient keeps results of the forward pass, as in
-        `ops.triangle_update`.
+      residuals: whether the gradient keeps left, right, their product and the gate, `"save"`, or computes them
+        again, `"recompute"`; `ops.triangle_update` says what each takes.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:

@@ -241,11 +241,11 @@ def _gradient(
         of_x.scale,
         of_x.shift,
         of_w.w * by[:, None],
-        of_w.bias * by[:, None],
+        None if of_w.bias is None else of_w.bias * by[:, None],
         of_end.scale,
         of_end.shift,
         of_w.w_gate * of_gate,
-        of_w.b_gate * of_gate,
+        None if of_w.b_gate is None else of_w.b_gate * of_gate,
         of_end.w,
         of_end.bias,
     )

@@ -108,7 +108,8 @@ def scaled(bounds_ref: Ref, form: Output[Any]) -> tuple[jax.Array, jax.Array]:
     The norm of a scaled y is the norm of y if epsilon is scaled, too: not to 0, or zeros would become NaN.
     """
     largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
-    scale = functools.reduce(operator.mul, trimul_scales.scales(largest, form.w.dtype), form.factor)
+    left, right = trimul_scales.scales(largest, form.w.dtype)
+    scale = form.factor * left * right
     return scale, jnp.maximum(scale * scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
 
 

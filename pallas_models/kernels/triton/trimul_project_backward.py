@@ -67,20 +67,23 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
 
 
 def heuristic(form: Projection[Any], target: Target) -> Config:
-    """Chooses blocks that fit into the shared memory of a target."""
-    config = _config(16, 16, 1, 4, 1) if form.w.dtype.itemsize == 4 else _config(64, 64, 2, 4, 2)
+    """Chooses blocks that fit into the shared memory of a target, and whose sums fit into registers."""
+    if form.w.dtype.itemsize == 4:
+        config = _config(16, 16, 1, 4, 1)
+    else:  # float16 has two sums
+        config = _config(64 if form.w.dtype == jnp.float16 else 128, 64, 1, 8, 2)
     while shared_memory(config, form) > target.shared_memory and config.num_stages > 1:
         config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-    while shared_memory(config, form) > target.shared_memory and config.block_n > 16:
-        config = dataclasses.replace(config, block_n=config.block_n // 2)
+    while shared_memory(config, form) > target.shared_memory and config.block_m > 16:
+        config = dataclasses.replace(config, block_m=config.block_m // 2)
     return config
 
 
 def configs(dtype: DTypeLike) -> Iterator[Config]:
     """The blocks worth measuring."""
     blocks = ((16, 32), (16, 32)) if jnp.dtype(dtype).itemsize == 4 else ((64, 128), (32, 64))
-    for block_m, block_n, programs, num_stages in itertools.product(*blocks, (1, 2), (1, 2, 3)):
-        yield _config(block_m, block_n, programs, block_m // 16, num_stages)
+    for block_m, block_n, num_warps, num_stages in itertools.product(*blocks, (4, 8), (1, 2, 3)):
+        yield _config(block_m, block_n, 8 // num_warps, num_warps, num_stages)
 
 
 def shared_memory(config: Config, form: Projection[Any]) -> int:
@@ -136,7 +139,7 @@ def sigmoid(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 class Side(NamedTuple):
-    """Some channels of left or right before the mask, and cotangents of what makes them: (channels, positions).
+    """Some channels of left or right before the mask, and cotangents of what makes them: (positions, channels).
 
     Attributes:
       value: of the projection times its gate's sigmoid.
@@ -215,10 +218,6 @@ class _Block:
     block_n: int
     precision: jax.lax.Precision
 
-    def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The product of both transposed."""
-        return plgpu.dot(a, b, trans_a=True, trans_b=True, precision=self.precision)
-
     @property
     def channels(self) -> tuple[pl.Slice, jax.Array | None]:
         """All channels of x, and which of the block there are."""
@@ -229,23 +228,24 @@ class _Block:
         """Adds the products of the cotangents of left (0) or right (1) to the sums, and to that of the mask."""
         (cs, c_mask), weights, rows = self.channels, self.weights, self.rows
         ref, h = (self.given.left, self.given.right)[side], weights.w.shape[2]
+        dot = functools.partial(plgpu.dot, precision=self.precision)
 
         def add(j: jax.Array, sums: list[Any]) -> list[Any]:
             *dzs, dmask = sums
             columns, mask = span(j * self.block_n, self.block_n), in_bounds(j * self.block_n, self.block_n, h)
             places = [jnp.int32(2 * side + k) for k in range(2)]
             ws = [load(weights.w.at[cs, place, columns], tile_mask(c_mask, mask)) for place in places]
-            products = [self.dot(w, self.z) for w in ws]
+            products = [dot(self.z, w) for w in ws]
             if weights.bias is not None:
-                biases = [load(weights.bias.at[place, columns], mask)[:, None] for place in places]
+                biases = [load(weights.bias.at[place, columns], mask)[None, :] for place in places]
                 products = [y + bias for y, bias in zip(products, biases, strict=True)]
-            given = load(ref.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask)).astype(jnp.float32)
-            factor = None if self.factor is None else self.factor[None, :]
+            given = load(ref.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask)).T.astype(jnp.float32)
+            factor = None if self.factor is None else self.factor[:, None]
             pulled = Side.pulled(products, given, factor, self.before, dtype=self.z.dtype)
             for i, d in enumerate((pulled.projection, pulled.gate)):
-                dzs[min(i, len(dzs) - 1)] += self.dot(d, ws[i])
+                dzs[min(i, len(dzs) - 1)] += dot(d, ws[i], trans_b=True)
             if dmask is not None:
-                dmask += jnp.sum(given * pulled.value, axis=0)
+                dmask += jnp.sum(given * pulled.value, axis=1)
             return [*dzs, dmask]
 
         return jax.lax.fori_loop(0, pl.cdiv(h, self.block_n), add, sums)
@@ -258,7 +258,7 @@ class _Block:
             columns, mask = span(j * self.block_n, self.block_n), in_bounds(j * self.block_n, self.block_n, gates)
             w = load(self.weights.gate.at[cs, columns], tile_mask(c_mask, mask))
             d = load(self.given.gate.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask))
-            return dz + self.dot(d, w)
+            return dz + plgpu.dot(d, w, trans_a=True, trans_b=True, precision=self.precision)
 
         return jax.lax.fori_loop(0, pl.cdiv(gates, self.block_n), add, dz)
 

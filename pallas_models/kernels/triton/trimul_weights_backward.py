@@ -68,9 +68,11 @@ def _config(
 def heuristic(form: Projection[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
     of = functools.partial(_config, form, target)
-    config = of(16, 16, 2, 4, 1) if form.w.dtype.itemsize == 4 else of(64, 64, 1, 8, 3)
+    config = of(16, 16, 2, 4, 1) if form.w.dtype.itemsize == 4 else of(128, 64, 1, 8, 2)
     while shared_memory(config, form) > target.shared_memory and config.num_stages > 1:
         config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+    while shared_memory(config, form) > target.shared_memory and config.block_m > 16:
+        config = dataclasses.replace(config, block_m=config.block_m // 2)
     return config
 
 
@@ -103,7 +105,7 @@ def _kernel(
     b_ref: Ref | None,  # (4, H)
     given: Given,
     dw_ref: Ref,  # (splits, chunks, 2, C, block_n)
-    db_ref: Ref,  # (splits, chunks, 2, block_n)
+    db_ref: Ref | None,  # (splits, chunks, 2, block_n)
     *,
     config: Config,
     precision: jax.lax.Precision,
@@ -117,20 +119,24 @@ def _kernel(
     steps = jax.lax.div(items * pl.cdiv(size, block_m) - split + config.splits - 1, jnp.int32(config.splits))
 
     def add_up(cotangents: Callable[[Rows, jax.Array], list[jax.Array]]) -> None:
-        """Sums of both halves of the columns, from `cotangents(rows, z)`, (block_n, block_m) each."""
+        """Sums of both halves of the columns, from `cotangents(rows, z)`, (block_m, block_n) each."""
 
         def step(i: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
             rows = Rows.of(split + i * config.splits, block_m, size)
             z = load(z_ref.at[rows.item, rows.span, cs], tile_mask(rows.mask, c_mask))
             ds = cotangents(rows, z)
-            dws = [dw + dot(z, d, trans_a=True, trans_b=True) for dw, d in zip(carry[:2], ds, strict=True)]
-            return dws + [db + jnp.sum(d.astype(jnp.float32), axis=1) for db, d in zip(carry[2:], ds, strict=True)]
+            dws = [dw + dot(z, d, trans_a=True) for dw, d in zip(carry[:2], ds, strict=True)]
+            return dws + [
+                db + jnp.sum(d.astype(jnp.float32), axis=0) for db, d in zip(carry[2:], ds, strict=False)
+            ]
 
-        zeros = [jnp.zeros(shape, jnp.float32) for shape in ((block_c, block_n), block_n) for _ in range(2)]
-        *dws, db, db_2 = jax.lax.fori_loop(0, steps, step, zeros)
-        for k, (dw, total) in enumerate(zip(dws, (db, db_2), strict=True)):
-            store(dw_ref.at[split, chunk, jnp.int32(k), cs, :], dw, tile_mask(c_mask, None))
-            store(db_ref.at[split, chunk, jnp.int32(k), :], total)
+        zeros = [jnp.zeros((block_c, block_n), jnp.float32)] * 2
+        zeros += [] if db_ref is None else [jnp.zeros(block_n, jnp.float32)] * 2
+        sums = jax.lax.fori_loop(0, steps, step, zeros)
+        for k in range(2):
+            store(dw_ref.at[split, chunk, jnp.int32(k), cs, :], sums[k], tile_mask(c_mask, None))
+            if db_ref is not None:
+                store(db_ref.at[split, chunk, jnp.int32(k), :], sums[2 + k])
 
     def of_side(side: int, dside_ref: Ref) -> None:
         start = (chunk - side * of_a_side) * block_n
@@ -138,19 +144,19 @@ def _kernel(
         ws = [load(w_ref.at[cs, jnp.int32(2 * side + k), channels], tile_mask(c_mask, n_mask)) for k in range(2)]
         biases = None
         if b_ref is not None:
-            biases = [load(b_ref.at[jnp.int32(2 * side + k), channels], n_mask)[:, None] for k in range(2)]
+            biases = [load(b_ref.at[jnp.int32(2 * side + k), channels], n_mask)[None, :] for k in range(2)]
         shrink = load(given.scales.at[jnp.int32(3)])
 
         def cotangents(rows: Rows, z: jax.Array) -> list[jax.Array]:
-            products = [dot(w, z, trans_a=True, trans_b=True) for w in ws]
+            products = [dot(z, w) for w in ws]
             if biases is not None:
                 products = [y + b for y, b in zip(products, biases, strict=True)]
-            cotangent = load(dside_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask))
+            cotangent = load(dside_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask)).T
             factor = rows.factor(mask_ref)
             pulled = Side.pulled(
                 products,
                 cotangent.astype(jnp.float32),
-                None if factor is None else factor[None, :],
+                None if factor is None else factor[:, None],
                 (shrink, 1.0),
                 dtype=dtype,
             )
@@ -174,7 +180,7 @@ def _kernel(
                 load(
                     given.gate.at[rows.item, span(start, block_n), rows.span],
                     tile_mask(start + jnp.arange(block_n) < gates, rows.mask),
-                )
+                ).T
                 for start in starts
             ]
 
@@ -186,15 +192,15 @@ class Pulled(NamedTuple):
 
     Attributes:
       w: (C, 4, H), of the weights without their scales.
-      bias: (4, H), likewise.
+      bias: (4, H), likewise, or None where there is no bias.
       w_gate: (C, G).
-      b_gate: (G,).
+      b_gate: (G,), or None where there is no bias.
     """
 
     w: jax.Array
-    bias: jax.Array
+    bias: jax.Array | None
     w_gate: jax.Array
-    b_gate: jax.Array
+    b_gate: jax.Array | None
 
 
 def weights_backward(
@@ -228,12 +234,13 @@ def weights_backward(
         target,
     )
     block_n, chunks = config.block_n, _chunks(form, config.block_n)
+    has_bias = form.bias is not None or form.b_gate is not None
     config = dataclasses.replace(config, splits=min(config.splits, b * pl.cdiv(size, config.block_m)))
     dw, db = launch(
         functools.partial(_kernel, config=config, precision=form.precision),
         out_shape=(
             jax.ShapeDtypeStruct((config.splits, chunks, 2, c, block_n), jnp.float32),
-            jax.ShapeDtypeStruct((config.splits, chunks, 2, block_n), jnp.float32),
+            jax.ShapeDtypeStruct((config.splits, chunks, 2, block_n), jnp.float32) if has_bias else None,
         ),
         grid=(config.splits, chunks),
         num_warps=config.num_warps,
@@ -256,7 +263,10 @@ def weights_backward(
         """(C, G) from chunks of two halves."""
         return y.transpose(2, 0, 1, 3).reshape(y.shape[2], -1)[:, :gates]
 
-    of_sides, sums = 2 * pl.cdiv(h, block_n), [total(dw), total(db)]
-    w, bias = (side_columns(y[:of_sides]) for y in sums)
-    w_gate, b_gate = (gate_columns(y[of_sides:]) for y in sums)
-    return Pulled(w=w, bias=bias[0], w_gate=w_gate, b_gate=b_gate[0])
+    of_sides = 2 * pl.cdiv(h, block_n)
+    sums = [total(dw)] + ([] if db is None else [total(db)])
+    w, *bias = (side_columns(y[:of_sides]) for y in sums)
+    w_gate, *b_gate = (gate_columns(y[of_sides:]) for y in sums)
+    if not has_bias:
+        return Pulled(w=w, bias=None, w_gate=w_gate, b_gate=None)
+    return Pulled(w=w, bias=bias[0][0], w_gate=w_gate, b_gate=b_gate[0][0])
