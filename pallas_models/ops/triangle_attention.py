@@ -15,12 +15,13 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms import attention as attention_forms
 from pallas_models.kernels.forms.triangle_attention import DIRECTIONS, Direction, Form
+from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.attention import attend_to_all
-from pallas_models.target import AMPERE_ON
+from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
 
 
@@ -71,7 +72,10 @@ def triangle_attention(
         scaled and rounded to its dtype first.
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: as `pallas_models.ops` has it; None for the best available.
+      implementation: as `pallas_models.ops` has it; None for the best available, which is Triton's. `"mosaic"`
+        serves half precisions, D of 32, N of 64 to 512 in multiples of 64 and a positive scale; its gradients
+        are XLA's, or with `("mosaic", "triton")` Triton's. It copies the mask of columns, whose bias it takes
+        from JAX 0.11 on.
 
     Returns:
       As q.
@@ -169,6 +173,14 @@ OP: Op[Form[Any]] = Op(
     name="triangle_attention",
     reference=reference,
     kernels=(
+        Kernel(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=mosaic_resident.attention,
+            config=None,
+            refuses=mosaic_resident.unsupported,
+            preferred=mosaic_resident.prefer,
+        ),
         Kernel(
             backend="triton",
             architectures=AMPERE_ON,

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
 from pallas_models.kernels.triton.attention import Config
-from parity.cases._records import Arrays, Call, Case, Empty, Spread, Without, shaped, sizes, zeros
+from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.cases.attention import formula as of_attention
 from parity.support.bounded import Array, Bounded
 from parity.support.common import ON_GPU, array, normal
@@ -34,6 +35,23 @@ def _arguments(q: Any, k: Any, v: Any, bias: Any, mask: Any, *, direction: str) 
 def _call(direction: str) -> Call:
     arguments = functools.partial(_arguments, direction=direction)
     return Call(f"triangle_attention_{direction}", _OP, arguments, _small, 4, (0, 1, 2, 3, 4))
+
+
+def _resident(size: int, dtype: str, *, direction: str) -> Arrays:
+    """Three lines of heads of 32, all keys of which a CTA holds at once; one keeps only its first keys."""
+    n, rng = (64 if size == 1 else 320), np.random.default_rng(72)
+    shape = (1, 3, n) if direction == "starting" else (1, n, 3)
+    pairs = (normal(rng, *shape, 2, 32, dtype=dtype) for _ in range(3))
+    mask = np.ones((1, 3, n), int)
+    mask[0, 1, n // 3 :] = 0
+    mask = mask if direction == "starting" else mask.swapaxes(1, 2)
+    return *pairs, normal(rng, 1, 2, n, n, dtype=dtype), array(mask, "int32")
+
+
+def _resident_call(direction: str) -> Call:
+    arguments = functools.partial(_arguments, direction=direction)
+    make = functools.partial(_resident, direction=direction)
+    return Call(f"triangle_attention_resident_{direction}", _OP, arguments, make, 4, (0, 1, 2, 3, 4))
 
 
 def _large(dtype: str, n: int, heads: int, head_dim: int, direction: str) -> dict[str, Any]:
@@ -81,14 +99,15 @@ def _formula(
     **options: Any,
 ) -> Bounded:
     """Attention with the lines of all squares as its batch."""
-    batch, n = q.shape[0], q.shape[1]
+    batch, *square = q.shape[:3]
+    count, n = square if direction == "starting" else square[::-1]
 
     def lines(x: Array) -> Array:
         x = x if direction == "starting" else x.swapaxes(1, 2)
-        return x.reshape(batch * n, n, *x.shape[3:])
+        return x.reshape(batch * count, n, *x.shape[3:])
 
     if bias is not None:
-        bias = np.repeat(bias if direction == "starting" else bias.swapaxes(-1, -2), n, 0)
+        bias = np.repeat(bias if direction == "starting" else bias.swapaxes(-1, -2), count, 0)
     if mask is not None:
         mask = lines(mask)
     out = of_attention(
@@ -97,22 +116,24 @@ def _formula(
     assert isinstance(out, Bounded)
 
     def pairs(x: Array) -> Array:
-        x = x.reshape(q.shape)
+        x = x.reshape(batch, count, n, *q.shape[3:])
         return x if direction == "starting" else x.swapaxes(1, 2)
 
     return out.map(pairs)
 
 
 def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
-    n, batch, heads = pick.size(most=129 if ON_GPU else 24), pick.few(1, 2), pick.few(1, 2)
-    head_dim = pick.of((16, 20, 32, 48, 64))
-    pairs = Input((batch, n, n, heads, head_dim), dtype, limit=_LARGEST)
-    inputs = {"q": pairs, "k": pairs, "v": pairs}
+    n = 64 * pick.of((1, 2, 3)) if mosaic else pick.size(most=129 if ON_GPU else 24)
+    batch, heads, lines = pick.few(1, 2), pick.few(1, 2), pick.of((1, 2, 3)) if mosaic else n
+    head_dim = 32 if mosaic else pick.of((16, 20, 32, 48, 64))
     options: dict[str, Any] = {"direction": pick.of(("starting", "ending"))}
+    square = (lines, n) if options["direction"] == "starting" else (n, lines)
+    pairs = Input((batch, *square, heads, head_dim), dtype, limit=_LARGEST)
+    inputs = {"q": pairs, "k": pairs, "v": pairs}
     if pick.chance(0.7):
         inputs["bias"] = Input((batch, heads, n, n), pick.other(dtype), "bias")
     if pick.chance(0.5):
-        inputs["mask"] = Input((batch, n, n), pick.of(("bool", "int32", dtype)), "mask")
+        inputs["mask"] = Input((batch, *square), pick.of(("bool", "int32", dtype)), "mask")
     if pick.chance(0.2):
         options["scale"] = pick.of((0.3, 1.0, 0.01))
     elif pick.chance(0.1):
@@ -123,13 +144,15 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     return inputs, options | pick.precision(dtype)
 
 
+# JAX 0.10 does not load the transpose of shared memory.
+_ON_HOPPER = ("starting", "ending") if jax.__version_info__ >= (0, 11) else ("starting",)
 _NONE = dict(zip("qkv", [zeros(2, 0, 0, 2, 16)] * 3, strict=True)) | dict(bias=zeros(2, 2, 0, 0))
 CASES = (
     Case(
         op=_OP,
         products="kernels",
         calls=(_call("starting"), _call("ending")),
-        hopper_calls=Without("the Triton kernels are the fastest"),
+        hopper_calls=tuple(_resident_call(direction) for direction in _ON_HOPPER),
         large={
             "triangle-attention-32": lambda dtype: _large(dtype, 768, 4, 32, "ending"),
             "triangle-attention-64": lambda dtype: _large(dtype, 384, 8, 64, "starting"),

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.triton import attention, attention_backward
 from pallas_models.tuning import Chooser
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
+    TRITON_CALL,
     array,
     assert_close,
     assert_equal,
@@ -24,6 +28,7 @@ from parity.support.common import (
     float64,
     kernel_calls,
     normal,
+    races,
 )
 from parity.support.tolerances import GRADIENT, OP, SAME
 
@@ -283,6 +288,102 @@ def test_the_gradient_of_the_bias_adds_up_in_one_order(direction):
     ]
     for a, b in zip(*runs, strict=True):
         assert_equal(a, b)
+
+
+RESIDENT = {  # lines, N, heads, dtype, dtype of the bias
+    "tiles of two, blocks of 128": (2, 256, 1, "bfloat16", "bfloat16"),
+    "one tile, blocks of 64": (3, 192, 2, "float16", "float32"),
+    "one block": (2, 64, 1, "float16", "float16"),
+}
+resident = pytest.mark.parametrize("name", RESIDENT)
+newer = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10 does not load the transpose of shared memory"
+)
+on_mosaic = pytest.mark.parametrize("direction", ["starting", pytest.param("ending", marks=newer)])
+
+
+def resident_operands(name, direction):
+    """Of the first element the first line keeps its first keys, the last none; others have holes."""
+    lines, n, heads, dtype, bias_dtype = RESIDENT[name]
+    q, k, v, bias, mask = operands(2, n, heads, 32, dtype, lines=lines, direction=direction)
+    mask = np.array(mask if direction == "starting" else mask.swapaxes(1, 2))
+    mask[0, 0], mask[0, 0, n // 3 :], mask[0, -1] = 1, 0, 0
+    mask = array(mask if direction == "starting" else mask.swapaxes(1, 2), "int32")
+    return q, k, v, bias.astype(bias_dtype), mask
+
+
+@on_mosaic
+@resident
+def test_mosaic_kernel(name, direction):
+    """As XLA in float32, which the tests above hold to torch: where JAX is new enough there may be no torch."""
+    q, k, v, bias, mask = resident_operands(name, direction)
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    plain = functools.partial(compiled.triangle_attention, *exact, direction=direction, implementation="xla")
+    for options in (dict(bias=bias, mask=mask), dict(bias=bias), {}):
+        out = compiled.triangle_attention(q, k, v, direction=direction, implementation=MOSAIC, **options)
+        expected = float64(plain(**options))
+        assert_close(out, expected, OP[str(q.dtype)])
+        assert np.all(float64(out)[expected == 0.0] == 0.0)
+
+
+@pytest.mark.skipif(
+    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
+)
+@on_mosaic
+def test_mosaic_kernel_has_no_races(monkeypatch, capfd, direction):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+    q, k, v, bias, mask = resident_operands("one tile, blocks of 64", direction)
+    out = ops.triangle_attention(q, k, v, bias=bias, mask=mask, direction=direction, implementation=MOSAIC)
+    out.block_until_ready()
+    assert not races(capfd.readouterr().out)
+
+
+def test_mosaic_kernel_with_gradients_of_triton(reference):
+    *arrays, mask = resident_operands("one block", "starting")
+    cotangent = normal(np.random.default_rng(3), *arrays[0].shape, dtype="float16")
+    function = functools.partial(reference.triangle_attention, mask=reference.tensor(mask), direction="starting")
+    expected = reference.gradients(function, arrays, cotangent)
+    for names in ((MOSAIC, KERNEL), MOSAIC):
+        gradients = pulled(arrays, mask, cotangent, implementation=names, direction="starting")
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert_close(gradient, wanted, 2 * OP["float16"])  # weights from rounded scores
+
+
+@on_mosaic
+@pytest.mark.parametrize("n, bias_dtype", [(512, "bfloat16"), (192, "float32"), (256, None)])
+def test_mosaic_kernel_lowers_and_is_not_the_default(n, bias_dtype, direction):
+    pairs = [jax.ShapeDtypeStruct((1, n, n, 4, 32), jnp.bfloat16)] * 3
+    bias = None if bias_dtype is None else jax.ShapeDtypeStruct((1, 4, n, n), bias_dtype)
+    mask = jax.ShapeDtypeStruct((1, n, n), jnp.int32)
+
+    def f(implementation):
+        return lambda q, k, v, bias, mask: ops.triangle_attention(
+            q, k, v, bias=bias, mask=mask, direction=direction, implementation=implementation
+        )
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(f("mosaic"), *pairs, bias, mask)
+        default = lowered_for_cuda(f(None), *pairs, bias, mask)
+    assert text.count(f"@{MOSAIC_CALL}") == 1 and TRITON_CALL not in text
+    assert default.count(TRITON_CALL) == 1 and MOSAIC_CALL not in default
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, message",
+    [
+        ((1, 64, 64, 1, 64), "float16", "takes heads of 32, not head_dim=64"),
+        ((1, 65, 65, 1, 32), "float16", "takes lengths in multiples of 64, up to 512 keys, not 65 queries and 65"),
+        ((1, 576, 576, 1, 32), "float16", "takes lengths in multiples of 64, up to 512 keys, not 576 queries"),
+        ((1, 64, 64, 1, 32), "float32", "takes float16 and bfloat16, not float32"),
+    ],
+)
+def test_what_the_mosaic_kernel_does_not_serve(shape, dtype, message):
+    pairs = jax.ShapeDtypeStruct(shape, dtype)
+    run = functools.partial(ops.triangle_attention, direction="starting", implementation=MOSAIC)
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jax.eval_shape(run, *[pairs] * 3)
 
 
 SQUARE = (2, 5, 5, 2, 16)

@@ -187,6 +187,12 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     summed_heads = form.num_heads // heads  # all, or one
     summed = batch // batches * summed_heads
 
+    bias = None
+    if form.item_axis is not None:  # all lines have the bias of their element of the batch, and each head its own
+        first = own // heads * form.items
+        block = Blocks(inputs, form, block_q, block_kv, first, keys_first=across, interpret=interpret)
+        bias = block.bias(query, key, own % heads)
+
     def add(i: Index, total: jax.Array) -> jax.Array:
         b, head = (own // heads, own % heads)
         if batches < batch:
@@ -194,7 +200,7 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
         head = i % summed_heads if heads < form.num_heads else head
         blocks = Blocks(inputs, form, block_q, block_kv, b, keys_first=across)
         queries, keys = blocks.queries(query, head), blocks.keys(key, head)
-        return total + blocks.gradients(query, key, head, queries, keys, full=False)[1]
+        return total + blocks.gradients(query, key, head, queries, keys, bias=bias, full=False)[1]
 
     size = pl.cdiv(summed, parts)
     start = part * size

@@ -143,9 +143,10 @@ class Blocks:
         queries: tuple[jax.Array, ...],
         keys: tuple[jax.Array, ...],
         *,
+        bias: jax.Array | None = None,
         full: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        """The weights of the values, and the gradients of the scores."""
+        """The weights of the values, and the gradients of the scores. A `bias` that is not given is loaded."""
         (q, dout, shift, delta), (k, v) = queries, keys
         scale = self.form.sm_scale * math.log2(math.e)
 
@@ -160,7 +161,7 @@ class Blocks:
         if self.refs.bias is not None or scale <= 0:
             scores, scale = scores * scale, 1.0
         if self.refs.bias is not None:
-            bias = self.bias(query, key, head)
+            bias = self.bias(query, key, head) if bias is None else bias
             scores = jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
         valid = None if full else self.valid(query, key)
         if valid is not None:

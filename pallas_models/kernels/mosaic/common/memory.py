@@ -44,6 +44,12 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     return loaded
 
 
+@meaning(lambda ref, layout: ref[...].T)
+def load_transposed(ref: Ref, layout: Any) -> jax.Array:
+    """Loads the transpose of what `ref` points at in `tiled` memory, as `load` does."""
+    return load(ref.T, layout)
+
+
 @meaning(lambda x, layout: x)
 def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
     """The same values, each in the thread that has it in `layout`; what is not said is inferred, slowly."""
