@@ -15,7 +15,7 @@ from pallas_models import ops
 from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, init_params
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops.trimul import Direction
+from pallas_models.ops.trimul import Direction, Residuals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,7 @@ class TriMul(nnx.Module):
         direction: Direction,
         compute_dtype: DTypeLike = jnp.float16,
         precision: jax.lax.PrecisionLike = None,
+        residuals: Residuals = "save",
         implementation: Implementation | None = None,
     ) -> jax.Array:
         """Computes the update of x, with the arguments and errors of `trimul`."""
@@ -89,6 +90,7 @@ class TriMul(nnx.Module):
             epsilon=config.epsilon,
             compute_dtype=compute_dtype,
             precision=precision,
+            residuals=residuals,
             implementation=implementation,
         )
 
@@ -115,6 +117,7 @@ def trimul(
     epsilon: float = 1e-5,
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
+    residuals: Residuals = "save",
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the triangle multiplicative update of x, without the residual that it is added to.
@@ -130,6 +133,8 @@ def trimul(
       compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
         float32 end to end.
       precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
+      residuals: `"save"` or `"recompute"`: whether the gradient keeps results of the forward pass, as in
+        `ops.triangle_update`.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -147,6 +152,7 @@ def trimul(
         direction=direction,
         compute_dtype=compute_dtype,
         precision=precision,
+        residuals=residuals,
         implementation=implementation,
     )
 

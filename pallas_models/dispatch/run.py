@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 
 from pallas_models import target as targets
-from pallas_models._implementation import Implementation, check_implementation
+from pallas_models._implementation import Implementation, Name, check_implementation
 from pallas_models.dispatch import choice, program
 from pallas_models.dispatch.derivatives import differentiated_as
 from pallas_models.dispatch.records import Call, Op
@@ -45,11 +45,11 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
     names, target = check_implementation(implementation), targets.current()
     call = Call(op=op, form=options, config=config, names=names, target=target)
     if op.stands_for is not None:
-        return _run_or_stand_for(call, form, op.stands_for, traced=bool(traced))
+        return _run_or_stand_for(call, form, traced=bool(traced))
     return _run_whole(call, *operands, traced=traced)
 
 
-def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *, traced: bool) -> Any:
+def _run_or_stand_for(call: Call[F], form: F, *, traced: bool) -> Any:
     """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for.
 
     Args:
@@ -61,7 +61,7 @@ def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *,
     def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: function(form.of(operands), call.names)
 
-    others = as_others(stands_for)
+    others = as_others(functools.partial(_stand_for, op))
     whole: Callable[..., Any] = functools.partial(_run_whole, call)
     if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
         return differentiated_as(others, as_others(op.together.call))(*operands)
@@ -72,6 +72,16 @@ def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *,
     if not call.names and not op.maps:
         whole = _mapped_as(whole, others)
     return differentiated_as(whole, others)(*operands)
+
+
+def _stand_for(op: Op[F], form: F, names: tuple[Name, ...]) -> Any:
+    """The ops that a call is made of: fewer where kernels serve them, else those that the op stands for."""
+    assert op.stands_for is not None, f"{op.name} stands for no other ops"
+    if op.fewer is not None:
+        parts = op.fewer.parts(form.abstract())
+        if parts and all(has_kernel(part, of, implementation=names or None) for part, of in parts):
+            return op.fewer.call(form, names)
+    return op.stands_for(form, names)
 
 
 def _mapped_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.channel_exchange import AxisNames, ByChannels
 from pallas_models.kernels.common.trimul_scales import scales
-from pallas_models.kernels.forms.trimul import DIRECTIONS, Direction, Form
+from pallas_models.kernels.forms.trimul import DIRECTIONS, RESIDUALS, Direction, Form, Residuals
 from pallas_models.kernels.schedules import trimul as schedules
+from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.schedules.trimul import Config
 from pallas_models.ops import _checks, _half_precision, norm
 from pallas_models.ops._checks import Array
@@ -49,6 +51,7 @@ def triangle_update(
     out_dtype: DTypeLike | None = None,
     rows_over: AxisNames = (),
     columns_over: AxisNames = (),
+    residuals: Residuals = "save",
     config: Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -76,6 +79,14 @@ def triangle_update(
 
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
+    The gradient has kernels for up to 128 channels and hidden channels, 16-bit products, and pairs that are not
+    split; else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the kernels'
+    forward pass keeps left, right, y and the gate for it, 3 H + G numbers of `compute_dtype` for each pair, where G
+    is the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient computes these
+    again, for which it takes a third longer. The gradient itself takes up to 5 H + 2 G + C such numbers for each
+    pair at a time, kept ones among them, besides the gradient of x. It is the same, bit by bit, every time and for
+    both. That of the mask is 0 where the mask is 0.
+
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.
       norm_scale: (C,), scale of the layer norm of x, any float dtype, like all other weights.
@@ -98,6 +109,7 @@ def triangle_update(
       rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
         axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
       columns_over: names of the axes of the mesh over which it has split the second axis N.
+      residuals: `"save"` or `"recompute"`: whether the gradient keeps results of the forward pass.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
         `compute_dtype` of 16 bits.
@@ -114,6 +126,8 @@ def triangle_update(
     if direction not in DIRECTIONS:
         raise ValueError(f"{direction=} is unknown; expected one of {DIRECTIONS}")
     _check_pairs(x, mask, ByChannels.over(rows_over, columns_over).grid)
+    if residuals not in RESIDUALS:
+        raise ValueError(f"{residuals=} is unknown; expected one of {RESIDUALS}")
     if jnp.dtype(compute_dtype) not in _checks.FLOAT_DTYPES:
         raise ValueError(f"{compute_dtype=} is not supported; expected float16, bfloat16 or float32")
     batch = math.prod(x.shape[:-3])
@@ -138,12 +152,13 @@ def triangle_update(
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
         rows_over=rows_over,
         columns_over=columns_over,
+        residuals=residuals,
     )
     _check_weights(form)
     return run(_OP, form, config=config, implementation=implementation).reshape(x.shape)
 
 
-def reference(form: Form[jax.Array]) -> jax.Array:
+def reference(form: Form[jax.Array]) -> Any:
     """The update in plain XLA, of x (B, N, N, C).
 
     Hidden channels come first, as the products over k want them, so that neither they nor the projections are
@@ -183,7 +198,8 @@ def reference(form: Form[jax.Array]) -> jax.Array:
         out = product("hbij,hc->bijc", y, form.w_out, form.b_out) * gate
     else:
         out = product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, form.w_out, form.b_out)
-    return out.astype(form.out_dtype)
+    out = out.astype(form.out_dtype)
+    return (out, backward_schedules.Residuals.unread(form)) if form.return_residuals else out
 
 
 def _scales(form: Form[jax.Array], by_channels: ByChannels) -> list[jax.Array]:
@@ -215,6 +231,29 @@ def _bounds(
     return jnp.concatenate([jnp.max(bound, axis=1), jnp.max(w, axis=(0, 2)), factor])
 
 
+def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a kernel, which returns what the gradient keeps where it is asked to."""
+
+    def call(form: Form[jax.Array], **options: Any) -> Any:
+        if not form.return_residuals:
+            return kernels(form, **options)
+        if form.is_split or backward_schedules.unsupported(form.abstract(), options["target"]):
+            return kernels(form, **options), backward_schedules.Residuals.unread(form)
+        return keeping(form, **options)
+
+    return call
+
+
+def _backward_of(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a gradient: of the reference for what a device has where it has but a part of the pairs."""
+
+    def call(form: Form[jax.Array], *arrays: Any, wanted: tuple[bool, ...], **options: Any) -> Any:
+        function = _backward if form.is_split else kernels
+        return function(form, *arrays, wanted=wanted, **options)
+
+    return call
+
+
 def _backward(
     form: Form[jax.Array],
     kept: list[jax.Array],
@@ -231,11 +270,40 @@ def _backward(
 
     def of_wanted(*some: jax.Array) -> jax.Array:
         given = iter(some)
-        return reference(form.of(tuple(next(given) if w else x for x, w in zip(operands, wanted, strict=True))))
+        out: jax.Array = reference(
+            form.of(tuple(next(given) if w else x for x, w in zip(operands, wanted, strict=True)))
+        )
+        return out
 
     _, pull = jax.vjp(of_wanted, *(x for x, w in zip(operands, wanted, strict=True) if w))
     found = iter(pull(cotangents[0]))
     return [next(found) if w else None for w in wanted]
+
+
+def _gradients(backend: Literal["mosaic", "triton"], **record: Any) -> list[Backward[Form[Any]]]:
+    """The records of a backend's gradient: one for each of `RESIDUALS`."""
+    refuses = record.pop("refuses")
+
+    def refuses_unless(residuals: Residuals, form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+        return refuses(form, target) if form.residuals == residuals else f"is for residuals={residuals!r}"
+
+    return [
+        Backward(
+            backend=backend,
+            refuses=functools.partial(refuses_unless, residuals),
+            preferred=_prefer_kernels,
+            keeps=-3 if residuals == "save" else 0,
+            options={"return_residuals": True} if residuals == "save" else {},
+            **record,
+        )
+        for residuals in RESIDUALS
+    ]
+
+
+def _prefer_kernels(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether the gradient's kernels are faster than XLA: not in float32, which tensor cores do not multiply."""
+    del target
+    return form.compute_dtype.itemsize == 2
 
 
 _OP: Op[Form[Any]] = Op(
@@ -245,15 +313,33 @@ _OP: Op[Form[Any]] = Op(
         Kernel(
             backend="mosaic",
             architectures=HOPPER,
-            call=schedules.mosaic,
+            call=_forward(schedules.mosaic, backward_schedules.mosaic_with_residuals),
             config=None,
             refuses=schedules.unsupported_by_mosaic,
         ),
-        Kernel(backend="triton", architectures=AMPERE_ON, call=schedules.triton, config=Config),
+        Kernel(
+            backend="triton",
+            architectures=AMPERE_ON,
+            call=_forward(schedules.triton, backward_schedules.triton_with_residuals),
+            config=Config,
+        ),
     ),
-    backward=(Backward(backend="xla", call=_backward),),
+    backward=(
+        *_gradients(
+            "mosaic",
+            architectures=HOPPER,
+            call=_backward_of(backward_schedules.mosaic_backward),
+            refuses=backward_schedules.unsupported_by_mosaic,
+        ),
+        *_gradients(
+            "triton",
+            call=_backward_of(backward_schedules.triton_backward),
+            refuses=backward_schedules.unsupported,
+        ),
+        Backward(backend="xla", call=_backward),
+    ),
     sharding=Sharding(
-        equation="b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C",
+        equation="b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C, b i H j, b i G j, b i H j",
         over={"i": "rows_over", "j": "columns_over"},
     ),
 )

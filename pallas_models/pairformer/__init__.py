@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from pallas_models import training
 from pallas_models._modules import Params, bind, init_params
 from pallas_models.ops._checks import Array, check_float
+from pallas_models.ops.trimul import Residuals
 from pallas_models.pairformer import _configs
 from pallas_models.pairformer._numerics import Options
 from pallas_models.pairformer.attention import (
@@ -113,6 +114,7 @@ def stack(
     pair_mask: Array | None = None,
     single_mask: Array | None = None,
     ending_bias: EndingBias = "transposed",
+    residuals: Residuals = "save",
     epsilon: float = 1e-5,
     remat: training.Remat = "none",
     **options: Unpack[Options],
@@ -134,7 +136,9 @@ def stack(
     """
     params = _configs.as_dict(params)
     first, count = _configs.found("a Pairformer", lambda: _configs.layers(params))
-    config = _configs.found("a Pairformer", lambda: _configs.pairformer(first, ending_bias, epsilon, count))
+    config = _configs.found(
+        "a Pairformer", lambda: _configs.pairformer(first, ending_bias, residuals, epsilon, count)
+    )
     return bind(Pairformer, config, params)(pair, single, pair_mask, single_mask, remat=remat, **options)
 
 
@@ -146,6 +150,7 @@ def block(
     pair_mask: Array | None = None,
     single_mask: Array | None = None,
     ending_bias: EndingBias = "transposed",
+    residuals: Residuals = "save",
     epsilon: float = 1e-5,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -163,6 +168,8 @@ def block(
       pair_mask: (B, N, N); all are there when None.
       single_mask: (B, N), of the keys of the attention with pair bias; all are there when None.
       ending_bias: as in `triangle_attention`.
+      residuals: `"save"` or `"recompute"`: whether the gradient of a triangle update keeps results of the forward
+        pass, as in `ops.triangle_update`.
       epsilon: added to the variances of layer norms.
 
     Returns:
@@ -174,7 +181,9 @@ def block(
         together (all that do not are listed).
     """
     params = _configs.as_dict(params)
-    config = _configs.found("a Pairformer's block", lambda: _configs.pairformer(params, ending_bias, epsilon))
+    config = _configs.found(
+        "a Pairformer's block", lambda: _configs.pairformer(params, ending_bias, residuals, epsilon)
+    )
     return bind(Block, config, params)(pair, single, pair_mask, single_mask, **options)
 
 
@@ -188,6 +197,7 @@ def evoformer_stack(
     outer_product_first: bool = False,
     normalization: Normalization = "shifted",
     ending_bias: EndingBias = "transposed",
+    residuals: Residuals = "save",
     epsilon: float = 1e-5,
     remat: training.Remat = "none",
     **options: Unpack[Options],
@@ -201,7 +211,9 @@ def evoformer_stack(
     first, count = _configs.found("an Evoformer", lambda: _configs.layers(params))
     config = _configs.found(
         "an Evoformer",
-        lambda: _configs.evoformer(first, ending_bias, normalization, outer_product_first, epsilon, count),
+        lambda: _configs.evoformer(
+            first, ending_bias, residuals, normalization, outer_product_first, epsilon, count
+        ),
     )
     return bind(Evoformer, config, params)(msa, pair, msa_mask, pair_mask, remat=remat, **options)
 
@@ -216,6 +228,7 @@ def evoformer_block(
     outer_product_first: bool = False,
     normalization: Normalization = "shifted",
     ending_bias: EndingBias = "transposed",
+    residuals: Residuals = "save",
     epsilon: float = 1e-5,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
@@ -235,6 +248,8 @@ def evoformer_block(
         Protenix and OpenFold 3, and not as in AlphaFold 2 and Boltz.
       normalization: as in `outer_product_mean`.
       ending_bias: as in `triangle_attention`.
+      residuals: `"save"` or `"recompute"`: whether the gradient of a triangle update keeps results of the forward
+        pass, as in `ops.triangle_update`.
       epsilon: added to the variances of layer norms.
 
     Returns:
@@ -248,7 +263,7 @@ def evoformer_block(
     params = _configs.as_dict(params)
     config = _configs.found(
         "an Evoformer's block",
-        lambda: _configs.evoformer(params, ending_bias, normalization, outer_product_first, epsilon),
+        lambda: _configs.evoformer(params, ending_bias, residuals, normalization, outer_product_first, epsilon),
     )
     return bind(EvoformerBlock, config, params)(msa, pair, msa_mask, pair_mask, **options)
 
@@ -353,11 +368,7 @@ def msa_row_attention(
       residual, epsilon: as in `triangle_attention`.
 
     Returns:
-      The shape and dtype of `msa`.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: shapes do not fit, or `params` are those of something else.
+      The shape and dtype of `msa`; errors are as in `attention_pair_bias`.
     """
     return _attention(AttentionPairBias, params, epsilon)(msa, pair, mask, residual=residual, **options)
 
@@ -402,11 +413,7 @@ def pair_averaging(
       residual, epsilon: as in `triangle_attention`.
 
     Returns:
-      The shape and dtype of `msa`.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: shapes do not fit, or `params` are those of something else.
+      The shape and dtype of `msa`; errors are as in `attention_pair_bias`.
     """
     return _attention(PairAveraging, params, epsilon)(msa, pair, mask, residual=residual, **options)
 

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from pallas_models import training
+from pallas_models.ops.trimul import Residuals
 from pallas_models.pairformer.attention import AttentionConfig, EndingBias
 from pallas_models.pairformer.blocks import EvoformerConfig, PairConfig, PairformerConfig
 from pallas_models.pairformer.msa import Normalization, OuterProductConfig
@@ -68,20 +69,23 @@ def outer_product(params: Params, normalization: Normalization, epsilon: float) 
     )
 
 
-def _pair(params: Params, ending_bias: EndingBias, epsilon: float) -> PairConfig:
+def _pair(params: Params, ending_bias: EndingBias, residuals: Residuals, epsilon: float) -> PairConfig:
     return PairConfig(
         triangle_update=trimul_config(params["tri_mul_out"], epsilon),
         triangle_attention=attention(params["tri_att_start"], epsilon),
         transition=transition(params["pair_transition"], epsilon),
         ending_bias=ending_bias,
+        residuals=residuals,
     )
 
 
-def pairformer(params: Params, ending_bias: EndingBias, epsilon: float, num_layers: int = 1) -> PairformerConfig:
+def pairformer(
+    params: Params, ending_bias: EndingBias, residuals: Residuals, epsilon: float, num_layers: int = 1
+) -> PairformerConfig:
     """The config of a block, and of a stack of so many."""
     single = "single_attention" in params
     return PairformerConfig(
-        pair=_pair(params, ending_bias, epsilon),
+        pair=_pair(params, ending_bias, residuals, epsilon),
         single_attention=attention(params["single_attention"], epsilon) if single else None,
         single_transition=transition(params["single_transition"], epsilon) if single else None,
         single_norm="single_norm" in params,
@@ -92,6 +96,7 @@ def pairformer(params: Params, ending_bias: EndingBias, epsilon: float, num_laye
 def evoformer(
     params: Params,
     ending_bias: EndingBias,
+    residuals: Residuals,
     normalization: Normalization,
     outer_product_first: bool,
     epsilon: float,
@@ -104,7 +109,7 @@ def evoformer(
 
     has_transition = "msa_transition" in params
     return EvoformerConfig(
-        pair=_pair(params, ending_bias, epsilon),
+        pair=_pair(params, ending_bias, residuals, epsilon),
         outer_product=outer_product(params["outer_product_mean"], normalization, epsilon),
         row_attention=of("row_attention"),
         column_attention=of("column_attention"),

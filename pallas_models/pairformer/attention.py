@@ -12,9 +12,9 @@ from pallas_models import ops
 from pallas_models._modules import LayerNorm, Linear, Projection, random_param
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
+from pallas_models.ops.triangle_attention import Direction
 from pallas_models.pairformer._numerics import Numerics, Options, gated
 
-Direction = Literal["starting", "ending"]
 EndingBias = Literal["transposed", "in_place"]
 
 
@@ -108,8 +108,6 @@ class TriangleAttention(_Attention):
         """Computes the attention of `pair + update`; the rest is as in `triangle_attention`."""
         config, numerics = self.config, Numerics.of(self.config.epsilon, options)
         check_pairs(pair, config.channels, mask)
-        if direction not in ("starting", "ending"):
-            raise ValueError(f"{direction=} is unknown; expected 'starting' or 'ending'")
         if ending_bias not in ("transposed", "in_place"):
             raise ValueError(f"{ending_bias=} is unknown; expected 'transposed' or 'in_place'")
         y, x = numerics.norm(jnp.asarray(pair), self.norm, update)
@@ -118,36 +116,17 @@ class TriangleAttention(_Attention):
             bias = bias.mT
         heads = (*y.shape[:-1], config.num_heads, config.head_dim)
         q, k, v = (self.project(numerics, y, i, i + 1).reshape(heads) for i in range(3))
-        out = _attend(q, k, v, bias, as_bool(mask), direction, numerics)
-        return self.finish(numerics, out, y, x, residual=residual)
-
-
-def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    bias: jax.Array,
-    mask: jax.Array | None,
-    direction: Direction,
-    numerics: Numerics,
-) -> jax.Array:
-    """Triangle attention by rows, of copies with rows and columns exchanged for the ending node."""
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return ops.attention(
+        out = ops.triangle_attention(
             q,
             k,
             v,
-            bias=bias[None],
+            bias=bias,
             mask=mask,
+            direction=direction,
             precision=numerics.precision,
             implementation=numerics.implementation,
         )
-
-    if direction == "starting":
-        return jax.vmap(attend)(q, k, v, bias, mask)
-    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    return jax.vmap(attend)(q, k, v, bias.mT, None if mask is None else mask.mT).swapaxes(1, 2)
+        return self.finish(numerics, out, y, x, residual=residual)
 
 
 class AttentionPairBias(_Attention):

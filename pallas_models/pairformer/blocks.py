@@ -12,6 +12,7 @@ from pallas_models import ops, training
 from pallas_models._modules import LayerNorm, run_layers
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
+from pallas_models.ops.trimul import Residuals
 from pallas_models.pairformer._numerics import Options
 from pallas_models.pairformer.attention import (
     AttentionConfig,
@@ -37,12 +38,14 @@ class PairConfig:
       triangle_attention: of both triangle attentions.
       transition: of the pairs.
       ending_bias: as in `triangle_attention`.
+      residuals: of the triangle updates, as in `ops.triangle_update`.
     """
 
     triangle_update: TriMulConfig = TriMulConfig(gate_after=True)
     triangle_attention: AttentionConfig = AttentionConfig()
     transition: TransitionConfig = TransitionConfig()
     ending_bias: EndingBias = "transposed"
+    residuals: Residuals = "save"
 
     @property
     def channels(self) -> int:
@@ -138,7 +141,10 @@ class _PairBlock(nnx.Module):
 
     def update_pair(self, pair: jax.Array, mask: Array | None, options: Options) -> jax.Array:
         """The pairs after both updates, both attentions and the transition, each added."""
-        of_update: Any = options | {"compute_dtype": options.get("compute_dtype") or pair.dtype}
+        of_update: Any = options | {
+            "compute_dtype": options.get("compute_dtype") or pair.dtype,
+            "residuals": self.pair_config.residuals,
+        }
         pair = pair + self.tri_mul_out(pair, mask, direction="outgoing", **of_update)
         update = self.tri_mul_in(pair, mask, direction="incoming", **of_update)
         pair = self.tri_att_start(pair, mask, direction="starting", update=update, residual=True, **options)

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,26 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Band, Index, searched
+from pallas_models.kernels.common.lines import of_pairs, of_rows
 from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_blocks import (
     MOST_HEAD_DIM,
     SEARCHED,
+    bias_index,
     block_of_head,
     every,
     exp2_of,
+    load_bias,
     narrowed,
     walk,
 )
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     exp2,
     in_bounds,
+    launch,
     load,
     plgpu,
     power_of_two_blocks,
@@ -175,6 +178,11 @@ class _Refs:
     o: Ref  # (B, Sq, heads * head_dim); with w (heads, B, Sq, N), what each head adds to the product
     lse: Ref | None  # (B, heads, Sq)
 
+    def by_item(self, form: Form[Any]) -> Self:
+        """The same, each to be indexed as if all items of the call were a batch."""
+        pairs = {name: of_pairs(form, getattr(self, name)) for name in ("q", "k", "v", "mask", "o")}
+        return dataclasses.replace(self, **pairs, lse=of_rows(form, self.lse))
+
 
 class _Queries:
     """A block of queries of one batch element, which attends to the blocks of keys that it needs."""
@@ -186,10 +194,8 @@ class _Queries:
         config: Config,
         batch: jax.Array,
         block: jax.Array,
-        *,
-        interpret: bool,
     ) -> None:
-        self.refs, self.form, self.config, self.batch, self.interpret = refs, form, config, batch, interpret
+        self.refs, self.form, self.config, self.batch = refs, form, config, batch
         self.band, self.block_d = Band.of(form), block_of_head(form.head_dim)
         self.start = block * config.block_q
         self.depth = in_bounds(0, self.block_d, form.head_dim)
@@ -263,8 +269,8 @@ class _Queries:
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         factor, shift = exponents(new_peak, self.late)
         factor = factor if isinstance(factor, float) else factor[:, None]
-        p = exp2_of(scores, factor, -shift[:, None], interpret=self.interpret)
-        correction = exp2(exponents(peak, self.late)[1] - shift, interpret=self.interpret)[:, None]
+        p = exp2_of(scores, factor, -shift[:, None])
+        correction = exp2(exponents(peak, self.late)[1] - shift)[:, None]
         v = load(refs.v.at[self.batch, keys, v_columns], kv_mask)
         acc = acc * correction + self.dot(p.astype(v.dtype), v)
         return acc, new_peak, totals * correction + self.row_sum(p)
@@ -273,9 +279,8 @@ class _Queries:
         """The scores, to the base 2, with the bias."""
         ref = self.refs.bias
         assert ref is not None
-        which = (i if n > 1 else jnp.int32(0) for i, n in zip((self.batch, head), ref.shape, strict=False))
-        bias = load(ref.at[*which, self.rows, keys], tile_mask(self.row_mask, in_range))
-        bias = bias.astype(jnp.float32)
+        where = bias_index(self.form, ref.shape, self.batch, head)
+        bias = load_bias(self.form, ref, where, self.rows, keys, (self.row_mask, in_range))
         return jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
 
     def valid_pairs(self, key: Index, in_range: jax.Array | None) -> jax.Array | None:
@@ -322,7 +327,7 @@ class _Queries:
             store(refs.o.at[head, batch, rows, columns], part, tile_mask(self.row_mask, None))
 
 
-def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _attention_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """Attends in a program: a block of queries of one batch element, for one head or a few.
 
     Args:
@@ -331,7 +336,7 @@ def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bo
     block, program, batch = (pl.program_id(axis) for axis in range(3))
     if form.causal:  # blocks that take longest begin first
         block, program = pl.cdiv(form.seq, config.block_q) - 1 - program, block
-    queries = _Queries(_Refs(*refs), form, config, batch, block, interpret=interpret)
+    queries = _Queries(_Refs(*refs).by_item(form), form, config, batch, block)
     if config.heads == 1:
         queries.attend(program)
     else:
@@ -371,15 +376,16 @@ def attention(
         raise ValueError(f"config: heads={config.heads} does not divide num_heads={form.num_heads}")
     found = searched(form, block_q=config.block_q, block_kv=config.block_kv, least=SEARCHED)
     q_blocks, programs = pl.cdiv(form.seq, config.block_q), form.num_heads // config.heads
-    result = jax.ShapeDtypeStruct((form.batch, form.seq, form.num_heads * form.head_dim), form.dtype)
+    result = jax.ShapeDtypeStruct(form.out_shape, form.dtype)
     if w is not None:
         result = jax.ShapeDtypeStruct((form.num_heads, form.batch, form.seq, w.shape[1]), jnp.float32)
-    lse_type = jax.ShapeDtypeStruct((form.batch, form.num_heads, form.seq), jnp.float32)
-    out, lse = pl.pallas_call(
-        functools.partial(_attention_kernel, form=call, config=config, interpret=interpret),
+    lse_type = jax.ShapeDtypeStruct(form.lse_shape, jnp.float32)
+    out, lse = launch(
+        functools.partial(_attention_kernel, form=call, config=config),
         out_shape=(result, lse_type if form.return_lse else None),
         grid=(programs, q_blocks, form.batch) if form.causal else (q_blocks, programs, form.batch),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="attention" if w is None else "attention_matmul",
     )(*form.arrays, *form.operands[1:], found, w)

@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.interpreter import meaning
 
 ROW_BYTES = 128  # of a row of a tile of shared memory
 
