@@ -2,7 +2,7 @@
 
 Signatures, layouts and results are as in cuEquivariance 0.13: `triangle_multiplicative_update` and
 `triangle_attention` as in cuequivariance_jax, `attention_pair_bias` as in cuequivariance_torch, which alone has
-it. Weights are (out, in) as in torch. `ops.triangle_update` and `ops.attention` take what kernels read in place.
+it. Weights are (out, in) as in torch. `ops.triangle_attention` takes what kernels read in place.
 """
 
 import enum
