@@ -2,13 +2,13 @@
 
 Signatures, layouts and results are as in cuEquivariance 0.13: `triangle_multiplicative_update` and
 `triangle_attention` as in cuequivariance_jax, `attention_pair_bias` as in cuequivariance_torch, which alone has
-it. Weights are (out, in) as in torch. `ops.triangle_update` and `ops.attention` take what kernels read in place.
+it. Weights are (out, in) as in torch. `ops.triangle_attention` takes what kernels read in place.
 """
 
 import enum
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,7 @@ class TriMulPrecision(enum.IntEnum):
     IEEE = 3
 
 
-_PRECISIONS = {
-    TriMulPrecision.DEFAULT: jax.lax.Precision.DEFAULT,
-    TriMulPrecision.TF32: jax.lax.Precision.DEFAULT,
-    TriMulPrecision.TF32x3: jax.lax.Precision.HIGHEST,
-    TriMulPrecision.IEEE: jax.lax.Precision.HIGHEST,
-}
+_PRECISIONS = dict(zip(TriMulPrecision, ("default", "default", "highest", "highest"), strict=True))
 
 
 def triangle_multiplicative_update(
@@ -392,14 +387,20 @@ def _attend(
     Returns:
       (B, rows, Q, H, D).
     """
-    attend = functools.partial(ops.attention, sm_scale=scale, precision=precision, implementation=implementation)
+    options: dict[str, Any] = {"precision": precision, "implementation": implementation}
     if q.shape[1] == 1:
         mask = None if mask is None else mask[:, 0]
-        return attend(q[:, 0], k[:, 0], v[:, 0], bias=bias, mask=mask)[:, None]
-    # XLA on a CPU has no products of bfloat16 with as many batch axes as `jax.vmap` would make of this.
+        return ops.attention(q[:, 0], k[:, 0], v[:, 0], bias=bias, mask=mask, sm_scale=scale, **options)[:, None]
+
+    def of_one(q: Array, k: Array, v: Array, bias: Array, mask: Array | None) -> jax.Array:
+        if q.shape[1] == k.shape[1]:
+            options.update(direction="starting", scale=scale)
+            return ops.triangle_attention(q, k, v, bias=bias, mask=mask, **options)
+        return ops.attention(q, k, v, bias=bias[None], mask=mask, sm_scale=scale, **options)
+
+    # One after another: XLA on a CPU has no products of bfloat16 with more axes of batches than these.
     masks = [None] * len(q) if mask is None else list(mask)
-    each = zip(q, k, v, bias[:, None], masks, strict=True)
-    return jnp.stack([attend(q, k, v, bias=bias, mask=mask) for q, k, v, bias, mask in each])
+    return jnp.stack([of_one(*each) for each in zip(q, k, v, bias, masks, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnames=("precision",))
@@ -463,8 +464,9 @@ def _vector(given: Array | None, size: int, value: float = 0.0) -> Array:
 
 def _groups(p: Array, g: Array) -> jax.Array:
     """Rows of projections and of gates, (2H, ...), as left, its gate, right and its gate, (4, H, ...)."""
-    both = jnp.stack([x.reshape(2, len(x) // 2, *x.shape[1:]) for x in (p, g)], axis=1)
-    return both.reshape(4, *both.shape[2:])
+    return jnp.stack([x.reshape(2, len(x) // 2, *x.shape[1:]) for x in (p, g)], axis=1).reshape(
+        4, -1, *p.shape[1:]
+    )
 
 
 def _padded(weight: Array, rows: int) -> jax.Array:

@@ -204,10 +204,13 @@ def mask_with_holes(rng, b, n, keys):
 
 
 @implementations
-@pytest.mark.parametrize("b, masked, scale", [(2, True, 0.3), (1, True, None), (2, False, 1.5)])
-def test_attention(implementation, b, masked, scale):
+@pytest.mark.parametrize(
+    "b, queries, masked, scale",
+    [(2, 5, True, 0.3), (1, 5, True, None), (2, 5, False, 1.5), (2, 7, True, 0.3), (1, 7, False, None)],
+)
+def test_attention(implementation, b, queries, masked, scale):
     rng = np.random.default_rng(6)
-    arrays = attention_arrays(rng, b)
+    arrays = attention_arrays(rng, b, queries=queries)
     mask = mask_with_holes(rng, b, 3, 7) if masked else None
 
     def ours(*given):
@@ -224,10 +227,11 @@ def test_attention(implementation, b, masked, scale):
     assert_gradients_close(ours, list(arrays.values()), cotangent, wanted, GRADIENT)
 
 
+@pytest.mark.parametrize("queries", [5, 7])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_attention_in_half_precision(dtype):
+def test_attention_in_half_precision(dtype, queries):
     rng = np.random.default_rng(7)
-    arrays, mask = attention_arrays(rng, dtype=dtype), mask_with_holes(rng, 2, 3, 7)
+    arrays, mask = attention_arrays(rng, queries=queries, dtype=dtype), mask_with_holes(rng, 2, 3, 7)
     out, *_ = jax.jit(cuequivariance.triangle_attention)(**arrays, mask=mask)
     assert out.dtype == jnp.dtype(dtype)
     expected = attention(**tensors(arrays), mask=tensors({"": mask})[""], scale=0.25)
@@ -463,11 +467,11 @@ def test_update_is_cuequivariances(direction):
     assert_close(cuequivariance.triangle_multiplicative_update(x, direction, key), expected, CHAIN)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_is_cuequivariances(masked):
+@pytest.mark.parametrize("queries, masked", [(5, False), (5, True), (7, True)])
+def test_attention_is_cuequivariances(queries, masked):
     theirs = pytest.importorskip("cuequivariance_jax")
     rng = np.random.default_rng(16)
-    arrays = attention_arrays(rng)
+    arrays = attention_arrays(rng, queries=queries)
     mask = mask_with_holes(rng, 2, 3, 7) if masked else None
     expected = theirs.triangle_attention(**arrays, mask=mask, scale=0.3)
     found = cuequivariance.triangle_attention(**arrays, mask=mask, scale=0.3)
