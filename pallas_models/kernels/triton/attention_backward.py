@@ -190,7 +190,7 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     bias = None
     if form.item_axis is not None:  # all lines have the bias of their element of the batch, and each head its own
         first = own // heads * form.items
-        block = Blocks(inputs, form, block_q, block_kv, first, keys_first=across, interpret=interpret)
+        block = Blocks(inputs, form, block_q, block_kv, first, keys_first=across)
         bias = block.bias(query, key, own % heads)
 
     def add(i: Index, total: jax.Array) -> jax.Array:
