@@ -29,6 +29,7 @@ from parity.support.common import (
     by_device,
     cuda_device,
     float64,
+    gpu,
     normal,
     relative_error,
 )
@@ -147,6 +148,16 @@ def assert_gradients(found: dict[str, jax.Array], wanted: dict[str, np.ndarray],
 def test_gradients(n, c, h, gate_after, bias, mask, direction, dtype):
     operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=bias, mask=mask)
     options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_programs_that_walk_over_many_blocks(monkeypatch, dtype):
+    """As on a GPU at large sizes: here each block would have a program of its own."""
+    monkeypatch.setattr(target, "current", lambda: gpu(num_cores=1))
+    operands, cotangent = draw(7, 10, 6, gate_after=True, bias=True, batch=2)
+    options = dict(direction="outgoing", gate_after=True, compute_dtype=dtype)
     found = gradients(operands, cotangent, implementation=KERNEL, **options)
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
