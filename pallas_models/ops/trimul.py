@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
-from pallas_models.dispatch.sharding import Sharding
+from pallas_models.dispatch.sharding import Sharding, varying_alike
 from pallas_models.kernels.common.channel_exchange import AxisNames, ByChannels
 from pallas_models.kernels.common.trimul_scales import scales
 from pallas_models.kernels.forms.trimul import DIRECTIONS, RESIDUALS, Direction, Form, Residuals
@@ -199,7 +199,7 @@ def reference(form: Form[jax.Array]) -> Any:
     else:
         out = product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, form.w_out, form.b_out)
     out = out.astype(form.out_dtype)
-    return (out, backward_schedules.Residuals.unread(form)) if form.return_residuals else out
+    return _with_unread(out, form) if form.return_residuals else out
 
 
 def _scales(form: Form[jax.Array], by_channels: ByChannels) -> list[jax.Array]:
@@ -238,10 +238,15 @@ def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callab
         if not form.return_residuals:
             return kernels(form, **options)
         if form.is_split or backward_schedules.unsupported(form.abstract(), options["target"]):
-            return kernels(form, **options), backward_schedules.Residuals.unread(form)
+            return _with_unread(kernels(form, **options), form)
         return keeping(form, **options)
 
     return call
+
+
+def _with_unread(out: jax.Array, form: Form[jax.Array]) -> Any:
+    """The result, and what is kept for a gradient that is the reference's."""
+    return varying_alike((out, backward_schedules.Residuals.unread(form)))
 
 
 def _backward_of(kernels: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from parity.support.common import (
     by_device,
     cuda_device,
     float64,
+    gpu,
     normal,
     relative_error,
 )
@@ -151,6 +152,16 @@ def test_gradients(n, c, h, gate_after, bias, mask, direction, dtype):
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_programs_that_walk_over_many_blocks(monkeypatch, dtype):
+    """As on a GPU at large sizes: here each block would have a program of its own."""
+    monkeypatch.setattr(target, "current", lambda: gpu(num_cores=1))
+    operands, cotangent = draw(7, 10, 6, gate_after=True, bias=True, batch=2)
+    options = dict(direction="outgoing", gate_after=True, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
 @needs_jax_011
 @pytest.mark.parametrize(
     "n, c, h, gate_after, direction, dtype",
@@ -264,9 +275,10 @@ def test_cotangents_of_any_size(dtype, by):
         assert_close(found[name] / by, wanted[name], 2.0**-20)
 
 
-def test_factors_of_a_mask_beyond_half_precision():
-    operands, cotangent = draw(7, 10, 6, gate_after=False, bias=False)
-    operands["mask"] *= 600.0
+@pytest.mark.parametrize("n", [1, 7])  # the fewer pairs are added up, the nearer to its bound is a cotangent
+def test_factors_of_a_mask_beyond_half_precision(n):
+    operands, cotangent = draw(n, 10, 6, gate_after=False, bias=False, mask="none")
+    operands["mask"] = array(np.random.default_rng(1).uniform(300.0, 900.0, (1, n, n)), "float32")
     options = dict(direction="outgoing", gate_after=False, compute_dtype="float16")
     found = gradients(operands, cotangent, implementation=KERNEL, **options)
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
