@@ -24,7 +24,7 @@ LayerInput = Array | tuple[jax.Array, jax.Array] | None  # such as a mask, or co
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
 
 
-def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
+def random_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
     """A parameter drawn at random, or zeros where `rngs` is empty: they are traced in less time."""
     x = nnx.initializers.normal(0.02)(rngs.params(), shape, dtype) if rngs else jnp.zeros(shape, dtype)
     return nnx.Param(x)
@@ -34,7 +34,7 @@ class Projection(nnx.Module):
     """The kernel of the projection `x @ kernel`."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = _random(rngs, (d_in, d_out), dtype)
+        self.kernel = random_param(rngs, (d_in, d_out), dtype)
 
 
 class Linear(Projection):
@@ -49,7 +49,7 @@ class GateUp(nnx.Module):
     """The kernel (in, 2, out) of two projections of one input: the gate, and the values that it gates."""
 
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = _random(rngs, (d_in, 2, d_out), dtype)
+        self.kernel = random_param(rngs, (d_in, 2, d_out), dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -79,7 +79,7 @@ class Embedding(nnx.Module):
     """A table of vectors, one a row."""
 
     def __init__(self, rows: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.embedding = _random(rngs, (rows, features), dtype)
+        self.embedding = random_param(rngs, (rows, features), dtype)
 
 
 def look_up(table: jax.Array, ids: Array) -> jax.Array:
@@ -161,11 +161,12 @@ def next_token_loss(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "implementation"))
+@functools.partial(jax.jit, static_argnames=("graph", "options"))
 def _call(
-    graph: nnx.GraphDef[Any], state: nnx.State, *args: LayerInput, implementation: Implementation | None
-) -> jax.Array:
-    return nnx.merge(graph, state)(*args, implementation=implementation)
+    graph: nnx.GraphDef[Any], state: nnx.State, *args: LayerInput, options: tuple[tuple[str, Hashable], ...]
+) -> tuple[Any, ...]:
+    out = nnx.merge(graph, state)(*args, **dict(options))
+    return out if isinstance(out, tuple) else (out,)
 
 
 def call_layers(
@@ -177,29 +178,48 @@ def call_layers(
 ) -> jax.Array:
     """Calls the layers of a model one after another on `x`, in the dtype of their kernels.
 
+    Args:
+      layers, args, implementation, remat: as in `run_layers`.
+      x: the input of the first layer.
+    """
+    x = x.astype(_kernel_dtype(layers))
+    out: jax.Array = run_layers(layers, (x,), *args, implementation=implementation, remat=remat)[0]
+    return out
+
+
+def run_layers(
+    layers: nnx.Module,
+    carried: tuple[Any, ...],
+    *args: LayerInput,
+    implementation: Implementation | None,
+    remat: training.Remat = "none",
+    **options: Hashable,
+) -> tuple[Any, ...]:
+    """Calls layers one after another, each on what the one before it returned.
+
     Layers that are alike are traced and lowered once; stacked layers are also compiled once.
 
     Args:
       layers: a list of modules, or one module whose parameters `training.stack_layers` stacked.
-      x: the input of the first layer.
-      *args: what each layer takes beside `x`.
+      carried: the input of the first layer: what it takes first, and returns.
+      *args: what each layer takes beside that.
       remat: as in `training.checkpointed`.
+      **options: what each layer takes by name, beside `implementation`.
     """
-    names = check_implementation(implementation) or None
+    options["implementation"] = check_implementation(implementation) or None
 
-    def step(graph: nnx.GraphDef[Any], *, scanned: bool) -> Callable[..., jax.Array]:
-        call = functools.partial(_call, graph, implementation=names)
+    def step(graph: nnx.GraphDef[Any], *, scanned: bool) -> Callable[..., tuple[Any, ...]]:
+        call = functools.partial(_call, graph, options=tuple(options.items()))
         return training.checkpointed(call, remat, scanned=scanned)
 
-    x = x.astype(_kernel_dtype(layers))
     if isinstance(layers, nnx.List):
         for layer in layers:
             graph, state = nnx.split(layer)
-            x = step(graph, scanned=False)(state, x, *args)
-        return x
+            carried = step(graph, scanned=False)(state, *carried, *args)
+        return carried
     graph, states = nnx.split(layers)
     call = step(graph, scanned=True)
-    return jax.lax.scan(lambda x, state: (call(state, x, *args), None), x, states)[0]
+    return jax.lax.scan(lambda carried, state: (call(state, *carried, *args), None), carried, states)[0]
 
 
 def _kernel_dtype(layers: nnx.Module) -> DTypeLike:

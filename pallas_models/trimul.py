@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from pallas_models import ops
 from pallas_models._modules import LayerNorm, Linear, Params, Projection, bind, init_params
+from pallas_models.kernels.forms.trimul import Direction, Residuals
 from pallas_models.ops import Implementation, _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops.trimul import Direction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,7 @@ class TriMul(nnx.Module):
         direction: Direction,
         compute_dtype: DTypeLike = jnp.float16,
         precision: jax.lax.PrecisionLike = None,
+        residuals: Residuals = "save",
         implementation: Implementation | None = None,
     ) -> jax.Array:
         """Computes the update of x, with the arguments and errors of `trimul`."""
@@ -89,6 +90,7 @@ class TriMul(nnx.Module):
             epsilon=config.epsilon,
             compute_dtype=compute_dtype,
             precision=precision,
+            residuals=residuals,
             implementation=implementation,
         )
 
@@ -115,6 +117,7 @@ def trimul(
     epsilon: float = 1e-5,
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
+    residuals: Residuals = "save",
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the triangle multiplicative update of x, without the residual that it is added to.
@@ -130,6 +133,8 @@ def trimul(
       compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
         float32 end to end.
       precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
+      residuals: whether the gradient keeps left, right, their product and the gate, `"save"`, or computes them
+        again, `"recompute"`; `ops.triangle_update` says what each takes.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -140,18 +145,19 @@ def trimul(
       ValueError: x is not square in N, mask is of another shape, the parameters are for another C, params do not
         fit together (all that do not are listed), or an option is unknown.
     """
-    module = bind(TriMul, _config(params, epsilon), params)
+    module = bind(TriMul, config_of(params, epsilon), params)
     return module(
         x,
         mask,
         direction=direction,
         compute_dtype=compute_dtype,
         precision=precision,
+        residuals=residuals,
         implementation=implementation,
     )
 
 
-def _config(params: Params, epsilon: float) -> TriMulConfig:
+def config_of(params: Params, epsilon: float) -> TriMulConfig:
     """The config that `params` were made for."""
     try:
         (channels,), (hidden,) = params["norm"]["scale"].shape, params["out_norm"]["scale"].shape

@@ -10,18 +10,22 @@ beside it, in the end alone. Compiled programs are kept beside the folder, for o
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import datetime
 import importlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from parity import ROOT
 from parity.support import sharing
@@ -29,6 +33,9 @@ from parity.support.sharing import GB
 
 # Every test fits into as much, alone on the GPU: where one does not, it fails.
 ENOUGH = 22 * GB
+
+# Seconds in which a program ends after an interrupt.
+PATIENCE = 30.0
 
 PROGRAMS = {
     "campaign": "parity.campaign.__main__",
@@ -113,8 +120,21 @@ def benchmarks(folder: Path) -> list[Step]:
     ]
 
 
+def show(printed: IO[str], log: Path) -> None:
+    """Shows and keeps lines; closes what it reads them from, so that a program ends that nobody listens to."""
+    with log.open("w", encoding="utf-8") as file, printed:
+        for line in printed:
+            print(line, end="", flush=True)
+            file.write(line)
+
+
 def run(step: Step, log: Path) -> int:
-    """Runs a program; what it prints is shown and kept. Returns its exit code."""
+    """Runs a program; what it prints is shown and kept. Returns its exit code.
+
+    Raises:
+      KeyboardInterrupt: after an interrupt, which the program has too: it ends by itself within PATIENCE, and
+        says what it has found. Further ones change nothing: `timeout` sends two.
+    """
     program = subprocess.Popen(
         step.command,
         cwd=ROOT,
@@ -123,17 +143,21 @@ def run(step: Step, log: Path) -> int:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    with log.open("w", encoding="utf-8") as file, program:
-        try:
-            for line in program.stdout or ():
-                print(line, end="", flush=True)
-                file.write(line)
-            return program.wait()
-        except KeyboardInterrupt:  # the program has it too, and keeps what it had measured
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                program.wait(30)
-            program.kill()
-            raise
+    reader = threading.Thread(target=show, args=(program.stdout, log), daemon=True)
+    interrupts: list[float] = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(time.monotonic()))
+    try:
+        reader.start()
+        while (status := program.poll()) is None:
+            if interrupts and time.monotonic() > interrupts[0] + PATIENCE:
+                program.kill()
+            time.sleep(0.1)
+        reader.join(5)  # a process that the program left behind may never close what is read
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+    return status
 
 
 def outcomes(paths: Sequence[Path]) -> dict[str, ElementTree.Element]:
@@ -170,6 +194,16 @@ def counts(paths: Sequence[Path]) -> str:
     return "\n".join([*lines, *(f"  {name}" for name in too_large)])
 
 
+def slowest(paths: Sequence[Path]) -> str:
+    """The ten slowest tests and the five slowest files, with their seconds, from JUnit files."""
+    tests = {name: float(case.get("time") or 0) for name, case in outcomes(paths).items()}
+    files = collections.Counter[str]()
+    for name, seconds in tests.items():
+        files[name.split("::")[0]] += seconds
+    found = [*collections.Counter(tests).most_common(10), *files.most_common(5)]
+    return "".join(f"{seconds:7.1f} s  {name}\n" for name, seconds in found)
+
+
 def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str]) -> tuple[int, list[str]]:
     """Runs the suite or what is chosen of it, and again what lacked memory; the exit code and lines to print."""
     code, lines, paths, tests = 0, [], [], []
@@ -187,6 +221,7 @@ def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str])
                 break
             lines[-1] += f"; {len(tests)} tests need more memory"
             workers = max(1, workers // 4)
+    (folder / "slowest.txt").write_text(slowest(paths), encoding="utf-8")
     used = f"at most {most.bytes / GB:.1f} GB of the GPU in use, {memory.usable / GB:.1f} GB to be used"
     return code or int(bool(tests) and memory.usable >= ENOUGH), [*lines, counts(paths), used]
 

@@ -68,6 +68,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"parity: kernels run as implementation={KERNEL!r}, {shapes} shapes, {patched}"
 
 
+# A process of its own computes for two minutes what its tests look at: begun last, all others would wait for it.
+_FIRST = "parity/dispatch/test_meshes.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
+
+
 def pytest_collection_finish() -> None:
     pallas_patches.collect_rarely()
 
@@ -178,3 +186,12 @@ def decoders() -> ModuleType:
     from parity.models import decoders
 
     return decoders
+
+
+@pytest.fixture(scope="session")
+def torch_pairformer() -> ModuleType:
+    """AlphaFold's pair stack in torch."""
+    pytest.importorskip("torch", reason="torch is not installed: the references are written in it")
+    from parity.models import pairformer
+
+    return pairformer

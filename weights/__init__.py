@@ -11,6 +11,7 @@ from weights.exporting import export
 from weights.gpt2 import load_gpt2, load_gpt2_block, load_gpt2_config
 from weights.hub import resolve
 from weights.minilm import load_minilm, load_minilm_config
+from weights.pairformer import load_pairformer
 from weights.qwen3 import load_qwen3, load_qwen3_config
 from weights.store import load, load_config, save
 from weights.trimul import load_trimul
@@ -27,6 +28,7 @@ __all__ = [
     "load_gpt2_config",
     "load_minilm",
     "load_minilm_config",
+    "load_pairformer",
     "load_qwen3",
     "load_qwen3_config",
     "load_trimul",

@@ -310,6 +310,19 @@ def tuned(dtype: str, b: int, n: int, c: int, **implementation: str) -> Call:
     return ops.triangle_update, arrays, options
 
 
+@functools.wraps(ops.triangle_update)
+def gradients(*arrays: jax.Array, **options: Any) -> list[jax.Array]:
+    """The gradients of all operands, the result being its own cotangent."""
+    out, pull = jax.vjp(functools.partial(ops.triangle_update, **options), *arrays)
+    return jax.tree.leaves(pull(out))
+
+
+def tuned_gradient(dtype: str, b: int, n: int, c: int) -> Call:
+    """The gradient of the update, whose kernels are Triton's."""
+    _, arrays, options = tuned(dtype, b, n, c, implementation="triton")
+    return gradients, arrays, options
+
+
 TUNABLES = {
     kernel: Tunable(
         axes="BxNxC",
@@ -327,4 +340,14 @@ TUNABLES = {
         "trimul_product": {},
         "trimul_output": {},
     }.items()
+} | {
+    kernel: Tunable(
+        axes="BxNxC",
+        shapes=((2, 256, 128), (1, 512, 128), (1, 768, 128), (1, 1024, 128)),
+        call=tuned_gradient,
+        dtypes=("fp16", "bf16"),
+        nearby=(1, 0.875),
+        kernel=kernel,
+    )
+    for kernel in ("trimul_output_backward", "trimul_project_backward", "trimul_weights_backward")
 }

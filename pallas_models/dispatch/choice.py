@@ -35,6 +35,8 @@ def choose(call: Call[F]) -> tuple[Kernel[F], bool] | None:
     if not takers:
         expected = " or ".join(f"{k.config.__module__}.{k.config.__qualname__}" for k in op.kernels if k.config)
         raise TypeError(f"config is a {type(config).__name__}; expected {expected}, a tuning.Table or None")
+    if call.names[:1] == ("xla",):  # before the reference is traced for the shapes of its results
+        return None
     obstacle = _obstacle(form.options, form.operands, jax.eval_shape(call.reference, *form.operands))
     if obstacle == "":
         return None

@@ -75,11 +75,12 @@ class Backward(Generic[F]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Together(Generic[F]):
-    """The ops that compute a call and its gradient together, where kernels serve all of them and their gradients.
+class Others(Generic[F]):
+    """Other ops that compute a call, where kernels serve some of them.
 
     Attributes:
-      parts: `parts(form)` gives these ops, each with its form, for a form of shapes and dtypes.
+      parts: `parts(form)` gives the ops that kernels have to serve, each with its form, for a form of shapes and
+        dtypes; none where the call is not computed so.
       call: `call(form, names)` is the call made of them, which are given the implementations that `names` names.
     """
 
@@ -109,7 +110,9 @@ class Op(Generic[F]):
         of whole calls where no implementation is named, and not again of the part of a call that a device has.
       maps: whether kernels are for calls that are mapped over (`vmap`), too; where not, and no implementation is
         named, these are the ops that the op `stands_for`.
-      together: what an op that `stands_for` others is differentiated as, where kernels serve that.
+      fewer: ops that it is made of in place of those that it `stands_for`, where kernels serve them.
+      together: what an op that `stands_for` others is differentiated as, where kernels serve these and their
+        gradients.
     """
 
     name: str
@@ -119,7 +122,8 @@ class Op(Generic[F]):
     stands_for: Callable[[F, tuple[Name, ...]], Any] | None = None
     pays: Callable[[F, Target], bool] = always
     maps: bool = True
-    together: Together[F] | None = None
+    fewer: Others[F] | None = None
+    together: Others[F] | None = None
     derivative: Callable[[F], Any] | None = None
     backward: tuple[Backward[F], ...] = ()
     contracted: Callable[[Callable[[F], Any], Total, F], Any] | None = None

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 import jax
 
 from pallas_models import target as targets
-from pallas_models._implementation import Implementation, check_implementation
+from pallas_models._implementation import Implementation, Name, check_implementation
 from pallas_models.dispatch import choice, program
 from pallas_models.dispatch.derivatives import differentiated_as
 from pallas_models.dispatch.records import Call, Op
 from pallas_models.dispatch.settings import as_one_step, plain_settings
 from pallas_models.kernels.forms import Form
+from pallas_models.target import Target
 from pallas_models.tuning import Table
 from pallas_models.tuning.table import installed
 
@@ -38,40 +39,41 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
         array is larger than it can index. Where the program is lowered: kernels for GPUs are named alone, and it
         is for another platform than CUDA.
     """
-    operands = form.operands
-    traced = {name: value for name, value in form.options.items() if isinstance(value, jax.Array)}
-    # How JAX knows calls that are alike: the operands have their shapes beside it.
-    options = form.replace(**dict.fromkeys((*form.OPERANDS, *traced)))
     names, target = check_implementation(implementation), targets.current()
-    call = Call(op=op, form=options, config=config, names=names, target=target)
-    if op.stands_for is not None:
-        return _run_or_stand_for(call, form, op.stands_for, traced=bool(traced))
-    return _run_whole(call, *operands, traced=traced)
+    if op.stands_for is None:
+        return _run_whole(op, form, config, names, target)
+    return _run_or_stand_for(op, form, config, names, target)
 
 
-def _run_or_stand_for(call: Call[F], form: F, stands_for: Callable[..., Any], *, traced: bool) -> Any:
-    """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for.
-
-    Args:
-      call: the call without its operands, and without scalars that are `traced`, which no kernel takes.
-      form: the call with these.
-    """
-    op, operands, implementation = call.op, form.operands, call.names or None
+def _run_or_stand_for(op: Op[F], form: F, config: Any, names: tuple[Name, ...], target: Target) -> Any:
+    """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for."""
+    operands, implementation = form.operands, names or None
 
     def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: function(form.of(operands), call.names)
+        return lambda *operands: function(form.of(operands), names)
 
-    others = as_others(stands_for)
-    whole: Callable[..., Any] = functools.partial(_run_whole, call)
+    def whole(*operands: Any) -> Any:
+        return _run_whole(op, form.of(operands), config, names, target)
+
+    others = as_others(functools.partial(_stand_for, op))
     if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
         return differentiated_as(others, as_others(op.together.call))(*operands)
-    if traced or not has_kernel(op, form, implementation=implementation):
+    if not has_kernel(op, form, implementation=implementation):
         return others(*operands)
-    if not call.names and not op.pays(form.abstract(), call.target):
+    if not names and not op.pays(form.abstract(), target):
         return others(*operands)
-    if not call.names and not op.maps:
-        whole = _mapped_as(whole, others)
-    return differentiated_as(whole, others)(*operands)
+    by_kernel = whole if names or op.maps else _mapped_as(whole, others)
+    return differentiated_as(by_kernel, others)(*operands)
+
+
+def _stand_for(op: Op[F], form: F, names: tuple[Name, ...]) -> Any:
+    """The ops that a call is made of: fewer where kernels serve them, else those that the op stands for."""
+    assert op.stands_for is not None, f"{op.name} stands for no other ops"
+    if op.fewer is not None:
+        parts = op.fewer.parts(form.abstract())
+        if parts and all(has_kernel(part, of, implementation=names or None) for part, of in parts):
+            return op.fewer.call(form, names)
+    return op.stands_for(form, names)
 
 
 def _mapped_as(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,21 +135,46 @@ def _call(op: Op[F], form: F, config: Any, implementation: Implementation | None
     return Call(op=op, form=form.abstract(), config=config, names=names, target=targets.current())
 
 
-def _run_whole(call: Call[F], *operands: Any, traced: dict[str, jax.Array] | None = None) -> Any:
+def _run_whole(op: Op[F], form: F, config: Any, names: tuple[Name, ...], target: Target) -> Any:
+    """Runs an op as one program, by its kernel or its reference."""
+    options = form.options
+    traced = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    for name in traced:
+        del options[name]
     with as_one_step():
-        return _run(operands, traced or {}, call=call, tables=installed(call.target.name))
+        return _run(
+            form.operands,
+            traced,
+            op=op,
+            kind=type(form),
+            options=tuple(options.items()),  # a form would be hashed and compared in Python
+            config=config,
+            names=names,
+            target=target,
+            tables=installed(target.name),
+        )
 
 
-@functools.partial(jax.jit, static_argnames=("call", "tables"))
-def _run(operands: Operands, traced: dict[str, jax.Array], *, call: Call[F], tables: tuple[Table, ...]) -> Any:
+@functools.partial(jax.jit, static_argnames=("op", "kind", "options", "config", "names", "target", "tables"))
+def _run(
+    operands: Operands,
+    traced: dict[str, jax.Array],
+    *,
+    op: Op[F],
+    kind: type[F],
+    options: tuple[tuple[str, Any], ...],
+    config: Any,
+    names: tuple[Name, ...],
+    target: Target,
+    tables: tuple[Table, ...],
+) -> Any:
     del tables  # a change of them asks for another trace
-    call = call.replace(form=call.form.of(operands).abstract())
-    with plain_settings(operands), jax.named_scope(call.op.name):
-        if traced:  # kernels have their scalars built in
-            if call.names and "xla" not in call.names:
-                scalars = ", ".join(traced)
-                raise NotImplementedError(
-                    f"implementation={call.names} takes {scalars} as a number, not as an array"
-                )
-            return call.replace(form=call.form.replace(**traced)).reference(*operands)
-        return program.compute(call, operands)
+    form = kind(**dict(zip(kind.OPERANDS, operands, strict=True)), **dict(options), **traced)
+    call = Call(op=op, form=form.abstract(), config=config, names=names, target=target)
+    with plain_settings(operands), jax.named_scope(op.name):
+        if not traced:
+            return program.compute(call, operands)
+        if names and "xla" not in names:  # kernels have their scalars built in
+            scalars = ", ".join(traced)
+            raise NotImplementedError(f"implementation={names} takes {scalars} as a number, not as an array")
+        return call.reference(*operands)

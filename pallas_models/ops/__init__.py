@@ -36,6 +36,7 @@ from pallas_models.ops.post_norm_mlp import post_norm_mlp
 from pallas_models.ops.ring_attention import ring_attention, zigzag_order
 from pallas_models.ops.rotary import rotary, rotary_table
 from pallas_models.ops.softmax import softmax
+from pallas_models.ops.triangle_attention import triangle_attention
 from pallas_models.ops.trimul import triangle_update
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "segment_mean_pool",
     "softmax",
     "stack_gate_up",
+    "triangle_attention",
     "triangle_update",
     "zigzag_order",
 ]

@@ -9,27 +9,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_models.dispatch.sharding import varying_alike
 from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.common.trimul_scales import scales
 from pallas_models.kernels.forms.trimul import Direction, Form
+from pallas_models.kernels.schedules.trimul_backward import Residuals
 from pallas_models.kernels.schedules.trimul_slices import Take, in_parts
 from pallas_models.ops import _half_precision, norm
 
 _EQUATIONS: dict[Direction, str] = {"outgoing": "hbik,hbjk->hbij", "incoming": "hbki,hbkj->hbij"}
 
 
-def reference(form: Form[jax.Array]) -> jax.Array:
+def reference(form: Form[jax.Array]) -> Any:
     """The update in plain XLA, of x (B, N, N, C).
 
     Hidden channels come first, as the products over k want them, so that neither they nor the projections are
     transposed, nor are gradients of either.
     """
     steps = _Steps.of(form)
-    if form.max_temporary_bytes is not None:
-        return _in_slices(steps, form.max_temporary_bytes)
-    z = steps.normed(form.x)
-    left, right = steps.sides(z, form.mask, (0, 1))
-    return steps.end(z, steps.sums(left, right, steps.scales()))
+    out = _at_once(steps) if form.max_temporary_bytes is None else _in_slices(steps, form.max_temporary_bytes)
+    return with_unread(out, form) if form.return_residuals else out
+
+
+def with_unread(out: jax.Array, form: Form[jax.Array]) -> Any:
+    """The result, and what is kept for a gradient that is the reference's."""
+    return varying_alike((out, Residuals.unread(form)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +100,14 @@ class _Steps:
         else:
             out = self.product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, form.w_out, form.b_out)
         return out.astype(form.out_dtype)
+
+
+def _at_once(steps: _Steps) -> jax.Array:
+    """The update for all rows of y."""
+    form = steps.form
+    z = steps.normed(form.x)
+    left, right = steps.sides(z, form.mask, (0, 1))
+    return steps.end(z, steps.sums(left, right, steps.scales()))
 
 
 def row_bytes(form: Form[Any]) -> int:

@@ -282,17 +282,25 @@ def _block_of_queries(batch: int, num_heads: int, seq: int, kv_seq: int) -> int:
 
 
 def reference(form: Form[jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention in plain XLA. Many queries are taken a block at a time, forward and, computed again, backward."""
+    """Attention in plain XLA."""
+    out, lse = attend_to_all(form)
+    out = checkpoint_name(out, name=OP.name)  # as the results of kernels are
+    return (out, lse) if form.return_lse else out
+
+
+def attend_to_all(form: Form[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp, `NO_KEY` where no key is left.
+
+    Many queries are taken a block at a time, forward and, computed again, backward.
+    """
     q, k, v = separate(form)
     batch, seq, kv_seq = form.batch, form.seq, form.kv_seq
-    named = functools.partial(checkpoint_name, name="attention")  # as the results of kernels are
     if form.mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of all queries
         k = jnp.where((form.mask != 0)[:, :, None], k, 0)
     attend = functools.partial(_attend_block, form)
     block = _block_of_queries(batch, form.num_heads, seq, kv_seq)
     if block == seq:
-        out, lse = attend(q, form.bias, form.segment_ids, kv_seq - seq, k=k, v=v)
-        return (named(out), lse) if form.return_lse else named(out)
+        return attend(q, form.bias, form.segment_ids, kv_seq - seq, k=k, v=v)
     count = -(-seq // block)
     # The gradients of all blocks are added up in the dtype of what the blocks share.
     shared = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)]
@@ -313,7 +321,7 @@ def reference(form: Form[jax.Array]) -> jax.Array | tuple[jax.Array, jax.Array]:
     out, lse = jax.lax.map(step, (starts, blocks(q, 1), blocks(form.bias, 2), blocks(form.segment_ids, 1)))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, count * block, form.num_heads * form.head_dim)[:, :seq]
     lse = jnp.moveaxis(lse, 0, 2).reshape(batch, form.num_heads, count * block)[..., :seq]
-    return (named(out), lse) if form.return_lse else named(out)
+    return out, lse
 
 
 def _attend_block(

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation, Name
-from pallas_models.dispatch.records import Kernel, Op
-from pallas_models.dispatch.run import has_kernel, run
+from pallas_models.dispatch.records import Kernel, Op, Others
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels import forms
 from pallas_models.kernels.forms.attention_post_norm_mlp import Form
 from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.mosaic import post_norm_mlp as mosaic
@@ -97,17 +98,22 @@ def attention_post_norm_mlp(
 
 
 def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
-    """Attention with its projection, where a kernel has both, and the MLP; else attention, and the rest."""
-    if form.bias is None and has_kernel(
-        attention_matmul_layer_norm.OP, form.projected, implementation=names or None
-    ):
-        z = run(attention_matmul_layer_norm.OP, form.projected, implementation=names or None)
-        return mlp_and_norm(z, form, names)
+    """Attention, and all that follows."""
     options: dict[str, Any] = dict(precision=form.precision, implementation=names or None)
     masks: dict[str, Any] = dict(mask=form.mask, bias=form.bias, segment_ids=form.segment_ids)
     y = attention_qkv(form.qkv, num_heads=form.num_heads, **masks, **options)
     norms: dict[str, Any] = dict(activation=form.activation, epsilon=form.epsilon)
     return post_norm_mlp(y, form.x, **norms, **options, **form.weights._asdict())
+
+
+def _projected(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
+    """Attention with its projection and norm, and the MLP."""
+    z = run(attention_matmul_layer_norm.OP, form.projected, implementation=names or None)
+    return mlp_and_norm(z, form, names)
+
+
+def _with_projection(form: Form[jax.ShapeDtypeStruct]) -> list[tuple[Op[Any], forms.Form]]:
+    return [] if form.bias is not None else [(attention_matmul_layer_norm.OP, form.projected)]
 
 
 def _pays(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
@@ -126,6 +132,7 @@ _OP: Op[Form[Any]] = Op(
         ),
     ),
     stands_for=_apart,
+    fewer=Others(parts=_with_projection, call=_projected),
     pays=_pays,
     sharding=Sharding(equation=f"b S Q, b S, b H S S, b S, b S N, {AXES} -> b S N"),
 )

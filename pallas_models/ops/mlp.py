@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models._implementation import Implementation, Name
-from pallas_models.dispatch.records import Backward, Kernel, Op, Together
+from pallas_models.dispatch.records import Backward, Kernel, Op, Others
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels import forms
@@ -277,6 +277,6 @@ _OP: Op[Form[Any]] = Op(
     name="mlp",
     kernels=(),
     stands_for=_apart,
-    together=Together(parts=_parts, call=_together),
+    together=Others(parts=_parts, call=_together),
     sharding=Sharding(equation="m k, k n, n, n d, d, m d -> m d"),
 )

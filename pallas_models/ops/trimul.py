@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,13 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.channel_exchange import AxisNames, ByChannels
-from pallas_models.kernels.forms.trimul import DIRECTIONS, Direction, Form
+from pallas_models.kernels.forms.trimul import DIRECTIONS, RESIDUALS, Direction, Form, Residuals
 from pallas_models.kernels.schedules import trimul as schedules
+from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.schedules.trimul import Config
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops._trimul_reference import reference, row_bytes
+from pallas_models.ops._trimul_reference import reference, row_bytes, with_unread
 from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
 
@@ -46,6 +49,7 @@ def triangle_update(
     out_dtype: DTypeLike | None = None,
     rows_over: AxisNames = (),
     columns_over: AxisNames = (),
+    residuals: Residuals = "save",
     max_temporary_bytes: int | None = None,
     config: Config | Chooser | None = None,
     implementation: Implementation | None = None,
@@ -74,10 +78,18 @@ def triangle_update(
 
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
-    Beside x and the result kernels take (3 H + G) P s bytes, where G is the channels of the gate, P all pairs,
-    with N in multiples of 64, and s the bytes of `compute_dtype`. Where `max_temporary_bytes` is less, they
-    compute left, right and y for h of the hidden channels at a time, and then gate and result for r rows: the
-    largest h, a divisor of H and multiple of 32, or H, and the largest r, G in multiples of 128, for which
+    The gradient has kernels for up to 128 channels and hidden channels, products of 16 bits, and pairs that are
+    not split. Else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the
+    kernels' forward pass keeps left, right, y and the gate for it: 3 H + G numbers of `compute_dtype` for each
+    pair, G being the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient
+    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair, and as many more as
+    the larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient
+    of the mask is 0 where the mask is 0.
+
+    Beside x and the result kernels take (3 H + G) P s bytes, where P is all pairs, with N in multiples of 64, and
+    s the bytes of `compute_dtype`. Where `max_temporary_bytes` is less, they compute left, right and y for h of
+    the hidden channels at a time, and then gate and result for r rows: the largest h, a divisor of H and multiple
+    of 32, or H, and the largest r, G in multiples of 128, for which
 
         H P s + max(3 h P s, r P / N ((H + G) s + a pair of x and of the result))
 
@@ -85,7 +97,7 @@ def triangle_update(
     it, up to 2 P s bytes; and, in Triton kernels where C is beyond 128 or no power of two, the normalised x, C P s
     bytes for left and right. Kernels of the same tiles give the same bits. XLA's program holds no tensor of all
     pairs: it computes some rows of y at a time, and right again for each; a row takes 16 (2 C + 4 H + G) P / N
-    bytes. The gradient is not bounded.
+    bytes. The gradient has no bound; where the forward pass has one, it is as with `"recompute"`.
 
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.
@@ -109,6 +121,8 @@ def triangle_update(
       rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
         axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
       columns_over: names of the axes of the mesh over which it has split the second axis N.
+      residuals: `"save"` or `"recompute"`: whether the gradient keeps results of the forward pass. It keeps none
+        of a call with `max_temporary_bytes`.
       max_temporary_bytes: bounds the memory that tensors of pairs take beside x and the result, copies of weights
         not counted; for a device that has all pairs, and of each call that `jax.vmap` maps. No bound when None.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
@@ -128,6 +142,8 @@ def triangle_update(
     if direction not in DIRECTIONS:
         raise ValueError(f"{direction=} is unknown; expected one of {DIRECTIONS}")
     _check_pairs(x, mask, ByChannels.over(rows_over, columns_over).grid)
+    if residuals not in RESIDUALS:
+        raise ValueError(f"{residuals=} is unknown; expected one of {RESIDUALS}")
     if jnp.dtype(compute_dtype) not in _checks.FLOAT_DTYPES:
         raise ValueError(f"{compute_dtype=} is not supported; expected float16, bfloat16 or float32")
     batch = math.prod(x.shape[:-3])
@@ -153,10 +169,34 @@ def triangle_update(
         rows_over=rows_over,
         columns_over=columns_over,
         max_temporary_bytes=max_temporary_bytes,
+        residuals=residuals if max_temporary_bytes is None else "recompute",
     )
     _check_weights(form)
     _check_bound(form)
     return run(_OP, form, config=config, implementation=implementation).reshape(x.shape)
+
+
+def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a kernel, which returns what the gradient keeps where it is asked to."""
+
+    def call(form: Form[jax.Array], **options: Any) -> Any:
+        if not form.return_residuals:
+            return kernels(form, **options)
+        if form.is_split or backward_schedules.unsupported(form.abstract(), options["target"]):
+            return with_unread(kernels(form, **options), form)
+        return keeping(form, **options)
+
+    return call
+
+
+def _backward_of(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a gradient: of the reference for what a device has where it has but a part of the pairs."""
+
+    def call(form: Form[jax.Array], *arrays: Any, wanted: tuple[bool, ...], **options: Any) -> Any:
+        function = _backward if form.is_split else kernels
+        return function(form, *arrays, wanted=wanted, **options)
+
+    return call
 
 
 def _backward(
@@ -175,11 +215,40 @@ def _backward(
 
     def of_wanted(*some: jax.Array) -> jax.Array:
         given = iter(some)
-        return reference(form.of(tuple(next(given) if w else x for x, w in zip(operands, wanted, strict=True))))
+        out: jax.Array = reference(
+            form.of(tuple(next(given) if w else x for x, w in zip(operands, wanted, strict=True)))
+        )
+        return out
 
     _, pull = jax.vjp(of_wanted, *(x for x, w in zip(operands, wanted, strict=True) if w))
     found = iter(pull(cotangents[0]))
     return [next(found) if w else None for w in wanted]
+
+
+def _gradients(backend: Literal["mosaic", "triton"], **record: Any) -> list[Backward[Form[Any]]]:
+    """The records of a backend's gradient: one for each of `RESIDUALS`."""
+    refuses = record.pop("refuses")
+
+    def refuses_unless(residuals: Residuals, form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+        return refuses(form, target) if form.residuals == residuals else f"is for residuals={residuals!r}"
+
+    return [
+        Backward(
+            backend=backend,
+            refuses=functools.partial(refuses_unless, residuals),
+            preferred=_prefer_kernels,
+            keeps=-3 if residuals == "save" else 0,
+            options={"return_residuals": True} if residuals == "save" else {},
+            **record,
+        )
+        for residuals in RESIDUALS
+    ]
+
+
+def _prefer_kernels(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether the gradient's kernels are faster than XLA: not in float32, which tensor cores do not multiply."""
+    del target
+    return form.compute_dtype.itemsize == 2
 
 
 _OP: Op[Form[Any]] = Op(
@@ -189,21 +258,34 @@ _OP: Op[Form[Any]] = Op(
         Kernel(
             backend="mosaic",
             architectures=HOPPER,
-            call=schedules.mosaic,
+            call=_forward(schedules.mosaic, backward_schedules.mosaic_with_residuals),
             config=None,
             refuses=schedules.unsupported_by_mosaic,
         ),
         Kernel(
             backend="triton",
             architectures=AMPERE_ON,
-            call=schedules.triton,
+            call=_forward(schedules.triton, backward_schedules.triton_with_residuals),
             config=Config,
             refuses=schedules.unsupported,
         ),
     ),
-    backward=(Backward(backend="xla", call=_backward),),
+    backward=(
+        *_gradients(
+            "mosaic",
+            architectures=HOPPER,
+            call=_backward_of(backward_schedules.mosaic_backward),
+            refuses=backward_schedules.unsupported_by_mosaic,
+        ),
+        *_gradients(
+            "triton",
+            call=_backward_of(backward_schedules.triton_backward),
+            refuses=backward_schedules.unsupported,
+        ),
+        Backward(backend="xla", call=_backward),
+    ),
     sharding=Sharding(
-        equation="b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C",
+        equation="b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C, b i H j, b i G j, b i H j",
         over={"i": "rows_over", "j": "columns_over"},
     ),
 )

@@ -28,7 +28,10 @@ def attempt(request):
     if kind == "another error":
         raise KeyError("a")
     if kind == "hangs":
-        time.sleep(60)
+        while True:
+            pass
+    if kind == "waits":
+        time.sleep({"a while": 1, "for ever": 600}[request["long"]])
     if kind == "dies":
         os.abort()
     if kind == "eats":
@@ -70,6 +73,13 @@ def test_what_a_sandbox_says(sandbox, kind):
         wrong = sandbox.ask(request, timeout=0.5 if kind == "hangs" else 20)
         expected = ANSWERS[kind]
         assert wrong is None if expected is None else expected in (wrong or "")
+
+
+def test_a_process_may_wait_longer_than_it_may_work(sandbox):
+    """As long as others have the processor."""
+    request = {"kind": "waits", "size": 1000, "named": []}
+    assert sandbox.ask(request | {"long": "a while"}, timeout=0.4) is None
+    assert sandbox.ask(request | {"long": "for ever"}, timeout=0.4) == "it hangs"
 
 
 @pytest.mark.parametrize("module", [checkpoints, files, kills, damaged_results, killed_benchmarks])

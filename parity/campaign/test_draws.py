@@ -75,11 +75,9 @@ def test_a_break_under_a_transformation_is_found(monkeypatch, kind, op):
     transformations._compiled.cache_clear()
     assert trial() is None
     transformations._compiled.cache_clear()
-    _, function, reference = transformations._compiled(0, index, "xla")
+    p, function, *references = transformations._compiled(0, index, "xla")
     broken = lambda floats, rest: jax.tree.map(lambda x: x * 1.1, function(floats, rest))  # noqa: E731
-    monkeypatch.setattr(
-        transformations, "_compiled", lambda *_: (transformations.program(0, index, "xla"), broken, reference)
-    )
+    monkeypatch.setattr(transformations, "_compiled", lambda *_: (p, broken, *references))
     assert "is off by" in (trial() or "")
 
 

@@ -23,6 +23,7 @@ from parity.campaign._case import Case
 from parity.support.bounded import HALF_ULP, apart
 from parity.support.common import random_params
 from parity.support.draws import Input, Pick
+from parity.support.shaken import shaken
 from parity.support.tolerances import DEEP, MODEL_GRADIENT, OP
 from weights import tree
 
@@ -450,9 +451,11 @@ def program(seed: int, index: int, implementation: str | None = None) -> Program
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled(seed: int, index: int, implementation: str | None) -> tuple[Program, Function, Function]:
+def _compiled(seed: int, index: int, implementation: str | None) -> tuple[Program, Function, Function, Function]:
+    """A program, its function, what that is compared with, and the same with sums that are off."""
     p = program(seed, index, implementation)
-    return p, jax.jit(p.of(p.call.implementation)), jax.jit(p.of("xla"))
+    functions = p.of(p.call.implementation), p.of("xla"), shaken(p.of("xla"))
+    return p, *map(jax.jit, functions)
 
 
 def _rounded(rng: np.random.Generator, floats: Arrays, dtype: str) -> Arrays:
@@ -479,13 +482,13 @@ class _Trial:
     measured: dict[str, float]
 
     def __call__(self) -> str | None:
-        p, function, reference = _compiled(self.seed, self.index // DRAWS, self.implementation)
+        p, function, reference, off = _compiled(self.seed, self.index // DRAWS, self.implementation)
         rng = np.random.default_rng([self.seed, *divmod(self.index, DRAWS), 2])
         floats, rest = p.call.arrays(rng)
         self.measured["cases"] = 1
         exact = {name: np.asarray(x).astype(np.float32) for name, x in floats.items()}
         expected = reference(exact, rest)
-        moved = reference(_rounded(rng, exact, p.call.dtype), rest)
+        moved = off(_rounded(rng, exact, p.call.dtype), rest)
         first = self.index % DRAWS == 0
         if first and not p.jit:
             function = p.of(p.call.implementation)

@@ -156,7 +156,7 @@ def _visible(
     return seen
 
 
-def _formula(
+def formula(
     *,
     dtype: str,
     q: Array,
@@ -212,7 +212,7 @@ def qkv_formula(*, dtype: str, qkv: Array, num_heads: int, num_kv_heads: int | N
     kv_heads = num_kv_heads or num_heads
     heads = qkv.reshape(*qkv.shape[:2], num_heads + 2 * kv_heads, -1)
     q, k, v = np.split(heads, (num_heads, num_heads + kv_heads), 2)
-    result = _formula(dtype=dtype, q=q, k=k, v=v, **options)
+    result = formula(dtype=dtype, q=q, k=k, v=v, **options)
     out, *rest = result if isinstance(result, tuple) else (result,)
     out = out.map(lambda a: a.reshape(*a.shape[:2], -1))
     return (out, *rest) if rest else out
@@ -298,7 +298,7 @@ CASES = (
             Empty(dict(q=zeros(2, 0, 2, 16), k=zeros(2, 3, 2, 16), v=zeros(2, 3, 2, 16)), (2, 0, 2, 16)),
         ),
         spread=_spread,
-        formula=_formula,
+        formula=formula,
         draw=_draw,
         torch="attention",
     ),

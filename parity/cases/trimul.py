@@ -54,6 +54,20 @@ def _arguments(x: Any, *weights_and_mask: Any) -> dict[str, Any]:
     return dict(x=x, mask=mask) | dict(weights) | biases | form
 
 
+def _again(*arrays: Any) -> dict[str, Any]:
+    """Outgoing, with the gate before, and a gradient that keeps nothing; of as many channels as hidden ones."""
+    return _arguments(*arrays) | dict(direction="outgoing", gate_after=False, residuals="recompute")
+
+
+def _square(size: int, dtype: str) -> Arrays:
+    """`_small` with as many hidden channels as channels."""
+    x, *_, mask = _small(size, dtype)
+    c = x.shape[-1]
+    shapes = ((c,), (c,), (c, 4, c), (4, c), (c,), (c,), (c, c), (c,), (c, c), (c,))
+    rng = np.random.default_rng(28)
+    return x, *(normal(rng, *shape, dtype=dtype, scale=c**-0.5) for shape in shapes), mask
+
+
 def _large(dtype: str, n: int, c: int, gate_after: bool) -> dict[str, Any]:
     shapes = ((c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c))
     weights = {name: shaped("float32", *shape) for name, shape in zip(_WEIGHTS, shapes, strict=True)}
@@ -135,8 +149,10 @@ def _formula(
     epsilon: float = 1e-5,
     compute_dtype: str = "float16",
     out_dtype: str | None = None,
+    residuals: str = "save",
 ) -> Bounded:
     """The update as AlphaFold has it: norm, four projections, their product over a third node, norm, gate."""
+    del residuals  # of the gradient
     half_ulp = 0.0 if compute_dtype == "float32" else HALF_ULP[compute_dtype]
 
     def operand(y: Bounded, scale: Array, bias: Array) -> Bounded:
@@ -237,7 +253,10 @@ CASES = (
     Case(
         op=_OP,
         products="kernels",
-        calls=(Call("triangle_update", _OP, _arguments, _small, 11, (0, 11), kernels=5),),
+        calls=(
+            Call("triangle_update", _OP, _arguments, _small, 11, (0, 11), kernels=5),
+            Call("triangle_update_again", _OP, _again, _square, 11, (0, 11), kernels=5),
+        ),
         hopper_calls=(
             Call("triangle_update", _OP, _arguments, _hopper, 11),
             Call("triangle_update_wide", _OP, _arguments, functools.partial(_hopper, c=256), 11),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_models import gpt2, minilm, modernbert, ops, qwen3, trimul
+from pallas_models import gpt2, minilm, modernbert, ops, pairformer, qwen3, trimul
 from parity.cases import CALLS, OPS, Call
 from parity.support.common import (
     KERNEL,
@@ -158,6 +158,19 @@ MODELS = {
     gpt2: ("block", "logits", "loss"),
     minilm: ("contrastive_loss", "embed", "embed_packed", "encode"),
     modernbert: ("encode",),
+    pairformer: (
+        "attention_pair_bias",
+        "block",
+        "evoformer_block",
+        "evoformer_stack",
+        "msa_column_attention",
+        "msa_row_attention",
+        "outer_product_mean",
+        "pair_averaging",
+        "stack",
+        "transition",
+        "triangle_attention",
+    ),
     qwen3: ("encode", "layer", "logits", "loss"),
     trimul: ("trimul",),
 }

@@ -252,6 +252,29 @@ def attention_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int | None = Non
     return attention(*heads.split((num_heads, num_kv_heads, num_kv_heads), 2), **options).flatten(2)
 
 
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    direction: str,
+    scale: float | None = None,
+) -> Tensor:
+    """Algorithms 13 and 14 of AlphaFold 2, term by term."""
+    starting = direction == "starting"
+    third = "bikhd" if starting else "bkjhd"  # the pair of a key
+    scores = torch.einsum(f"bijhd,{third}->bhijk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:  # of pair (j, k), or of (k, i)
+        scores = scores + (bias[:, :, None] if starting else bias.mT[:, :, :, None])
+    if mask is not None:
+        kept = mask[:, None, :, None] if starting else mask.mT[:, None, None]
+        scores = scores.masked_fill(kept == 0, -torch.inf)
+    weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores).softmax(-1)
+    return torch.einsum(f"bhijk,{third}->bijhd", weights.masked_fill(scores == -torch.inf, 0.0), v)
+
+
 def post_norm_layers(
     x: Tensor,
     layers: Sequence[Mapping[str, Tensor]],

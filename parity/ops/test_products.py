@@ -21,6 +21,7 @@ from pallas_models.kernels.mosaic.common.products import (
 )
 from parity.ops.test_lowering import HOPPER
 from parity.support.common import MOSAIC, ON_HOPPER, assert_close, cuda_device, float64, normal
+from parity.support.primitives import all_called
 from parity.support.tolerances import SHORT
 
 M, K, N = 64, 64, 128
@@ -70,7 +71,8 @@ def call(arrays: dict[str, jax.Array], *, interpret: bool) -> jax.Array:
 def test_products_of_shared_memory_and_of_registers(dtype):
     rng = np.random.default_rng(70)
     arrays = {name: normal(rng, *shape, dtype=dtype) for name, shape in SHAPES.items()}
-    out = jax.jit(functools.partial(call, interpret=MOSAIC != "mosaic"))(arrays)
+    with all_called("mosaic.common.products"):
+        out = jax.jit(functools.partial(call, interpret=MOSAIC != "mosaic"))(arrays)
     a, w, b, c = (float64(x) for x in arrays.values())
     results = a @ c.T, a @ b + 2 * w @ b, a @ c.T, w @ b, a @ b + np.arange(N)
     for value, expected in zip(out, results, strict=True):

@@ -19,9 +19,11 @@ from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.forms.trimul import Output, Product, Projection
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.schedules import trimul as schedules
+from pallas_models.kernels.schedules import trimul_slices
 from pallas_models.kernels.schedules.trimul import Config
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.ops import _half_precision, _trimul_reference
+from parity.support import sharing
 from parity.support.common import (
     KERNEL,
     MOSAIC_CALL,
@@ -35,6 +37,7 @@ from parity.support.common import (
     float64,
     normal,
 )
+from parity.support.sharing import GB
 from parity.support.tolerances import CHAIN, DEEP, SHORT
 
 X, MASK = normal(np.random.default_rng(9), 1, 5, 5, 10), np.ones((1, 5, 5), bool)
@@ -126,6 +129,8 @@ def errors(out: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize("batch, n, c, masked, distribution", challenge_cases())
 def test_challenge(torch_trimul, record_property, implementation, batch, n, c, masked, distribution):
+    if n >= 768:
+        sharing.needs(9 * GB)
     module, params = module_and_params(torch_trimul, "lucidrains", c, 128 if ON_GPU else 8)
     x, mask = pairs(batch, n, n, c, distribution=distribution), pair_mask(masked, batch, n, n)
     out = update(direction="outgoing", implementation=implementation)(params, x, mask)
@@ -378,7 +383,8 @@ def sums_over_k(direction, sides, *, pieces=(1, 1), factor=1.0, config=None):
     form = Product(
         sides=sides,
         channels=2,
-        incoming=direction == "incoming",
+        transpose_left=direction == "incoming",
+        transpose_right=direction == "outgoing",
         factor=factor,
         precision=jax.lax.Precision.DEFAULT,
         pieces=pieces,
@@ -466,7 +472,7 @@ def rows_in_float32(params, x, rows, piece):
 def test_sampled_rows(implementation):
     if ON_GPU and implementation == "xla":
         pytest.skip("XLA holds all projections in float32")
-    n, c, piece = by_device(cpu=(24, 8, 8), gpu=(4096, 128, 64))
+    n, c, piece = by_device(cpu=(24, 8, 8), gpu=(3072, 128, 64))  # takes 12 GB
     params = random_params(trimul.TriMulConfig(channels=c, hidden=c))
     x = jax.random.normal(jax.random.key(0), (n, n, c), jnp.bfloat16)
     out = update(direction="outgoing", compute_dtype="bfloat16", implementation=implementation)(params, x)
@@ -563,6 +569,13 @@ def test_slices_change_no_bit(direction, n, c, h, gate_after):
     assert jax.jit(plenty).lower(x, mask).as_text() == jax.jit(f).lower(x, mask).as_text()
 
 
+def test_parts_of_arrays_that_go_on():
+    """The last part begins earlier in all arrays, in those with more elements, too."""
+    a, b = jnp.arange(7), jnp.arange(10)
+    expected = a + b[:7]
+    assert_equal(trimul_slices.in_parts(7, 3, 0, lambda take: take(a, 0) + take(b, 0)), expected)
+
+
 def op_of(params, gate_after):
     """`ops.triangle_update` of x and mask with these parameters, without biases."""
 
@@ -626,9 +639,7 @@ def opaque_kernels(monkeypatch):
         return call(shapes, form.x, form.w, form.w_gate)
 
     def product(form, **_):
-        shape = list(form.sides.shape)
-        shape[2 if form.by_rows else 1] = form.channels
-        return call([(tuple(shape), form.sides.dtype)], form.sides)[0]
+        return call([(form.out_shape(), form.sides.dtype)], form.sides)[0]
 
     def output(form, **_):
         return call([((form.batch, form.size, form.w.shape[1]), form.out_dtype)], *form.ys, form.gate, form.w)[0]
@@ -637,7 +648,7 @@ def opaque_kernels(monkeypatch):
     monkeypatch.setattr(trimul_output, "output", output)
     for module in (trimul_product, mosaic_product):
         monkeypatch.setattr(module, "product", product)
-    monkeypatch.setattr(schedules, "_mosaic_projection", lambda *_: project)
+    monkeypatch.setattr(schedules, "mosaic_projection", lambda *_: project)
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels that do nothing are of the CPU")

@@ -16,6 +16,7 @@ from pallas_models.kernels.mosaic import trimul_project_parts as parts
 from pallas_models.kernels.mosaic.common import interpreter, launch
 from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.schedules import trimul as schedules
+from parity.support import sharing
 from parity.support.common import (
     MOSAIC,
     MOSAIC_CALL,
@@ -27,6 +28,7 @@ from parity.support.common import (
     normal,
     races,
 )
+from parity.support.sharing import GB
 from parity.support.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
@@ -52,7 +54,8 @@ def product(sides, channels, incoming, factor=1.0, config=None, by_rows=True, pi
         form = Product(
             sides=sides,
             channels=channels,
-            incoming=incoming,
+            transpose_left=incoming,
+            transpose_right=not incoming,
             factor=factor,
             precision=jax.lax.Precision.DEFAULT,
             pieces=pieces,
@@ -131,6 +134,8 @@ def test_product_has_no_bounds_of_its_own():
     ),
 )
 def test_update_of_any_size(n, c, masked, incoming):
+    if n >= 1030:
+        sharing.needs(9 * GB)
     params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
     rng = np.random.default_rng(n)
     params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
@@ -226,7 +231,7 @@ def test_vmap_makes_a_batch_or_several_calls(x, mask, weights):
     operands = [
         normal(rng, *(() if axis is None else (5,)), *size) for size, axis in zip(sizes, axes, strict=False)
     ]
-    out = jax.vmap(schedules._batchable(sums), axes)(*operands, None)
+    out = jax.vmap(schedules.batchable(sums), axes)(*operands, None)
     assert shapes[-1][0] == (10 if weights is None else 2)
     for i in range(5):
         one = [y if axis is None else y[i] for y, axis in zip(operands, axes, strict=False)]

@@ -258,8 +258,8 @@ def apart(
       tolerance: of the norm of a leaf.
       floor: of the norm of all, or of 1, which operands are of: a result that cancels is off by roundings of what
         it is a difference of.
-      moved: the expected result for operands that are off. Later operations amplify the error of an op as they
-        amplify an error of operands, which is measured so; three times as much is let pass.
+      moved: the expected result for operands, and with sums (`shaken`), that are off. Later operations amplify the
+        error of an op as they amplify an error of operands, which is measured so; three times as much is let pass.
       small: absolute, of leaves of fewer than 8 numbers: sums that cancel, of which one measurement says little.
     """
     found = [np.asarray(x) for x in jax.tree.leaves(out)]

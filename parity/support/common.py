@@ -1,8 +1,10 @@
 """Shared by all tests: where they run, random inputs, the error metric."""
 
 import contextlib
+import fcntl
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import minilm, ops
@@ -51,6 +54,17 @@ compiled = _Compiled()
 def by_device(*, cpu: Sequence[Any], gpu: Sequence[Any]) -> Sequence[Any]:
     """The cases for this machine: few and small where kernels are interpreted, real ones on CUDA."""
     return gpu if ON_GPU else cpu
+
+
+def once(name: str, make: Callable[[], str], folders: pytest.TempPathFactory) -> str:
+    """`make()`, called by the first worker of a run that asks for `name`; the others wait for its result."""
+    base = folders.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}.once"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(make(), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def array(x: Any, dtype: Any = None) -> jax.Array:

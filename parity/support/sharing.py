@@ -73,15 +73,26 @@ def hold_torch() -> None:
     import jax
 
     taken, total = jax.devices()[0].memory_stats()["pool_bytes"], torch.cuda.get_device_properties(0).total_memory
-    share = float(os.environ[FRACTION]) / JAX_PART
+    part = float(os.environ[FRACTION]) / JAX_PART
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(max(share - taken / total, (1 - JAX_PART) * share))
+    torch.cuda.set_per_process_memory_fraction(max(part - taken / total, (1 - JAX_PART) * part))
 
 
-def limit() -> str | None:
-    """What this process may take, in words; None if it has the GPU to itself."""
+def share() -> float | None:
+    """Bytes that this process may take; None if it has the GPU to itself."""
     found = gpu_memory() if FRACTION in os.environ else None
-    return found and f"{float(os.environ[FRACTION]) / JAX_PART * found[1] / GB:.1f} GB"
+    return found and float(os.environ[FRACTION]) / JAX_PART * found[1]
+
+
+def needs(num_bytes: float) -> None:
+    """Ends a test that is known to need more than this process may take, before it has computed for long.
+
+    Raises:
+      MemoryError: it does, and `pytest_runtest_makereport` treats it as any other lack of memory.
+    """
+    have = share()
+    if have is not None and have < num_bytes:
+        raise MemoryError(f"out of memory before it began: it needs {num_bytes / GB:.0f} GB")
 
 
 def ran_out(error: BaseException) -> str | None:
@@ -103,15 +114,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     """
     report = yield
     line = ran_out(call.excinfo.value) if report.failed and call.excinfo else None
-    share = limit() if line else None
+    have = share() if line else None
     if line:
         forget(call.excinfo)
-    if line and share:
+    if line and have:
         report.outcome = "skipped"
         report.longrepr = (
             str(item.path),
             item.location[1] or 0,
-            f"needs more than its {share} of the GPU: {line}",
+            f"needs more than its {have / GB:.1f} GB of the GPU: {line}",
         )
         item.user_properties.append(("needs_memory", item.nodeid))
     return report

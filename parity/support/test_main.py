@@ -1,7 +1,9 @@
 """`python -m parity`: what the check of a GPU runs, keeps and says."""
 
 import re
+import signal
 import sys
+import time
 import types
 
 import pytest
@@ -80,6 +82,35 @@ def test_interrupted(programs, tmp_path, monkeypatch, capsys):
     assert "\ninterrupted\n" in (tmp_path / "summary.txt").read_text()
 
 
+def test_what_a_program_prints_after_an_interrupt_is_shown_and_kept(tmp_path, capsys):
+    interrupts = "import os, signal, time\nfor _ in range(2):\n    os.kill(os.getppid(), signal.SIGINT)\n"
+    code = f"{interrupts}time.sleep(0.5)\nprint('1 failed')"
+    with pytest.raises(KeyboardInterrupt):
+        check.run(check.Step("suite", [sys.executable, "-c", code]), tmp_path / "log")
+    assert (tmp_path / "log").read_text() == capsys.readouterr().out == "1 failed\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_that_goes_on_after_an_interrupt_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "PATIENCE", 0.5)
+    code = "import os, signal, time\nprint('started')\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        check.run(check.Step("suite", [sys.executable, "-c", code]), tmp_path / "log")
+    assert 0.5 < time.monotonic() - started < 30
+    assert (tmp_path / "log").read_text() == "started\n"
+
+
+def test_a_test_that_hangs_in_a_worker_says_where(tmp_path, request):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed: there are no workers")
+    assert 0 < float(request.config.getini("faulthandler_timeout")) <= 300
+    (tmp_path / "test_slow.py").write_text("import time\n\ndef test_slow():\n    time.sleep(2)\n")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-n1", "-p", "no:cacheprovider"]
+    step = check.Step("slow", [*command, "-o", "faulthandler_timeout=0.5", str(tmp_path / "test_slow.py")])
+    assert check.run(step, tmp_path / "log") == 0
+    assert re.search(r'test_slow.py", line 4 in test_slow\n', (tmp_path / "log").read_text())
+
+
 def test_what_it_runs(tmp_path):
     memory = check.Memory(40 * GB, 160 * GB)
     found = [check.suite(tmp_path / "run", 4, memory), *check.benchmarks(tmp_path / "run")]
@@ -134,6 +165,18 @@ def test_tests_that_run_again_are_read_from_a_file(tmp_path):
     assert (tmp_path / "parity-1.tests").read_text() == "test_a.py::two\ntest_a.py::three[x y]\n"
     assert step.command[-1] == f"@{tmp_path / 'parity-1.tests'}" and "-n" not in step.command
     assert check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"]).command[-1] == "parity/test_a.py"
+
+
+def test_the_slowest_tests_and_files_are_named(programs, tmp_path, capsys):
+    cases = "".join(
+        f'<testcase classname="parity.test_{i // 3}" name="t{i}" time="{10 * i}.25"/>' for i in range(30)
+    )
+    programs["parity"] = f"open(folder + '/parity.xml', 'w').write('<testsuite>{cases}</testsuite>')"
+    assert check.main(["--output", str(tmp_path), "--only", "parity"]) == 0
+    lines = (tmp_path / "slowest.txt").read_text().splitlines()
+    assert len(lines) == 15
+    assert lines[:2] == ["  290.2 s  parity.test_9::t29", "  280.2 s  parity.test_9::t28"]
+    assert lines[10] == "  840.8 s  parity.test_9" and lines[14] == "  480.8 s  parity.test_5"
 
 
 @pytest.mark.skipif(ON_GPU, reason="this machine has a GPU")

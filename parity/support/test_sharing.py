@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
 from parity import ROOT
 from parity.support import sharing
+from parity.support.common import once
 from parity.support.sharing import GB
 
 
@@ -48,13 +50,18 @@ def test_a_worker_takes_its_part(gpu, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "PYTEST_XDIST_WORKER_COUNT": "4"})
     os.environ.update(sharing.limits())
     assert float(os.environ[sharing.FRACTION]) == sharing.fraction(4, 24 * GB, 24 * GB)
-    assert sharing.limit() == "5.0 GB"
+    assert sharing.share() == pytest.approx(5 * GB, rel=1e-3)
+    sharing.needs(4.9 * GB)
+    with pytest.raises(MemoryError, match="it needs 6 GB") as found:
+        sharing.needs(6 * GB)
+    assert sharing.ran_out(found.value)
     assert sharing.limits() == {}  # what is set stays
 
 
 def test_a_process_alone_has_the_whole(gpu, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
-    assert sharing.limits() == {} and sharing.limit() is None
+    assert sharing.limits() == {} and sharing.share() is None
+    sharing.needs(99 * GB)
 
 
 @pytest.mark.parametrize(
@@ -116,3 +123,18 @@ def test_what_a_run_says(gpu, tmp_path, limited):
 def test_how_a_process_ended(gpu):
     assert sharing.death(-signal.SIGABRT).startswith("ended by SIGABRT; in use now: 1.0 of 24.0 GB of the GPU")
     assert sharing.death(3).startswith("ended with exit code 3")
+
+
+def test_workers_share_what_one_has_made(tmp_path, monkeypatch):
+    made: list[str] = []
+
+    def asked(worker: str, run: str) -> str:
+        folder = tmp_path / run / worker
+        folder.mkdir(parents=True, exist_ok=True)
+        factory = types.SimpleNamespace(getbasetemp=lambda: folder)
+        return once("it", lambda: made.append(worker) or f"by {worker}", factory)
+
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert [asked("gw0", "first"), asked("gw1", "first"), asked("gw1", "second")] == ["by gw0", "by gw0", "by gw1"]
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    assert asked("gw2", "first") == "by gw2" and made == ["gw0", "gw1", "gw2"]

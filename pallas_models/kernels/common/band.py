@@ -119,7 +119,7 @@ def searched(
       (B or 1, blocks of queries, 4): the blocks of keys that each block of queries needs; with `keys_first`
       (B or 1, blocks of keys, 4): the blocks of queries that need each. None where there are few, or no masks.
     """
-    mask, segment_ids, kv_segment_ids = form.mask, form.segment_ids, form.kv_segment_ids
+    mask, segment_ids, kv_segment_ids = form.mask_by_item, form.segment_ids, form.kv_segment_ids
     q_blocks, kv_blocks = pl.cdiv(form.seq, block_q), pl.cdiv(form.kv_seq, block_kv)
     if (q_blocks if keys_first else kv_blocks) < least or not form.has_masks:
         return None

@@ -1,10 +1,13 @@
 """Scores of attention: how they are masked, scaled and turned into weights, on every backend."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_models.kernels.forms.attention import Form
 
 # What the maximum of a row of scores starts from: finite, so that a score of -inf less the maximum is no NaN.
 LOWEST = float(np.finfo(np.float32).min)
@@ -43,13 +46,15 @@ def _power_above(scale: float) -> float:
 
 
 def rows_of_backward(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, head_dim: int
+    form: Form[Any], out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Two numbers that the gradients of attention need for each row of weights, both (B, heads, Sq) float32.
+    """Two numbers that the gradients of attention need for each row of weights, both float32 like `lse`.
 
     Args:
-      out: (B, Sq, heads * head_dim), the results.
-      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, `NO_KEY` for queries without one.
+      form: the call.
+      out: (B, Sq, heads * head_dim), the results; of pairs (B, N, N, heads * head_dim).
+      lse: (B, heads, Sq) float32, the log-sum-exp of the scores, `NO_KEY` for queries without one; of pairs
+        (B, lines, heads, N).
       dout: gradient of `out`.
       dlse: gradient of `lse`; None for zeros.
 
@@ -57,9 +62,12 @@ def rows_of_backward(
       The shift, which is added to scores to the base 2 before exponentials, and the delta, which is subtracted
       from gradients of weights.
     """
-    by_head = (*out.shape[:2], -1, head_dim)
+    by_head = (*out.shape[:-1], -1, form.head_dim)
     product = out.astype(jnp.float32) * dout.astype(jnp.float32)
-    delta = jnp.sum(product.reshape(by_head), axis=-1).swapaxes(1, 2)
+    delta = jnp.sum(product.reshape(by_head), axis=-1)
+    if form.item_axis == 2:
+        delta = delta.swapaxes(1, 2)
+    delta = delta.swapaxes(-2, -1)
     empty = lse == NO_KEY
     if dlse is not None:  # the gradient of lse is the weights themselves
         delta = jnp.where(empty, 0.0, delta - dlse)

@@ -64,6 +64,7 @@ class Form(forms.Form, Generic[A]):
 
     @property
     def batch(self) -> int:
+        """Number of items."""
         return self.qkv[0].shape[0]
 
     @property
@@ -75,6 +76,34 @@ class Form(forms.Form, Generic[A]):
     def kv_seq(self) -> int:
         """Number of keys."""
         return self.qkv[-1].shape[1]
+
+    @property
+    def item_axis(self) -> int | None:
+        """The axis of arrays of pairs, (B, N, N, ...), that items are on; None where the first axis is of items.
+
+        An item is what attends to itself alone: an element of the batch, or a line of pairs.
+        """
+        return None
+
+    @property
+    def items(self) -> int:
+        """How many items in a row share an element of a bias."""
+        return 1
+
+    @property
+    def mask_by_item(self) -> Any:
+        """The mask, (batch, Skv)."""
+        return self.mask
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of the result."""
+        return self.batch, self.seq, self.num_heads * self.head_dim
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Of the log-sum-exp."""
+        return self.batch, self.num_heads, self.seq
 
     @property
     def dtype(self) -> Any:

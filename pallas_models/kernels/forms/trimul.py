@@ -10,6 +10,8 @@ from pallas_models.kernels import forms
 from pallas_models.kernels.forms import A
 
 Direction = Literal["outgoing", "incoming"]
+Residuals = Literal["save", "recompute"]
+RESIDUALS: tuple[Residuals, ...] = ("save", "recompute")
 DIRECTIONS: tuple[Direction, ...] = ("outgoing", "incoming")
 
 
@@ -39,6 +41,9 @@ class Form(forms.Form, Generic[A]):
       rows_over: the axes of the mesh that the rows of x are split over.
       columns_over: the axes of the mesh that the columns of x are split over.
       max_temporary_bytes: how much memory tensors of pairs may take beside x and the result; None for any.
+      residuals: whether the gradient keeps results of the forward pass or computes them again.
+      return_residuals: whether what the gradient keeps is a result, too, in the compute dtype: left and right,
+        scaled, (B, N, 2 H, N), the gate, (B, N, G, N), and the sums over third positions, scaled, (B, N, H, N).
     """
 
     OPERANDS: ClassVar = (
@@ -78,6 +83,8 @@ class Form(forms.Form, Generic[A]):
     rows_over: tuple[str, ...] = ()
     columns_over: tuple[str, ...] = ()
     max_temporary_bytes: int | None = None
+    residuals: Residuals = "save"
+    return_residuals: bool = False
 
     @property
     def hidden(self) -> int:
@@ -158,26 +165,34 @@ class Projection(forms.Form, Generic[A]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product(forms.Form, Generic[A]):
-    """`factor` times the sums over third positions of left and right, a matrix product for each hidden channel.
+    """`factor` times a matrix product for each hidden channel: sums over a third position, or their gradient.
 
     Attributes:
-      sides: (B, 2 H', N, N), left and then right, H' >= `channels`. With `pieces` so many rows and columns lie one
-        after another, row by row: (B * pieces, 2 H', N / rows, N / columns); so does the result, and tiles have to
-        divide them. With `by_rows` it is (B, N, 2 H', N'), and the result (B, N, channels, N').
+      sides: (B, S, N, N), the left factors in `channels` of its S channels. With `pieces` so many rows and columns
+        lie one after another, row by row: (B * pieces, S, N / rows, N / columns); so does the result, and tiles
+        have to divide them. With `by_rows` it is (B, N, S, N'), and the result (B, N, channels, N').
+      right: the right factors, laid out alike; None where they are in the second half of `sides`.
       channels: how many channels of left and of right are multiplied.
-      incoming: whether the sums run over rows and not over columns.
-      factor: multiplies the sums before they are rounded.
+      left_from: the first channel of `sides` that is a left factor.
+      right_from: the first channel of `right` that is a right factor.
+      transpose_left: whether left factors are transposed.
+      transpose_right: whether right factors are transposed.
+      factor: multiplies the products before they are rounded.
       precision: of products of float32 operands.
       pieces: in how many rows and columns of pieces the matrices come.
       by_rows: whether matrices of all channels lie row by row beside one another, so that who writes or reads all
         channels of a few positions has them near one another.
     """
 
-    OPERANDS: ClassVar = ("sides",)
+    OPERANDS: ClassVar = ("sides", "right")
 
     sides: A
+    right: A | None = None
     channels: int
-    incoming: bool
+    left_from: int = 0
+    right_from: int = 0
+    transpose_left: bool
+    transpose_right: bool
     factor: float
     precision: jax.lax.Precision
     pieces: tuple[int, int] = (1, 1)
@@ -194,9 +209,23 @@ class Product(forms.Form, Generic[A]):
         return self.sides.shape[1] if self.by_rows else self.sides.shape[2] * self.pieces[0]
 
     @property
-    def padded_channels(self) -> int:
-        """The number H' of channels that left and right have each."""
-        return self.sides.shape[2 if self.by_rows else 1] // 2
+    def firsts(self) -> tuple[int, int]:
+        """The first channels of left and of right, each in its array."""
+        if self.right is None:
+            return self.left_from, self.sides.shape[2 if self.by_rows else 1] // 2
+        return self.left_from, self.right_from
+
+    @property
+    def kind(self) -> dict[str, int]:
+        """What tables of configs know the transposes by."""
+        plain = {} if self.transpose_left or self.transpose_right else {"plain": 1}
+        return {"incoming": int(self.transpose_left)} | plain
+
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        shape = list(self.sides.shape)
+        shape[2 if self.by_rows else 1] = self.channels
+        return tuple(shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def attention_backward(
         width = form.num_kv_heads * head_dim
         k = jnp.where(masks["mask"][..., None] != 0, k[..., read_heads[1] * head_dim :][..., :width], 0)
         read_heads = (read_heads[0], 0, read_heads[2])
-    shift, delta = rows_of_backward(out, lse, dout, dlse, head_dim)
+    shift, delta = rows_of_backward(form, out, lse, dout, dlse)
     shift, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, rows - form.seq))) for x in (shift, -delta))
     if interpret:
         check_interpreted_sizes(queries=(rows, TILE), keys=(kv_rows, TILE))

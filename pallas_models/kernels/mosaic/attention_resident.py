@@ -7,18 +7,21 @@ warpgroup three or more share a multiprocessor, and while one waits for its prod
 import dataclasses
 import functools
 import math
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
+from pallas_models.kernels.common.lines import of_pairs, of_rows
+from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import tiled
+from pallas_models.kernels.mosaic.common.memory import load, load_transposed, tiled
 from pallas_models.kernels.mosaic.common.products import multiply, product, put, with_sums
 from pallas_models.kernels.mosaic.common.scores import load_across, masked, softmax_weights
 from pallas_models.target import Target
@@ -38,8 +41,11 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
         return f"takes float16 and bfloat16, not {form.dtype}"
     if head_dim != _HEAD_DIM:
         return f"takes heads of {_HEAD_DIM}, not {head_dim=}"
-    if form.causal or form.window is not None or form.bias is not None or form.segment_ids is not None:
-        return "takes no masks of pairs and no bias"
+    with_bias = form.bias is not None and form.item_axis is None
+    if form.causal or form.window is not None or with_bias or form.segment_ids is not None:
+        return "takes no masks of pairs, and a bias for triangle attention alone"
+    if form.bias is not None and form.item_axis == 2 and not _jax.since(0, 11):
+        return f"needs JAX 0.11 or newer to load a bias that it transposes, not {jax.__version__}"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     if seq % _ROWS or kv_seq % _ROWS or kv_seq > _MOST_KEYS:
@@ -52,6 +58,8 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
 def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
     del target
+    if form.item_axis is not None:
+        return False  # nobody has measured it
     rows = form.batch * form.num_heads * form.seq
     return form.kv_seq >= 128 and rows >= 32 * 12 * 512  # fewer do not pay for `_runs`, or wait
 
@@ -84,8 +92,16 @@ class _Plan:
 
     @property
     def scale(self) -> float:
-        """The factor of exponents to the base 2, which are the GPU's own; scores stay unscaled up to them."""
-        return self.form.sm_scale * math.log2(math.e)
+        """The factor of exponents to the base 2, which are the GPU's own.
+
+        Scores stay unscaled up to them, where there is no bias to be added.
+        """
+        return (self.form.sm_scale if self.form.bias is None else 1.0) * math.log2(math.e)
+
+    @property
+    def has_keys_first(self) -> bool:
+        """Whether the bias has an axis of keys, then one of queries."""
+        return self.form.item_axis == 2
 
     def scratch_types(self) -> dict[str, Any]:
         """The shared memory and the barriers of a CTA."""
@@ -98,6 +114,9 @@ class _Plan:
             "k_ready": plgpu.Barrier(num_barriers=blocks),
             "v_ready": plgpu.Barrier(num_barriers=blocks),
         }
+        if self.form.bias is not None:
+            shape = (self.block_kv, _ROWS) if self.has_keys_first else (_ROWS, self.block_kv)
+            types |= {"bias_tile": tiled(shape, self.form.bias.dtype), "bias_ready": plgpu.Barrier()}
         return types | ({"lse_tiles": plgpu.SMEM((tiles, _ROWS), jnp.float32)} if self.form.return_lse else {})
 
 
@@ -117,6 +136,8 @@ class _Head:
 
     def run(self) -> None:
         self.copy_queries(jnp.int32(0))
+        if self.refs.bias is not None:
+            self.copy_bias(jnp.int32(0), jnp.int32(0))
         pl.loop(0, self.end)(self.copy_keys)
         pl.loop(1, self.plan.tiles)(self.copy_queries)
         jax.lax.fori_loop(0, self.plan.tiles, lambda tile, _: self.attend(tile), None)
@@ -174,7 +195,11 @@ class _Head:
         """The scores of a tile and block j of the keys, -inf for masked keys."""
         refs = self.refs
         self.wait(tile, refs.k_ready.at[j])
+        bias = None if refs.bias is None else self.load_bias(tile, j)
         scores = product(refs.q_tiles.at[tile], refs.k_blocks.at[j], transpose_b=True)
+        if bias is not None:
+            bias = bias.astype(jnp.float32)
+            scores = jnp.where(bias > MASKING_BIAS, scores * self.plan.form.sm_scale + bias, -jnp.inf)
         if refs.mask is None:
             return scores
 
@@ -184,6 +209,25 @@ class _Head:
 
         unchanged: jax.Array = jax.lax.cond(j < self.whole, lambda x: x, mask, scores)
         return unchanged
+
+    def copy_bias(self, tile: jax.Array, j: jax.Array) -> None:
+        """Copies the bias of a tile and block j of the keys, as it lies."""
+        refs, plan = self.refs, self.plan
+        block = self.rows_of(tile), pl.Slice(j * plan.block_kv, plan.block_kv)
+        element = jax.lax.div(self.batch, plan.form.items)
+        source = refs.bias.at[element, self.head, *block[:: -1 if plan.has_keys_first else 1]]
+        plgpu.copy_gmem_to_smem(source, refs.bias_tile, refs.bias_ready)
+
+    def load_bias(self, tile: jax.Array, j: jax.Array) -> jax.Array:
+        """The bias of a tile and block j of the keys, as tensor cores leave scores; has the next one copied."""
+        refs = self.refs
+        plgpu.barrier_wait(refs.bias_ready)
+        bias = (load_transposed if self.plan.has_keys_first else load)(refs.bias_tile, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()  # all warps have read it
+        is_last = j + 1 == self.end
+        tile, j = jnp.where(is_last, tile + 1, tile), jnp.where(is_last, 0, j + 1)
+        pl.when(tile < self.plan.tiles)(functools.partial(self.copy_bias, tile, j))
+        return bias
 
     def softmax(self, scores: jax.Array, peak: jax.Array | float) -> _Carry:
         """Weights, the maximum of each row and of those before, and the sum of its weights."""
@@ -218,10 +262,11 @@ def _attention_kernel(refs: Refs, *, plan: _Plan) -> None:
 
     Args:
       refs: q (B, Sq, heads * 32), k and v (B, Skv, kv_heads * 32), or buffers that have these columns among
-        others; mask (B, Skv) and runs (B, 2) or None; o like q, and lse (B, heads, Sq) if asked for; and scratch
-        memory.
+        others, or squares of pairs; mask (B, Skv) and runs (B, 2) or None; bias (B, heads, N, N) or None; o like
+        q, and lse (B, heads, Sq) if asked for; and scratch memory.
     """
-    _Head(refs, plan).run()
+    pairs = {name: of_pairs(plan.form, getattr(refs, name)) for name in ("q", "k", "v", "o")}
+    _Head(types.SimpleNamespace(**vars(refs) | pairs | dict(lse=of_rows(plan.form, refs.lse))), plan).run()
 
 
 def _runs(mask: jax.Array, block_kv: int) -> jax.Array:
@@ -238,13 +283,14 @@ def attention(
     """Attention, (B, Sq, heads * head_dim), and the log-sum-exp that `return_lse` asks for."""
     del config, target  # there are no other tiles
     q, k, v = form.arrays
-    plan, mask = _Plan(form=form.abstract()), form.mask
-    heads = (form.batch, form.num_heads)
-    out_type = jax.ShapeDtypeStruct((form.batch, form.seq, form.num_heads * _HEAD_DIM), form.dtype)
-    lse_type = jax.ShapeDtypeStruct((*heads, form.seq), jnp.float32)
+    # The mask of columns is transposed for the kernel: threads load neighbours together. It is a number a pair.
+    plan, mask = _Plan(form=form.abstract()), form.mask_by_item
+    runs = None if mask is None else _runs(mask, plan.block_kv)
+    out_type = jax.ShapeDtypeStruct(form.out_shape, form.dtype)
+    lse_type = jax.ShapeDtypeStruct(form.lse_shape, jnp.float32)
     out, *lse = launch(
         functools.partial(_attention_kernel, plan=plan),
-        dict(q=q, k=k, v=v, mask=mask, runs=None if mask is None else _runs(mask, plan.block_kv)),
+        dict(q=q, k=k, v=v, mask=mask, runs=runs, bias=form.bias),
         dict(o=out_type, lse=lse_type if form.return_lse else None),
         plan.scratch_types(),
         name="attention_resident",

@@ -55,13 +55,13 @@ def product(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """The sums over third positions, in the dtype of the sides.
+    """The products, in the dtype of the sides.
 
     With `by_rows` N' is N in multiples of 64: what lies beyond N is 0 in the sides, and of no meaning in the sums.
     With `peers` piece i of an item is stored on GPU i, as the piece of this GPU's index: the result is what all
     GPUs stored here.
     """
-    sides, n, incoming = form.sides, form.size, form.incoming
+    sides, n = form.sides, form.size
     matrices = form.batch * form.channels
     if form.pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
@@ -70,7 +70,7 @@ def product(
         Problem(
             backend="mosaic",
             op="trimul_product",
-            shape={"b": matrices, "n": n, "incoming": int(incoming)},
+            shape={"b": matrices, "n": n} | form.kind,
             bucketed=("b", "n"),
             dtype=sides.dtype,
             config=Config,
@@ -84,7 +84,7 @@ def product(
     staging = Staging.of(config, config.block_n, sides.dtype)
     kernel = _Matrices(form.abstract(), staging, peers)
     (y,) = gemm.gemm(
-        dict(sides=sides),
+        dict(sides=sides, right=form.right),
         dict(y=kernel.out_type),
         gemm.Product(
             batch=matrices,
@@ -94,8 +94,8 @@ def product(
             dtype=sides.dtype,
             a=kernel.left,
             b=[kernel.right],
-            transpose_a=incoming,
-            transpose_b=not incoming,
+            transpose_a=form.transpose_left,
+            transpose_b=form.transpose_right,
         ),
         gemm.Epilogue(store=kernel.store, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
@@ -122,9 +122,7 @@ class _Matrices:
     @property
     def out_type(self) -> jax.ShapeDtypeStruct:
         """The sums, laid out as the sides are."""
-        shape = list(self.form.sides.shape)
-        shape[2 if self.form.by_rows else 1] = self.form.channels
-        return jax.ShapeDtypeStruct(tuple(shape), self.form.sides.dtype)
+        return jax.ShapeDtypeStruct(self.form.out_shape(), self.form.sides.dtype)
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -137,10 +135,10 @@ class _Matrices:
         rows, columns = self.piece
         return jax.lax.div(row, rows), jax.lax.div(column, columns)
 
-    def matrix(self, ref: Ref, tile: Tile, side: int, row: _Index, column: _Index) -> tuple[Ref, _Index, _Index]:
-        """The piece with an element of a tile's matrix, in channels from `side` on, and the element's place."""
+    def matrix(self, ref: Ref, tile: Tile, first: int, row: _Index, column: _Index) -> tuple[Ref, _Index, _Index]:
+        """The piece with an element of a tile's matrix, in channels from `first` on, and the element's place."""
         form, channels = self.form, self.form.channels
-        item, channel = jax.lax.div(tile.batch, channels), side + jax.lax.rem(tile.batch, channels)
+        item, channel = jax.lax.div(tile.batch, channels), first + jax.lax.rem(tile.batch, channels)
         if form.by_rows:
             return ref.at[item, :, channel], row, column
         if form.pieces != (1, 1):
@@ -151,15 +149,17 @@ class _Matrices:
 
     def left(self, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
         """The rows of a tile, at some third positions, of the left matrix."""
-        return self._side(refs, tile, 0, tile.rows, ks)
+        places = (ks, tile.rows) if self.form.transpose_left else (tile.rows, ks)
+        return self._side(refs.sides, tile, self.form.firsts[0], *places)
 
     def right(self, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
         """The columns of a tile, at some third positions, of the right matrix."""
-        return self._side(refs, tile, self.form.padded_channels, tile.columns, ks)
+        places = (tile.columns, ks) if self.form.transpose_right else (ks, tile.columns)
+        ref = refs.sides if refs.right is None else refs.right
+        return self._side(ref, tile, self.form.firsts[1], *places)
 
-    def _side(self, refs: Refs, tile: Tile, side: int, positions: pl.Slice, ks: pl.Slice) -> Ref:
-        rows, columns = (ks, positions) if self.form.incoming else (positions, ks)
-        ref, row, column = self.matrix(refs.sides, tile, side, rows.start, columns.start)
+    def _side(self, ref: Ref, tile: Tile, first: int, rows: pl.Slice, columns: pl.Slice) -> Ref:
+        ref, row, column = self.matrix(ref, tile, first, rows.start, columns.start)
         return ref.at[pl.Slice(row, rows.size), pl.Slice(column, columns.size)]
 
     def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:

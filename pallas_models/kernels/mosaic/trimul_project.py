@@ -16,9 +16,10 @@ from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, copy_rows, load
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, load
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.common.products import with_sums
+from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.mosaic.trimul_project_parts import (

@@ -76,9 +76,8 @@ class Products:
 def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     """Halves of sides (..., 4, H) and gate (..., G) in blocks of one product's columns: (..., products, 128)."""
     lead, each = sides.shape[:-2], 2 * sides.shape[-1]
-    sides = sides.reshape(*lead, 2, 2, each // 2).swapaxes(
-        -3, -2
-    )  # projections of left and right, then their gates
+    # Projections of left and right, then their gates.
+    sides = sides.reshape(*lead, 2, 2, each // 2).swapaxes(-3, -2)
     sides = sides.reshape(*lead, 2, each // COLUMNS, COLUMNS).swapaxes(-3, -2)
     gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * COLUMNS))])
     blocks = [

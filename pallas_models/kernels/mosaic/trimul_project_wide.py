@@ -19,9 +19,10 @@ from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import copy_rows, load, tiled
+from pallas_models.kernels.mosaic.common.memory import load, tiled
 from pallas_models.kernels.mosaic.common.products import multiply, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
+from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.mosaic.trimul_project_parts import (
     COLUMNS,

@@ -9,7 +9,7 @@ between kernels, or the kernels themselves store what they compute where it is n
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class _Finish(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Kernels:
+class Kernels:
     """The kernels of an update.
 
     Attributes:
@@ -81,18 +81,37 @@ class _Kernels:
     store_to_peers: bool = False
 
 
+def triton_kernels(config: Config | Chooser | None, *, by_rows: bool = False) -> Kernels:
+    """Triton's kernels."""
+    configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
+    return Kernels(
+        project=functools.partial(trimul_project.project, config=configs.project),
+        multiply=functools.partial(trimul_product.product, config=configs.product),
+        finish=functools.partial(trimul_output.output, config=configs.output),
+        by_rows=by_rows,
+        norms_before=True,
+    )
+
+
+def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, by_rows: bool) -> Kernels:
+    """Products for Hopper GPUs, and projections, if they serve, else Triton's; the end is Triton's."""
+    kernels = triton_kernels(config, by_rows=by_rows)
+    project = mosaic_projection(form, target, _GROUPS if form.is_split else 1)
+    return dataclasses.replace(
+        kernels,
+        project=kernels.project if project is None else project,
+        multiply=functools.partial(mosaic_product.product, config=config),
+        # Products copy whole tiles. The projections fill them up, if they write row by row.
+        tile=_ROW_TILE if by_rows else (1, 1),
+        norms_before=project is None,
+    )
+
+
 def triton(
     form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
     """The update in Triton kernels."""
-    configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
-    kernels = _Kernels(
-        project=functools.partial(trimul_project.project, config=configs.project),
-        multiply=functools.partial(trimul_product.product, config=configs.product),
-        finish=functools.partial(trimul_output.output, config=configs.output),
-        norms_before=True,
-    )
-    return _update(form, kernels, target=target, interpret=interpret)
+    return _update(form, triton_kernels(config), target=target, interpret=interpret)
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -114,34 +133,24 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
     """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
-    n, project = form.x.shape[1], _mosaic_projection(form, target, _GROUPS if form.is_split else 1)
-    # Products copy whole tiles. The projections fill them up, if they write row by row.
+    n, peers = form.x.shape[1], _peers(form, target)
     by_rows = not form.is_split and (n <= _BY_ROWS or n % _ROW_TILE[1] > 0)
-    peers = _peers(form, target)
-    multiply = functools.partial(mosaic_product.product, config=config)
-    kernels = _Kernels(
-        project=functools.partial(trimul_project.project, config=config) if project is None else project,
-        multiply=multiply,
-        finish=functools.partial(trimul_output.output, config=config),
-        by_rows=by_rows,
-        tile=_ROW_TILE if by_rows else (1, 1),
-        norms_before=project is None,
-    )
+    kernels = mosaic_kernels(form, config, target, by_rows=by_rows)
     if peers is not None:
         kernels = dataclasses.replace(
             kernels,
             project=functools.partial(mosaic_project.project, peers=peers),
-            multiply=functools.partial(multiply, peers=peers),
+            multiply=functools.partial(mosaic_product.product, config=config, peers=peers),
             store_to_peers=True,
         )
 
     def update(*operands: Any) -> jax.Array:
         return _update(form.of(operands), kernels, target=target, interpret=interpret)
 
-    return _batchable(update)(*form.operands)
+    return batchable(update)(*form.operands)
 
 
-def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def batchable(update: Callable[..., Any]) -> Callable[..., Any]:
     """`update(x, mask, *weights)` for vmap: operands have as many axes as a copy to shared memory can take.
 
     The pairs of equal weights become a batch; for several sets of weights there is a call each.
@@ -149,30 +158,33 @@ def _batchable(update: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     function = jax.custom_batching.custom_vmap(update)
 
     @function.def_vmap
-    def _(size: int, mapped: Any, x: jax.Array, mask: jax.Array | None, *weights: Any) -> tuple[jax.Array, bool]:
+    def _(size: int, mapped: Any, x: jax.Array, mask: jax.Array | None, *weights: Any) -> tuple[Any, Any]:
+        def all_mapped(out: Any) -> tuple[Any, Any]:
+            return out, jax.tree.map(lambda _: True, out)
+
         if any(jax.tree.leaves(mapped[2:])):
             arrays = (x, mask, *weights)
             leaves, tree = jax.tree.flatten(arrays)
             axes = jax.tree.leaves(mapped)
 
-            def one(some: list[jax.Array]) -> jax.Array:
+            def one(some: list[jax.Array]) -> Any:
                 given = iter(some)
                 each = [next(given) if m else leaf for leaf, m in zip(leaves, axes, strict=True)]
                 return function(*jax.tree.unflatten(tree, each))
 
-            return jax.lax.map(one, [leaf for leaf, m in zip(leaves, axes, strict=True) if m]), True
+            return all_mapped(jax.lax.map(one, [leaf for leaf, m in zip(leaves, axes, strict=True) if m]))
 
         def fold(y: jax.Array, mapped: bool) -> jax.Array:
             y = y if mapped else jnp.broadcast_to(y, (size, *y.shape))
             return y.reshape(-1, *y.shape[2:])
 
         out = function(fold(x, mapped[0]), None if mask is None else fold(mask, mapped[1]), *weights)
-        return out.reshape(size, -1, *out.shape[1:]), True
+        return all_mapped(jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), out))
 
     return function
 
 
-def _mosaic_projection(form: Form[Any], target: Target, groups: int) -> _Project | None:
+def mosaic_projection(form: Form[Any], target: Target, groups: int) -> _Project | None:
     """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
     b, rows, columns, c = form.x.shape
     shaped = jax.ShapeDtypeStruct
@@ -203,7 +215,7 @@ def _peers(form: Form[Any], target: Target) -> Peers | None:
         return None
     if 2 * form.hidden % (peers.count * mosaic_project.COLUMNS):
         return None
-    serving = {_mosaic_projection(form, target, groups) for groups in (1, _GROUPS)}
+    serving = {mosaic_projection(form, target, groups) for groups in (1, _GROUPS)}
     return peers if serving == {mosaic_project.project} else None
 
 
@@ -213,56 +225,95 @@ def _in_tiles(rows: int, columns: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Update:
+class Update:
     """What all schedules share: an update whose weights are converted and scaled.
 
     Attributes:
       form: the call with its matrices in the compute dtype, and the other weights in float32.
-      bounds: of left and right.
       by_channels: how the devices share the pairs.
-      projection: left, right and the gate of all hidden channels.
-      incoming: the direction of the products.
-      factor: of the products.
-      shape: B, and the rows and columns that this device has.
+      bounds: of left and right.
+      scales: of left and of right, which follow from the bounds.
+      projection: left, right and the gate of all hidden channels, scaled.
+      target: the GPU.
+      interpret: whether an interpreter runs the kernels.
     """
 
     form: Form[jax.Array]
-    bounds: jax.Array
-    kernels: _Kernels
+    kernels: Kernels
     by_channels: ByChannels
+    bounds: jax.Array
+    scales: tuple[jax.Array, jax.Array]
     projection: Projection[jax.Array]
-    incoming: bool
-    factor: float
-    shape: tuple[int, int, int]
     target: Target
     interpret: bool
 
-    def project(
-        self, projection: Projection[jax.Array], target: Target | None = None
-    ) -> tuple[Any, jax.Array | None]:
-        """Left and right, and the gate; None for what has no channels."""
-        return self.kernels.project(projection, target=target or self.target, interpret=self.interpret)
-
-    def multiply(
-        self, sides: jax.Array, channels: int, pieces: tuple[int, int] = (1, 1), target: Target | None = None
-    ) -> jax.Array:
-        """The sums over third positions."""
-        product = Product(
-            sides=sides,
-            channels=channels,
-            incoming=self.incoming,
-            factor=self.factor,
-            precision=self.projection.precision,
-            pieces=pieces,
-            by_rows=self.kernels.by_rows,
+    @classmethod
+    def of(cls, form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool) -> Self:
+        """The update of x (B, N, N, C)."""
+        b, rows, columns, c = form.x.shape
+        lead, size = (b * rows, columns) if kernels.by_rows else (b, rows * columns)
+        of_matrix = rows if kernels.by_rows else 1
+        padded_rows, padded_size = (n + -n % t for n, t in zip((of_matrix, size), kernels.tile, strict=True))
+        by_channels = ByChannels.over(form.rows_over, form.columns_over)
+        form = _converted(form)
+        mask, factors = form.mask, form.factors
+        if mask is not None:
+            mask = mask.astype(mask.dtype if factors is not None else form.compute_dtype).reshape(lead, size)
+        bounds = trimul_bounds.bounds(
+            None if factors is None else mask,
+            form.norm_scale,
+            form.norm_bias,
+            form.w_in,
+            form.b_in,
+            interpret=interpret,
         )
-        return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
+        if factors is not None:
+            bounds = by_channels.largest(bounds)
+        left, right = scales(jnp.unstack(jnp.max(bounds, axis=0)), form.compute_dtype)
+        by_projection = jnp.stack([left, jnp.float32(1.0), right, jnp.float32(1.0)])[:, None]
+        w_in, b_in = (form.w_in * by_projection).astype(form.compute_dtype), form.b_in
+        if b_in is not None:
+            b_in = b_in * by_projection
+        return cls(
+            form=form,
+            kernels=kernels,
+            by_channels=by_channels,
+            bounds=bounds,
+            scales=(left, right),
+            projection=Projection(
+                x=form.x.reshape(lead, size, c),
+                mask=mask,
+                norm_scale=form.norm_scale,
+                norm_bias=form.norm_bias,
+                w=w_in,
+                bias=b_in,
+                w_gate=form.w_gate,
+                b_gate=form.b_gate,
+                epsilon=form.epsilon,
+                precision=form.precision,
+                rows=of_matrix,
+                padded=None if (padded_rows, padded_size) == (of_matrix, size) else (padded_rows, padded_size),
+            ),
+            target=target,
+            interpret=interpret,
+        )
 
-    def end(self, ys: Sequence[jax.Array], gate: jax.Array | None, rows: tuple[int, int], size: int) -> jax.Array:
-        """The end of the update, from the sums over third positions and the gate; see `Output`."""
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, and the rows and columns that this device has."""
+        b, rows, columns, _ = self.form.x.shape
+        return b, rows, columns
+
+    @property
+    def factor(self) -> float:
+        """The factor of the sums over third positions."""
+        return sums_factor(self.form.x.shape[1] * self.by_channels.grid[0])
+
+    def end(self, ys: Sequence[jax.Array], gate: jax.Array | None) -> Output[jax.Array]:
+        """The end of the update, from the sums over third positions and the gate."""
         assert gate is not None
-        form = self.form
-        output = Output(
+        form, projection = self.form, self.projection
+        return Output(
             ys=tuple(ys),
             gate=gate,
             bounds=self.bounds,
@@ -275,9 +326,35 @@ class _Update:
             epsilon=form.epsilon,
             precision=form.precision,
             out_dtype=form.out_dtype,
-            size=size,
-            rows=rows,
+            size=projection.x.shape[1],
+            rows=(projection.rows, projection.padded_rows),
         )
+
+    def project(
+        self, projection: Projection[jax.Array], target: Target | None = None
+    ) -> tuple[Any, jax.Array | None]:
+        """Left and right, and the gate; None for what has no channels."""
+        return self.kernels.project(projection, target=target or self.target, interpret=self.interpret)
+
+    def multiply(
+        self, sides: jax.Array, channels: int, pieces: tuple[int, int] = (1, 1), target: Target | None = None
+    ) -> jax.Array:
+        """The sums over third positions."""
+        incoming = self.form.direction == "incoming"
+        product = Product(
+            sides=sides,
+            channels=channels,
+            transpose_left=incoming,
+            transpose_right=not incoming,
+            factor=self.factor,
+            precision=self.projection.precision,
+            pieces=pieces,
+            by_rows=self.kernels.by_rows,
+        )
+        return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
+
+    def finish(self, output: Output[jax.Array]) -> jax.Array:
+        """The result for the items of an `end`."""
         return self.kernels.finish(output, target=self.target, interpret=self.interpret)
 
     def alone(self) -> tuple[list[jax.Array], jax.Array | None]:
@@ -321,8 +398,8 @@ class _Update:
                 padded=None if padded == (kept, size) else padded,
             )
             ys = of_y.reshape(b * padded[0], -1, padded[1])
-            out = self.end([ys], self.project(gate)[1], (kept, padded[0]), size)
-            return out.reshape(x.shape)
+            end = self.end([ys], self.project(gate)[1]).replace(rows=(kept, padded[0]), size=size)
+            return self.finish(end).reshape(x.shape)
 
         y = trimul_slices.in_parts(whole.hidden, slices.channels, 2 if by_rows else 1, sums_of)
         return trimul_slices.in_parts(n, slices.rows, 1, end_of)
@@ -374,69 +451,21 @@ class _Update:
         return [self.projection.replace(w=w, bias=bias) for w, bias in zip(ws, biases, strict=True)]
 
 
-def _update(form: Form[jax.Array], kernels: _Kernels, *, target: Target, interpret: bool) -> jax.Array:
+def _update(form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool) -> jax.Array:
     """The update of x (B, N, N, C), with tensors of the compute dtype between its kernels."""
-    b, rows, columns, c = form.x.shape
-    lead, size = (b * rows, columns) if kernels.by_rows else (b, rows * columns)
-    of_matrix = rows if kernels.by_rows else 1
-    padded_rows, padded_size = (n + -n % t for n, t in zip((of_matrix, size), kernels.tile, strict=True))
-    by_channels = ByChannels.over(form.rows_over, form.columns_over)
-    form = _converted(form)
-    mask, factors = form.mask, form.factors
-    if mask is not None:
-        mask = mask.astype(mask.dtype if factors is not None else form.compute_dtype).reshape(lead, size)
-    bounds = trimul_bounds.bounds(
-        None if factors is None else mask,
-        form.norm_scale,
-        form.norm_bias,
-        form.w_in,
-        form.b_in,
-        interpret=interpret,
-    )
-    if factors is not None:
-        bounds = by_channels.largest(bounds)
-    left, right = scales(jnp.unstack(jnp.max(bounds, axis=0)), form.compute_dtype)
-    by_projection = jnp.stack([left, jnp.float32(1.0), right, jnp.float32(1.0)])[:, None]
-    w_in, b_in = (form.w_in * by_projection).astype(form.compute_dtype), form.b_in
-    if b_in is not None:
-        b_in = b_in * by_projection
-    update = _Update(
-        form=form,
-        bounds=bounds,
-        kernels=kernels,
-        by_channels=by_channels,
-        projection=Projection(
-            x=form.x.reshape(lead, size, c),
-            mask=mask,
-            norm_scale=form.norm_scale,
-            norm_bias=form.norm_bias,
-            w=w_in,
-            bias=b_in,
-            w_gate=form.w_gate,
-            b_gate=form.b_gate,
-            epsilon=form.epsilon,
-            precision=form.precision,
-            rows=of_matrix,
-            padded=None if (padded_rows, padded_size) == (of_matrix, size) else (padded_rows, padded_size),
-        ),
-        incoming=form.direction == "incoming",
-        factor=sums_factor(rows * by_channels.grid[0]),
-        shape=(b, rows, columns),
-        target=target,
-        interpret=interpret,
-    )
+    update = Update.of(form, kernels, target=target, interpret=interpret)
     if slices := _slices(update):
         return update.in_slices(slices)
-    if by_channels.devices == 1:
+    if update.by_channels.devices == 1:
         ys, gate = update.alone()
     elif kernels.store_to_peers:
         ys, gate = update.by_stores()
     else:
         ys, gate = update.with_others()
-    return update.end(ys, gate, (of_matrix, padded_rows), size).reshape(form.x.shape)
+    return update.finish(update.end(ys, gate)).reshape(form.x.shape)
 
 
-def _slices(update: _Update) -> trimul_slices.Slices | None:
+def _slices(update: Update) -> trimul_slices.Slices | None:
     """The slices that an update has to be computed in; None if it may take as much memory as it does."""
     form, projection = update.form, update.projection
     if form.max_temporary_bytes is None:

@@ -127,7 +127,8 @@ def in_parts(count: int, at_a_time: int, axis: int, compute: Callable[[Take], ja
         return lambda a, axis, each=1: jax.lax.dynamic_slice_in_dim(a, first * each, at_a_time * each, axis)
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
-        first = i * at_a_time  # slices past the end begin earlier in all arrays: some elements are computed twice
+        # The last slice begins earlier in all arrays, some of which go on: some elements are computed twice.
+        first = jnp.minimum(i * at_a_time, count - at_a_time)
         return jax.lax.dynamic_update_slice_in_dim(y, compute(taking(first)), first, axis)
 
     like = jax.eval_shape(lambda: compute(taking(0)))

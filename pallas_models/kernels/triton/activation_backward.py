@@ -14,9 +14,9 @@ from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     exp2,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -68,7 +68,6 @@ def _kernel(
     *,
     config: Config,
     activation: str,
-    interpret: bool,
 ) -> None:
     m, n = y_ref.shape
     block_m, block_n, splits = config.block_m, config.block_n, config.splits
@@ -81,7 +80,7 @@ def _kernel(
         rows = span(start, block_m)
         mask = tile_mask(None if whole else start + jnp.arange(block_m) < m, column_mask)
         y, dout = (load(ref.at[rows, columns], mask).astype(jnp.float32) for ref in (y_ref, dout_ref))
-        dy = dout * slope(activation, y, functools.partial(exp2, interpret=interpret))
+        dy = dout * slope(activation, y, exp2)
         store(dy_ref.at[rows, columns], dy, mask)
         return total + dy
 
@@ -115,14 +114,14 @@ def activation_backward(
         ),
         target,
     )
-    dy, dbias = pl.pallas_call(
-        functools.partial(_kernel, config=config, activation=activation, interpret=interpret),
+    dy, dbias = launch(
+        functools.partial(_kernel, config=config, activation=activation),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), y.dtype),
             jax.ShapeDtypeStruct((config.splits, n), jnp.float32),
         ),
         grid=(config.splits, pl.cdiv(n, config.block_n)),
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="activation_backward",
     )(y, dout)

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,28 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Band, Index, searched
+from pallas_models.kernels.common.lines import of_pairs, of_rows
 from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_blocks import (
     MOST_HEAD_DIM,
     SEARCHED,
+    bias_index,
     block_of_head,
     every,
     exp2_of,
+    joined,
+    load_bias,
     narrowed,
     walk,
 )
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     exp2,
+    fma,
     in_bounds,
+    launch,
     load,
     plgpu,
     power_of_two_blocks,
@@ -46,7 +51,8 @@ class Config:
     """`block_q` queries per program, against `block_kv` keys per step, for `heads` heads one after the other.
 
     Where one step takes all keys, the operands of the next head are loaded while a head is computed. With
-    `tensor_sums` the weights are added up by the tensor cores, as products with 1.
+    `tensor_sums` the weights are added up by the tensor cores, as products with 1. `items` of a bias that they
+    share go side by side, so that a block of it is loaded once for all of them.
     """
 
     block_q: int
@@ -55,11 +61,13 @@ class Config:
     num_stages: int
     heads: int = 1
     tensor_sums: bool = False
+    items: int = 1
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, "block_q", "block_kv", "num_warps")
-        if self.heads < 1:
-            raise ValueError(f"{__name__}: heads={self.heads} must be positive")
+        for name in ("heads", "items"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{__name__}: {name}={getattr(self, name)} must be positive")
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -70,10 +78,14 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
 
 
 def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
-    """Bytes of shared memory that a CTA takes: queries, and keys and values of all stages."""
+    """Bytes of shared memory that a CTA takes: queries, and keys and values of all stages.
+
+    Where several items share a block of the bias, it is in the stages too.
+    """
     q, kv = config.block_q, 2 * config.block_kv
     rows = config.num_stages * (q + kv) if config.heads > 1 else q + config.num_stages * kv
-    return rows * block_of_head(head_dim) * itemsize
+    bias = config.num_stages * config.block_q * config.block_kv if config.items > 1 else 0
+    return (config.items * rows * block_of_head(head_dim) + bias) * itemsize
 
 
 def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Config:
@@ -131,10 +143,11 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
 def configs(form: Form[Any]) -> Iterator[Config]:
     """The blocks worth measuring: 16 or 32 rows a warp, up to 128 scores and sums a thread."""
     kv_seq, block_d = form.kv_seq, block_of_head(form.head_dim)
+    items = (1, 2) if form.bias is not None and _sharing(form) > 1 else (1,)
     sizes = itertools.product(
-        (16, 32, 64, 128, 256), (16, 32, 64, 128), (16, 32), (2, 3), (1, 2, 3), (False, True)
+        (16, 32, 64, 128, 256), (16, 32, 64, 128), (16, 32), (2, 3), (1, 2, 3), (False, True), items
     )
-    for block_q, block_kv, rows, num_stages, heads, tensor_sums in sizes:
+    for block_q, block_kv, rows, num_stages, heads, tensor_sums, side_by_side in sizes:
         num_warps = block_q // rows
         if not 1 <= num_warps <= 8 or max(block_kv, block_d) * rows // 32 > 128:
             continue
@@ -144,7 +157,7 @@ def configs(form: Form[Any]) -> Iterator[Config]:
             or block_kv < min(kv_seq, 64)
         ):
             continue
-        if heads > 1 and (kv_seq > block_kv or form.num_heads % heads or tensor_sums):
+        if heads > 1 and (kv_seq > block_kv or form.num_heads % heads or tensor_sums or side_by_side > 1):
             continue
         yield Config(
             block_q=block_q,
@@ -153,6 +166,7 @@ def configs(form: Form[Any]) -> Iterator[Config]:
             num_stages=num_stages,
             heads=heads,
             tensor_sums=tensor_sums,
+            items=side_by_side,
         )
 
 
@@ -175,6 +189,11 @@ class _Refs:
     o: Ref  # (B, Sq, heads * head_dim); with w (heads, B, Sq, N), what each head adds to the product
     lse: Ref | None  # (B, heads, Sq)
 
+    def by_item(self, form: Form[Any]) -> Self:
+        """The same, each to be indexed as if all items of the call were a batch."""
+        pairs = {name: of_pairs(form, getattr(self, name)) for name in ("q", "k", "v", "mask", "o")}
+        return dataclasses.replace(self, **pairs, lse=of_rows(form, self.lse))
+
 
 class _Queries:
     """A block of queries of one batch element, which attends to the blocks of keys that it needs."""
@@ -186,10 +205,8 @@ class _Queries:
         config: Config,
         batch: jax.Array,
         block: jax.Array,
-        *,
-        interpret: bool,
     ) -> None:
-        self.refs, self.form, self.config, self.batch, self.interpret = refs, form, config, batch, interpret
+        self.refs, self.form, self.config, self.batch = refs, form, config, batch
         self.band, self.block_d = Band.of(form), block_of_head(form.head_dim)
         self.start = block * config.block_q
         self.depth = in_bounds(0, self.block_d, form.head_dim)
@@ -201,6 +218,8 @@ class _Queries:
         # unscaled, and the scale is applied to score minus maximum, inside the exponential.
         scale = form.sm_scale * math.log2(math.e)
         self.early, self.late = (1.0, scale) if refs.bias is None and scale > 0 else (scale, 1.0)
+        if config.items > 1:  # the bias stays as it is, and so do scores beside it
+            self.early, self.late = form.sm_scale, math.log2(math.e)
         self.ones = jnp.ones((config.block_kv, 8), refs.q.dtype) if config.tensor_sums else None
         self.runs = narrowed(
             self.band.keys_of(self.start, config.block_q, config.block_kv),
@@ -215,20 +234,25 @@ class _Queries:
         """The columns of a head in the array of operand 0, 1 or 2: the queries, the keys or the values."""
         return span((self.form.first_heads[operand] + head) * self.form.head_dim, self.block_d)
 
-    def attend(self, head: jax.Array) -> None:
-        """Writes the results of one head."""
+    def begin(self, head: jax.Array) -> tuple[Callable[..., _Carry], _Carry, list[tuple[pl.Slice, jax.Array]]]:
+        """The step of a head over a block of keys, what it begins with, and the head's `projection`."""
         refs, config = self.refs, self.config
         kv_head = head // self.form.group
         q_columns, k_columns, v_columns = (self.columns(i, x) for i, x in enumerate((head, kv_head, kv_head)))
         q = load(refs.q.at[self.batch, self.rows, q_columns], tile_mask(self.row_mask, self.depth))
         projection = self.projection(head)
-        step = functools.partial(self.step, q, head, k_columns, v_columns)
+        step = functools.partial(self.step, q, k_columns, v_columns)
         carry = (
             jnp.zeros((config.block_q, self.block_d), jnp.float32),
             jnp.full((config.block_q,), lowest_score(self.late), jnp.float32),
             jnp.zeros((config.block_q, 1 if self.ones is None else self.ones.shape[1]), jnp.float32),
         )
-        acc, peak, totals = walk(self.runs, step, carry)
+        return step, carry, projection
+
+    def finish(self, head: jax.Array, carry: _Carry, projection: list[tuple[pl.Slice, jax.Array]]) -> None:
+        """Writes the results of a head, given its sums over all keys."""
+        refs = self.refs
+        acc, peak, totals = carry
         total = jnp.max(totals, axis=1)
         empty = total == 0.0  # no key took part
         self.write(head, acc * jnp.where(empty, 0.0, 1.0 / total)[:, None], projection)
@@ -239,44 +263,49 @@ class _Queries:
     def step(
         self,
         q: jax.Array,
-        head: jax.Array,
         k_columns: pl.Slice,
         v_columns: pl.Slice,
         s: Index,
         carry: _Carry,
         *,
+        bias: Callable[[pl.Slice, jax.Array | None], jax.Array] | None,
         full: bool,
     ) -> _Carry:
-        """Adds block `s` of the keys, of which each query sees each where it is `full`."""
+        """Adds block `s` of the keys, of which each query sees each where it is `full`; `bias` gives theirs."""
         refs, block_kv, kv_seq = self.refs, self.config.block_kv, self.form.kv_seq
         acc, peak, totals = carry
         key = s * block_kv
         keys, in_range = span(key, block_kv), None if full else in_bounds(key, block_kv, kv_seq)
         kv_mask = tile_mask(in_range, self.depth)
         k = load(refs.k.at[self.batch, keys, k_columns], kv_mask)
-        scores = self.dot(q, k, trans_b=True) * self.early
-        if refs.bias is not None:
-            scores = self.biased(scores, head, keys, in_range)
+        scores = self.dot(q, k, trans_b=True)
+        if bias is not None and self.config.items > 1:
+            scale = jnp.full(scores.shape, self.early, jnp.float32)
+            scores = fma(scores, scale, bias(keys, in_range))
+        else:
+            scores = scores * self.early
+        if bias is not None and self.config.items == 1:
+            added = bias(keys, in_range)
+            scores = jnp.where(added > MASKING_BIAS, scores + added * math.log2(math.e), -jnp.inf)
         valid = None if full else self.valid_pairs(key, in_range)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         factor, shift = exponents(new_peak, self.late)
         factor = factor if isinstance(factor, float) else factor[:, None]
-        p = exp2_of(scores, factor, -shift[:, None], interpret=self.interpret)
-        correction = exp2(exponents(peak, self.late)[1] - shift, interpret=self.interpret)[:, None]
+        p = exp2_of(scores, factor, -shift[:, None])
+        correction = exp2(exponents(peak, self.late)[1] - shift)[:, None]
         v = load(refs.v.at[self.batch, keys, v_columns], kv_mask)
         acc = acc * correction + self.dot(p.astype(v.dtype), v)
         return acc, new_peak, totals * correction + self.row_sum(p)
 
-    def biased(self, scores: jax.Array, head: jax.Array, keys: pl.Slice, in_range: jax.Array | None) -> jax.Array:
-        """The scores, to the base 2, with the bias."""
+    def bias(self, head: jax.Array, keys: pl.Slice, in_range: jax.Array | None) -> jax.Array:
+        """The bias of a block of keys; where several items share it, with -inf where it masks."""
         ref = self.refs.bias
         assert ref is not None
-        which = (i if n > 1 else jnp.int32(0) for i, n in zip((self.batch, head), ref.shape, strict=False))
-        bias = load(ref.at[*which, self.rows, keys], tile_mask(self.row_mask, in_range))
-        bias = bias.astype(jnp.float32)
-        return jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
+        where = bias_index(self.form, ref.shape, self.batch, head)
+        bias = load_bias(self.form, ref, where, self.rows, keys, (self.row_mask, in_range))
+        return bias if self.config.items == 1 else jnp.where(bias > MASKING_BIAS, bias, -jnp.inf)
 
     def valid_pairs(self, key: Index, in_range: jax.Array | None) -> jax.Array | None:
         """Which queries see which keys of a block, None if all see all; broadcast to (block_q, block_kv)."""
@@ -322,7 +351,46 @@ class _Queries:
             store(refs.o.at[head, batch, rows, columns], part, tile_mask(self.row_mask, None))
 
 
-def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def attend(items: Sequence[_Queries], head: jax.Array) -> None:
+    """Writes the results of one head for the same block of queries of items that share a bias, side by side."""
+    first, begun = items[0], [queries.begin(head) for queries in items]
+
+    def step(s: Index, carries: tuple[_Carry, ...], *, full: bool) -> tuple[_Carry, ...]:
+        loaded: list[jax.Array] = []
+
+        def bias(keys: pl.Slice, in_range: jax.Array | None) -> jax.Array:
+            """Loaded for the first item, and kept for the others."""
+            if not loaded:
+                loaded.append(first.bias(head, keys, in_range))
+            return loaded[0]
+
+        steps = zip(begun, carries, strict=True)
+        given = None if first.refs.bias is None else bias
+        return tuple(one(s, carry, bias=given, full=full) for (one, _, _), carry in steps)
+
+    runs = joined([queries.runs for queries in items])
+    carries = walk(runs, step, tuple(carry for _, carry, _ in begun))
+    for queries, carry, (_, _, projection) in zip(items, carries, begun, strict=True):
+        queries.finish(head, carry, projection)
+
+
+def _sharing(form: Form[Any]) -> int:
+    """How many items in a row have the same bias."""
+    return form.batch if form.bias is None else form.batch // form.bias.shape[0]
+
+
+def _items(form: Form[Any], config: Config, program: jax.Array) -> list[jax.Array]:
+    """The items of a program. Where they are too few for the last one, its last item is computed twice."""
+    if config.items == 1:
+        return [program]
+    sharing = _sharing(form)
+    groups = pl.cdiv(sharing, config.items)
+    first = jax.lax.rem(program, groups) * config.items
+    before = jax.lax.div(program, groups) * sharing
+    return [before + jnp.minimum(first + i, sharing - 1) for i in range(config.items)]
+
+
+def _attention_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """Attends in a program: a block of queries of one batch element, for one head or a few.
 
     Args:
@@ -331,12 +399,13 @@ def _attention_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bo
     block, program, batch = (pl.program_id(axis) for axis in range(3))
     if form.causal:  # blocks that take longest begin first
         block, program = pl.cdiv(form.seq, config.block_q) - 1 - program, block
-    queries = _Queries(_Refs(*refs), form, config, batch, block, interpret=interpret)
+    read = _Refs(*refs).by_item(form)
+    items = [_Queries(read, form, config, item, block) for item in _items(form, config, batch)]
     if config.heads == 1:
-        queries.attend(program)
+        attend(items, program)
     else:
         first = program * config.heads
-        jax.lax.fori_loop(first, first + config.heads, lambda head, _: queries.attend(head), None)
+        jax.lax.fori_loop(first, first + config.heads, lambda head, _: attend(items, head), None)
 
 
 def attention(
@@ -370,16 +439,21 @@ def attention(
     if form.num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide num_heads={form.num_heads}")
     found = searched(form, block_q=config.block_q, block_kv=config.block_kv, least=SEARCHED)
+    sharing = _sharing(call)
+    if config.items > sharing:
+        raise ValueError(f"config: items={config.items} are more than the {sharing} that share a bias")
     q_blocks, programs = pl.cdiv(form.seq, config.block_q), form.num_heads // config.heads
-    result = jax.ShapeDtypeStruct((form.batch, form.seq, form.num_heads * form.head_dim), form.dtype)
+    groups = form.batch // sharing * pl.cdiv(sharing, config.items)
+    result = jax.ShapeDtypeStruct(form.out_shape, form.dtype)
     if w is not None:
         result = jax.ShapeDtypeStruct((form.num_heads, form.batch, form.seq, w.shape[1]), jnp.float32)
-    lse_type = jax.ShapeDtypeStruct((form.batch, form.num_heads, form.seq), jnp.float32)
-    out, lse = pl.pallas_call(
-        functools.partial(_attention_kernel, form=call, config=config, interpret=interpret),
+    lse_type = jax.ShapeDtypeStruct(form.lse_shape, jnp.float32)
+    out, lse = launch(
+        functools.partial(_attention_kernel, form=call, config=config),
         out_shape=(result, lse_type if form.return_lse else None),
-        grid=(programs, q_blocks, form.batch) if form.causal else (q_blocks, programs, form.batch),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        grid=(programs, q_blocks, groups) if form.causal else (q_blocks, programs, groups),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="attention" if w is None else "attention_matmul",
     )(*form.arrays, *form.operands[1:], found, w)

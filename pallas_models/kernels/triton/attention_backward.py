@@ -9,7 +9,6 @@ every time.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,17 +18,17 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.band import Band, Index, Runs, searched
-from pallas_models.kernels.common.scores import MASKING_BIAS, rows_of_backward
+from pallas_models.kernels.common.band import Index, searched
+from pallas_models.kernels.common.lines import of_pairs
+from pallas_models.kernels.common.scores import rows_of_backward
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.triton.attention_blocks import SEARCHED, block_of_head, every, exp2_of, narrowed, walk
+from pallas_models.kernels.triton.attention_backward_blocks import Blocks, Refs
+from pallas_models.kernels.triton.attention_blocks import SEARCHED, block_of_head, walk
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
-    load,
-    plgpu,
+    launch,
     span,
     store,
     tile_mask,
@@ -107,169 +106,21 @@ def configs(seq: int, kv_seq: int) -> Iterator[Config]:
             yield Config(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Refs:
-    """What every kernel reads; None for what a call does not have."""
-
-    q: Ref  # (B, Sq, heads * head_dim), or a buffer that has these columns among others; so k and v
-    k: Ref  # (B, Skv, kv_heads * head_dim)
-    v: Ref  # (B, Skv, kv_heads * head_dim)
-    mask: Ref | None  # (B, Skv)
-    bias: Ref | None  # (B or 1, heads or 1, Sq, Skv)
-    segments: Ref | None  # (B, Sq)
-    kv_segments: Ref | None  # (B, Skv)
-    dout: Ref  # (B, Sq, heads * head_dim)
-    shift: Ref  # (B, heads, Sq), float32: -lse in base 2, -inf for queries without a key
-    delta: Ref  # (B, heads, Sq), float32: subtracted from the gradient of the weights
-    found: Ref | None  # the result of `searched`
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Blocks:
-    """Blocks of queries and of keys of one batch element, and the gradients of their scores.
-
-    Arrays of pairs are (block_q, block_kv), or with `keys_first` (block_kv, block_q): they stay in registers as
-    first operands of products, which sum over their second axis.
-    """
-
-    refs: _Refs
-    form: Form[Any]
-    config: Config
-    batch: Index
-    keys_first: bool
-    interpret: bool
-
-    @property
-    def band(self) -> Band:
-        return Band.of(self.form)
-
-    def columns(self, head: Index, operand: int | None = None) -> pl.Slice:
-        """The columns of a head in the output; or in the array of operand 0, 1 or 2, queries, keys or values."""
-        first = 0 if operand is None else self.form.first_heads[operand]
-        return span((first + head) * self.form.head_dim, block_of_head(self.form.head_dim))
-
-    def runs(self, block: jax.Array, start: jax.Array) -> Runs:
-        """The blocks of the other side that a block is paired with, whose rows begin at `start`."""
-        block_q, block_kv, band = self.config.block_q, self.config.block_kv, self.band
-        if self.keys_first:
-            runs, count = band.queries_of(start, block_kv, block_q), pl.cdiv(band.seq, block_q)
-        else:
-            runs, count = band.keys_of(start, block_q, block_kv), pl.cdiv(band.kv_seq, block_kv)
-        return narrowed(runs, count, self.refs.found, self.batch, block, masked=self.form.has_masks)
-
-    def dot(self, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
-        product: jax.Array = plgpu.dot(a, b, trans_b=trans_b, precision=self.form.precision)
-        return product
-
-    @property
-    def depth(self) -> jax.Array | None:
-        head_dim = self.form.head_dim
-        return in_bounds(0, block_of_head(head_dim), head_dim)
-
-    def queries(self, query: Index, head: Index) -> tuple[jax.Array, ...]:
-        """Queries, gradient of the output, shift and delta of the block from `query` on; 0 past the end."""
-        refs, batch = self.refs, self.batch
-        rows = span(query, self.config.block_q)
-        in_range = in_bounds(query, self.config.block_q, self.form.seq)
-        mask = tile_mask(in_range, self.depth)
-        q = load(refs.q.at[batch, rows, self.columns(head, 0)], mask)
-        dout = load(refs.dout.at[batch, rows, self.columns(head)], mask)
-        shift, delta = (load(ref.at[batch, head, rows], in_range) for ref in (refs.shift, refs.delta))
-        return q, dout, shift, delta
-
-    def keys(self, key: Index, head: Index, *, full: bool = False) -> tuple[jax.Array, ...]:
-        """Keys and values of the block from `key` on; 0 where they take no part, lest NaN spreads from there."""
-        in_range = None if full else self.take_part(key)
-        mask, rows = tile_mask(in_range, self.depth), span(key, self.config.block_kv)
-        columns = (self.columns(head // self.form.group, operand) for operand in (1, 2))
-        k, v = (
-            load(ref.at[self.batch, rows, c], mask)
-            for ref, c in zip((self.refs.k, self.refs.v), columns, strict=True)
-        )
-        return k, v
-
-    def take_part(self, key: Index) -> jax.Array | None:
-        """Which keys of the block from `key` on are neither past the end nor masked; None for all."""
-        in_range = in_bounds(key, self.config.block_kv, self.form.kv_seq)
-        if self.refs.mask is None:
-            return in_range
-        return load(self.refs.mask.at[self.batch, span(key, self.config.block_kv)], in_range) != 0
-
-    def valid(self, query: Index, key: Index) -> jax.Array | None:
-        """Which pairs are valid, None if all are; broadcasts to an array of pairs."""
-        refs, band, config, batch = self.refs, self.band, self.config, self.batch
-        block_q, block_kv = config.block_q, config.block_kv
-
-        def spread(x: jax.Array, *, of_keys: bool) -> jax.Array:
-            return x[:, None] if of_keys == self.keys_first else x[None, :]
-
-        take_part = self.take_part(key)
-        terms = [] if take_part is None else [spread(take_part, of_keys=True)]
-        if refs.segments is not None and refs.kv_segments is not None:
-            own = load(refs.segments.at[batch, span(query, block_q)], in_bounds(query, block_q, band.seq))
-            other = load(refs.kv_segments.at[batch, span(key, block_kv)], in_bounds(key, block_kv, band.kv_seq))
-            terms.append(spread(own, of_keys=False) == spread(other, of_keys=True))
-        return every(terms + band.valid(query, key, block_q, block_kv, keys_first=self.keys_first))
-
-    def gradients(
-        self,
-        query: Index,
-        key: Index,
-        head: Index,
-        queries: tuple[jax.Array, ...],
-        keys: tuple[jax.Array, ...],
-        *,
-        full: bool,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The weights of the values, and the gradients of the scores."""
-        (q, dout, shift, delta), (k, v) = queries, keys
-        scale = self.form.sm_scale * math.log2(math.e)
-
-        def products(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-            operands = (of_keys, of_queries) if self.keys_first else (of_queries, of_keys)
-            return self.dot(*operands, trans_b=True)
-
-        def row(x: jax.Array) -> jax.Array:
-            return x[None, :] if self.keys_first else x[:, None]
-
-        scores = products(q, k)
-        if self.refs.bias is not None or scale <= 0:
-            scores, scale = scores * scale, 1.0
-        if self.refs.bias is not None:
-            bias = self.bias(query, key, head)
-            scores = jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
-        valid = None if full else self.valid(query, key)
-        if valid is not None:
-            scores = jnp.where(valid, scores, -jnp.inf)
-        p = exp2_of(scores, scale, row(shift), interpret=self.interpret)
-        return p, p * (products(dout, v) - row(delta))
-
-    def bias(self, query: Index, key: Index, head: Index) -> jax.Array:
-        """The bias of the pairs, in float32."""
-        ref, form, config = self.refs.bias, self.form, self.config
-        assert ref is not None
-        which = (i if n > 1 else jnp.int32(0) for i, n in zip((self.batch, head), ref.shape, strict=False))
-        rows, keys = span(query, config.block_q), span(key, config.block_kv)
-        mask = tile_mask(in_bounds(query, config.block_q, form.seq), in_bounds(key, config.block_kv, form.kv_seq))
-        bias = load(ref.at[*which, rows, keys], mask).astype(jnp.float32)
-        return bias.T if self.keys_first else bias
-
-
-_READ = len(dataclasses.fields(_Refs))
+_READ = len(dataclasses.fields(Refs))
 _BIAS_PROGRAMS = 8  # on each core, that the gradient of a bias is split into where its own blocks are fewer
 
 
-def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config) -> None:
     """Gradients of a block of keys and values.
 
     Args:
-      refs: in the order of `_Refs`, then dk and dv, or a buffer that has the columns of both.
+      refs: in the order of `Refs`, then dk and dv, or a buffer that has the columns of both.
     """
-    inputs, outputs = _Refs(*refs[:_READ]), refs[_READ:]
+    inputs, outputs = Refs(*refs[:_READ]).by_item(form), [of_pairs(form, ref) for ref in refs[_READ:]]
     dk_ref, dv_ref = outputs if len(outputs) > 1 else outputs * 2
     block_q, block_kv = config.block_q, config.block_kv
     first, second, batch = (pl.program_id(axis) for axis in range(3))
-    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=True, interpret=interpret)
+    blocks = Blocks(inputs, form, block_q, block_kv, batch, keys_first=True)
     block, kv_head = (second, first) if form.causal else (first, second)  # those that take longest begin first
     key = block * block_kv
     runs = blocks.runs(block, key)
@@ -296,16 +147,16 @@ def _keys_kernel(_: Ref | None, *refs: Ref, form: Form[Any], config: Config, int
     store(dv_ref.at[batch, rows, blocks.columns(kv_head, 2)], dv, mask)
 
 
-def _queries_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _queries_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """Gradients of a block of queries.
 
     Args:
-      refs: in the order of `_Refs`, then dq, or a buffer that has its columns.
+      refs: in the order of `Refs`, then dq, or a buffer that has its columns.
     """
-    inputs, dq_ref = _Refs(*refs[:_READ]), refs[_READ]
+    inputs, dq_ref = Refs(*refs[:_READ]).by_item(form), of_pairs(form, refs[_READ])
     block_q, block_kv = config.block_q, config.block_kv
     first, second, batch = (pl.program_id(axis) for axis in range(3))
-    blocks = _Blocks(refs=inputs, form=form, config=config, batch=batch, keys_first=False, interpret=interpret)
+    blocks = Blocks(inputs, form, block_q, block_kv, batch, keys_first=False)
     block, head = (pl.cdiv(form.seq, block_q) - 1 - second, first) if form.causal else (first, second)
     query = block * block_q
     runs = blocks.runs(block, query)
@@ -321,34 +172,43 @@ def _queries_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool
     store(dq_ref.at[batch, span(query, block_q), blocks.columns(head, 0)], dq * form.sm_scale, mask)
 
 
-def _bias_kernel(*refs: Ref, form: Form[Any], config: Config, interpret: bool) -> None:
+def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     """The gradient of a block of the bias, or a part of its sum over the axes that the bias does not have.
 
     Args:
-      refs: in the order of `_Refs`, then the gradient, (parts, B or 1, heads or 1, Sq, Skv).
+      refs: in the order of `Refs`, then the gradient, (parts, B or 1, heads or 1, Sq, Skv).
     """
-    inputs, dbias_ref = _Refs(*refs[:_READ]), refs[_READ]
+    inputs, dbias_ref = Refs(*refs[:_READ]).by_item(form), refs[_READ]
     batch, block_q, block_kv = form.batch, config.block_q, config.block_kv
     parts, batches, heads = dbias_ref.shape[:3]
+    across = form.item_axis == 2  # the bias has keys first
     key, query, index = pl.program_id(0) * block_kv, pl.program_id(1) * block_q, pl.program_id(2)
     own, part = index // parts, index % parts
     summed_heads = form.num_heads // heads  # all, or one
     summed = batch // batches * summed_heads
 
+    bias = None
+    if form.item_axis is not None:  # all lines have the bias of their element of the batch, and each head its own
+        first = own // heads * form.items
+        block = Blocks(inputs, form, block_q, block_kv, first, keys_first=across)
+        bias = block.bias(query, key, own % heads)
+
     def add(i: Index, total: jax.Array) -> jax.Array:
         b, head = (own // heads, own % heads)
-        b = i // summed_heads if batches < batch else b
+        if batches < batch:
+            b = i // summed_heads if batches == 1 else b * form.items + i // summed_heads
         head = i % summed_heads if heads < form.num_heads else head
-        blocks = _Blocks(refs=inputs, form=form, config=config, batch=b, keys_first=False, interpret=interpret)
+        blocks = Blocks(inputs, form, block_q, block_kv, b, keys_first=across)
         queries, keys = blocks.queries(query, head), blocks.keys(key, head)
-        return total + blocks.gradients(query, key, head, queries, keys, full=False)[1]
+        return total + blocks.gradients(query, key, head, queries, keys, bias=bias, full=False)[1]
 
     size = pl.cdiv(summed, parts)
     start = part * size
-    zero = jnp.zeros((block_q, block_kv), jnp.float32)
+    zero = jnp.zeros((block_kv, block_q) if across else (block_q, block_kv), jnp.float32)
     total = jax.lax.fori_loop(start, jnp.minimum(start + size, summed), add, zero)
-    mask = tile_mask(in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq))
-    rows, columns = span(query, block_q), span(key, block_kv)
+    masks = [in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq)]
+    spans = [span(query, block_q), span(key, block_kv)]
+    mask, (rows, columns) = tile_mask(*masks[:: -1 if across else 1]), spans[:: -1 if across else 1]
     store(dbias_ref.at[part, own // heads, own % heads, rows, columns], total, mask)
 
 
@@ -358,7 +218,7 @@ class _Gradients:
 
     Attributes:
       form: the call.
-      read: what the kernels read, in the order of `_Refs`, but for what `searched` gives.
+      read: what the kernels read, in the order of `Refs`, but for what `searched` gives.
       target: the GPU.
       interpret: whether the interpreter runs the kernels.
     """
@@ -422,13 +282,14 @@ class _Gradients:
         """
         blocks = dict(block_q=config.block_q, block_kv=config.block_kv)
         found = searched(self.form, **blocks, least=SEARCHED, keys_first=keys_first)
-        return pl.pallas_call(
-            functools.partial(kernel, form=self.form.abstract(), config=config, interpret=self.interpret),
+        return launch(
+            functools.partial(kernel, form=self.form.abstract(), config=config),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
             grid=grid,
             # A buffer for the gradients of queries, keys and values gets the gradients of the queries first.
             input_output_aliases={0: 0} if jax.tree.leaves(buffer) else {},
-            compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
             interpret=self.interpret,
             name=kernel.__name__.strip("_"),
         )(*buffer, *self.read, found)
@@ -472,7 +333,7 @@ def attention_backward(
     """
     (out, lse), (dout, dlse) = kept, cotangents
     assert dout is not None
-    shift, delta = rows_of_backward(out, lse, dout, dlse, form.head_dim)
+    shift, delta = rows_of_backward(form, out, lse, dout, dlse)
     q, k, v = form.arrays
     read = (q, k, v, *form.operands[1:], dout, shift, delta)
     gradients = _Gradients(form=form, read=read, target=target, interpret=interpret)

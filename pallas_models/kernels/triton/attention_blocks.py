@@ -2,16 +2,19 @@
 
 import functools
 import operator
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Index, Runs
-from pallas_models.kernels.triton.common import block_size, plgpu
+from pallas_models.kernels.common.primitives import meaning
+from pallas_models.kernels.forms.attention import Form
+from pallas_models.kernels.triton.common import block_size, load, plgpu, tile_mask
 
 SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own
@@ -53,6 +56,50 @@ def narrowed(runs: Runs, count: int, found: Ref | None, batch: Index, block: Ind
     return first, end, full, jnp.clip(full_end, full, end)
 
 
+def joined(runs: Sequence[Runs]) -> Runs:
+    """The `Runs` of blocks that one item or another needs, and the blocks that all of them need without a mask."""
+    if len(runs) == 1:
+        return runs[0]
+    least, most = (functools.partial(functools.reduce, f) for f in (jnp.minimum, jnp.maximum))
+    firsts, ends, fulls, full_ends = zip(*runs, strict=True)
+    if all(isinstance(x, int) for x in (*firsts, *ends, *fulls, *full_ends)):
+        return runs[0]  # by their positions, which are alike
+    full = most(fulls)
+    return least(firsts), most(ends), full, jnp.maximum(least(full_ends), full)
+
+
+def bias_index(form: Form[Any], shape: tuple[int, ...], item: Index, head: Index) -> tuple[Index, Index]:
+    """The element of the batch and the head that a bias of this shape has for an item and a head."""
+    of_batch = item if form.items == 1 else jax.lax.div(item, form.items)
+    batch, head = (i if n > 1 else jnp.int32(0) for i, n in zip((of_batch, head), shape, strict=False))
+    return batch, head
+
+
+def load_bias(
+    form: Form[Any],
+    ref: Ref,
+    where: tuple[Index, Index],
+    queries: pl.Slice,
+    keys: pl.Slice,
+    masks: tuple[jax.Array | None, jax.Array | None],
+    *,
+    keys_first: bool = False,
+) -> jax.Array:
+    """A block of the bias in float32, (block_q, block_kv), or (block_kv, block_q) if `keys_first`.
+
+    Where columns of pairs attend, the bias has the keys of a pair first, too.
+
+    Args:
+      where: as `bias_index` gives it.
+      masks: which of the queries and which of the keys are in bounds.
+    """
+    has_keys_first = form.item_axis == 2
+    rows, columns = (keys, queries) if has_keys_first else (queries, keys)
+    mask = tile_mask(*(reversed(masks) if has_keys_first else masks))
+    bias = load(ref.at[*where, rows, columns], mask).astype(jnp.float32)
+    return bias if keys_first == has_keys_first else bias.T
+
+
 def _loop(start: Index, end: Index, step: Callable[[Index, _Carry], _Carry], carry: _Carry) -> _Carry:
     if isinstance(start, int) and isinstance(end, int) and end - start <= 1:
         return step(start, carry) if end > start else carry
@@ -74,10 +121,9 @@ def walk(runs: Runs, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
     return _loop(0, before + end - full_end, step_masked, carry)
 
 
-def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array, *, interpret: bool) -> jax.Array:
+@meaning(lambda x, scale, shift: jnp.exp2(x * scale + shift))
+def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array) -> jax.Array:
     """`2 ** (x * scale + shift)`, with product and sum in one instruction, where XLA makes two of them."""
-    if interpret:
-        return jnp.exp2(x * scale + shift)
     factors = [scale] if isinstance(scale, jax.Array) else []
     factor = "$3" if factors else f"0f{np.float32(scale).view(np.uint32):08X}"
     (y,) = plgpu.elementwise_inline_asm(

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.triton.common import compiler_params, in_bounds, load, span, store, tile_mask
+from pallas_models.kernels.triton.common import in_bounds, launch, load, span, store, tile_mask
 
 _COLUMNS = 16  # of a program: sectors of 64 bytes
 
@@ -33,11 +33,11 @@ def column_sums(parts: jax.Array, dtypes: Sequence[DTypeLike], *, interpret: boo
     """The sums over M of each of `parts` (V, M, N) float32, in these V dtypes: V arrays (N,), in one launch."""
     _, m, n = parts.shape
     block_m = 512 if m > 1280 else 256
-    sums: list[jax.Array] = pl.pallas_call(
+    sums: list[jax.Array] = launch(
         functools.partial(_kernel, block_m=block_m),
         out_shape=[jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes],
         grid=(len(parts), pl.cdiv(n, _COLUMNS)),
-        compiler_params=compiler_params(num_warps=block_m // 32),  # 16 elements a thread
+        num_warps=block_m // 32,  # 16 elements a thread
         interpret=interpret,
         name="column_sums",
     )(parts)

@@ -1,5 +1,7 @@
-"""What the kernels share: tile arithmetic, masked access, activations in registers."""
+"""What the kernels share: their launch, tile arithmetic, masked access, primitives, activations in registers."""
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,13 +11,43 @@ from jax.experimental import pallas as pl
 from pallas_models import _jax
 from pallas_models.kernels.common.activations import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E
 from pallas_models.kernels.common.backend import Backend, Ref
+from pallas_models.kernels.common.primitives import meaning, tracing
 
 plgpu = Backend("jax.experimental.pallas.triton")
 
 
-def compiler_params(**options: int) -> Any:
-    """`num_warps` and `num_stages` of a kernel, as `pallas_call` takes them."""
-    return _jax.quiet(plgpu.CompilerParams)(**options)
+def launch(
+    kernel: Callable[..., None],
+    *,
+    out_shape: Any,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    interpret: bool,
+    name: str,
+) -> Callable[..., Any]:
+    """A kernel as a function of its operands: `pallas_call`, which an interpreter runs with `interpret`.
+
+    Args:
+      kernel: takes references to the operands and to the results, None for those that are None.
+    """
+
+    @functools.wraps(kernel)
+    def traced(*refs: Any) -> None:
+        with tracing(interpret):
+            kernel(*refs)
+
+    call: Callable[..., Any] = pl.pallas_call(
+        traced,
+        out_shape=out_shape,
+        grid=grid,
+        input_output_aliases=input_output_aliases or {},
+        compiler_params=_jax.quiet(plgpu.CompilerParams)(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )
+    return call
 
 
 def check_powers_of_two(config: object, *names: str) -> None:
@@ -77,13 +109,12 @@ def store(
     plgpu.store(view, value.astype(view.dtype), mask=mask, eviction_policy=eviction_policy)
 
 
-def fma(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
+@meaning(lambda a, b, c: a * b + c)
+def fma(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     """a * b + c in float32, rounded once, in the shape that they broadcast to.
 
     One instruction of the GPU, which XLA's Triton does not make of a product and a sum.
     """
-    if interpret:
-        return a * b + c
     shape = jnp.broadcast_shapes(a.shape, b.shape, c.shape)
     (y,) = plgpu.elementwise_inline_asm(
         "fma.rn.f32 $0, $1, $2, $3;",
@@ -95,13 +126,12 @@ def fma(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Arr
     return y
 
 
-def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
+@meaning(lambda x: jnp.exp2(x))
+def exp2(x: jax.Array) -> jax.Array:
     """2**x in float32, from one instruction of the GPU that rounds subnormal results to 0.
 
     XLA's own exp2 spends three more on subnormals, of which no kernel here has use.
     """
-    if interpret:
-        return jnp.exp2(x)
     (y,) = plgpu.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
         args=[x],
@@ -116,31 +146,31 @@ def _relu(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0.0, 0.0, x)  # a NaN stays one, which Triton's maximum would drop
 
 
-def _gelu(x: jax.Array, interpret: bool) -> jax.Array:
+def _gelu(x: jax.Array) -> jax.Array:
     # Triton has no erf. gelu(x) = relu(x) - a erfc(a / sqrt(2)) / 2 with a = |x|.
     a = jnp.minimum(jnp.abs(x), 16.0)
     p = jnp.full_like(a, GELU_POLYNOMIAL[0])
     for coefficient in GELU_POLYNOMIAL[1:]:
         p = p * a + coefficient
-    return _relu(x) - a * exp2(p, interpret=interpret)
+    return _relu(x) - a * exp2(p)
 
 
-def _one_and_exp(x: jax.Array, interpret: bool) -> jax.Array:
-    return 1.0 + exp2(x, interpret=interpret)  # the inverse of a sigmoid
+def _one_and_exp(x: jax.Array) -> jax.Array:
+    return 1.0 + exp2(x)  # the inverse of a sigmoid
 
 
-def activate(activation: str | None, x: jax.Array, *, interpret: bool) -> jax.Array:
+def activate(activation: str | None, x: jax.Array) -> jax.Array:
     """Applies the activation named as in `pallas_models.ops.activations`; `x` is float32."""
     match activation:
         case "gelu":
-            return _gelu(x, interpret)
+            return _gelu(x)
         case "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-            return x / _one_and_exp(x * (GELU_TANH + (0.044715 * GELU_TANH) * (x * x)), interpret)
+            return x / _one_and_exp(x * (GELU_TANH + (0.044715 * GELU_TANH) * (x * x)))
         case "relu":
             return _relu(x)
         case "sigmoid":
-            return 1.0 / _one_and_exp(x * MINUS_LOG2_E, interpret)
+            return 1.0 / _one_and_exp(x * MINUS_LOG2_E)
         case "silu":
-            return x / _one_and_exp(x * MINUS_LOG2_E, interpret)
+            return x / _one_and_exp(x * MINUS_LOG2_E)
         case _:
             return x

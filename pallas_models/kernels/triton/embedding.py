@@ -14,8 +14,8 @@ from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -122,11 +122,11 @@ def embed_tokens(
         ),
         target,
     )
-    out = pl.pallas_call(
+    out = launch(
         functools.partial(_embed_tokens_kernel, config=config, seq=seq, epsilon=form.epsilon),
         out_shape=jax.ShapeDtypeStruct((m, n), dtype),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="embed_tokens",
     )(

@@ -14,7 +14,7 @@ from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.gated_mlp import Form
 from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.triton import matmul
-from pallas_models.kernels.triton.common import activate, compiler_params, load, tile_mask
+from pallas_models.kernels.triton.common import activate, launch, load, tile_mask
 from pallas_models.kernels.triton.product import (
     Config,
     Dot,
@@ -68,7 +68,6 @@ def _gated_matmul_kernel(
     config: Config,
     activation: Activation | None,
     dot: Dot,
-    interpret: bool,
 ) -> None:
     m, n = o_ref.shape
     tile = program_tile(config, m, n, largest=128)
@@ -88,7 +87,7 @@ def _gated_matmul_kernel(
         for ref, kept in ((gate_ref, gate), (up_ref, up)):
             if ref is not None:
                 tile.store(ref, c, kept)
-        tile.store(o_ref, c, activate(activation, gate, interpret=interpret) * up)
+        tile.store(o_ref, c, activate(activation, gate) * up)
 
 
 def gated_matmul(
@@ -118,14 +117,14 @@ def gated_matmul(
         config=config,
         activation=form.activation,
         dot=Dot(precision=form.precision),
-        interpret=interpret,
     )
     product = jax.ShapeDtypeStruct((m, n), x.dtype) if form.return_products else None
-    out, *products = pl.pallas_call(
+    out, *products = launch(
         kernel,
         out_shape=(jax.ShapeDtypeStruct((m, n), form.out_dtype), product, product),
         grid=(num_tiles(config, m, n),),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="gated_matmul",
     )(x, form.w_gate_up.reshape(k, 2 * n), form.bias)

@@ -15,8 +15,8 @@ from pallas_models.kernels.forms.linear_cross_entropy import Loss
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     exp2,
+    launch,
     load,
     plgpu,
     span,
@@ -71,7 +71,6 @@ def _loss_kernel(
     vocab: int,
     loss: Loss,
     config: Config,
-    interpret: bool,
 ) -> None:
     label_smoothing, logit_softcap, z_loss = loss.label_smoothing, loss.logit_softcap, loss.z_loss
     width, block_v = logits_ref.shape[1], config.block_v
@@ -80,7 +79,7 @@ def _loss_kernel(
     whole = vocab // block_v  # blocks; one more has the rest of the vocabulary and the padding
 
     def exp(y: jax.Array) -> jax.Array:
-        return exp2(y * _LOG2_E, interpret=interpret)
+        return exp2(y * _LOG2_E)
 
     def adjust(y: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = y.astype(jnp.float32)
@@ -193,18 +192,17 @@ def cross_entropy(
         target,
     )
     losses = jax.ShapeDtypeStruct((m,), jnp.float32)
-    out: tuple[jax.Array, ...] = pl.pallas_call(
+    out: tuple[jax.Array, ...] = launch(
         functools.partial(
             _loss_kernel,
             vocab=vocab,
             loss=loss,
             config=config,
-            interpret=interpret,
         ),
         out_shape=(losses, jax.ShapeDtypeStruct(logits.shape, logits.dtype)) if gradient else (losses,),
         grid=(m,),
         input_output_aliases={0: 1} if gradient else {},
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="linear_cross_entropy",
     )(logits, bias, labels, weights)

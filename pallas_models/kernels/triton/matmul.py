@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.matmul import Activation, Algorithm, Form
-from pallas_models.kernels.triton.common import activate, compiler_params
+from pallas_models.kernels.triton.common import activate, launch
 from pallas_models.kernels.triton.product import (
     Config,
     Dot,
@@ -145,7 +145,6 @@ def _finish(
     o_ref: Ref,
     kept_ref: Ref | None,
     activation: Activation | None,
-    interpret: bool,
 ) -> None:
     """Stores a tile of the product after bias, activation and residual, and, if kept, after the bias alone."""
     for c, y in enumerate(ys):
@@ -153,7 +152,7 @@ def _finish(
             y += tile.load_vector(bias_ref, c)
         if kept_ref is not None:
             tile.store(kept_ref, c, y)
-        y = activate(activation, y, interpret=interpret)
+        y = activate(activation, y)
         if residual_ref is not None:
             y += tile.load(residual_ref, c)
         tile.store(o_ref, c, y)
@@ -170,11 +169,10 @@ def _matmul_kernel(
     config: Config,
     dot: Dot,
     activation: Activation | None,
-    interpret: bool,
 ) -> None:
     tile = program_tile(config, *o_ref.shape)
     ys = product(x_ref, w_ref, tile, config, dot)
-    _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation, interpret)
+    _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation)
 
 
 def _sum_kernel(
@@ -186,14 +184,13 @@ def _sum_kernel(
     *,
     config: Config,
     activation: Activation | None,
-    interpret: bool,
 ) -> None:
     parts, m, n = parts_ref.shape
     tile = program_tile(config, m, n)
     ys = [tile.load(parts_ref, c, jnp.int32(0)) for c in range(len(tile.columns))]
     for part in range(1, parts):
         ys = [y + tile.load(parts_ref, c, jnp.int32(part)) for c, y in enumerate(ys)]
-    _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation, interpret)
+    _finish(tile, ys, bias_ref, residual_ref, o_ref, kept_ref, activation)
 
 
 def _choose_config(form: Form[jax.Array], config: Config | Chooser | None, target: Target) -> Config:
@@ -248,7 +245,6 @@ def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Ta
     """
     x, (m, n, _) = form.x, form.sizes
     config = _choose_config(form, config, target)
-    finish: dict[str, Any] = dict(activation=form.activation, interpret=interpret)
     dot = Dot(
         precision=form.precision,
         acc_dtype=form.acc_dtype,
@@ -256,19 +252,20 @@ def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Ta
         multiply=multiply_and_add if form.algorithm == "naive" else jax.lax.dot_general,
     )
     operands: tuple[jax.Array, ...] = (x, form.w)
-    kernel = functools.partial(_matmul_kernel, config=config, dot=dot, **finish)
+    kernel = functools.partial(_matmul_kernel, config=config, dot=dot, activation=form.activation)
     if config.splits > 1:
         operands = (product_parts(x, form.w, dot=dot, config=config, interpret=interpret),)
         config = _SUM
-        kernel = functools.partial(_sum_kernel, config=config, **finish)
-    out, kept = pl.pallas_call(
+        kernel = functools.partial(_sum_kernel, config=config, activation=form.activation)
+    out, kept = launch(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((m, n), form.out_dtype),
             jax.ShapeDtypeStruct((m, n), x.dtype) if form.return_preactivation else None,
         ),
         grid=(num_tiles(config, m, n),),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="matmul",
     )(*operands, form.bias, form.residual)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.triton import norm
-from pallas_models.kernels.triton.common import compiler_params
+from pallas_models.kernels.triton.common import launch
 from pallas_models.kernels.triton.matmul import configs as product_configs
 from pallas_models.kernels.triton.matmul import heuristic as product_heuristic
 from pallas_models.kernels.triton.product import Config, Dot, make_tile, product, product_parts, shared_memory
@@ -133,11 +133,12 @@ def matmul_layer_norm(
             interpret=interpret,
         )
     kernel = functools.partial(_matmul_layer_norm_kernel, config=config, epsilon=form.epsilon, dot=dot)
-    return pl.pallas_call(
+    return launch(
         kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="matmul_layer_norm",
     )(x, form.w, form.scale, form.offset, form.bias, form.residual)

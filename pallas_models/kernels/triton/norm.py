@@ -17,9 +17,9 @@ from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     fma,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -93,13 +93,11 @@ class _Rows:
         *,
         config: Config,
         epsilon: float,
-        interpret: bool,
     ) -> None:
         self.x_ref, self.scale_ref, self.bias_ref = x_ref, scale_ref, bias_ref
         self.residual_ref, self.x_bias_ref = residual_ref, x_bias_ref
         self.o_ref, self.sum_ref, self.statistics_ref = o_ref, sum_ref, statistics_ref
         self.config, self.epsilon = config, epsilon
-        self.multiply_add = functools.partial(fma, interpret=interpret)
         self.parts, m, self.n = x_ref.shape
         start = pl.program_id(0) * config.block_m
         self.rows, self.row_mask = span(start, config.block_m), in_bounds(start, config.block_m, m)
@@ -130,7 +128,7 @@ class _Rows:
         mask = tile_mask(self.row_mask, chunk.mask)
         if means:
             mean, rest = means
-            h = self.multiply_add(y - mean[:, None], factor[:, None], (-rest * factor)[:, None])
+            h = fma(y - mean[:, None], factor[:, None], (-rest * factor)[:, None])
         else:
             h = y * factor[:, None]
         scale = load(self.scale_ref.at[columns], chunk.mask).astype(jnp.float32)[None, :]
@@ -138,7 +136,7 @@ class _Rows:
             out = h * scale
         else:
             bias = load(self.bias_ref.at[columns], chunk.mask).astype(jnp.float32)[None, :]
-            out = self.multiply_add(h, scale, bias)
+            out = fma(h, scale, bias)
         store(self.o_ref.at[self.rows, columns], out, mask)
         if self.sum_ref is not None:
             store(self.sum_ref.at[self.rows, columns], y, mask)
@@ -149,7 +147,7 @@ class _Rows:
     def mean_of_squares(self, terms: list[jax.Array]) -> jax.Array:
         squares = terms[0] * terms[0]
         for term in terms[1:]:
-            squares = self.multiply_add(term, term, squares)
+            squares = fma(term, term, squares)
         return jnp.sum(squares, axis=1) / self.n
 
 
@@ -158,8 +156,8 @@ def _kept(d: jax.Array, column_mask: jax.Array | None) -> jax.Array:
     return d if column_mask is None else jnp.where(column_mask[None, :], d, 0.0)
 
 
-def _norm_kernel(*refs: Ref | None, config: Config, epsilon: float, subtract_mean: bool, interpret: bool) -> None:
-    rows = _Rows(*refs, config=config, epsilon=epsilon, interpret=interpret)
+def _norm_kernel(*refs: Ref | None, config: Config, epsilon: float, subtract_mean: bool) -> None:
+    rows = _Rows(*refs, config=config, epsilon=epsilon)
     if rows.n <= config.block_n:
         _norm_held(rows, subtract_mean)
     else:
@@ -320,17 +318,15 @@ def _call(
         target,
     )
     total = None if sum_dtype is None else jax.ShapeDtypeStruct((m, n), sum_dtype)
-    return pl.pallas_call(
-        functools.partial(
-            _norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean, interpret=interpret
-        ),
+    return launch(
+        functools.partial(_norm_kernel, config=config, epsilon=epsilon, subtract_mean=subtract_mean),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), out_dtype),
             total,
             jax.ShapeDtypeStruct((3 if subtract_mean else 1, m), jnp.float32) if statistics else None,
         ),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name=name,
     )(x, scale, bias, residual, x_bias)

@@ -17,9 +17,9 @@ from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     fma,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -105,7 +105,6 @@ def _kernel(
     *,
     config: Config,
     subtract_mean: bool,
-    interpret: bool,
 ) -> None:
     m, n = x_ref.shape
     block_m, block_n, programs = config.block_m, config.block_n, config.num_programs
@@ -114,7 +113,6 @@ def _kernel(
     pieces = [(span(start, block_n), in_bounds(start, block_n, min(start + block_n, n))) for start in starts]
     scales = [load(scale_ref.at[columns], mask).astype(jnp.float32)[None, :] for columns, mask in pieces]
     inputs = [ref for ref in (x_ref, residual_ref, dout_ref, dsum_ref) if ref is not None]
-    multiply_add = functools.partial(fma, interpret=interpret)
 
     def each(f: Callable[..., jax.Array], *rows: list[jax.Array]) -> list[jax.Array]:
         return [f(*values) for values in zip(*rows, strict=True)]
@@ -153,22 +151,22 @@ def _kernel(
         # Past the last row normalised values are 0; past the last column they meet cotangents of 0.
         if subtract_mean:
             coarse, rest = means
-            hs = [multiply_add(y - coarse, factor, -rest * factor) for y in ys]
+            hs = [fma(y - coarse, factor, -rest * factor) for y in ys]
         else:
             hs = [y * factor for y in ys]
         # Before all else: then registers hold dout no longer than they must.
-        totals = [each(multiply_add, hs, douts, dscales), *(each(operator.add, dbias, douts) for dbias in dbiases)]
+        totals = [each(fma, hs, douts, dscales), *(each(operator.add, dbias, douts) for dbias in dbiases)]
         dhs = each(operator.mul, douts, scales)
         products = dhs[0] * hs[0]
         for dh, h in zip(dhs[1:], hs[1:], strict=True):
-            products = multiply_add(dh, h, products)
+            products = fma(dh, h, products)
         slope = -mean([products]) * factor
         if subtract_mean:
             shift = -mean(dhs) * factor
-            dxs = [multiply_add(dh, factor, shift) for dh in dhs]
+            dxs = [fma(dh, factor, shift) for dh in dhs]
         else:
             dxs = [dh * factor for dh in dhs]
-        dxs = [multiply_add(h, slope, dx) for h, dx in zip(hs, dxs, strict=True)]
+        dxs = [fma(h, slope, dx) for h, dx in zip(hs, dxs, strict=True)]
         if dsum_ref is not None:
             dxs = each(operator.add, dxs, next(arrays))
         rows, row_mask = place(i)
@@ -232,15 +230,15 @@ def norm_backward(
     )
     apart = residual is not None and residual.dtype != x.dtype
     vectors = jax.ShapeDtypeStruct((2 if form.subtract_mean else 1, config.num_programs, n), jnp.float32)
-    dx, dresidual, dvectors = pl.pallas_call(
-        functools.partial(_kernel, config=config, subtract_mean=form.subtract_mean, interpret=interpret),
+    dx, dresidual, dvectors = launch(
+        functools.partial(_kernel, config=config, subtract_mean=form.subtract_mean),
         out_shape=(
             jax.ShapeDtypeStruct((m, n), x.dtype),
             jax.ShapeDtypeStruct((m, n), residual.dtype) if residual is not None and apart else None,
             vectors,
         ),
         grid=(config.num_programs,),
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name=name,
     )(x, scale, residual, statistics, dout, dsum)

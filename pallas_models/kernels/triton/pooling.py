@@ -15,8 +15,8 @@ from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -142,11 +142,11 @@ def _pool(
     form: Form[jax.Array] | SegmentForm[jax.Array], batch: int, config: Config, interpret: bool
 ) -> Callable[..., jax.Array]:
     kernel = functools.partial(_mean_pool_kernel, config=config, normalize=form.normalize, epsilon=form.epsilon)
-    return lambda x, *where: pl.pallas_call(
+    return lambda x, *where: launch(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, x.shape[1]), jnp.float32),
         grid=(batch,),
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="mean_pool",
     )(x, *where)

@@ -14,8 +14,8 @@ from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.tiles import tile_order
 from pallas_models.kernels.triton.common import (
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     power_of_two_blocks,
     span,
@@ -221,11 +221,12 @@ def _parts_kernel(
 def product_parts(x: jax.Array, w: jax.Array, *, dot: Dot, config: Config, interpret: bool) -> jax.Array:
     """The partial sums of x @ w, (splits, M, N) in float32, one for each part of K."""
     m, n = x.shape[0], w.shape[0 if dot.transpose_w else 1]
-    return pl.pallas_call(
+    return launch(
         functools.partial(_parts_kernel, config=config, dot=dot),
         out_shape=jax.ShapeDtypeStruct((config.splits, m, n), jnp.float32),
         grid=(num_tiles(config, m, n), config.splits),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="matmul_parts",
     )(x, w)

@@ -14,8 +14,8 @@ from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -117,14 +117,14 @@ def rotary(
         target,
     )
     by_head = qkv.reshape(batch, seq, -1, head_dim)
-    out = pl.pallas_call(
+    out = launch(
         functools.partial(
             _rotary_kernel, config=config, num_heads=form.num_heads, num_rotated=rotated, epsilon=form.epsilon
         ),
         out_shape=jax.ShapeDtypeStruct(by_head.shape, qkv.dtype),
         grid=(pl.cdiv(seq, config.block_s), pl.cdiv(rotated, config.block_h), batch),
         input_output_aliases={0: 0},  # the values stay where they are
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="rotary",
     )(by_head, form.cos, form.sin, form.q_scale, form.k_scale)

@@ -14,8 +14,8 @@ from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -170,7 +170,7 @@ def rotary_backward(
         target,
     )
     by_head = (tokens, -1, head_dim)
-    dqkv, dscales = pl.pallas_call(
+    dqkv, dscales = launch(
         functools.partial(_kernel, config=config, num_heads=form.num_heads, epsilon=form.epsilon),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, width // head_dim, head_dim), qkv.dtype),
@@ -178,7 +178,7 @@ def rotary_backward(
         ),
         grid=(config.splits, pl.cdiv(rotated, config.block_h)),
         input_output_aliases={1: 0},  # the cotangents of values stay where they are
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="rotary_backward",
     )(

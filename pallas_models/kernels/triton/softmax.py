@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.forms.softmax import Algorithm, Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     exp2,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -94,6 +95,24 @@ def configs(m: int, n: int, algorithm: Algorithm) -> Iterator[Config]:
             yield Config(block_m=block_m, block_n=block_n, num_warps=num_warps, splits=split)
 
 
+def _halved(y: jax.Array) -> jax.Array:
+    while y.shape[1] > 1:  # a power of two
+        first, second = jnp.split(y, 2, axis=1)
+        y = first + second
+    return y[:, 0]
+
+
+@meaning(_halved)
+def _row_sums(y: jax.Array) -> jax.Array:
+    """The sum of every row.
+
+    A GPU adds the few values of each thread and then the threads' sums, in a tree. XLA for a CPU may
+    add 8192 values one after another, and then loses all that are below half an ulp of the sum so far:
+    the interpreter halves the row instead, so that its error is as on a GPU, on every CPU.
+    """
+    return jnp.sum(y, axis=1)
+
+
 class _Rows:
     """The rows of one program, block of columns by block of columns."""
 
@@ -106,10 +125,9 @@ class _Rows:
         config: Config,
         scale: float,
         repeat: int,
-        interpret: bool,
     ) -> None:
         self.x_ref, self.where_ref, self.o_ref = x_ref, where_ref, o_ref
-        self.config, self.scale, self.repeat, self.interpret = config, scale, repeat, interpret
+        self.config, self.scale, self.repeat = config, scale, repeat
         m, self.n = x_ref.shape
         self.start = pl.program_id(0) * config.block_m
         self.rows, self.row_mask = span(self.start, config.block_m), in_bounds(self.start, config.block_m, m)
@@ -140,21 +158,7 @@ class _Rows:
 
     def exp(self, y: jax.Array, peak: jax.Array) -> jax.Array:
         """`exp(y - peak)`, subtracting first: the product with log2(e) would round a large y too coarsely."""
-        return exp2((y - peak[:, None]) * _LOG2_E, interpret=self.interpret)
-
-    def sum(self, y: jax.Array) -> jax.Array:
-        """The sum of every row.
-
-        A GPU adds the few values of each thread and then the threads' sums, in a tree. XLA for a CPU may
-        add 8192 values one after another, and then loses all that are below half an ulp of the sum so far:
-        the interpreter halves the row instead, so that its error is as on a GPU, on every CPU.
-        """
-        if not self.interpret:
-            return jnp.sum(y, axis=1)
-        while y.shape[1] > 1:  # a power of two
-            first, second = jnp.split(y, 2, axis=1)
-            y = first + second
-        return y[:, 0]
+        return exp2((y - peak[:, None]) * _LOG2_E)
 
     def write(self, s: jax.Array | int, weight: jax.Array, valid: jax.Array | None, total: jax.Array) -> None:
         """Stores `weight / total` as block `s`, to be evicted first from the cache, as nothing here reads it."""
@@ -191,7 +195,7 @@ class _Rows:
         def step(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             peak, total = carry
             y, _ = self.read(s, "evict_last")  # it is read again
-            e = exp2(jnp.abs(y - peak) * -_LOG2_E, interpret=self.interpret)
+            e = exp2(jnp.abs(y - peak) * -_LOG2_E)
             above = y > peak
             return jnp.where(above, y, peak), jnp.where(above, total * e + 1.0, total + e)
 
@@ -200,7 +204,7 @@ class _Rows:
     def merge(self, peaks: jax.Array, totals: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Merges the maxima and sums of several parts of a row, along the second axis."""
         peak = jnp.max(peaks, axis=1)
-        return peak, self.sum(totals * self.exp(peaks, peak))
+        return peak, _row_sums(totals * self.exp(peaks, peak))
 
 
 _MakeRows = Callable[..., _Rows]
@@ -218,7 +222,7 @@ def _naive_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeR
         return total + (e if valid is None else jnp.where(valid, e, 0.0))
 
     peak = jnp.max(jax.lax.fori_loop(0, rows.steps, add_peak, rows.full(-jnp.inf)), axis=1)
-    total = rows.sum(jax.lax.fori_loop(0, rows.steps, add_total, rows.full(0.0)))
+    total = _row_sums(jax.lax.fori_loop(0, rows.steps, add_total, rows.full(0.0)))
     rows.write_all(0, rows.steps, peak, total)
 
 
@@ -226,7 +230,7 @@ def _fused_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeR
     rows = make(x_ref, where_ref, o_ref)
     y, valid = rows.read(0)
     e = rows.exp(y, jnp.max(y, axis=1))
-    rows.write(0, e, valid, rows.sum(e))
+    rows.write(0, e, valid, _row_sums(e))
 
 
 def _online_kernel(x_ref: Ref, where_ref: Ref | None, o_ref: Ref, *, make: _MakeRows) -> None:
@@ -303,12 +307,12 @@ def softmax(
 
     def call(kernel: Callable[..., None], out_shape: object, name: str) -> Callable[..., jax.Array]:
         blocks = (pl.cdiv(m, config.block_m),)
-        make = functools.partial(_Rows, config=config, scale=scale, repeat=repeat, interpret=interpret)
-        return pl.pallas_call(
+        make = functools.partial(_Rows, config=config, scale=scale, repeat=repeat)
+        return launch(
             functools.partial(kernel, make=make),
             out_shape=out_shape,
             grid=blocks if config.splits == 1 else (*blocks, config.splits),
-            compiler_params=compiler_params(num_warps=config.num_warps),
+            num_warps=config.num_warps,
             interpret=interpret,
             name=name,
         )

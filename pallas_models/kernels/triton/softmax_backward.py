@@ -14,8 +14,8 @@ from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -129,11 +129,11 @@ def softmax_backward(
         ),
         target,
     )
-    dx = pl.pallas_call(
+    dx = launch(
         functools.partial(_kernel, config=config, scale=form.scale),
         out_shape=jax.ShapeDtypeStruct((m, n), form.x.dtype),
         grid=(pl.cdiv(m, config.block_m),),
-        compiler_params=compiler_params(num_warps=config.num_warps),
+        num_warps=config.num_warps,
         interpret=interpret,
         name="softmax_backward",
     )(out, dout)

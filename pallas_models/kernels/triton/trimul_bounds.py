@@ -7,8 +7,8 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.triton.common import (
     block_size,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     span,
     store,
@@ -102,11 +102,12 @@ def bounds(
     if mask is not None:
         mask = mask.reshape(-1)
         parts = block_size(pl.cdiv(mask.size, _BLOCK_MASK), _PROGRAMS, _MASK_PROGRAMS)
-    return pl.pallas_call(
+    return launch(
         _bounds_kernel,
         out_shape=jax.ShapeDtypeStruct((parts, 5), jnp.float32),
         grid=(2 * _PROGRAMS + parts,),
-        compiler_params=compiler_params(num_warps=16, num_stages=1),
+        num_warps=16,
+        num_stages=1,
         interpret=interpret,
         name="trimul_bounds",
     )(mask, norm_scale, norm_bias, w, bias)

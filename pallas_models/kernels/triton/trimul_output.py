@@ -18,8 +18,8 @@ from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -102,6 +102,17 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
     return held + 2 * (config.num_stages - 1) * block_h * config.block_m * jnp.dtype(dtype).itemsize
 
 
+def scaled(bounds_ref: Ref, form: Output[Any]) -> tuple[jax.Array, jax.Array]:
+    """What y is scaled by, and the epsilon of its norm.
+
+    The norm of a scaled y is the norm of y if epsilon is scaled, too: not to 0, or zeros would become NaN.
+    """
+    largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
+    left, right = trimul_scales.scales(largest, form.w.dtype)
+    scale = form.factor * left * right
+    return scale, jnp.maximum(scale * scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
+
+
 def _output_kernel(
     y_refs: Sequence[Ref],  # (B', H / parts, M) each
     gate_ref: Ref,  # (B', G, M)
@@ -136,11 +147,7 @@ def _output_kernel(
     held = len(parts) * block_h * column_blocks * block_n * w_ref.dtype.itemsize <= _HELD_BYTES
     ws = [weights(j) for j in range(column_blocks)] if held else []
 
-    largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
-    y_scale = functools.reduce(operator.mul, trimul_scales.scales(largest, w_ref.dtype), form.factor)
-    # The norm of a scaled y is the norm of y if epsilon is scaled, too: not to 0, or zeros would become NaN.
-    y_epsilon = jnp.maximum(y_scale * y_scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
-
+    _, y_epsilon = scaled(bounds_ref, form)
     total = functools.partial(functools.reduce, operator.add)
 
     def source(batch: jax.Array) -> jax.Array:
@@ -220,11 +227,12 @@ def output(
         target,
     )
     programs = min(b * pl.cdiv(size, config.block_m), config.programs_per_core * target.num_cores)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_output_kernel, config=config, programs=programs, form=form.abstract()),
         out_shape=jax.ShapeDtypeStruct((b, size, c), form.out_dtype),
         grid=(programs,),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_output",
     )(list(form.ys), form.gate, form.bounds, form.scale, form.shift, form.w, form.bias)

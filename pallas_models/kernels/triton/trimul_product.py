@@ -1,4 +1,4 @@
-"""Product over third positions of the triangle multiplicative update: a matrix product per hidden channel."""
+"""Products of the triangle multiplicative update and of its gradient: a matrix product per hidden channel."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from pallas_models.kernels.forms.trimul import Product
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -73,26 +73,30 @@ def shared_memory(config: Config, dtype: DTypeLike) -> int:
 
 
 def _product_kernel(
-    sides_ref: Ref,  # (B P, 2 H', N / P rows, N / P columns): left, then right, H' >= H channels
+    sides_ref: Ref,  # (B P, S, N / P rows, N / P columns): the left factors
+    right_ref: Ref | None,  # (B P, S', N / P rows, N / P columns): the right ones, where they are apart
     o_ref: Ref,  # (B P, H, N / P rows, N / P columns)
     *,
     config: Config,
     form: Product[Any],
 ) -> None:
-    h, piece_rows, piece_columns = o_ref.shape[1:]
-    n, pieces, incoming = form.size, form.pieces, form.incoming
+    h, n, pieces = form.channels, form.size, form.pieces
+    piece_rows, piece_columns = n // pieces[0], n // pieces[1]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    trans_a, trans_b = form.transpose_left, form.transpose_right
     tiles_m, tiles_n = pl.cdiv(n, block_m), pl.cdiv(n, block_n)
     pid, tiles = pl.program_id(0), jnp.int32(tiles_m * tiles_n)
     i, j = tile_order(jax.lax.rem(pid, tiles), tiles_m, tiles_n, group_m=8)
     matrix = jax.lax.div(pid, tiles)
-    batch, left = jax.lax.div(matrix, jnp.int32(h)), jax.lax.rem(matrix, jnp.int32(h))
-    right = left + form.padded_channels
+    batch, channel = jax.lax.div(matrix, jnp.int32(h)), jax.lax.rem(matrix, jnp.int32(h))
+    left, right = (channel + first if first else channel for first in form.firsts)
     rows, columns = (i * block_m, block_m), (j * block_n, block_n)
     row_mask, column_mask = (in_bounds(*block, n) for block in (rows, columns))
 
     def at(ref: Ref, channel: jax.Array, rows: tuple[Any, int], columns: tuple[Any, int]) -> Ref:
         """Rows and columns of a matrix, (first, number) each."""
+        if form.by_rows:
+            return ref.at[batch, span(*rows), channel, span(*columns)]
         if pieces == (1, 1):
             return ref.at[batch, channel, span(*rows), span(*columns)]
         row, column = (
@@ -109,23 +113,25 @@ def _product_kernel(
     def step(s: jax.Array, acc: jax.Array) -> jax.Array:
         ks = s * block_k, block_k
         k_mask = in_bounds(*ks, n)
-        if incoming:
+        if trans_a:
             a = load(at(sides_ref, left, ks, rows), tile_mask(k_mask, row_mask))
-            b = load(at(sides_ref, right, ks, columns), tile_mask(k_mask, column_mask))
         else:
             a = load(at(sides_ref, left, rows, ks), tile_mask(row_mask, k_mask))
-            b = load(at(sides_ref, right, columns, ks), tile_mask(column_mask, k_mask))
-        return acc + plgpu.dot(a, b, trans_a=incoming, trans_b=not incoming, precision=form.precision)
+        ref = sides_ref if right_ref is None else right_ref
+        if trans_b:
+            b = load(at(ref, right, columns, ks), tile_mask(column_mask, k_mask))
+        else:
+            b = load(at(ref, right, ks, columns), tile_mask(k_mask, column_mask))
+        return acc + plgpu.dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=form.precision)
 
     acc = jax.lax.fori_loop(0, pl.cdiv(n, block_k), step, jnp.zeros((block_m, block_n), jnp.float32))
-    store(at(o_ref, left, rows, columns), acc * form.factor, tile_mask(row_mask, column_mask))
+    store(at(o_ref, channel, rows, columns), acc * form.factor, tile_mask(row_mask, column_mask))
 
 
 def product(
     form: Product[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
-    """The sums over third positions, in the dtype of the sides; not `by_rows`."""
-    assert not form.by_rows, "Triton's product takes matrices channel by channel"
+    """The products, in the dtype of the sides; with `by_rows` columns beyond N are left as they were."""
     sides, n = form.sides, form.size
     matrices = form.batch * form.channels
     config = choose(
@@ -133,7 +139,7 @@ def product(
         Problem(
             backend="triton",
             op="trimul_product",
-            shape={"b": matrices, "n": n, "incoming": int(form.incoming)},
+            shape={"b": matrices, "n": n} | form.kind,
             bucketed=("b", "n"),
             dtype=sides.dtype,
             config=Config,
@@ -144,11 +150,12 @@ def product(
         target,
     )
     check_divides(config, n, form.pieces)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_product_kernel, config=config, form=form.abstract()),
-        out_shape=jax.ShapeDtypeStruct((len(sides), form.channels, *sides.shape[2:]), sides.dtype),
+        out_shape=jax.ShapeDtypeStruct(form.out_shape(), sides.dtype),
         grid=(matrices * pl.cdiv(n, config.block_m) * pl.cdiv(n, config.block_n),),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_product",
-    )(sides)
+    )(sides, form.right)

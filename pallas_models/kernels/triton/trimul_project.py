@@ -17,14 +17,15 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.triton import norm
 from pallas_models.kernels.triton.common import (
     activate,
     block_size,
     check_powers_of_two,
-    compiler_params,
     in_bounds,
+    launch,
     load,
     plgpu,
     span,
@@ -95,11 +96,18 @@ def is_narrow(c: int) -> bool:
     return 16 <= c <= _WIDEST and c & (c - 1) == 0
 
 
-def _gated(p: jax.Array | float, g: jax.Array, *, fast: bool, interpret: bool) -> jax.Array:
-    """2 p sigmoid(2 g). Where it is `fast`, tanh is one instruction of the GPU, good to 11 bits."""
-    if fast and not interpret:
-        return p * (plgpu.approx_tanh(g) + 1.0)
-    return 2.0 * p * activate("sigmoid", 2.0 * g, interpret=interpret)
+@meaning(lambda x: jnp.tanh(x))
+def tanh(x: jax.Array) -> jax.Array:
+    """tanh in float32, one instruction of the GPU that is good to 11 bits."""
+    y: jax.Array = plgpu.approx_tanh(x)
+    return y
+
+
+def _gated(p: jax.Array | float, g: jax.Array, *, fast: bool) -> jax.Array:
+    """2 p sigmoid(2 g), from the tanh of the GPU where it is to be `fast`."""
+    if fast:
+        return p * (tanh(g) + 1.0)
+    return 2.0 * p * activate("sigmoid", 2.0 * g)
 
 
 def _paired(y: jax.Array) -> list[jax.Array]:
@@ -142,13 +150,12 @@ def _project_kernel(
     config: Config,
     narrow: bool,
     form: Projection[Any],
-    interpret: bool,
 ) -> None:
     (_, size, c), padded_size = x_ref.shape, form.result[1]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     side_blocks = 0 if sides_ref is None else 2 * sides_ref.shape[1] // block_n
     blocks = w_ref.shape[1] // block_n
-    gated = functools.partial(_gated, fast=w_ref.dtype != jnp.float32, interpret=interpret)
+    gated = functools.partial(_gated, fast=w_ref.dtype != jnp.float32)
     # Channels are the rows of the result, so that stores, channel by channel, are contiguous.
     dot = functools.partial(plgpu.dot, trans_a=True, trans_b=True, precision=form.precision)
 
@@ -268,17 +275,17 @@ def project(
         config=config,
         narrow=narrow,
         form=form.abstract(),
-        interpret=interpret,
     )
     column_blocks = 1 if narrow else (4 * channels + gates) // config.block_n
-    sides, gate = pl.pallas_call(
+    sides, gate = launch(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((items, 2 * channels, padded_size), dtype) if channels else None,
             jax.ShapeDtypeStruct((items, gates, padded_size), dtype) if gates else None,
         ),
         grid=(items * pl.cdiv(padded_size, config.block_m) * column_blocks,),
-        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_project",
     )(x, form.mask, form.norm_scale, form.norm_bias, weights, biases)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common import cluster_exchange_ptx as sending
 from pallas_models.kernels.mosaic.common import cluster_memory_ptx as memory
 from pallas_models.kernels.mosaic.common import ptx
@@ -34,7 +35,6 @@ from pallas_models.kernels.mosaic.common.cluster_exchange_ptx import (
     ROW_BYTES,
     TOKENS,
 )
-from pallas_models.kernels.mosaic.common.interpreter import meaning
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import tiled
 
@@ -380,7 +380,11 @@ class Cluster:
         _call(inline, self.at.qkv_t, there, self.at.arrived, block, rank, given=[_with(values)])
 
     def exchange(self, half: jax.Array, epsilon: float) -> None:
-        """Adds up what CTAs have sent, with bias and residual, sends the sums, and normalises all into `x_t`."""
+        """Adds up what CTAs have sent, with bias and residual, sends the sums, and normalises all into `x_t`.
+
+        Args:
+          half: of a layer. It is 0 in the first exchange, 1 in the next, and so on in turn: barriers count by it.
+        """
         round_ = Round(self, half)
         self.meet()
         round_.expect()

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.extend.mlir import ir
 
 from pallas_models.kernels.common.backend import Backend, Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common import ptx as inline
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.interpreter import meaning
 from pallas_models.kernels.mosaic.common.launch import Refs
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")

@@ -1,11 +1,7 @@
-"""What the interpreter of Mosaic GPU needs, what it cannot do, and primitives that have a meaning for it."""
+"""What the interpreter of Mosaic GPU needs, and what it cannot do."""
 
-import contextlib
-import contextvars
-import functools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 
@@ -13,11 +9,6 @@ from pallas_models import _jax
 from pallas_models._processes import cores
 from pallas_models.target import Target
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-# The primitives by name: what a GPU runs, and the meaning of it.
-PRIMITIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _INTERPRETER_THREADS = 16  # of XLA on the CPU that suffice: each warpgroup that waits keeps one
 _MOST_WARPGROUPS = 31  # XLA runs 32 computations at once on a CPU, one of which is the program around the kernel
 
@@ -72,41 +63,6 @@ def check_interpreted_sizes(**sizes: tuple[int, int]) -> None:
 def interprets_transposed() -> bool:
     """Whether the interpreter multiplies operands that lie transposed in memory, as from JAX 0.11 on."""
     return _jax.since(0, 11)
-
-
-_interprets = contextvars.ContextVar("the kernel that is traced is for the interpreter", default=False)
-
-
-@contextlib.contextmanager
-def tracing(interpret: bool) -> Iterator[None]:
-    """Says whether the kernel that is traced inside is for the interpreter; `launch` does."""
-    token = _interprets.set(interpret)
-    try:
-        yield
-    finally:
-        _interprets.reset(token)
-
-
-def meaning(interpreted: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a primitive of a function that only a GPU runs. The interpreter runs its meaning, `interpreted`.
-
-    This is the one fork between kernels that are compiled and kernels that are interpreted: a kernel's body has
-    none. A test on the GPU holds each primitive against its meaning.
-
-        @meaning(lambda x, layout: x)
-        def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
-            return plgpu.layout_cast(x, layout)
-    """
-
-    def primitive(compiled: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(compiled)
-        def call(*args: P.args, **options: P.kwargs) -> R:
-            return (interpreted if _interprets.get() else compiled)(*args, **options)
-
-        PRIMITIVES[f"{compiled.__module__.rpartition('.')[2]}.{compiled.__qualname__}"] = compiled, interpreted
-        return call
-
-    return primitive
 
 
 def num_cores(target: Target, interpret: bool) -> int:

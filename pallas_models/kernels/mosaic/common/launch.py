@@ -9,8 +9,9 @@ import jax
 
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import tracing
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.interpreter import interpreter_params, tracing
+from pallas_models.kernels.mosaic.common.interpreter import interpreter_params
 from pallas_models.kernels.mosaic.common.parallel_compile import compiled_ahead
 
 Refs = Any  # a namespace of references, by the names that `launch` was given

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.interpreter import meaning
 
 _T = TypeVar("_T")
 Operand = Any  # a reference to shared memory, or an array in registers

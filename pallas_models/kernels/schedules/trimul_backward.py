@@ -1,0 +1,252 @@
+"""The kernels that the gradient of the triangle multiplicative update is made of, on one GPU.
+
+The forward pass keeps left and right, the gate and the sums over third positions, or the gradient computes them
+again, by the same kernels. Then come the gradients of the end of the update, of the products, and of the
+projections, first for x and then for the weights.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from pallas_models.kernels.common.trimul_scales import sums_factor
+from pallas_models.kernels.forms.trimul import Form, Output, Product
+from pallas_models.kernels.mosaic import trimul_product as mosaic_product
+from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
+from pallas_models.kernels.triton import trimul_output_backward, trimul_project_backward, trimul_weights_backward
+from pallas_models.kernels.triton.trimul_project_backward import GATED
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser
+
+_WIDEST = 128  # channels, and hidden channels: programs hold all of them
+
+
+class Residuals(NamedTuple):
+    """What the forward pass keeps, in the compute dtype: channels between rows and columns.
+
+    Attributes:
+      sides: (B, N, 2 H, N), left and right, scaled.
+      gate: (B, N, G, N).
+      y: (B, N, H, N), the sums over third positions, scaled.
+    """
+
+    sides: jax.Array
+    gate: jax.Array
+    y: jax.Array
+
+    @classmethod
+    def unread(cls, form: Form[jax.Array]) -> Self:
+        """Zeros, where the gradient is that of the reference, which reads none of them."""
+        b, rows, columns, _ = form.x.shape
+        channels = 2 * form.hidden, form.w_gate.shape[1], form.hidden
+        return cls(*(jnp.zeros((b, rows, n, columns), form.compute_dtype) for n in channels))
+
+
+def unsupported(form: Form[Any], target: Target) -> str | None:
+    """Why the gradient's kernels do not serve a call; None if they do."""
+    del target
+    c, h = form.x.shape[3], form.hidden
+    if max(c, h) > _WIDEST:
+        return f"takes up to {_WIDEST} channels and hidden channels, not {c} and {h}"
+    return None
+
+
+def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    """Why `mosaic` does not serve a call; None if it does."""
+    return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
+
+
+def _triton(config: Chooser | None) -> Kernels:
+    return triton_kernels(config, by_rows=True)
+
+
+def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> Kernels:
+    return mosaic_kernels(form, config, target, by_rows=True)
+
+
+def triton_with_residuals(
+    form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool
+) -> tuple[jax.Array, Residuals]:
+    """The update in Triton kernels, and what its gradient keeps."""
+    return _with_residuals(form, _triton(config), target=target, interpret=interpret)
+
+
+def mosaic_with_residuals(
+    form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool
+) -> tuple[jax.Array, Residuals]:
+    """The update with products for Hopper GPUs, and what its gradient keeps."""
+
+    def update(*operands: Any) -> tuple[jax.Array, Residuals]:
+        kernels = _mosaic(form, config, target)
+        return _with_residuals(form.of(operands), kernels, target=target, interpret=interpret)
+
+    out: tuple[jax.Array, Residuals] = batchable(update)(*form.operands)
+    return out
+
+
+def triton_backward(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the operands, in Triton kernels."""
+    options: dict[str, Any] = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
+    return _gradient(form, kept, cotangents[0], _triton(config), **options)
+
+
+def mosaic_backward(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the operands, with products for Hopper GPUs."""
+    options: dict[str, Any] = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
+
+    # Operands have as many axes as a copy to shared memory can take: vmap takes one item after another.
+    @jax.custom_batching.sequential_vmap
+    def gradient(operands: Any, kept: list[jax.Array], dout: jax.Array) -> tuple[jax.Array | None, ...]:
+        return _gradient(form.of(operands), kept, dout, _mosaic(form, config, target), **options)
+
+    out: tuple[jax.Array | None, ...] = gradient(form.operands, kept, cotangents[0])
+    return out
+
+
+def _with_residuals(
+    form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool
+) -> tuple[jax.Array, Residuals]:
+    """The update of x (B, N, N, C), and what the gradient keeps."""
+    update, n = Update.of(form, kernels, target=target, interpret=interpret), form.x.shape[1]
+    found = _residuals(update)
+    out = update.finish(_end(update, found)).reshape(form.x.shape)
+    return out, jax.tree.map(lambda a: a[:, :n, :, :n], found)
+
+
+def _residuals(update: Update) -> Residuals:
+    """What the gradient keeps, with as many rows and columns as the kernels make."""
+    projection, form = update.projection, update.form
+    b, rows, h = len(form.x), projection.padded_rows, form.hidden
+    sides, gate = update.project(projection)
+    assert gate is not None
+    if sides.shape[1] > 2 * h:
+        sides = sides.reshape(b * rows, 2, -1, sides.shape[2])[:, :, :h]
+    sides = sides.reshape(b, rows, 2 * h, -1)
+    gate = gate[:, : projection.gates].reshape(b, rows, projection.gates, -1)
+    return Residuals(sides=sides, gate=gate, y=update.multiply(sides, h))
+
+
+def _filled_up(update: Update, kept: list[jax.Array]) -> Residuals:
+    """What was kept with as many rows and columns as the kernels make, 0 where there were none."""
+    _, n, _ = update.shape
+    rows, columns = update.projection.padded_rows, update.projection.result[1]
+    widths = (0, 0), (0, rows - n), (0, 0), (0, columns - n)
+    return Residuals(*(jnp.pad(x, widths) if (rows, columns) != (n, n) else x for x in kept))
+
+
+def _end(update: Update, found: Residuals) -> Output[jax.Array]:
+    return update.end([_in_rows(found.y)], _in_rows(found.gate))
+
+
+def _in_rows(x: jax.Array) -> jax.Array:
+    """(B, N, ...) as (B N, ...)."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _gradient(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    dout: jax.Array,
+    kernels: Kernels,
+    *,
+    of_mask: bool,
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the operands, from what was kept or, where that is nothing, from the operands alone."""
+    where: dict[str, Any] = dict(target=target, interpret=interpret)
+    update = Update.of(form, kernels, **where)
+    found = _filled_up(update, kept) if kept else _residuals(update)
+    end = _end(update, found)
+    of_end = trimul_output_backward.output_backward(end, _in_rows(dout), config=config, **where)
+    dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
+    scales = _scales(update, of_end.scales)
+    given = trimul_project_backward.Given(
+        left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales
+    )
+    projection, options = update.projection, where | dict(config=config)
+    of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
+    of_w = trimul_weights_backward.weights_backward(projection, of_x.z, given, **options)
+    # Of the projections, whose weights are scaled, and of their gates, whose are not.
+    (left, right), (of_projections, of_gates, of_gate, _) = update.scales, scales
+    by = jnp.stack([of_projections * left, of_gates, of_projections * right, of_gates])
+    found_all = (
+        of_x.x.reshape(form.x.shape),
+        None if of_x.mask is None else of_x.mask.reshape(form.x.shape[:3]),
+        of_x.scale,
+        of_x.shift,
+        of_w.w * by[:, None],
+        None if of_w.bias is None else of_w.bias * by[:, None],
+        of_end.scale,
+        of_end.shift,
+        of_w.w_gate * of_gate,
+        None if of_w.b_gate is None else of_w.b_gate * of_gate,
+        of_end.w,
+        of_end.bias,
+    )
+    return tuple(
+        None if d is None or x is None else d.astype(x.dtype)
+        for d, x in zip(found_all, form.operands, strict=True)
+    )
+
+
+def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax.Array]:
+    """The cotangents of left and of right, (B, N, H, N'), scaled by `_factor` and as dy and the sides are."""
+    h, incoming = update.form.hidden, update.form.direction == "incoming"
+
+    def product(transpose: tuple[bool, bool], side: int) -> jax.Array:
+        """The product of dy and a side, or for the incoming direction of a side and dy."""
+        form = Product(
+            sides=sides if incoming else dy,
+            right=dy if incoming else sides,
+            channels=h,
+            left_from=side * h if incoming else 0,
+            right_from=0 if incoming else side * h,
+            transpose_left=transpose[0],
+            transpose_right=transpose[1],
+            factor=_factor(update),
+            precision=update.form.precision,
+            by_rows=True,
+        )
+        return update.kernels.multiply(form, target=update.target, interpret=update.interpret)
+
+    if incoming:  # y = left' right
+        return [product((False, True), 1), product((False, False), 0)]
+    return [product((False, False), 1), product((True, False), 0)]  # y = left right'
+
+
+def _factor(update: Update) -> float:
+    return sums_factor(update.shape[1])
+
+
+def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
+    """The scales of `Given`, from those of the cotangents of the end."""
+    of_y, of_gate = (jnp.float32(1.0), jnp.float32(1.0)) if scales is None else scales[1:]
+    shrink = jnp.float32(1.0)
+    if update.form.factors is not None and update.form.compute_dtype == jnp.float16:
+        largest = jnp.maximum(jnp.max(update.bounds[:, 4]), 1.0)
+        shrink = trimul_output_backward.powers_of_two(largest) * 2.0**-14
+    # The cotangent of a side is scaled by as much as the other side is, and its weights by as much as the side.
+    left, right = update.scales
+    both = 1.0 / (_factor(update) * of_y) / left / right
+    return jnp.stack([both / shrink, both / GATED, 1.0 / of_gate, shrink])

@@ -1,0 +1,106 @@
+"""How every module of the pair stack computes norms and products."""
+
+import dataclasses
+import math
+from typing import Self, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_models import ops
+from pallas_models._modules import LayerNorm
+from pallas_models.ops import Implementation
+from pallas_models.ops.activations import Activation
+
+
+class Options(TypedDict, total=False):
+    """What every module and every function of the pair stack takes by name.
+
+    compute_dtype: of the operands of products, whatever the dtype of an input: float16, bfloat16, or float32 for
+      float32 end to end. None, the default, is the dtype of each input itself.
+    precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
+    implementation: as `pallas_models.ops` has it; None for the best available.
+    """
+
+    compute_dtype: DTypeLike | None
+    precision: jax.lax.PrecisionLike
+    implementation: Implementation | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """The options of a call with the epsilon of the module that is called."""
+
+    epsilon: float
+    compute_dtype: DTypeLike | None
+    precision: jax.lax.PrecisionLike
+    implementation: Implementation | None
+
+    @classmethod
+    def of(cls, epsilon: float, options: Options) -> Self:
+        return cls(
+            epsilon=epsilon,
+            compute_dtype=options.get("compute_dtype"),
+            precision=options.get("precision"),
+            implementation=options.get("implementation"),
+        )
+
+    def norm(self, x: jax.Array, norm: LayerNorm, update: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The layer norm of x + update, an operand of products, and x + update itself.
+
+        What reads x after the norm takes the second: the norm's kernel then adds both of its gradients.
+        """
+        y, x = ops.layer_norm(
+            x,
+            norm.scale[...],
+            norm.bias[...],
+            residual=update,
+            return_residual=True,
+            epsilon=self.epsilon,
+            implementation=self.implementation,
+        )
+        return self.operand(y), x
+
+    def operand(self, x: jax.Array) -> jax.Array:
+        return x if self.compute_dtype is None else x.astype(self.compute_dtype)
+
+    def product(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array | None = None,
+        *,
+        activation: Activation | None = None,
+        residual: jax.Array | None = None,
+        out_dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        """x (..., K) times a kernel (K, ...), whose other axes are one here, as are those of its bias."""
+        return ops.matmul(
+            x,
+            kernel.reshape(len(kernel), -1).astype(x.dtype),
+            bias=None if bias is None else bias.reshape(-1),
+            activation=activation,
+            residual=residual,
+            out_dtype=out_dtype,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    def pair_bias(self, pair: jax.Array, kernel: jax.Array) -> jax.Array:
+        """The biases (B, H, N, N) of normalised pairs (B, N, N, C), written with the heads first."""
+        batch, rows, columns, channels = pair.shape
+        bias = ops.matmul(
+            kernel.T.astype(pair.dtype),
+            pair.reshape(batch * rows * columns, channels),
+            transpose_w=True,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        return jnp.moveaxis(bias.reshape(kernel.shape[1], batch, rows, columns), 0, 1)
+
+
+def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """x (..., H, D) times the sigmoid of gate (..., H * D), with the heads side by side."""
+    x = x.reshape(*x.shape[: gate.ndim - 1], math.prod(x.shape[gate.ndim - 1 :]))
+    return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)

@@ -1,0 +1,459 @@
+"""Kernels of the gradient of the triangle update against derivatives in float64: values, masks, sizes, ranges."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import ops, target
+from pallas_models.kernels.forms.trimul import Output, Product, Projection
+from pallas_models.kernels.mosaic import trimul_product as mosaic_product
+from pallas_models.kernels.schedules import trimul as schedules
+from pallas_models.kernels.schedules import trimul_backward as backward_schedules
+from pallas_models.kernels.triton import (
+    trimul_output_backward,
+    trimul_product,
+    trimul_project_backward,
+    trimul_weights_backward,
+)
+from parity.support.common import (
+    KERNEL,
+    MOSAIC,
+    MOSAIC_CALL,
+    ON_GPU,
+    TRITON_CALL,
+    array,
+    assert_close,
+    assert_equal,
+    by_device,
+    cuda_device,
+    float64,
+    gpu,
+    normal,
+    relative_error,
+)
+from parity.support.tolerances import DEEP, OP
+
+HOPPER, ADA = ("NVIDIA H200", 132), ("NVIDIA GeForce RTX 4090", 128)
+needs_jax_011 = pytest.mark.skipif(
+    MOSAIC != "mosaic" and jax.__version_info__ < (0, 11),
+    reason="JAX 0.10 interprets neither what lies past the end of an array nor transposed operands",
+)
+# A chain of five products whose operands, results between kernels among them, are rounded: as much as the op's own
+# rounding for each, and an outlier where the sum is small.
+GRADIENTS = {"float32": DEEP, "float16": 3 * OP["float16"], "bfloat16": 3 * OP["bfloat16"]}
+
+
+def draw(
+    n: int, c: int, h: int, *, gate_after: bool, bias: bool, mask: str = "factors", batch: int = 1, seed: int = 0
+):
+    """The operands by name, float32, and a cotangent."""
+    rng = np.random.default_rng(seed)
+    g = c if gate_after else h
+    operands = dict(
+        x=normal(rng, batch, n, n, c),
+        norm_scale=normal(rng, c, shift=1, scale=0.3),
+        norm_bias=normal(rng, c),
+        w_in=normal(rng, c, 4, h, scale=c**-0.5),
+        out_norm_scale=normal(rng, h, shift=1, scale=0.3),
+        out_norm_bias=normal(rng, h),
+        w_gate=normal(rng, c, g, scale=c**-0.5),
+        w_out=normal(rng, h, c, scale=h**-0.5),
+    )
+    if bias:
+        operands |= dict(b_in=normal(rng, 4, h), b_gate=normal(rng, g), b_out=normal(rng, c))
+    holes = rng.random((batch, n, n)) < 0.7
+    if mask == "factors":
+        operands["mask"] = array(rng.uniform(0.3, 1.5, holes.shape) * holes, "float32")
+    elif mask == "holes":
+        operands["mask"] = array(holes)
+    return operands, normal(rng, batch, n, n, c)
+
+
+def gradients(operands: dict[str, jax.Array], cotangent: jax.Array, **options: Any) -> dict[str, jax.Array]:
+    """The gradients of the operands that have one."""
+    moving = {name: x for name, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+    @jax.jit
+    def pulled(moving: dict[str, jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
+        out, pull = jax.vjp(lambda moving: ops.triangle_update(**operands | moving, **options), moving)
+        return pull(cotangent.astype(out.dtype))[0]
+
+    return pulled(moving, cotangent)
+
+
+def exact(operands: dict[str, jax.Array], cotangent: jax.Array, *, direction: str, gate_after: bool, **_: Any):
+    """The gradients of the formula in float64, where a mask of 0 is 0 times whatever is there."""
+    with jax.enable_x64(True):
+        given = {name: jnp.asarray(float64(x)) for name, x in operands.items()}
+
+        def formula(p: dict[str, jax.Array]) -> jax.Array:
+            def normed(y: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+                d = y - jnp.mean(y, -1, keepdims=True)
+                return d / jnp.sqrt(jnp.mean(d * d, -1, keepdims=True) + 1e-5) * scale + bias
+
+            z = normed(p["x"], p["norm_scale"], p["norm_bias"])
+            q = jnp.einsum("bijc,cgh->gbijh", z, p["w_in"])
+            if "b_in" in p:
+                q += p["b_in"][:, None, None, None]
+            left, right = q[0] * jax.nn.sigmoid(q[1]), q[2] * jax.nn.sigmoid(q[3])
+            if "mask" in p:
+                kept = (p["mask"] != 0)[..., None]
+                left, right = (jnp.where(kept, p["mask"][..., None] * side, 0.0) for side in (left, right))
+            y = jnp.einsum({"outgoing": "bikh,bjkh->bijh", "incoming": "bkih,bkjh->bijh"}[direction], left, right)
+            y = normed(y, p["out_norm_scale"], p["out_norm_bias"])
+            gate = jax.nn.sigmoid(z @ p["w_gate"] + p.get("b_gate", 0.0))
+            if gate_after:
+                return (y @ p["w_out"] + p.get("b_out", 0.0)) * gate
+            return (y * gate) @ p["w_out"] + p.get("b_out", 0.0)
+
+        found = jax.jit(lambda p, c: jax.vjp(formula, p)[1](c)[0])(given, jnp.asarray(float64(cotangent)))
+        return {name: float64(x) for name, x in found.items()}
+
+
+def assert_gradients(found: dict[str, jax.Array], wanted: dict[str, np.ndarray], tolerance: float) -> None:
+    for name, x in found.items():
+        assert np.all(np.isfinite(float64(x))), name
+        error = relative_error(x, wanted[name])
+        assert error <= tolerance, f"{name}: relative error {error:.2e} is over {tolerance:.1e}"
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "n, c, h, gate_after, bias, mask, direction, dtype",
+    [
+        (1, 8, 8, False, True, "none", "outgoing", "float32"),
+        (7, 10, 6, False, True, "factors", "outgoing", "float32"),
+        (7, 10, 6, True, False, "holes", "incoming", "float16"),
+        (9, 16, 20, True, True, "factors", "incoming", "float32"),
+        (9, 16, 20, True, True, "factors", "outgoing", "bfloat16"),
+        (9, 20, 16, False, False, "factors", "incoming", "float16"),
+        *by_device(
+            cpu=[(17, 40, 33, False, True, "holes", "outgoing", "float16")],
+            gpu=[
+                (n, c, h, gate_after, bias, mask, direction, dtype)
+                for n, c, h in ((33, 64, 128), (129, 128, 128), (200, 96, 50), (256, 128, 64))
+                for gate_after, bias, mask, direction, dtype in (
+                    (False, True, "factors", "outgoing", "float16"),
+                    (True, True, "holes", "incoming", "bfloat16"),
+                    (True, False, "none", "outgoing", "bfloat16"),
+                )
+            ],
+        ),
+    ],
+)
+def test_gradients(n, c, h, gate_after, bias, mask, direction, dtype):
+    operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=bias, mask=mask)
+    options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_programs_that_walk_over_many_blocks(monkeypatch, dtype):
+    """As on a GPU at large sizes: here each block would have a program of its own."""
+    monkeypatch.setattr(target, "current", lambda: gpu(num_cores=1))
+    operands, cotangent = draw(7, 10, 6, gate_after=True, bias=True, batch=2)
+    options = dict(direction="outgoing", gate_after=True, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@needs_jax_011
+@pytest.mark.parametrize(
+    "n, c, h, gate_after, direction, dtype",
+    [
+        (64, 16, 32, True, "outgoing", "bfloat16"),
+        (64, 16, 32, False, "incoming", "float16"),
+        (13, 64, 32, False, "outgoing", "float16"),  # by Mosaic's projections, too, which fill matrices up
+        (5, 64, 32, True, "incoming", "bfloat16"),
+        *by_device(
+            cpu=[],
+            gpu=[
+                (n, 128, 128, after, direction, dtype)
+                for n, after, direction, dtype in (
+                    (70, True, "outgoing", "bfloat16"),
+                    (129, False, "incoming", "float16"),
+                    (384, True, "incoming", "bfloat16"),
+                    (768, True, "outgoing", "bfloat16"),
+                )
+            ],
+        ),
+    ],
+)
+def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtype):
+    operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=False, batch=2 if n < 64 else 1)
+    options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=MOSAIC, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("gate_after, mask, dtype", [(True, "none", "float16"), (False, "factors", "bfloat16")])
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask, dtype, residuals):
+    """As who copies whole tiles of them has them: two of 9 rows and columns, with rows of 16 and columns of 64."""
+    kernels = functools.partial(schedules.triton_kernels, by_rows=True)
+    monkeypatch.setattr(
+        backward_schedules, "_triton", lambda config: dataclasses.replace(kernels(config), tile=(8, 64))
+    )
+    operands, cotangent = draw(9, 16, 20, gate_after=gate_after, bias=True, mask=mask, batch=2)
+    options = dict(direction="incoming", gate_after=gate_after, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=KERNEL, residuals=residuals, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("backend", ["triton", pytest.param("mosaic", marks=needs_jax_011)])
+def test_products_of_two_arrays(backend, transpose):
+    """With each transpose, of channels that lie anywhere in their arrays."""
+    n, rng = by_device(cpu=64, gpu=320), np.random.default_rng(3)
+    left, right = (normal(rng, 2, n, channels, n, dtype="bfloat16") for channels in (5, 4))
+    module, interpret = {
+        "triton": (trimul_product, not ON_GPU),
+        "mosaic": (mosaic_product, MOSAIC != "mosaic"),
+    }[backend]
+
+    @jax.jit
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        form = Product(
+            sides=left,
+            right=right,
+            channels=2,
+            left_from=3,
+            right_from=1,
+            transpose_left=transpose[0],
+            transpose_right=transpose[1],
+            factor=0.5,
+            precision=jax.lax.Precision.DEFAULT,
+            by_rows=True,
+        )
+        return module.product(form, config=None, target=target.current(), interpret=interpret)
+
+    a, b = (float64(x).transpose(0, 2, 1, 3) for x in (left[:, :, 3:5], right[:, :, 1:3]))
+    a, b = (x.swapaxes(2, 3) if t else x for x, t in zip((a, b), transpose, strict=True))
+    assert_close(product(left, right), 0.5 * (a @ b).transpose(0, 2, 1, 3), OP["bfloat16"])
+
+
+# What is kept, and what is not
+
+
+@pytest.mark.parametrize("dtype, gate_after", [("float16", False), ("bfloat16", True)])
+def test_saved_and_computed_again_are_the_same(dtype, gate_after):
+    n, c, h = by_device(cpu=(7, 10, 6), gpu=(129, 128, 128))
+    operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=True)
+    options = dict(direction="outgoing", gate_after=gate_after, compute_dtype=dtype, implementation=KERNEL)
+    saved, again, twice = (
+        gradients(operands, cotangent, residuals=residuals, **options)
+        for residuals in ("save", "recompute", "recompute")
+    )
+    for name in saved:
+        assert_equal(saved[name], again[name])
+        assert_equal(again[name], twice[name])
+
+
+@pytest.mark.parametrize("gate_after", [False, True])
+@pytest.mark.parametrize(
+    "residuals, implementation", [("save", "triton"), ("save", "mosaic"), ("recompute", "mosaic")]
+)
+def test_what_is_kept(residuals, implementation, gate_after, n=64, c=64, h=32):
+    """Left, right, y and the gate in the compute dtype, or nothing: besides the operands and the result."""
+    operands, _ = draw(n, c, h, gate_after=gate_after, bias=False, mask="none")
+    options = dict(direction="outgoing", gate_after=gate_after, compute_dtype="bfloat16", residuals=residuals)
+    f = functools.partial(ops.triangle_update, implementation=implementation, **options)
+    with cuda_device(*HOPPER):
+        out, pull = jax.eval_shape(lambda operands: jax.vjp(lambda o: f(**o), operands), operands)
+    arrays = [x for x in jax.tree.leaves(pull) if x.dtype == jnp.bfloat16]
+    g = c if gate_after else h
+    assert sum(x.size for x in arrays) == (0 if residuals == "recompute" else (3 * h + g) * n * n)
+    assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("implementation", [KERNEL, "xla"])
+def test_of_a_bounded_forward_pass(implementation):
+    """It keeps nothing, and is the gradient of an update that is not bounded."""
+    operands, cotangent = draw(24, 16, 64, gate_after=False, bias=False)
+    options = dict(direction="outgoing", compute_dtype="float16", implementation=implementation)
+    wanted = gradients(operands, cotangent, residuals="recompute", **options)
+    found = gradients(operands, cotangent, max_temporary_bytes=200_000, **options)
+    for name, x in found.items():
+        if implementation == "xla":
+            assert_close(x, wanted[name], 3 * OP["float16"])
+        else:
+            assert_equal(x, wanted[name])
+
+
+def test_an_unknown_residuals():
+    operands, _ = draw(3, 4, 4, gate_after=False, bias=False)
+    with pytest.raises(ValueError, match=r"residuals='keep' is unknown; expected one of \('save', 'recompute'\)"):
+        ops.triangle_update(**operands, direction="outgoing", residuals="keep")
+
+
+# Ranges
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("by", [2.0**-60, 2.0**60])
+def test_cotangents_of_any_size(dtype, by):
+    n, c, h = by_device(cpu=(7, 10, 6), gpu=(64, 64, 64))
+    operands, cotangent = draw(n, c, h, gate_after=True, bias=True)
+    options = dict(direction="incoming", gate_after=True, compute_dtype=dtype, implementation=KERNEL)
+    found, wanted = (gradients(operands, c, **options) for c in (cotangent * by, cotangent))
+    for name in wanted:
+        assert_close(found[name] / by, wanted[name], 2.0**-20)
+
+
+def test_factors_of_a_mask_beyond_half_precision(n=7):
+    operands, cotangent = draw(n, 10, 6, gate_after=False, bias=False, mask="none")
+    operands["mask"] = array(np.random.default_rng(1).uniform(300.0, 900.0, (1, n, n)), "float32")
+    options = dict(direction="outgoing", gate_after=False, compute_dtype="float16")
+    found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_x_and_weights_of_any_size(scale):
+    operands, cotangent = draw(7, 10, 6, gate_after=False, bias=False, mask="holes")
+    operands["x"] = operands["x"] * 1e4 + 3e4
+    operands["w_in"] = operands["w_in"].at[:, ::2].multiply(scale)
+    options = dict(direction="outgoing", gate_after=False, compute_dtype="float16")
+    found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
+
+
+@pytest.mark.parametrize("padding", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("gate_after", [False, True])
+def test_what_is_masked_adds_nothing(padding, gate_after):
+    """Where its result has no cotangent: not even 0 times what is not finite."""
+    operands, cotangent = draw(7, 10, 6, gate_after=gate_after, bias=True, mask="holes")
+    kept = operands["mask"][..., None]
+    cotangent = jnp.where(kept, cotangent, 0.0)
+    options = dict(direction="outgoing", gate_after=gate_after, compute_dtype="float16", implementation=KERNEL)
+    wanted = gradients(operands, cotangent, **options)
+    found = gradients(operands | {"x": jnp.where(kept, operands["x"], padding)}, cotangent, **options)
+    for name in wanted:
+        if name == "x":
+            assert_equal(jnp.where(kept, found[name], 0.0), jnp.where(kept, wanted[name], 0.0))
+        else:
+            assert_equal(found[name], wanted[name])
+
+
+# Transformations
+
+
+def test_under_vmap_remat_and_scan():
+    operands, cotangent = draw(5, 8, 6, gate_after=True, bias=False, batch=2)
+    x, mask = operands.pop("x"), operands.pop("mask")
+    options = dict(direction="incoming", gate_after=True, compute_dtype="float32", implementation=KERNEL)
+
+    def loss(operands, x, mask, cotangent, wrap=lambda f: f):
+        f = wrap(lambda x: ops.triangle_update(x, mask=mask, **operands, **options))
+        return jnp.sum(f(x) * cotangent)
+
+    wanted = jax.jit(jax.grad(loss, (0, 1)))(operands, x, mask, cotangent)
+    each = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0, 0)))(operands, x, mask, cotangent)
+    again = jax.jit(jax.grad(functools.partial(loss, wrap=jax.checkpoint), (0, 1)))(operands, x, mask, cotangent)
+
+    @jax.jit
+    def scanned(operands, x):
+        total, _ = jax.lax.scan(
+            lambda total, given: (total + loss(operands, *given), None), 0.0, (x, mask, cotangent)
+        )
+        return total
+
+    in_turn = jax.grad(scanned, (0, 1))(operands, x)
+    summed = jax.tree.map(lambda a: jnp.sum(a, axis=0), each[0])
+    for found in ((summed, each[1]), again, in_turn):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert_close(a, b, DEEP)
+
+
+def test_a_gradient_of_the_gradient():
+    operands, cotangent = draw(3, 4, 4, gate_after=False, bias=False)
+    x = operands.pop("x")
+
+    def of_gradient(implementation):
+        f = lambda x: ops.triangle_update(  # noqa: E731
+            x, **operands, direction="outgoing", compute_dtype="float32", implementation=implementation
+        )
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(jax.vjp(f, x)[1](cotangent)[0]))))(x)
+
+    assert_close(of_gradient(KERNEL), of_gradient("xla"), DEEP)
+
+
+# Lowering
+
+
+@pytest.mark.parametrize(
+    "device, implementation",
+    [(HOPPER, "mosaic"), (HOPPER, "triton"), (ADA, "triton")],
+    ids=["mosaic", "h200", "ada"],
+)
+@pytest.mark.parametrize(
+    "n, c, h, gate_after, direction, dtype",
+    [
+        (768, 128, 128, True, "outgoing", "bfloat16"),
+        (77, 50, 33, False, "incoming", "float16"),
+    ],
+)
+def test_lowers_to_kernels(device, implementation, n, c, h, gate_after, direction, dtype):
+    shapes = jax.eval_shape(lambda: draw(4, c, h, gate_after=gate_after, bias=True, mask="none"))
+    operands, x = shapes[0], jax.ShapeDtypeStruct((1, n, n, c), "bfloat16")
+    options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype, implementation=implementation)
+
+    def pulled(operands, cotangent):
+        return jax.vjp(lambda o: ops.triangle_update(**o, **options), operands)[1](cotangent)
+
+    with cuda_device(*device):
+        lowered = jax.jit(pulled).trace(operands | {"x": x}, x).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "stablehlo.dot_general" not in text
+    assert text.count(f"@{TRITON_CALL}") >= 8
+    assert (text.count(f"@{MOSAIC_CALL}") > 0) == (implementation == "mosaic")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("device", [HOPPER, ADA], ids=["h200", "ada"])
+def test_blocks_fit_into_shared_memory(device, dtype, n=768, c=128, h=128):
+    abstract = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    precision = jax.lax.Precision.DEFAULT
+    projection = Projection(
+        x=abstract((n, n, c)),
+        mask=None,
+        norm_scale=abstract((c,)),
+        norm_bias=abstract((c,)),
+        w=abstract((c, 4, h)),
+        bias=None,
+        w_gate=abstract((c, c)),
+        b_gate=None,
+        epsilon=1e-5,
+        precision=precision,
+    )
+    end = Output(
+        ys=(abstract((n, h, n)),),
+        gate=abstract((n, c, n)),
+        bounds=abstract((8, 5)),
+        scale=abstract((h,)),
+        shift=abstract((h,)),
+        w=abstract((h, c)),
+        bias=None,
+        gate_after=True,
+        factor=1.0,
+        epsilon=1e-5,
+        precision=precision,
+        out_dtype=jnp.dtype("float32"),
+        size=n,
+    )
+    with cuda_device(*device):
+        of = target.current()
+    for module, form in (
+        (trimul_output_backward, end),
+        (trimul_project_backward, projection),
+        (trimul_weights_backward, projection),
+    ):
+        assert module.shared_memory(module.heuristic(form, of), form) <= of.shared_memory
