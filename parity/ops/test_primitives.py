@@ -125,7 +125,7 @@ def test_functions_of_triton_lower():
     assert TRITON_CALL in lowered(functions, arrays)
 
 
-# Mosaic: a tile of shared memory in one warpgroup's registers, and its transpose.
+# Mosaic: a tile of shared memory in one warpgroup's registers, and its transpose, stored and loaded as such.
 M, N = 64, 128
 
 
@@ -144,22 +144,25 @@ def transposing(refs: Refs) -> None:
     (y,) = elementwise(affine, x, index, **vectors)
     memory.commit_reads()
     memory.store_transposed(refs.o_tile, y)
+    refs.t_tile[...] = memory.load_transposed(refs.x_tile, layout)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.o_tile, refs.o)
+    plgpu.copy_smem_to_gmem(refs.t_tile, refs.t)
     plgpu.wait_smem_to_gmem(0)
 
 
-def transposed(arrays: Arrays, *, interpret: bool) -> jax.Array:
+def transposed(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
     dtype = arrays["x"].dtype
-    (out,) = launch(
+    return launch(
         transposing,
         arrays,
-        dict(o=jax.ShapeDtypeStruct((N, M), dtype)),
+        dict.fromkeys("ot", jax.ShapeDtypeStruct((N, M), dtype)),
         dict(
             x_tile=memory.tiled((M, N), dtype),
             scale_tile=plgpu.SMEM((M,), jnp.float32),
             shift_tile=plgpu.SMEM((N,), jnp.float32),
             o_tile=memory.tiled((N, M), dtype),
+            t_tile=memory.tiled((N, M), dtype),
             full=plgpu.Barrier(num_arrivals=3),
         ),
         name="transposed",
@@ -167,7 +170,6 @@ def transposed(arrays: Arrays, *, interpret: bool) -> jax.Array:
         num_warpgroups=1,
         interpret=interpret,
     )
-    return out
 
 
 def tile(dtype: str) -> Arrays:
@@ -184,7 +186,8 @@ STORES_NONE = "JAX 0.10 does not store what it transposes"
 def test_memory_of_mosaic(dtype):
     arrays = tile(dtype)
     with all_called("mosaic.common.memory", "mosaic.common.elementwise"):
-        out = jax.jit(functools.partial(transposed, interpret=MOSAIC != "mosaic"))(arrays)
+        out, turned = jax.jit(functools.partial(transposed, interpret=MOSAIC != "mosaic"))(arrays)
+    np.testing.assert_array_equal(turned, arrays["x"].T)
     x, scale, shift = (float64(value) for value in arrays.values())
     assert_close(out, (x * scale[:, None] + np.arange(N) * 0.125 + shift).T, ROUNDED[dtype])
 

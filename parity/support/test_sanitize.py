@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from pallas_models.dispatch import run
-from pallas_models.dispatch.records import Call
+from pallas_models.dispatch.records import Op
 from parity import __main__ as check
 from parity.cases import records
 from parity.support import sanitize
@@ -33,10 +33,10 @@ def runs() -> list[Run]:
     called: set[tuple[str, str]] = set()
     original, found = run._run, []
 
-    def spy(*args: Any, call: Call[Any], **rest: Any) -> Any:
-        if call.names[0] != "xla":  # as within a reference
-            called.add((call.op.name, call.names[0]))
-        return original(*args, call=call, **rest)
+    def spy(*args: Any, op: Op[Any], names: tuple[str, ...], **rest: Any) -> Any:
+        if names[0] != "xla":  # as within a reference
+            called.add((op.name, names[0]))
+        return original(*args, op=op, names=names, **rest)
 
     with pytest.MonkeyPatch.context() as monkeypatch, cuda_device("NVIDIA H200", 132):
         monkeypatch.setattr(run, "_run", spy)
