@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_models.kernels.common.trimul_scales import sums_factor
 from pallas_models.kernels.forms.trimul import Form, Output, Product
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
@@ -211,7 +210,7 @@ def _gradient(
 
 
 def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax.Array]:
-    """The cotangents of left and of right, (B, N, H, N'), scaled by `_factor` and as dy and the sides are."""
+    """The cotangents of left and of right, (B, N, H, N'), scaled by `Update.factor` and as both are."""
     h, incoming = update.form.hidden, update.form.direction == "incoming"
 
     def product(transpose: tuple[bool, bool], side: int) -> jax.Array:
@@ -224,7 +223,7 @@ def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax
             right_from=0 if incoming else side * h,
             transpose_left=transpose[0],
             transpose_right=transpose[1],
-            factor=_factor(update),
+            factor=update.factor,
             precision=update.form.precision,
             by_rows=True,
         )
@@ -233,10 +232,6 @@ def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax
     if incoming:  # y = left' right
         return [product((False, True), 1), product((False, False), 0)]
     return [product((False, False), 1), product((True, False), 0)]  # y = left right'
-
-
-def _factor(update: Update) -> float:
-    return sums_factor(update.shape[1])
 
 
 def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
@@ -248,5 +243,5 @@ def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
         shrink = trimul_output_backward.powers_of_two(largest) * 2.0**-14
     # The cotangent of a side is scaled by as much as the other side is, and its weights by as much as the side.
     left, right = update.scales
-    both = 1.0 / (_factor(update) * of_y) / left / right
+    both = 1.0 / (update.factor * of_y) / left / right
     return jnp.stack([both / shrink, both / GATED, 1.0 / of_gate, shrink])

@@ -1,8 +1,9 @@
 """What the kernels share: their launch, tile arithmetic, masked access, primitives, activations in registers."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ from pallas_models import _jax
 from pallas_models.kernels.common.activations import GELU_POLYNOMIAL, GELU_TANH, MINUS_LOG2_E
 from pallas_models.kernels.common.backend import Backend, Ref
 from pallas_models.kernels.common.primitives import meaning, tracing
+from pallas_models.target import Target
 
 plgpu = Backend("jax.experimental.pallas.triton")
+
+_Config = TypeVar("_Config", bound=Any)
 
 
 def launch(
@@ -56,6 +60,18 @@ def check_powers_of_two(config: object, *names: str) -> None:
         value = getattr(config, name)
         if value < 1 or value & (value - 1):
             raise ValueError(f"{type(config).__module__}: {name}={value} must be a power of two")
+
+
+def fitted(config: _Config, size: Callable[[_Config], int], target: Target) -> _Config:
+    """The config, or one with fewer stages or a smaller `block_m` whose `size`, in bytes, shared memory holds.
+
+    `block_m` stays 16 at the least.
+    """
+    while size(config) > target.shared_memory and config.num_stages > 1:
+        config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+    while size(config) > target.shared_memory and config.block_m > 16:
+        config = dataclasses.replace(config, block_m=config.block_m // 2)
+    return config
 
 
 def block_size(size: int, low: int, high: int) -> int:

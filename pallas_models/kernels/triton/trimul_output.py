@@ -18,6 +18,7 @@ from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
+    fitted,
     in_bounds,
     launch,
     load,
@@ -64,13 +65,9 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
 
 def heuristic(form: Output[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
-    config, (h, c), dtype = _measured(form, target), form.w.shape, form.w.dtype
-    while shared_memory(config, h, c, dtype) > target.shared_memory and config.block_m > 16:
-        if config.num_stages > 1:
-            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-        else:
-            config = dataclasses.replace(config, block_m=config.block_m // 2)
-    return config
+    h, c = form.w.shape
+    size = functools.partial(shared_memory, h=h, c=c, dtype=form.w.dtype)
+    return fitted(_measured(form, target), size, target)
 
 
 def _measured(form: Output[Any], target: Target) -> Config:

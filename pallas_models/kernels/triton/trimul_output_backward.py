@@ -18,6 +18,7 @@ from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
+    fitted,
     launch,
     load,
     plgpu,
@@ -52,12 +53,7 @@ def _config(block_m: int, programs_per_core: int, num_warps: int, num_stages: in
 def heuristic(form: Output[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
     config = _config(16, 1, 4, 1) if form.w.dtype.itemsize == 4 else _config(64, 1, 8, 2)
-    while shared_memory(config, form) > target.shared_memory and config.block_m > 16:
-        if config.num_stages > 1:
-            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-        else:
-            config = dataclasses.replace(config, block_m=config.block_m // 2)
-    return config
+    return fitted(config, functools.partial(shared_memory, form=form), target)
 
 
 def configs(dtype: DTypeLike) -> Iterator[Config]:

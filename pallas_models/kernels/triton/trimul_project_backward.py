@@ -22,6 +22,7 @@ from pallas_models.kernels.triton.common import (
     activate,
     block_size,
     check_powers_of_two,
+    fitted,
     in_bounds,
     launch,
     load,
@@ -72,11 +73,7 @@ def heuristic(form: Projection[Any], target: Target) -> Config:
         config = _config(16, 16, 1, 4, 1)
     else:  # float16 has two sums
         config = _config(64 if form.w.dtype == jnp.float16 else 128, 64, 1, 8, 2)
-    while shared_memory(config, form) > target.shared_memory and config.num_stages > 1:
-        config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-    while shared_memory(config, form) > target.shared_memory and config.block_m > 16:
-        config = dataclasses.replace(config, block_m=config.block_m // 2)
-    return config
+    return fitted(config, functools.partial(shared_memory, form=form), target)
 
 
 def configs(dtype: DTypeLike) -> Iterator[Config]:

@@ -20,6 +20,7 @@ from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
+    fitted,
     in_bounds,
     launch,
     load,
@@ -69,11 +70,7 @@ def heuristic(form: Projection[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
     of = functools.partial(_config, form, target)
     config = of(16, 16, 2, 4, 1) if form.w.dtype.itemsize == 4 else of(128, 64, 1, 8, 2)
-    while shared_memory(config, form) > target.shared_memory and config.num_stages > 1:
-        config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-    while shared_memory(config, form) > target.shared_memory and config.block_m > 16:
-        config = dataclasses.replace(config, block_m=config.block_m // 2)
-    return config
+    return fitted(config, functools.partial(shared_memory, form=form), target)
 
 
 def configs(form: Projection[Any], target: Target) -> Iterator[Config]:
