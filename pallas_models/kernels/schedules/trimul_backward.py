@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.forms.trimul import Form, Output, Product
+from pallas_models.kernels.forms.trimul_backward import GATED, Given
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
 from pallas_models.kernels.triton import trimul_output_backward, trimul_project_backward, trimul_weights_backward
-from pallas_models.kernels.triton.trimul_project_backward import GATED
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -180,9 +180,7 @@ def _gradient(
     of_end = trimul_output_backward.output_backward(end, _in_rows(dout), config=config, **where)
     dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
     scales = _scales(update, of_end.scales)
-    given = trimul_project_backward.Given(
-        left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales
-    )
+    given = Given(left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales)
     projection, options = update.projection, where | dict(config=config)
     of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
     of_w = trimul_weights_backward.weights_backward(projection, of_x.z, given, **options)

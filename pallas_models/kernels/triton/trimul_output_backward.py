@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.trimul_scales import LOG2_LARGEST
 from pallas_models.kernels.forms.trimul import Output
+from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
@@ -307,29 +308,6 @@ def _kernel(
         store(db_ref.at[jnp.int32(0), pid, cs], db[0], c_mask)
 
 
-class Pulled(NamedTuple):
-    """The cotangents of a call; sums over positions are float32.
-
-    Attributes:
-      y: (B', H, M'), in the dtype of the products, 0 for what no result is made of, times `scales[1]`: of y as it
-        is without its scale.
-      gate: (B', G, M'), likewise, times `scales[2]`: of what the gate is the sigmoid of.
-      scales: (3,), powers of two, or None where all are 1.
-      w: (H, C).
-      scale: (H,).
-      shift: (H,).
-      bias: (C,), or None where there is no bias.
-    """
-
-    y: jax.Array
-    gate: jax.Array
-    scales: jax.Array | None
-    w: jax.Array
-    scale: jax.Array
-    shift: jax.Array
-    bias: jax.Array | None
-
-
 def powers_of_two(largest: jax.Array) -> jax.Array:
     """Powers of two, times which numbers of this size are 2**13 to 2**14, as far as both are within float32."""
     exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
@@ -340,15 +318,13 @@ def powers_of_two(largest: jax.Array) -> jax.Array:
 def output_backward(
     form: Output[jax.Array],
     dout: jax.Array,
+    scales: jax.Array | None,
     *,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> Pulled:
-    """The gradient of `trimul_output.output`, for the cotangent (B, M, C) of its result, of any float dtype.
-
-    Products take float16 only from a first pass on, which finds the largest of what is to be rounded.
-    """
+) -> OfEnd:
+    """The gradient of `trimul_output.output`, for the cotangent (B, M, C) of its result, of any float dtype."""
     (y,), (h, c), dtype = form.ys, form.w.shape, form.w.dtype
     (items, _, width), gates = y.shape, c if form.gate_after else h
     config = choose(
@@ -368,24 +344,8 @@ def output_backward(
     )
     sizes = _Sizes(form.abstract(), config.block_m, width)
     programs = min(items * sizes.columns, config.programs_per_core * target.num_cores)
-    call = functools.partial(
-        launch,
-        grid=(programs,),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        interpret=interpret,
-    )
-    operands = Operands(y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias)
-    scales = None
-    if dtype == jnp.float16:
-        largest = call(
-            functools.partial(_largest_kernel, sizes=sizes, programs=programs),
-            out_shape=jax.ShapeDtypeStruct((programs, 3), jnp.float32),
-            name="trimul_output_backward_largest",
-        )(operands)
-        scales = powers_of_two(jnp.max(largest, axis=0))
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    dy, dgate, dw, dnorm, db = call(
+    dy, dgate, dw, dnorm, db = launch(
         functools.partial(_kernel, sizes=sizes, programs=programs),
         out_shape=(
             jax.ShapeDtypeStruct((items, h, width), dtype),
@@ -394,15 +354,18 @@ def output_backward(
             float32((2, programs, h)),
             None if form.bias is None else float32((1, programs, c)),
         ),
+        grid=(programs,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
         name="trimul_output_backward",
-    )(operands, scales)
+    )(Operands(y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias), scales)
     total = functools.partial(column_sums, interpret=interpret)
     (dw,), (dscale, dshift) = total(dw.reshape(1, programs, h * c), [jnp.float32]), total(dnorm, [jnp.float32] * 2)
     dw = dw.reshape(h, c)
-    return Pulled(
+    return OfEnd(
         y=dy,
         gate=dgate,
-        scales=scales,
         w=dw if scales is None else dw / scales[0],
         scale=dscale,
         shift=dshift,

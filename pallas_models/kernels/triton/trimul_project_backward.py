@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
+from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     activate,
@@ -34,8 +35,6 @@ from pallas_models.kernels.triton.common import (
 from pallas_models.kernels.triton.trimul_project import tanh
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
-
-GATED = 2.0**-14  # of the cotangent of a gate: what left and right are at most is its inverse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,24 +88,6 @@ def shared_memory(config: Config, form: Projection[Any]) -> int:
     staged = config.block_n * (2 * c + config.block_m)
     kept = config.block_m * (c + 2 * config.block_n)
     return (config.num_stages * staged + kept) * itemsize
-
-
-class Given(NamedTuple):
-    """The cotangents that come to the projections, each scaled.
-
-    Attributes:
-      left: (B', H, M').
-      right: (B', H, M').
-      gate: (B', G, M'), of what the gate is the sigmoid of.
-      scales: (4,), powers of two. Products of cotangents with the weights as they are given are multiplied by the
-        first for projections, by the second for their gates, and by the third for the gate; the cotangents of
-        projections are multiplied by the last, so that no factor of a mask makes them too large for float16.
-    """
-
-    left: jax.Array
-    right: jax.Array
-    gate: jax.Array
-    scales: jax.Array
 
 
 class Rows(NamedTuple):
@@ -363,24 +344,6 @@ def _kernel(
         store(dnorm_ref.at[jnp.int32(i), pid, cs], total, c_mask)
 
 
-class Pulled(NamedTuple):
-    """The cotangents of a call, and the normalised positions.
-
-    Attributes:
-      x: (B, M, C), in the dtype of x.
-      mask: (B, M), float32, or None.
-      scale: (C,), float32, of the norm.
-      shift: (C,), float32, of the norm.
-      z: (B, M, C), in the dtype of the products.
-    """
-
-    x: jax.Array
-    mask: jax.Array | None
-    scale: jax.Array
-    shift: jax.Array
-    z: jax.Array
-
-
 def project_backward(
     form: Projection[jax.Array],
     given: Given,
@@ -389,7 +352,7 @@ def project_backward(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> Pulled:
+) -> OfPositions:
     """The gradient of `trimul_project.project` but for the weights.
 
     Args:
@@ -433,4 +396,4 @@ def project_backward(
         name="trimul_project_backward",
     )(x, form.mask, Weights(form.norm_scale, form.norm_bias, form.w, form.bias, form.w_gate), given)
     dscale, dshift = column_sums(dnorm, [jnp.float32] * 2, interpret=interpret)
-    return Pulled(x=dx, mask=dmask, scale=dscale, shift=dshift, z=z)
+    return OfPositions(x=dx, mask=dmask, scale=dscale, shift=dshift, z=z)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
+from pallas_models.kernels.forms.trimul_backward import Given, OfWeights
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
@@ -29,7 +30,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.kernels.triton.trimul_project_backward import Given, Rows, Side
+from pallas_models.kernels.triton.trimul_project_backward import Rows, Side
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -184,22 +185,6 @@ def _kernel(
         add_up(cotangents)
 
 
-class Pulled(NamedTuple):
-    """The cotangents of weights and biases, float32.
-
-    Attributes:
-      w: (C, 4, H), of the weights without their scales.
-      bias: (4, H), likewise, or None where there is no bias.
-      w_gate: (C, G).
-      b_gate: (G,), or None where there is no bias.
-    """
-
-    w: jax.Array
-    bias: jax.Array | None
-    w_gate: jax.Array
-    b_gate: jax.Array | None
-
-
 def weights_backward(
     form: Projection[jax.Array],
     z: jax.Array,
@@ -208,7 +193,7 @@ def weights_backward(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> Pulled:
+) -> OfWeights:
     """The gradient of `trimul_project.project` for the weights, from the normalised positions z (B, M, C).
 
     Each is still to be multiplied by the scale of its cotangent among the first three `scales`.
@@ -265,5 +250,5 @@ def weights_backward(
     w, *bias = (side_columns(y[:of_sides]) for y in sums)
     w_gate, *b_gate = (gate_columns(y[of_sides:]) for y in sums)
     if not has_bias:
-        return Pulled(w=w, bias=None, w_gate=w_gate, b_gate=None)
-    return Pulled(w=w, bias=bias[0][0], w_gate=w_gate, b_gate=b_gate[0][0])
+        return OfWeights(w=w, bias=None, w_gate=w_gate, b_gate=None)
+    return OfWeights(w=w, bias=bias[0][0], w_gate=w_gate, b_gate=b_gate[0][0])
