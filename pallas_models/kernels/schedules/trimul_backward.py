@@ -10,11 +10,17 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from pallas_models.kernels.common.trimul_scales import powers_of_two
 from pallas_models.kernels.forms.trimul import Form, Output, Product
 from pallas_models.kernels.forms.trimul_backward import GATED, Given
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
-from pallas_models.kernels.triton import trimul_output_backward, trimul_project_backward, trimul_weights_backward
+from pallas_models.kernels.triton import (
+    trimul_output_backward,
+    trimul_output_scales,
+    trimul_project_backward,
+    trimul_weights_backward,
+)
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -177,9 +183,11 @@ def _gradient(
     update = Update.of(form, kernels, **where)
     found = _filled_up(update, kept) if kept else _residuals(update)
     end = _end(update, found)
-    of_end = trimul_output_backward.output_backward(end, _in_rows(dout), config=config, **where)
+    dout = _in_rows(dout)
+    of_output = trimul_output_scales.scales(end, dout, **where)
+    of_end = trimul_output_backward.output_backward(end, dout, of_output, config=config, **where)
     dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
-    scales = _scales(update, of_end.scales)
+    scales = _scales(update, of_output)
     given = Given(left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales)
     projection, options = update.projection, where | dict(config=config)
     of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
@@ -238,7 +246,7 @@ def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
     shrink = jnp.float32(1.0)
     if update.form.factors is not None and update.form.compute_dtype == jnp.float16:
         largest = jnp.maximum(jnp.max(update.bounds[:, 4]), 1.0)
-        shrink = trimul_output_backward.powers_of_two(largest) * 2.0**-14
+        shrink = powers_of_two(largest) * 2.0**-14
     # The cotangent of a side is scaled by as much as the other side is, and its weights by as much as the side.
     left, right = update.scales
     both = 1.0 / (update.factor * of_y) / left / right
