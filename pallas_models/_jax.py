@@ -129,6 +129,31 @@ def _copy_words(scratch: Any, memory: Any) -> None:
     load.result.set_type(words)
 
 
+def barrier_address(barrier: Any) -> jax.Array:
+    """The address in shared memory of an array of barriers, in bytes, 64 bits for each: a scalar of int32.
+
+    Inside a Mosaic kernel that is compiled. `plgpu.inline_mgpu` takes references to arrays and no barriers, at
+    which what it inlines may want to arrive. In all versions from 0.11 on.
+    """
+    address: jax.Array = _barrier_address().bind(barrier)
+    return address
+
+
+@functools.cache
+def _barrier_address() -> Primitive:
+    from jax._src.pallas.mosaic_gpu import lowering
+    from jax.experimental.mosaic import gpu
+
+    def lower(_: Any, barrier: Any) -> Any:
+        address = barrier.barrier_ref.base_address
+        return gpu.utils.llvm.ptrtoint(ir.IntegerType.get_signless(32), address)
+
+    primitive = Primitive("barrier_address")
+    primitive.def_abstract_eval(lambda _: jax.core.ShapedArray((), jax.numpy.int32))
+    lowering.register_lowering_rule(primitive, gpu.LoweringSemantics.Warpgroup)(lower)
+    return primitive
+
+
 def mosaic_call_options(result: ir.Value[Any]) -> dict[str, bytes | bool] | None:
     """The attributes of the call of a Mosaic kernel that gives a value in a lowered program; None of another one.
 

@@ -14,19 +14,17 @@ from jax.typing import DTypeLike
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
-from pallas_models.dispatch.sharding import Sharding, varying_alike
+from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.channel_exchange import AxisNames, ByChannels
-from pallas_models.kernels.common.trimul_scales import scales
 from pallas_models.kernels.forms.trimul import DIRECTIONS, RESIDUALS, Direction, Form, Residuals
 from pallas_models.kernels.schedules import trimul as schedules
 from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.schedules.trimul import Config
-from pallas_models.ops import _checks, _half_precision, norm
+from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
+from pallas_models.ops._trimul_reference import reference, row_bytes, with_unread
 from pallas_models.target import AMPERE_ON, HOPPER, Target
 from pallas_models.tuning import Chooser
-
-_EQUATIONS: dict[Direction, str] = {"outgoing": "hbik,hbjk->hbij", "incoming": "hbki,hbkj->hbij"}
 
 
 def triangle_update(
@@ -52,6 +50,7 @@ def triangle_update(
     rows_over: AxisNames = (),
     columns_over: AxisNames = (),
     residuals: Residuals = "save",
+    max_temporary_bytes: int | None = None,
     config: Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -87,6 +86,19 @@ def triangle_update(
     the larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient
     of the mask is 0 where the mask is 0.
 
+    Beside x and the result kernels take (3 H + G) P s bytes, where P is all pairs, with N in multiples of 64, and
+    s the bytes of `compute_dtype`. Where `max_temporary_bytes` is less, they compute left, right and y for h of
+    the hidden channels at a time, and then gate and result for r rows: the largest h, a divisor of H and multiple
+    of 32, or H, and the largest r, G in multiples of 128, for which
+
+        H P s + max(3 h P s, r P / N ((H + G) s + a pair of x and of the result))
+
+    is within the bound. So y of all hidden channels is there as a whole. To this comes the mask, as kernels read
+    it, up to 2 P s bytes; and, in Triton kernels where C is beyond 128 or no power of two, the normalised x, C P s
+    bytes for left and right. Kernels of the same tiles give the same bits. XLA's program holds no tensor of all
+    pairs: it computes some rows of y at a time, and right again for each; a row takes 16 (2 C + 4 H + G) P / N
+    bytes. The gradient has no bound; where the forward pass has one, it is as with `"recompute"`.
+
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.
       norm_scale: (C,), scale of the layer norm of x, any float dtype, like all other weights.
@@ -109,7 +121,10 @@ def triangle_update(
       rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
         axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
       columns_over: names of the axes of the mesh over which it has split the second axis N.
-      residuals: `"save"` or `"recompute"`: whether the gradient keeps results of the forward pass.
+      residuals: `"save"` or `"recompute"`: whether the gradient keeps results of the forward pass. It keeps none
+        of a call with `max_temporary_bytes`.
+      max_temporary_bytes: bounds the memory that tensors of pairs take beside x and the result, copies of weights
+        not counted; for a device that has all pairs, and of each call that `jax.vmap` maps. No bound when None.
       config: tile sizes of the Triton kernels; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves a
         `compute_dtype` of 16 bits.
@@ -118,8 +133,9 @@ def triangle_update(
       (..., N, N, C) in `out_dtype`.
 
     Raises:
-      TypeError: an operand is not floating point.
-      ValueError: shapes do not fit, or an option is unknown.
+      TypeError: an operand is not floating point, or `max_temporary_bytes` no int.
+      ValueError: shapes do not fit, an option is unknown, or `max_temporary_bytes` is less than what the smallest
+        slices take.
       NotImplementedError: the kernel that `implementation` names does not serve the call.
     """
     rows_over, columns_over = tuple(rows_over), tuple(columns_over)
@@ -152,83 +168,12 @@ def triangle_update(
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
         rows_over=rows_over,
         columns_over=columns_over,
-        residuals=residuals,
+        max_temporary_bytes=max_temporary_bytes,
+        residuals=residuals if max_temporary_bytes is None else "recompute",
     )
     _check_weights(form)
+    _check_bound(form)
     return run(_OP, form, config=config, implementation=implementation).reshape(x.shape)
-
-
-def reference(form: Form[jax.Array]) -> Any:
-    """The update in plain XLA, of x (B, N, N, C).
-
-    Hidden channels come first, as the products over k want them, so that neither they nor the projections are
-    transposed, nor are gradients of either.
-    """
-    x, compute_dtype = form.x, form.compute_dtype
-
-    def product(equation: str, a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        if compute_dtype == jnp.float32:
-            y = jnp.einsum(equation, a, b, precision=form.precision)
-        else:
-            y = _half_precision.rounded_einsum(equation, compute_dtype, a, b)
-        return y if bias is None else y + bias.astype(jnp.float32)
-
-    def side(projection: jax.Array, gate: jax.Array) -> jax.Array:
-        y = projection * jax.nn.sigmoid(gate)
-        if form.mask is None:
-            return y
-        factor = form.mask.astype(jnp.float32)
-        return jnp.where(factor == 0, 0.0, factor * y)  # 0 times what is not finite would be NaN
-
-    z = norm.normalize(x.astype(jnp.float32), form.norm_scale, form.norm_bias, None, epsilon=form.epsilon)
-    b_in = None if form.b_in is None else form.b_in[..., None, None, None]
-    projections = product("cgh,bijc->ghbij", form.w_in, z, b_in)
-    left, right = side(*projections[:2]), side(*projections[2:])
-    by_channels = ByChannels.over(form.rows_over, form.columns_over)
-    sum_over_k = functools.partial(product, _EQUATIONS[form.direction])
-    if compute_dtype == jnp.float16:
-        by_left, by_right = _scales(form, by_channels)
-        y = by_channels.apply(sum_over_k, left * by_left, right * by_right) / by_left / by_right
-    else:
-        y = by_channels.apply(sum_over_k, left, right)
-    y = norm.normalize(y, form.out_norm_scale, form.out_norm_bias, None, epsilon=form.epsilon, axis=0)
-    gate = jax.nn.sigmoid(product("bijc,cg->bijg", z, form.w_gate, form.b_gate))
-    if form.gate_after:
-        out = product("hbij,hc->bijc", y, form.w_out, form.b_out) * gate
-    else:
-        out = product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, form.w_out, form.b_out)
-    out = out.astype(form.out_dtype)
-    return _with_unread(out, form) if form.return_residuals else out
-
-
-def _scales(form: Form[jax.Array], by_channels: ByChannels) -> list[jax.Array]:
-    """Powers of two that keep left and right in the range of float16."""
-    weights = form.factors, form.norm_scale, form.norm_bias, form.w_in.astype(form.compute_dtype), form.b_in
-    largest = _bounds(*jax.lax.stop_gradient(weights))
-    if form.factors is not None:
-        largest = by_channels.largest(largest)
-    return scales(jnp.unstack(largest), form.compute_dtype)
-
-
-def _bounds(
-    mask: jax.Array | None,
-    norm_scale: jax.Array,
-    norm_bias: jax.Array,
-    w_in: jax.Array,
-    b_in: jax.Array | None,
-) -> jax.Array:
-    """What `scales` takes, (5,), for weights of the compute dtype and the factors of a float mask."""
-    w = jnp.abs(w_in[:, ::2].astype(jnp.float32))
-    scaled, shifted = (jnp.abs(p.astype(jnp.float32))[:, None, None] * w for p in (norm_scale, norm_bias))
-    bound = jnp.sqrt(len(w) * jnp.sum(jnp.square(scaled), axis=0)) + jnp.sum(shifted, axis=0)
-    if b_in is not None:
-        bound += jnp.abs(b_in[::2])
-    factor = jnp.ones(1, jnp.float32)
-    if mask is not None:
-        size = jnp.abs(mask.astype(jnp.float32))
-        factor = jnp.max(jnp.where(size < jnp.inf, size, 1.0), keepdims=True).ravel()
-    return jnp.concatenate([jnp.max(bound, axis=1), jnp.max(w, axis=(0, 2)), factor])
 
 
 def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,15 +183,10 @@ def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callab
         if not form.return_residuals:
             return kernels(form, **options)
         if form.is_split or backward_schedules.unsupported(form.abstract(), options["target"]):
-            return _with_unread(kernels(form, **options), form)
+            return with_unread(kernels(form, **options), form)
         return keeping(form, **options)
 
     return call
-
-
-def _with_unread(out: jax.Array, form: Form[jax.Array]) -> Any:
-    """The result, and what is kept for a gradient that is the reference's."""
-    return varying_alike((out, backward_schedules.Residuals.unread(form)))
 
 
 def _backward_of(kernels: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +211,7 @@ def _backward(
 ) -> list[Any]:
     """The gradient of the reference: on each device, of the part that it has."""
     del kept, config, target, interpret
-    operands = form.operands
+    form, operands = form.replace(max_temporary_bytes=None), form.operands
 
     def of_wanted(*some: jax.Array) -> jax.Array:
         given = iter(some)
@@ -327,6 +267,7 @@ _OP: Op[Form[Any]] = Op(
             architectures=AMPERE_ON,
             call=_forward(schedules.triton, backward_schedules.triton_with_residuals),
             config=Config,
+            refuses=schedules.unsupported,
         ),
     ),
     backward=(
@@ -359,6 +300,23 @@ def _check_pairs(x: Array, mask: Array | None, grid: tuple[int, int]) -> None:
         floating = getattr(mask, "dtype", None) in _checks.FLOAT_DTYPES
         check = _checks.check_shape if floating else _checks.check_mask
         check("mask", mask, x.shape[:-1], "(..., N, N)")
+
+
+def _check_bound(form: Form[Array]) -> None:
+    most = form.max_temporary_bytes
+    if most is None:
+        return
+    if isinstance(most, bool) or not isinstance(most, int):
+        raise TypeError(
+            f"max_temporary_bytes={most!r} must be a number of bytes or None, not {type(most).__name__}"
+        )
+    if most < (least := row_bytes(form)):
+        raise ValueError(f"max_temporary_bytes={most} is less than {least}: what a row of all matrices takes")
+    if form.is_split:
+        raise ValueError(
+            f"max_temporary_bytes={most} is for a device that has all pairs; expected None with "
+            f"rows_over={form.rows_over} and columns_over={form.columns_over}"
+        )
 
 
 def _check_weights(form: Form[Array]) -> None:

@@ -37,8 +37,8 @@ def _small(size: int, dtype: str) -> Arrays:
     )
 
 
-def _hopper(size: int, dtype: str, c: int = 128) -> Arrays:
-    batch, n, h = (1, 64, 32) if size == 1 else (2, 128, 128)
+def _hopper(size: int, dtype: str, c: int = 128, less: int = 0) -> Arrays:
+    batch, n, h = (1, 64 - less, 32) if size == 1 else (2, 128 - less, 128)
     rng = np.random.default_rng(35)
     shapes = ((c,), (c,), (c, 4, h), (4, h), (h,), (h,), (c, c), (c,), (h, c), (c,))
     weights = (normal(rng, *shape, dtype=dtype, scale=c**-0.5) for shape in shapes)
@@ -206,7 +206,7 @@ def _formula(
 
 
 def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
-    n = pick.of((64, 128) if ON_GPU else (64,)) if mosaic else pick.size(most=129 if ON_GPU else 33)
+    n = pick.of((61, 64, 100, 128) if ON_GPU else (61, 64)) if mosaic else pick.size(most=129 if ON_GPU else 33)
     batch = pick.few(1, 2) if n <= 64 else 1  # a reference of more takes half a minute
     c, h = (
         (pick.of((64, 96, 128)), pick.of((32, 64, 128))) if mosaic else (pick.size(most=128), pick.size(most=128))
@@ -260,6 +260,7 @@ CASES = (
         hopper_calls=(
             Call("triangle_update", _OP, _arguments, _hopper, 11),
             Call("triangle_update_wide", _OP, _arguments, functools.partial(_hopper, c=256), 11),
+            Call("triangle_update_odd", _OP, _arguments, functools.partial(_hopper, less=3), 11),
         ),
         large={
             "triangle-128": lambda dtype: _large(dtype, 512, 128, False),

@@ -153,3 +153,25 @@ def test_calls_of_mosaic_kernels_have_a_hash_and_words_to_copy():
     if _jax.since(0, 11):
         assert b"mosaic_gpu.dump_basename" in first["module"]
     assert _jax.MOSAIC_CALL in exporting.KERNEL_CALLS
+
+
+@pytest.mark.skipif(not _jax.since(0, 11), reason="is for kernels that need JAX 0.11")
+def test_barriers_have_an_address():
+    """Of 64 bits each, one after another, at which what a Mosaic kernel inlines may arrive."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(out_ref, barriers):
+        address = _jax.barrier_address(barriers)
+        assert (address.shape, address.dtype) == ((), jnp.int32)
+        plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(lambda _, x: None)(address + 8)
+
+    semantics = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.int32),
+        scratch_types=dict(barriers=plgpu.Barrier(num_barriers=2)),
+        compiler_params=semantics,
+    )
+    with cuda_device("NVIDIA H200", 132):
+        text = jax.jit(kernel).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert _jax.MOSAIC_CALL in text

@@ -24,6 +24,7 @@ from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
 from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic.common.interpreter import cluster_size
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.triton import common as triton
 from pallas_models.kernels.triton.attention_blocks import exp2_of
 from pallas_models.kernels.triton.softmax import _row_sums
@@ -194,6 +195,56 @@ def test_memory_of_mosaic(dtype):
 @pytest.mark.skipif(OLD, reason=STORES_NONE)
 def test_memory_of_mosaic_lowers():
     assert MOSAIC_CALL in lowered(transposed, jax.eval_shape(lambda: tile("float16")))
+
+
+# Mosaic: rows 8 and on of an array that ends with the 13th, by a tile's columns and by two tiles' at a time.
+def copying(refs: Refs) -> None:
+    @pl.loop(1, 2)
+    def _(block: jax.Array) -> None:
+        rows = pl.Slice(8 * block, M)
+        for i, tile in enumerate((refs.one_tile, refs.two_tiles)):
+            columns = pl.Slice(0, tile.shape[1])
+            copy_rows(refs.x, block, rows, columns, tile, refs.full, i, row_bytes=memory.ROW_BYTES)
+            plgpu.barrier_wait(refs.full.at[i])
+
+    for tile, out in ((refs.one_tile, refs.one), (refs.two_tiles, refs.two)):
+        plgpu.copy_smem_to_gmem(tile, out)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def copied(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
+    widths, dtype = dict(one=N // 2, two=N), arrays["x"].dtype
+    return launch(
+        copying,
+        arrays,
+        {name: jax.ShapeDtypeStruct((M, width), dtype) for name, width in widths.items()},
+        dict(
+            one_tile=memory.tiled((M, N // 2), dtype),
+            two_tiles=memory.tiled((M, N), dtype),
+            full=plgpu.Barrier(num_barriers=2),
+        ),
+        name="copied",
+        num_ctas=1,
+        num_warpgroups=1,
+        interpret=interpret,
+    )
+
+
+@pytest.mark.skipif(OLD, reason="JAX 0.10 does not interpret what lies past the end of an array")
+def test_copies_of_rows_past_the_end():
+    x = normal(np.random.default_rng(75), 2, 13, N, dtype="float16")
+    with all_called("mosaic.common.row_copies"):
+        one, two = jax.jit(functools.partial(copied, interpret=MOSAIC != "mosaic"))(dict(x=x))
+    expected = np.zeros((M, N), np.float16)
+    expected[:5] = x[1, 8:]
+    there = slice(None) if MOSAIC == "mosaic" else slice(5)  # only a GPU says what lies past the end
+    np.testing.assert_array_equal(one[there], expected[there, : N // 2])
+    np.testing.assert_array_equal(two[there], expected[there])
+
+
+@pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
+def test_copies_of_rows_past_the_end_lower():
+    assert MOSAIC_CALL in lowered(copied, dict(x=jax.ShapeDtypeStruct((2, 13, N), jnp.float16)))
 
 
 # Mosaic: the sums that a cluster adds up, step after step, more steps than there are places for them.

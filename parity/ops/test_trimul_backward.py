@@ -1,5 +1,6 @@
 """Kernels of the gradient of the triangle update against derivatives in float64: values, masks, sizes, ranges."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from pallas_models import ops, target
 from pallas_models.kernels.forms.trimul import Output, Product, Projection
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
+from pallas_models.kernels.schedules import trimul as schedules
+from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.triton import (
     trimul_output_backward,
     trimul_product,
@@ -168,6 +171,8 @@ def test_programs_that_walk_over_many_blocks(monkeypatch, dtype):
     [
         (64, 16, 32, True, "outgoing", "bfloat16"),
         (64, 16, 32, False, "incoming", "float16"),
+        (13, 64, 32, False, "outgoing", "float16"),  # by Mosaic's projections, too, which fill matrices up
+        (5, 64, 32, True, "incoming", "bfloat16"),
         *by_device(
             cpu=[],
             gpu=[
@@ -183,9 +188,23 @@ def test_programs_that_walk_over_many_blocks(monkeypatch, dtype):
     ],
 )
 def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtype):
-    operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=False)
+    operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=False, batch=2 if n < 64 else 1)
     options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype)
     found = gradients(operands, cotangent, implementation=MOSAIC, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("gate_after, mask, dtype", [(True, "none", "float16"), (False, "factors", "bfloat16")])
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask, dtype, residuals):
+    """As who copies whole tiles of them has them: two of 9 rows and columns, with rows of 16 and columns of 64."""
+    kernels = functools.partial(schedules.triton_kernels, by_rows=True)
+    monkeypatch.setattr(
+        backward_schedules, "_triton", lambda config: dataclasses.replace(kernels(config), tile=(8, 64))
+    )
+    operands, cotangent = draw(9, 16, 20, gate_after=gate_after, bias=True, mask=mask, batch=2)
+    options = dict(direction="incoming", gate_after=gate_after, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=KERNEL, residuals=residuals, **options)
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
@@ -253,6 +272,20 @@ def test_what_is_kept(residuals, implementation, gate_after, n=64, c=64, h=32):
     g = c if gate_after else h
     assert sum(x.size for x in arrays) == (0 if residuals == "recompute" else (3 * h + g) * n * n)
     assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("implementation", [KERNEL, "xla"])
+def test_of_a_bounded_forward_pass(implementation):
+    """It keeps nothing, and is the gradient of an update that is not bounded."""
+    operands, cotangent = draw(24, 16, 64, gate_after=False, bias=False)
+    options = dict(direction="outgoing", compute_dtype="float16", implementation=implementation)
+    wanted = gradients(operands, cotangent, residuals="recompute", **options)
+    found = gradients(operands, cotangent, max_temporary_bytes=200_000, **options)
+    for name, x in found.items():
+        if implementation == "xla":
+            assert_close(x, wanted[name], 3 * OP["float16"])
+        else:
+            assert_equal(x, wanted[name])
 
 
 def test_an_unknown_residuals():

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_models import target, trimul
+from pallas_models import ops, target, trimul
 from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.forms.trimul import Product, Projection
 from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
+from pallas_models.kernels.mosaic import trimul_project_parts as parts
 from pallas_models.kernels.mosaic.common import interpreter, launch
 from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.schedules import trimul as schedules
@@ -122,25 +123,85 @@ def test_product_has_no_bounds_of_its_own():
 @needs_jax_011
 @both_directions
 @pytest.mark.parametrize(
-    "n, c, masked, by_rows",
+    "n, c, masked",
     by_device(
-        cpu=[(72, 64, False, True), (70, 64, True, True), (24, 192, False, True), (60, 64, False, False)],
-        gpu=[(n, 128, masked, n < 1500) for n in (24, 200, 1000, 1030, 1600, 1700) for masked in (False, True)],
+        # By Mosaic's projections of few and of many channels and by Triton's, which Mosaic's product follows, too.
+        cpu=[(72, 64, False), (70, 64, True), (7, 128, False), (1, 96, True), (67, 192, True), (65, 48, False)],
+        gpu=[
+            (n, c, masked) for n in (1, 7, 24, 129, 1000, 1030, 2049) for c, masked in ((128, False), (256, True))
+        ]
+        + [(129, 50, True)],
     ),
 )
-def test_update_of_any_size(monkeypatch, n, c, masked, by_rows, incoming):
+def test_update_of_any_size(n, c, masked, incoming):
     if n >= 1030:
         sharing.needs(9 * GB)
-    monkeypatch.setattr(schedules, "_BY_ROWS", n if by_rows else n - 1)
     params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=c, hidden=32, gate_after=masked))
     rng = np.random.default_rng(n)
     params["norm"]["bias"] = normal(rng, c)  # of which positions past the end are made, if anything is
-    batch = 2 if by_rows else 1
+    batch = 1 if n > 2048 else 2
     x, mask = normal(rng, batch, n, n, c), jnp.asarray(rng.integers(0, 2, (batch, n, n)), bool) if masked else None
     f = functools.partial(trimul.trimul, direction="incoming" if incoming else "outgoing")
     out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x, mask)
     expected = jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x, mask)
     assert_close(out, expected, 1.5e-3)  # four tensors between kernels, rounded to float16
+
+
+@needs_jax_011
+@both_directions
+def test_update_channel_by_channel(monkeypatch, incoming):
+    """As it is for large N."""
+    monkeypatch.setattr(schedules, "_BY_ROWS", 0)
+    n = by_device(cpu=64, gpu=1024)
+    params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=64, hidden=32))
+    x = normal(np.random.default_rng(n), 1, n, n, 64)
+    f = functools.partial(trimul.trimul, direction="incoming" if incoming else "outgoing")
+    out = jax.jit(functools.partial(f, implementation=MOSAIC))(params, x)
+    assert_close(
+        out, jax.jit(functools.partial(f, implementation="xla", compute_dtype="float32"))(params, x), 1.5e-3
+    )
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize("n, c, by_rows", [(64, 64, False), (13, 64, True), (13, 192, True)])
+def test_slices_change_no_bit(monkeypatch, n, c, by_rows, incoming):
+    """Groups of hidden channels, and rows, of which the last are computed twice."""
+    monkeypatch.setattr(schedules, "_BY_ROWS", n if by_rows else 0)
+    h, batch, rng = 64, 2 if by_rows else 1, np.random.default_rng(n)
+    shapes = ((c,), (c,), (c, 4, h), (h,), (h,), (c, c), (h, c))
+    x = normal(rng, batch, n, n, c, dtype="bfloat16")
+    weights = [normal(rng, *shape, scale=shape[0] ** -0.5) for shape in shapes]
+    options = dict(direction="incoming" if incoming else "outgoing", gate_after=True, implementation=MOSAIC)
+    f = functools.partial(ops.triangle_update, **options)
+    # y, left, right and y of 32 channels, the mask, 5 rows of the end
+    pairs = batch * ((n + -n % 8) * (n + -n % 64) if by_rows else n * n)
+    row = batch * (n + -n % 64) * 2 * (256 + h) + batch * n * c * 4
+    low = functools.partial(f, max_temporary_bytes=pairs * 2 * (h + 1) + max(pairs * 2 * 96, 5 * row))
+    out, expected = jax.jit(low)(x, *weights), jax.jit(f)(x, *weights)
+    if INTERPRET:  # XLA compiles what the interpreter does once more, and rounds a few norms otherwise
+        assert_close(out, expected, OP["bfloat16"])
+        assert np.mean(np.asarray(out != expected)) < 0.01
+    else:
+        assert_equal(out, expected)
+
+
+@needs_jax_011
+@pytest.mark.parametrize("module, c", [(trimul_project, 128), (trimul_project, 96), (trimul_project_wide, 192)])
+@pytest.mark.parametrize("n", [3, 13, 61, 69])
+def test_project_fills_tiles_up_with_zeros(module, c, n):
+    """Rows of 8 and columns of 64: what lies beyond N is 0, though a layer norm has a bias."""
+    x, mask, *weights = project_operands(2 * n, n, c, 32, c, dtype="float16", biased=False)
+    rows, columns = n + -n % 8, n + -n % 64
+    form = projection(x, mask, *weights).replace(rows=n, padded=(rows, columns))
+    sides, gate = jax.jit(lambda: module.project(form, target=target.current(), interpret=INTERPRET))()
+    assert sides.shape == (2 * rows, 64, columns) and gate.shape[::2] == (2 * rows, columns)
+    expected, expected_gate = projections(x, mask, *weights)
+    sides, gate = (y.reshape(2, rows, -1, columns) for y in (sides, gate))
+    filled = jnp.pad(expected.reshape(2, n, -1, n), ((0, 0), (0, rows - n), (0, 0), (0, columns - n)))
+    assert_close(sides, filled, 2 * OP["float16"])
+    assert not np.any(np.asarray(sides)[np.broadcast_to(np.asarray(filled) == 0, filled.shape)])
+    assert_close(gate[:, :n, :c, :n], expected_gate.reshape(2, n, -1, n), 2 * OP["float16"])
 
 
 @both_directions
@@ -291,6 +352,21 @@ def test_wide_project_of_a_ragged_size():
         assert_close(out[:, : expected.shape[1]], expected, 2 * OP["float16"])
 
 
+def test_items_and_mask_of_filled_up_rows():
+    """Two matrices of 3 rows of 5 pairs, of which results have 8 rows: the last ones are masked."""
+    x, mask, *weights = project_operands(6, 5, 64, 32, 64, dtype="float16")
+    mask = mask + 1.0
+    form = projection(x, mask, *weights).replace(rows=3, padded=(8, 64))
+    tiles = parts.Tiles.of(form)
+    assert (tiles.count, tiles.per_item) == (16, 1)
+    sources = [int(tiles.source(jnp.int32(i))) for i in range(16)]
+    assert sources == [0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5]
+    for given, expected in ((mask, mask), (None, np.ones((6, 5)))):
+        filled = np.zeros((2, 8, 64))
+        filled[:, :3, :5] = np.asarray(expected).reshape(2, 3, 5)
+        assert_equal(parts.whole_mask(form.replace(mask=given)), filled.reshape(16, 64))
+
+
 @both_projects
 def test_project_of_what_is_masked(module):
     x, mask, *weights = project_operands(1, 128, 64, 32, 64, dtype="float16")
@@ -312,12 +388,13 @@ def test_project_has_no_races(module, monkeypatch, capfd):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("m", [4096, 1030, 5])
 @pytest.mark.parametrize(
     "module, c, h",
     [(trimul_project, 128, 128), (trimul_project, 96, 32), (trimul_project_wide, 384, 96)],
 )
-def test_project_lowers(module, c, h, x_dtype):
-    operands = jax.eval_shape(lambda: project_operands(2, 4096, c, h, c, dtype="float16", x_dtype=x_dtype))
+def test_project_lowers(module, c, h, m, x_dtype):
+    operands = jax.eval_shape(lambda: project_operands(2, m, c, h, c, dtype="float16", x_dtype=x_dtype))
     assert module.unsupported(projection(*operands), gpu()) is None
     f = functools.partial(project, module, interpret=False)
     assert lowered_calls(f, *operands) == 1

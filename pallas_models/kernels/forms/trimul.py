@@ -40,6 +40,7 @@ class Form(forms.Form, Generic[A]):
       out_dtype: of the result.
       rows_over: the axes of the mesh that the rows of x are split over.
       columns_over: the axes of the mesh that the columns of x are split over.
+      max_temporary_bytes: how much memory tensors of pairs may take beside x and the result; None for any.
       residuals: whether the gradient keeps results of the forward pass or computes them again.
       return_residuals: whether what the gradient keeps is a result, too, in the compute dtype: left and right,
         scaled, (B, N, 2 H, N), the gate, (B, N, G, N), and the sums over third positions, scaled, (B, N, H, N).
@@ -81,6 +82,7 @@ class Form(forms.Form, Generic[A]):
     out_dtype: jnp.dtype
     rows_over: tuple[str, ...] = ()
     columns_over: tuple[str, ...] = ()
+    max_temporary_bytes: int | None = None
     residuals: Residuals = "save"
     return_residuals: bool = False
 
@@ -119,6 +121,9 @@ class Projection(forms.Form, Generic[A]):
       b_gate: (G,), float32, or None.
       epsilon: added to the variance.
       precision: of products of float32 operands.
+      rows: how many of the B items are rows of one matrix of pairs; 1 where an item is all of it.
+      padded: the rows of a matrix and the positions of an item that results have, no fewer than `rows` and M. What
+        lies beyond is 0 in left and right. As many as x has when None.
     """
 
     OPERANDS: ClassVar = ("x", "mask", "norm_scale", "norm_bias", "w", "bias", "w_gate", "b_gate")
@@ -133,11 +138,24 @@ class Projection(forms.Form, Generic[A]):
     b_gate: A | None
     epsilon: float
     precision: jax.lax.Precision
+    rows: int = 1
+    padded: tuple[int, int] | None = None
 
     @property
     def hidden(self) -> int:
         """The number H of channels of left, and of right."""
         return self.w.shape[2]
+
+    @property
+    def padded_rows(self) -> int:
+        """The rows of a matrix that results have."""
+        return self.rows if self.padded is None else self.padded[0]
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The numbers B' of items and M' of positions that results have."""
+        items, size, _ = self.x.shape
+        return items // self.rows * self.padded_rows, size if self.padded is None else self.padded[1]
 
     @property
     def gates(self) -> int:
@@ -229,6 +247,7 @@ class Output(forms.Form, Generic[A]):
       precision: of products of float32 operands.
       out_dtype: of the result.
       size: how many of the M positions the result has.
+      rows: how many of so many rows of each matrix, which the items are, the result has; (1, 1) for all items.
     """
 
     OPERANDS: ClassVar = ("ys", "gate", "bounds", "scale", "shift", "w", "bias")
@@ -246,11 +265,12 @@ class Output(forms.Form, Generic[A]):
     precision: jax.lax.Precision
     out_dtype: jnp.dtype
     size: int
+    rows: tuple[int, int] = (1, 1)
 
     @property
     def batch(self) -> int:
-        """The number B of items."""
-        return self.ys[0].shape[0]
+        """The number of items of the result."""
+        return self.ys[0].shape[0] // self.rows[1] * self.rows[0]
 
     @property
     def hidden(self) -> int:

@@ -19,6 +19,7 @@ from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, load
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.common.products import with_sums
+from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.mosaic.trimul_project_parts import (
@@ -61,7 +62,7 @@ def _buffers(
     c, piece, x_dtype, dtype = form.x.shape[2], _piece(form.x.shape[2]), form.x.dtype, form.w.dtype
     float32 = jnp.dtype(jnp.float32)
     buffers = dict(
-        x_smem=Buffer((c // piece, ROWS, piece), x_dtype, min(ROW_BYTES, piece * x_dtype.itemsize)),
+        x_smem=Buffer((c // piece, ROWS, piece), x_dtype, _x_row_bytes(piece, x_dtype)),
         z_smem=Buffer((ROWS, c), dtype, piece * dtype.itemsize),
         factor_smem=Buffer((ROWS,), float32),
         norm_smem=Buffer((2, c), float32),
@@ -73,6 +74,11 @@ def _buffers(
     return None if out_smem is None else buffers | dict(out_smem=out_smem)
 
 
+def _x_row_bytes(piece: int, x_dtype: jnp.dtype) -> int:
+    """Bytes of a row of a tile of x."""
+    return min(ROW_BYTES, piece * x_dtype.itemsize)
+
+
 def _piece(c: int) -> int:
     """Channels of a row of a tile of shared memory."""
     return 64 if c % 64 == 0 else 32
@@ -80,20 +86,20 @@ def _piece(c: int) -> int:
 
 def project(
     form: Projection[jax.Array], *, peers: Peers | None = None, target: Target, interpret: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Left and right, and the gate, in the dtype of the weights, for M in multiples of 8.
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Left and right, and the gate, in the dtype of the weights.
 
     With `peers` left and right are split by channels into as many parts as there are GPUs, and part i is stored on
     GPU i. The results are the parts that all GPUs stored here, one after another.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. M' is M in whole
-      `ROWS`, and left and right are 0 beyond M.
+      (B', 2 H, M'), left and right, masked, or None for H = 0; and the gate, (B', G', M'), G' >= G, or None for
+      G = 0. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
-    batch, size, c = form.x.shape
+    size, c = form.x.shape[1:]
     if interpret:
         check_interpreted_sizes(positions=(size, ROWS))
-    products, tiles, buffers = Products.of(form), Tiles(batch, size), _buffers(form, target)
+    products, tiles, buffers = Products.of(form), Tiles.of(form), _buffers(form, target)
     assert buffers is not None
     mask = whole_mask(form)
     operands = dict(
@@ -106,7 +112,7 @@ def project(
     )
     num_ctas = min(num_cores(target, interpret), tiles.count)
     pieces = c // _piece(c)
-    sides, *gate = launch(
+    results = launch(
         _Kernel(products, tiles, num_ctas, form.epsilon, peers),
         operands,
         products.out_types(form),
@@ -124,7 +130,7 @@ def project(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    return sides, gate[0] if gate else None
+    return products.split(results)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,8 +206,11 @@ class _Normalizer:
     def copy(self, step: jax.Array) -> None:
         """Starts copies of the positions of a step."""
         item, rows = self.walk.place(step)
+        item = self.walk.kernel.tiles.source(item)
+        row_bytes = _x_row_bytes(self.piece, self.refs.x.dtype)
         for i, channels in enumerate(self.pieces):
-            plgpu.copy_gmem_to_smem(self.refs.x.at[item, rows, channels], self.refs.x_smem.at[i], self.refs.x_full)
+            slot, full = self.refs.x_smem.at[i], self.refs.x_full
+            copy_rows(self.refs.x, item, rows, channels, slot, full, row_bytes=row_bytes)
 
     def read(self) -> list[jax.Array]:
         """The positions that were copied, piece by piece."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import jax
@@ -60,19 +60,25 @@ class Products:
         return self.sides + self.gates
 
     def out_types(self, form: Projection[jax.Array]) -> dict[str, jax.ShapeDtypeStruct | None]:
-        """Left and right, (B, 2 H, M'), and the gate, (B, G', M'), None where there is no gate."""
-        batch, size, _ = form.x.shape
-        rows, width = dict(sides=COLUMNS * self.sides, gate=2 * COLUMNS * self.gates), ROWS * pl.cdiv(size, ROWS)
+        """Left and right, (B', 2 H, M'), and the gate, (B', G', M'), None where there is no gate."""
+        items, size = form.result
+        channels = dict(sides=COLUMNS * self.sides, gate=2 * COLUMNS * self.gates)
         return {
-            name: jax.ShapeDtypeStruct((batch, n, width), form.w.dtype) if n else None for name, n in rows.items()
+            name: jax.ShapeDtypeStruct((items, n, ROWS * pl.cdiv(size, ROWS)), form.w.dtype) if n else None
+            for name, n in channels.items()
         }
+
+    def split(self, results: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
+        """Left and right, and the gate, of the results that there are."""
+        return results[0] if self.sides else None, results[-1] if self.gates else None
 
 
 def arranged(sides: jax.Array, gate: jax.Array) -> jax.Array:
     """Halves of sides (..., 4, H) and gate (..., G) in blocks of one product's columns: (..., products, 128)."""
-    lead = sides.shape[:-2]
-    sides = sides.reshape(*lead, 2, 2, -1).swapaxes(-3, -2)  # projections of left and right, then their gates
-    sides = sides.reshape(*lead, 2, -1, COLUMNS).swapaxes(-3, -2)
+    lead, each = sides.shape[:-2], 2 * sides.shape[-1]
+    # Projections of left and right, then their gates.
+    sides = sides.reshape(*lead, 2, 2, each // 2).swapaxes(-3, -2)
+    sides = sides.reshape(*lead, 2, each // COLUMNS, COLUMNS).swapaxes(-3, -2)
     gate = jnp.pad(gate, [(0, 0)] * len(lead) + [(0, -gate.shape[-1] % (2 * COLUMNS))])
     blocks = [
         part.reshape(*lead, part.size // math.prod(lead) // (2 * COLUMNS), 2 * COLUMNS) for part in (sides, gate)
@@ -91,25 +97,39 @@ def arranged_biases(form: Projection[jax.Array]) -> jax.Array | None:
 
 
 def whole_mask(form: Projection[jax.Array]) -> jax.Array | None:
-    """The mask in whole tiles of positions, 0 past the end; None where it would be 1 everywhere."""
-    (batch, size, _), mask = form.x.shape, form.mask
+    """The mask of all items of results in whole tiles, 0 past the end; None where it would be 1 everywhere.
+
+    Unlike x it is small enough to be padded: it has a value where x has all channels.
+    """
+    (batch, size, _), mask, rows = form.x.shape, form.mask, form.padded_rows - form.rows
     if mask is None:
-        if size % ROWS == 0:
+        if size % ROWS == 0 and not rows:
             return None
         mask = jnp.ones((batch, size), form.w.dtype)
+    if rows:
+        mask = jnp.pad(mask.reshape(-1, form.rows, size), ((0, 0), (0, rows), (0, 0))).reshape(-1, size)
     return jnp.pad(mask, ((0, 0), (0, -size % ROWS)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """The positions of all items of a batch, `ROWS` at a time.
+    """The positions of all items of results, `ROWS` at a time.
 
     Attributes:
+      batch: how many items there are.
       size: how many positions an item has.
+      rows: as many of each `padded_rows` items are in x.
     """
 
     batch: int
     size: int
+    rows: int
+    padded_rows: int
+
+    @classmethod
+    def of(cls, form: Projection[jax.Array]) -> Self:
+        """The positions of a call."""
+        return cls(form.result[0], form.x.shape[1], form.rows, form.padded_rows)
 
     @property
     def per_item(self) -> int:
@@ -126,6 +146,13 @@ class Tiles:
         tile = jnp.minimum(tile, self.count - 1)
         start = pl.multiple_of(jax.lax.rem(tile, self.per_item) * ROWS, ROWS)
         return jax.lax.div(tile, self.per_item), pl.Slice(start, ROWS)
+
+    def source(self, item: jax.Array) -> jax.Array:
+        """The item of x of which an item of results is made; the last row of a matrix for those past its end."""
+        if self.rows == self.padded_rows:
+            return item
+        matrix, row = jax.lax.div(item, self.padded_rows), jax.lax.rem(item, self.padded_rows)
+        return matrix * self.rows + jnp.minimum(row, self.rows - 1)
 
 
 def along_rows(v: jax.Array, columns: int) -> jax.Array:
@@ -148,7 +175,7 @@ class Gating:
     """Gates the products of a warpgroup and stores them channel by channel.
 
     Attributes:
-      refs: sides (B, 2 H, M') and gate (B, G', M'), which is None where there is none.
+      refs: sides (B', 2 H, M') and gate (B', G', M'), of which one that is not there is None.
       slot: the `staging` of the warpgroup.
       products: of the call.
       peers: GPUs that get an equal part of the sides each, and have as many of each other.
@@ -168,22 +195,22 @@ class Gating:
         """
         (item, rows), halves = place, (y[:, :COLUMNS], y[:, COLUMNS:])
 
-        @pl.when(j < self.products.sides)
-        def _() -> None:
-            side = masked(halves[0] * (jnp.tanh(halves[1]) + 1.0))
+        def side() -> None:
+            y = masked(halves[0] * (jnp.tanh(halves[1]) + 1.0))
             if self.peers is None:
-                self._store(side, self._leaving(self.refs.sides.at[item, pl.ds(j * COLUMNS, COLUMNS), rows]))
+                self._store(y, self._leaving(self.refs.sides.at[item, pl.ds(j * COLUMNS, COLUMNS), rows]))
             else:
-                self._store(side, self._leaving_to(self.peers, j, place))
+                self._store(y, self._leaving_to(self.peers, j, place))
 
-        if self.refs.gate is None:
-            return
-
-        @pl.when(j >= self.products.sides)
-        def _() -> None:
+        def gate() -> None:
             for i, half in enumerate(halves):
                 channels = pl.ds(((j - self.products.sides) * 2 + i) * COLUMNS, COLUMNS)
                 self._store(0.5 * jnp.tanh(half) + 0.5, self._leaving(self.refs.gate.at[item, channels, rows]))
+
+        if self.refs.sides is not None:
+            pl.when(j < self.products.sides)(side)
+        if self.refs.gate is not None:
+            pl.when(j >= self.products.sides)(gate)
 
     def _store(self, y: jax.Array, leave: Callable[[pl.Slice], None]) -> None:
         """Stores the transpose of y, as many columns at a time as the slot holds: `leave(channels)` copies it."""

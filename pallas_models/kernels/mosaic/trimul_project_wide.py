@@ -22,6 +22,7 @@ from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, tiled
 from pallas_models.kernels.mosaic.common.products import multiply, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
+from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.mosaic.trimul_project_parts import (
     COLUMNS,
@@ -60,22 +61,24 @@ def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str |
     return None
 
 
-def project(form: Projection[jax.Array], *, target: Target, interpret: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Left and right, and the gate, in the dtype of the weights, for M in multiples of 8.
+def project(
+    form: Projection[jax.Array], *, target: Target, interpret: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Left and right, and the gate, in the dtype of the weights.
 
     Returns:
-      (B, 2 H, M'), left and right, masked; and the gate, (B, G', M'), G' >= G, or None for G = 0. M' is M in whole
-      `ROWS`, and left and right are 0 beyond M.
+      (B', 2 H, M'), left and right, masked, or None for H = 0; and the gate, (B', G', M'), G' >= G, or None for
+      G = 0. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
-    (batch, size, c), x, dtype = form.x.shape, form.x, form.w.dtype
+    (size, c), x, dtype = form.x.shape[1:], form.x, form.w.dtype
     if interpret:
         check_interpreted_sizes(positions=(size, ROWS))
-    products, tiles = Products.of(form), Tiles(batch, size)
+    products, tiles = Products.of(form), Tiles.of(form)
     mask, (weights, biases) = whole_mask(form), _folded(form)
     x_stages = min(_X_BYTES // (ROWS * _PIECE * x.dtype.itemsize), c // _PIECE)
     rounds = pl.cdiv(tiles.count, _CONSUMERS)  # in which each warpgroup takes a tile
     num_ctas = min(num_cores(target, interpret), rounds)
-    sides, *gate = launch(
+    results = launch(
         _Kernel(products, tiles, rounds, num_ctas, form.epsilon),
         dict(x=x, w=jnp.moveaxis(weights, -2, 0), b=biases, mask=mask),
         products.out_types(form),
@@ -93,7 +96,7 @@ def project(form: Projection[jax.Array], *, target: Target, interpret: bool) -> 
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    return sides, gate[0] if gate else None
+    return products.split(results)
 
 
 def _folded(form: Projection[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -213,10 +216,15 @@ class _Consumer:
             ahead, piece = divmod(i, self.pieces)
             item, rows = self.place(step + ahead)
             slot = jax.lax.rem(step * self.pieces + i, self.x_stages)
-            plgpu.copy_gmem_to_smem(
-                self.refs.x.at[item, rows, pl.ds(piece * _PIECE, _PIECE)],
+            copy_rows(
+                self.refs.x,
+                self.kernel.tiles.source(item),
+                rows,
+                pl.Slice(piece * _PIECE, _PIECE),
                 self.refs.x_smem.at[self.warpgroup, slot],
-                self.refs.x_full.at[self.warpgroup * self.x_stages + slot],
+                self.refs.x_full,
+                self.warpgroup * self.x_stages + slot,
+                row_bytes=_PIECE * self.refs.x.dtype.itemsize,
             )
 
     def read(self, step: jax.Array, i: int) -> jax.Array:

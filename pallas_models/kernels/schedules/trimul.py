@@ -21,6 +21,7 @@ from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.schedules import trimul_slices
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -29,6 +30,7 @@ _BY_ROWS = 2048  # the largest N at which channels of a row side by side are fas
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
 _SENDERS = 32  # multiprocessors that are left to collectives; 16 are too few
 _STORED_FROM = 2048**2  # pairs, from which on stores of the kernels to other GPUs are measured to be faster
+_ROW_TILE = 8, 64  # rows and columns of a tile of left and right in Mosaic's products
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
@@ -44,7 +46,7 @@ class Config:
 class _Project(Protocol):
     def __call__(
         self, form: Projection[jax.Array], *, target: Target, interpret: bool
-    ) -> tuple[jax.Array, jax.Array | None]: ...
+    ) -> tuple[jax.Array | None, jax.Array | None]: ...
 
 
 class _Multiply(Protocol):
@@ -65,6 +67,8 @@ class Kernels:
       finish: normalises the sums, gates and projects them.
       by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
         (B, channels, N, N).
+      tile: of the rows and columns of a matrix that the second copies, where it wants whole ones; only `by_rows`.
+      norms_before: whether the first is Triton's, which has a kernel for the norm of x where that is not narrow.
       store_to_peers: whether the first two store to the GPUs that share the pairs, where their results are needed.
     """
 
@@ -72,60 +76,78 @@ class Kernels:
     multiply: _Multiply
     finish: _Finish
     by_rows: bool = False
+    tile: tuple[int, int] = (1, 1)
+    norms_before: bool = False
     store_to_peers: bool = False
+
+
+def triton_kernels(config: Config | Chooser | None, *, by_rows: bool = False) -> Kernels:
+    """Triton's kernels."""
+    configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
+    return Kernels(
+        project=functools.partial(trimul_project.project, config=configs.project),
+        multiply=functools.partial(trimul_product.product, config=configs.product),
+        finish=functools.partial(trimul_output.output, config=configs.output),
+        by_rows=by_rows,
+        norms_before=True,
+    )
+
+
+def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, by_rows: bool) -> Kernels:
+    """Products for Hopper GPUs, and projections, if they serve, else Triton's; the end is Triton's."""
+    kernels = triton_kernels(config, by_rows=by_rows)
+    project = mosaic_projection(form, target, _GROUPS if form.is_split else 1)
+    return dataclasses.replace(
+        kernels,
+        project=kernels.project if project is None else project,
+        multiply=functools.partial(mosaic_product.product, config=config),
+        # Products copy whole tiles. The projections fill them up, if they write row by row.
+        tile=_ROW_TILE if by_rows else (1, 1),
+        norms_before=project is None,
+    )
 
 
 def triton(
     form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array:
     """The update in Triton kernels."""
-    configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
-    kernels = Kernels(
-        project=functools.partial(trimul_project.project, config=configs.project),
-        multiply=functools.partial(trimul_product.product, config=configs.product),
-        finish=functools.partial(trimul_output.output, config=configs.output),
-    )
-    return _update(form, kernels, target=target, interpret=interpret)
+    return _update(form, triton_kernels(config), target=target, interpret=interpret)
+
+
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    """Why neither `triton` nor `mosaic` serves a call; None if one of them may."""
+    del target
+    if form.is_split and form.max_temporary_bytes is not None:
+        return (
+            f"has max_temporary_bytes={form.max_temporary_bytes} for a device with all pairs, not a part of them"
+        )
+    return None
 
 
 def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `mosaic` does not serve a call; None if it does."""
     if form.is_split and not _in_tiles(*form.x.shape[1:3]):
         return f"takes a part of the pairs in multiples of {_TILE}, not {form.x.shape[1:3]}"
-    return mosaic_product.unsupported(form.compute_dtype)
+    return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
 
 
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
     """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
-    x, mask = form.x, form.mask
-    n, project = x.shape[1], mosaic_projection(form, target, _GROUPS if form.is_split else 1)
-    by_rows = n <= _BY_ROWS and not form.is_split
-    # Rows that are copied a tile at a time are whole tiles long. The projections make them so, if they can.
-    if not form.is_split and (padding := -n % (8 if by_rows and project is not None else 64)):
-        pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, padding), (0, padding)))
-        mask = pad(jnp.ones(x.shape[:3], bool) if mask is None else mask)
-        x = jnp.pad(x, ((0, 0), (0, padding), (0, padding), (0, 0)))
-    peers = _peers(form, target)
-    multiply = functools.partial(mosaic_product.product, config=config)
-    kernels = Kernels(
-        project=functools.partial(trimul_project.project, config=config) if project is None else project,
-        multiply=multiply,
-        finish=functools.partial(trimul_output.output, config=config),
-        by_rows=by_rows,
-    )
+    n, peers = form.x.shape[1], _peers(form, target)
+    by_rows = not form.is_split and (n <= _BY_ROWS or n % _ROW_TILE[1] > 0)
+    kernels = mosaic_kernels(form, config, target, by_rows=by_rows)
     if peers is not None:
         kernels = dataclasses.replace(
             kernels,
             project=functools.partial(mosaic_project.project, peers=peers),
-            multiply=functools.partial(multiply, peers=peers),
+            multiply=functools.partial(mosaic_product.product, config=config, peers=peers),
             store_to_peers=True,
         )
 
     def update(*operands: Any) -> jax.Array:
         return _update(form.of(operands), kernels, target=target, interpret=interpret)
 
-    out = batchable(update)(x, mask, *form.operands[2:])
-    return out if form.is_split else out[:, :n, :n]
+    return batchable(update)(*form.operands)
 
 
 def batchable(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,6 +252,8 @@ class Update:
         """The update of x (B, N, N, C)."""
         b, rows, columns, c = form.x.shape
         lead, size = (b * rows, columns) if kernels.by_rows else (b, rows * columns)
+        of_matrix = rows if kernels.by_rows else 1
+        padded_rows, padded_size = (n + -n % t for n, t in zip((of_matrix, size), kernels.tile, strict=True))
         by_channels = ByChannels.over(form.rows_over, form.columns_over)
         form = _converted(form)
         mask, factors = form.mask, form.factors
@@ -267,6 +291,8 @@ class Update:
                 b_gate=form.b_gate,
                 epsilon=form.epsilon,
                 precision=form.precision,
+                rows=of_matrix,
+                padded=None if (padded_rows, padded_size) == (of_matrix, size) else (padded_rows, padded_size),
             ),
             target=target,
             interpret=interpret,
@@ -283,9 +309,10 @@ class Update:
         """The factor of the sums over third positions."""
         return sums_factor(self.form.x.shape[1] * self.by_channels.grid[0])
 
-    def end(self, ys: Sequence[jax.Array], gate: jax.Array) -> Output[jax.Array]:
+    def end(self, ys: Sequence[jax.Array], gate: jax.Array | None) -> Output[jax.Array]:
         """The end of the update, from the sums over third positions and the gate."""
-        form = self.form
+        assert gate is not None
+        form, projection = self.form, self.projection
         return Output(
             ys=tuple(ys),
             gate=gate,
@@ -299,13 +326,14 @@ class Update:
             epsilon=form.epsilon,
             precision=form.precision,
             out_dtype=form.out_dtype,
-            size=self.projection.x.shape[1],
+            size=projection.x.shape[1],
+            rows=(projection.rows, projection.padded_rows),
         )
 
     def project(
         self, projection: Projection[jax.Array], target: Target | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Left and right, and the gate."""
+    ) -> tuple[Any, jax.Array | None]:
+        """Left and right, and the gate; None for what has no channels."""
         return self.kernels.project(projection, target=target or self.target, interpret=self.interpret)
 
     def multiply(
@@ -325,14 +353,56 @@ class Update:
         )
         return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
 
+    def finish(self, output: Output[jax.Array]) -> jax.Array:
+        """The result for the items of an `end`."""
+        return self.kernels.finish(output, target=self.target, interpret=self.interpret)
+
     def alone(self) -> tuple[list[jax.Array], jax.Array | None]:
         """The sums and the gate where this device has all pairs."""
-        (b, n, _), by_rows = self.shape, self.kernels.by_rows
-        sides, gate = self.project(self.projection)
-        sides = sides.reshape((b, n, -1, sides.shape[-1]) if by_rows else (b, -1, n, n))
-        y = self.multiply(sides, self.projection.hidden)
-        lead, size = self.projection.x.shape[:2]
-        return [y.reshape(lead, -1, y.shape[-1] if by_rows else size)], gate
+        y, gate = self.sums(self.projection)
+        return [y.reshape(*self.items(y), -1)], gate
+
+    def sums(self, projection: Projection[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        """The sums of the hidden channels of a projection, (B, rows, H, columns) or (B, H, N, N); and the gate."""
+        b, n, _ = self.shape
+        sides, gate = self.project(projection)
+        matrices = (b, projection.padded_rows, -1, sides.shape[-1]) if self.kernels.by_rows else (b, -1, n, n)
+        return self.multiply(sides.reshape(matrices), projection.hidden), gate
+
+    def items(self, y: jax.Array) -> tuple[int, int]:
+        """The numbers of items and of channels of the sums."""
+        b, *sizes = y.shape
+        return (b * sizes[0], sizes[1]) if self.kernels.by_rows else (b, sizes[0])
+
+    def in_slices(self, slices: trimul_slices.Slices) -> jax.Array:
+        """The result, for a group of hidden channels and then for some rows at a time."""
+        (b, n, _), whole, by_rows = self.shape, self.projection, self.kernels.by_rows
+
+        def sums_of(take: trimul_slices.Take) -> jax.Array:
+            bias = None if whole.bias is None else take(whole.bias, -1)
+            group = whole.replace(w=take(whole.w, -1), bias=bias, w_gate=whole.w_gate[:, :0], b_gate=None)
+            return self.sums(group)[0]
+
+        def end_of(take: trimul_slices.Take) -> jax.Array:
+            x = take(self.form.x, 1)
+            rows = x.shape[1]
+            of_y = take(y, 1) if by_rows else take(y.reshape(b, -1, n * n), 2, n)
+            kept, size = (rows, n) if by_rows else (1, rows * n)
+            padded = (of_y.shape[1], of_y.shape[3]) if by_rows else (1, size)
+            gate = whole.replace(
+                x=x.reshape(b * kept, size, -1),
+                mask=None,
+                w=whole.w[:, :, :0],
+                bias=None,
+                rows=kept,
+                padded=None if padded == (kept, size) else padded,
+            )
+            ys = of_y.reshape(b * padded[0], -1, padded[1])
+            end = self.end([ys], self.project(gate)[1]).replace(rows=(kept, padded[0]), size=size)
+            return self.finish(end).reshape(x.shape)
+
+        y = trimul_slices.in_parts(whole.hidden, slices.channels, 2 if by_rows else 1, sums_of)
+        return trimul_slices.in_parts(n, slices.rows, 1, end_of)
 
     def with_others(self) -> tuple[list[jax.Array], jax.Array | None]:
         """The sums in groups of channels, one on its way while others are projected or multiplied; and the gate.
@@ -384,14 +454,41 @@ class Update:
 def _update(form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool) -> jax.Array:
     """The update of x (B, N, N, C), with tensors of the compute dtype between its kernels."""
     update = Update.of(form, kernels, target=target, interpret=interpret)
+    if slices := _slices(update):
+        return update.in_slices(slices)
     if update.by_channels.devices == 1:
         ys, gate = update.alone()
     elif kernels.store_to_peers:
         ys, gate = update.by_stores()
     else:
         ys, gate = update.with_others()
-    assert gate is not None
-    return kernels.finish(update.end(ys, gate), target=target, interpret=interpret).reshape(form.x.shape)
+    return update.finish(update.end(ys, gate)).reshape(form.x.shape)
+
+
+def _slices(update: Update) -> trimul_slices.Slices | None:
+    """The slices that an update has to be computed in; None if it may take as much memory as it does."""
+    form, projection = update.form, update.projection
+    if form.max_temporary_bytes is None:
+        return None
+    b, n, _, c = form.x.shape
+    by_rows, mask = update.kernels.by_rows, projection.mask
+    padded = projection.result
+    sizes = trimul_slices.Sizes(
+        batch=b,
+        n=n,
+        padded=(projection.padded_rows, padded[1]) if by_rows else (n, n),
+        channels=c,
+        hidden=form.hidden,
+        gates=projection.gates,
+        itemsizes=(
+            form.x.dtype.itemsize,
+            form.compute_dtype.itemsize,
+            form.out_dtype.itemsize,
+            form.compute_dtype.itemsize if mask is None else 2 * mask.dtype.itemsize,
+        ),
+        normed=update.kernels.norms_before and not trimul_project.is_narrow(c),
+    )
+    return sizes.slices(form.max_temporary_bytes)
 
 
 def _converted(form: Form[jax.Array]) -> Form[jax.Array]:

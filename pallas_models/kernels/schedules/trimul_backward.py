@@ -5,25 +5,22 @@ again, by the same kernels. Then come the gradients of the end of the update, of
 projections, first for x and then for the weights.
 """
 
-import dataclasses
-import functools
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from pallas_models.kernels.forms.trimul import Form, Product
+from pallas_models.kernels.common.trimul_scales import powers_of_two
+from pallas_models.kernels.forms.trimul import Form, Output, Product
+from pallas_models.kernels.forms.trimul_backward import GATED, Given
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
-from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_projection
+from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
 from pallas_models.kernels.triton import (
-    trimul_output,
     trimul_output_backward,
-    trimul_product,
-    trimul_project,
+    trimul_output_scales,
     trimul_project_backward,
     trimul_weights_backward,
 )
-from pallas_models.kernels.triton.trimul_project_backward import GATED
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
@@ -65,39 +62,12 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
     return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Backend:
-    """The kernels of one backend.
-
-    Attributes:
-      kernels: of the forward pass.
-      pairs: rows and columns of x come in multiples of this.
-      columns: columns of what lies between kernels come in multiples of this.
-    """
-
-    kernels: Kernels
-    pairs: int
-    columns: int
+def _triton(config: Chooser | None) -> Kernels:
+    return triton_kernels(config, by_rows=True)
 
 
-def _triton(config: Chooser | None) -> _Backend:
-    kernels = Kernels(
-        project=functools.partial(trimul_project.project, config=config),
-        multiply=functools.partial(trimul_product.product, config=config),
-        finish=functools.partial(trimul_output.output, config=config),
-        by_rows=True,
-    )
-    return _Backend(kernels=kernels, pairs=1, columns=1)
-
-
-def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> _Backend:
-    triton, project = _triton(config), mosaic_projection(form, target, 1)
-    kernels = dataclasses.replace(
-        triton.kernels,
-        project=triton.kernels.project if project is None else project,
-        multiply=functools.partial(mosaic_product.product, config=config),
-    )
-    return _Backend(kernels=kernels, pairs=64 if project is None else 8, columns=64)
+def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> Kernels:
+    return mosaic_kernels(form, config, target, by_rows=True)
 
 
 def triton_with_residuals(
@@ -113,8 +83,8 @@ def mosaic_with_residuals(
     """The update with products for Hopper GPUs, and what its gradient keeps."""
 
     def update(*operands: Any) -> tuple[jax.Array, Residuals]:
-        backend = _mosaic(form, config, target)
-        return _with_residuals(form.of(operands), backend, target=target, interpret=interpret)
+        kernels = _mosaic(form, config, target)
+        return _with_residuals(form.of(operands), kernels, target=target, interpret=interpret)
 
     out: tuple[jax.Array, Residuals] = batchable(update)(*form.operands)
     return out
@@ -158,42 +128,38 @@ def mosaic_backward(
 
 
 def _with_residuals(
-    form: Form[jax.Array], backend: _Backend, *, target: Target, interpret: bool
+    form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool
 ) -> tuple[jax.Array, Residuals]:
     """The update of x (B, N, N, C), and what the gradient keeps."""
-    (_, n, _, c), kernels = form.x.shape, backend.kernels
-    update = Update.of(_padded(form, backend.pairs), kernels, target=target, interpret=interpret)
-    found, (b, rows, _) = _residuals(update), update.shape
-    end = update.end([_in_rows(found.y)], _in_rows(found.gate))
-    out = kernels.finish(end, target=target, interpret=interpret).reshape(b, rows, -1, c)[:, :n, :n]
+    update, n = Update.of(form, kernels, target=target, interpret=interpret), form.x.shape[1]
+    found = _residuals(update)
+    out = update.finish(_end(update, found)).reshape(form.x.shape)
     return out, jax.tree.map(lambda a: a[:, :n, :, :n], found)
 
 
-def _in_multiples(x: jax.Array, **multiples: int) -> jax.Array:
-    """x with zeros after the end of some axes, so that they have multiples of a size: `axis_2=8`."""
-    widths = [(0, -size % multiples.get(f"axis_{i}", 1)) for i, size in enumerate(x.shape)]
-    return jnp.pad(x, widths) if any(width for _, width in widths) else x
-
-
-def _padded(form: Form[jax.Array], multiple: int) -> Form[jax.Array]:
-    """The call with rows and columns in multiples of a size, those after the end being masked."""
-    x, mask, axes = form.x, form.mask, dict(axis_1=multiple, axis_2=multiple)
-    if x.shape[1] % multiple == 0:
-        return form
-    mask = jnp.ones(x.shape[:3], bool) if mask is None else mask
-    return form.replace(x=_in_multiples(x, **axes), mask=_in_multiples(mask, **axes))
-
-
 def _residuals(update: Update) -> Residuals:
-    """What the gradient keeps, with as many columns as the kernels make."""
-    (b, n, _), form = update.shape, update.form
-    h, gates = form.hidden, form.w_gate.shape[1]
-    sides, gate = update.project(update.projection)
+    """What the gradient keeps, with as many rows and columns as the kernels make."""
+    projection, form = update.projection, update.form
+    b, rows, h = len(form.x), projection.padded_rows, form.hidden
+    sides, gate = update.project(projection)
     assert gate is not None
     if sides.shape[1] > 2 * h:
-        sides = sides.reshape(b * n, 2, -1, sides.shape[2])[:, :, :h]
-    sides = sides.reshape(b, n, 2 * h, -1)
-    return Residuals(sides=sides, gate=gate[:, :gates].reshape(b, n, gates, -1), y=update.multiply(sides, h))
+        sides = sides.reshape(b * rows, 2, -1, sides.shape[2])[:, :, :h]
+    sides = sides.reshape(b, rows, 2 * h, -1)
+    gate = gate[:, : projection.gates].reshape(b, rows, projection.gates, -1)
+    return Residuals(sides=sides, gate=gate, y=update.multiply(sides, h))
+
+
+def _filled_up(update: Update, kept: list[jax.Array]) -> Residuals:
+    """What was kept with as many rows and columns as the kernels make, 0 where there were none."""
+    _, n, _ = update.shape
+    rows, columns = update.projection.padded_rows, update.projection.result[1]
+    widths = (0, 0), (0, rows - n), (0, 0), (0, columns - n)
+    return Residuals(*(jnp.pad(x, widths) if (rows, columns) != (n, n) else x for x in kept))
+
+
+def _end(update: Update, found: Residuals) -> Output[jax.Array]:
+    return update.end([_in_rows(found.y)], _in_rows(found.gate))
 
 
 def _in_rows(x: jax.Array) -> jax.Array:
@@ -205,7 +171,7 @@ def _gradient(
     form: Form[jax.Array],
     kept: list[jax.Array],
     dout: jax.Array,
-    backend: _Backend,
+    kernels: Kernels,
     *,
     of_mask: bool,
     config: Chooser | None,
@@ -214,20 +180,15 @@ def _gradient(
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, from what was kept or, where that is nothing, from the operands alone."""
     where: dict[str, Any] = dict(target=target, interpret=interpret)
-    n, pairs = form.x.shape[1], backend.pairs
-    update = Update.of(_padded(form, pairs), backend.kernels, **where)
-    if kept:
-        found = Residuals(*(_in_multiples(x, axis_1=pairs, axis_3=backend.columns) for x in kept))
-    else:
-        found = _residuals(update)
-    end = update.end([_in_rows(found.y)], _in_rows(found.gate))
-    dout = _in_rows(_in_multiples(dout, axis_1=pairs, axis_2=pairs))
-    of_end = trimul_output_backward.output_backward(end, dout, config=config, **where)
+    update = Update.of(form, kernels, **where)
+    found = _filled_up(update, kept) if kept else _residuals(update)
+    end = _end(update, found)
+    dout = _in_rows(dout)
+    of_output = trimul_output_scales.scales(end, dout, **where)
+    of_end = trimul_output_backward.output_backward(end, dout, of_output, config=config, **where)
     dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
-    scales = _scales(update, of_end.scales)
-    given = trimul_project_backward.Given(
-        left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales
-    )
+    scales = _scales(update, of_output)
+    given = Given(left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales)
     projection, options = update.projection, where | dict(config=config)
     of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
     of_w = trimul_weights_backward.weights_backward(projection, of_x.z, given, **options)
@@ -235,8 +196,8 @@ def _gradient(
     (left, right), (of_projections, of_gates, of_gate, _) = update.scales, scales
     by = jnp.stack([of_projections * left, of_gates, of_projections * right, of_gates])
     found_all = (
-        of_x.x.reshape(update.form.x.shape)[:, :n, :n],
-        None if of_x.mask is None else of_x.mask.reshape(update.form.x.shape[:3])[:, :n, :n],
+        of_x.x.reshape(form.x.shape),
+        None if of_x.mask is None else of_x.mask.reshape(form.x.shape[:3]),
         of_x.scale,
         of_x.shift,
         of_w.w * by[:, None],
@@ -285,7 +246,7 @@ def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
     shrink = jnp.float32(1.0)
     if update.form.factors is not None and update.form.compute_dtype == jnp.float16:
         largest = jnp.maximum(jnp.max(update.bounds[:, 4]), 1.0)
-        shrink = trimul_output_backward.powers_of_two(largest) * 2.0**-14
+        shrink = powers_of_two(largest) * 2.0**-14
     # The cotangent of a side is scaled by as much as the other side is, and its weights by as much as the side.
     left, right = update.scales
     both = 1.0 / (update.factor * of_y) / left / right

@@ -111,8 +111,8 @@ def scaled(bounds_ref: Ref, form: Output[Any]) -> tuple[jax.Array, jax.Array]:
 
 
 def _output_kernel(
-    y_refs: Sequence[Ref],  # (B, H / parts, M) each
-    gate_ref: Ref,  # (B, G, M)
+    y_refs: Sequence[Ref],  # (B', H / parts, M) each
+    gate_ref: Ref,  # (B', G, M)
     bounds_ref: Ref,  # (parts, 5)
     scale_ref: Ref,  # (H,)
     shift_ref: Ref,  # (H,)
@@ -147,12 +147,20 @@ def _output_kernel(
     _, y_epsilon = scaled(bounds_ref, form)
     total = functools.partial(functools.reduce, operator.add)
 
+    def source(batch: jax.Array) -> jax.Array:
+        """The item of y and of the gate that an item of the result is made of."""
+        kept, rows = form.rows
+        if kept == rows:
+            return batch
+        return jax.lax.div(batch, jnp.int32(kept)) * rows + jax.lax.rem(batch, jnp.int32(kept))
+
     def step(s: jax.Array, carry: jax.Array) -> jax.Array:
         i = pid + s * programs
         batch, row = jax.lax.div(i, row_blocks), jax.lax.rem(i, row_blocks) * block_m
+        item = source(batch)
         rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
         mask = tile_mask(h_mask, row_mask)
-        ys = [load(ref.at[batch, span(0, block_h), rows], mask).astype(jnp.float32) for ref in y_refs]
+        ys = [load(ref.at[item, span(0, block_h), rows], mask).astype(jnp.float32) for ref in y_refs]
         mean = total(jnp.sum(y, axis=0, keepdims=True) for y in ys) / h
         ds = [y - mean for y in ys]
         if h_mask is not None:
@@ -161,7 +169,7 @@ def _output_kernel(
         zs = [d * inverse * scale + shift for d, scale, shift in zip(ds, scales, shifts, strict=True)]
         if not gate_after:
             zs = [
-                z * load(gate_ref.at[batch, p, rows], mask).astype(jnp.float32)
+                z * load(gate_ref.at[item, p, rows], mask).astype(jnp.float32)
                 for z, p in zip(zs, parts, strict=True)
             ]
         zs = [z.astype(w_ref.dtype) for z in zs]
@@ -176,7 +184,7 @@ def _output_kernel(
             if b_ref is not None:
                 out += load(b_ref.at[columns], column_mask)[None, :]
             if gate_after:
-                gate = load(gate_ref.at[batch, columns, rows], tile_mask(column_mask, row_mask))
+                gate = load(gate_ref.at[item, columns, rows], tile_mask(column_mask, row_mask))
                 out *= gate.T.astype(jnp.float32)
             store(o_ref.at[batch, rows, columns], out, mask)
 

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.trimul_scales import LOG2_LARGEST
 from pallas_models.kernels.forms.trimul import Output
+from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
@@ -22,11 +22,11 @@ from pallas_models.kernels.triton.common import (
     launch,
     load,
     plgpu,
-    span,
     store,
     tile_mask,
 )
 from pallas_models.kernels.triton.trimul_output import scaled
+from pallas_models.kernels.triton.trimul_places import Places
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -76,8 +76,8 @@ class Operands(NamedTuple):
     """The operands of both kernels, arrays or references.
 
     Attributes:
-      y: (B, H, M').
-      gate: (B, G, M').
+      y: (B', H, M').
+      gate: (B', G, M').
       dout: (B, M, C).
       bounds: (parts, 5).
       scale: (H,).
@@ -96,38 +96,6 @@ class Operands(NamedTuple):
     bias: Any
 
 
-class _Sizes(NamedTuple):
-    """Sizes of blocks and arrays of a call."""
-
-    form: Output[Any]
-    block_m: int
-    width: int  # positions of y, of which the result has form.size
-
-    @property
-    def columns(self) -> int:
-        """Blocks of positions of an item."""
-        return pl.cdiv(self.width, self.block_m)
-
-    def place(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The item and the first position of a block."""
-        columns = jnp.int32(self.columns)
-        return jax.lax.div(block, columns), jax.lax.rem(block, columns) * self.block_m
-
-    def within(self, start: jax.Array, size: int) -> jax.Array | None:
-        """Which positions of a block lie below `size`."""
-        whole = size == self.width and size % self.block_m == 0
-        return None if whole else start + jnp.arange(self.block_m) < size
-
-    @staticmethod
-    def channels(size: int) -> tuple[pl.Slice, jax.Array | None]:
-        """All channels of an axis, and which of the block there are."""
-        block = block_size(size, 16, 1024)
-        return span(0, block), None if block == size else jnp.arange(block) < size
-
-
-Scale = jax.Array | float | None
-
-
 class _Pulled(NamedTuple):
     """The cotangents of a block of positions, channels first; (H, positions) but for the gate and the result."""
 
@@ -137,7 +105,6 @@ class _Pulled(NamedTuple):
     unit: jax.Array  # y with mean 0 and variance 1
     operand: jax.Array  # what is multiplied by the weights
     product: jax.Array  # (C, positions), of the product with the weights, scaled and rounded
-    largest: jax.Array  # (1, positions), of the same
     bias: jax.Array  # (C,)
 
 
@@ -154,7 +121,7 @@ class _End:
       y_epsilon: of the norm of y.
     """
 
-    sizes: _Sizes
+    places: Places
     w: jax.Array
     scale: jax.Array
     shift: jax.Array
@@ -163,12 +130,12 @@ class _End:
     y_epsilon: jax.Array
 
     @classmethod
-    def of(cls, sizes: _Sizes, operands: Operands) -> "_End":
+    def of(cls, places: Places, operands: Operands) -> "_End":
         """Loads the weights."""
-        (hs, h_mask), (cs, c_mask) = map(sizes.channels, operands.w.shape)
-        y_scale, y_epsilon = scaled(operands.bounds, sizes.form)
+        (hs, h_mask), (cs, c_mask) = map(places.channels, operands.w.shape)
+        y_scale, y_epsilon = scaled(operands.bounds, places.form)
         return cls(
-            sizes=sizes,
+            places=places,
             w=load(operands.w.at[hs, cs], tile_mask(h_mask, c_mask)),
             scale=load(operands.scale.at[hs], h_mask)[:, None],
             shift=load(operands.shift.at[hs], h_mask)[:, None],
@@ -177,22 +144,22 @@ class _End:
             y_epsilon=y_epsilon,
         )
 
-    def pull(self, operands: Operands, block: jax.Array, scale: Scale) -> _Pulled:
+    def pull(self, operands: Operands, block: jax.Array, scale: jax.Array | float) -> _Pulled:
         """The cotangents of a block of positions.
 
         Args:
           scale: what the cotangent of the product is multiplied by before it is rounded to the dtype of the
-            weights; None for what makes the largest of each position 1.
+            weights.
         """
-        sizes, form, dtype = self.sizes, self.sizes.form, self.w.dtype
+        places, form, dtype = self.places, self.places.form, self.w.dtype
         (h, c), dot = form.w.shape, functools.partial(plgpu.dot, precision=form.precision)
-        item, start = sizes.place(block)
-        rows, row_mask = span(start, sizes.block_m), sizes.within(start, form.size)
-        (hs, h_mask), (cs, c_mask) = sizes.channels(h), sizes.channels(c)
+        item, start = places.place(block)
+        rows, (source, row_mask) = places.span(start), places.source(item, start)
+        (hs, h_mask), (cs, c_mask) = places.channels(h), places.channels(c)
         gates, gate_mask = (cs, c_mask) if form.gate_after else (hs, h_mask)
         y = load(operands.y.at[item, hs, rows], tile_mask(h_mask, row_mask)).astype(jnp.float32)
         gate = load(operands.gate.at[item, gates, rows], tile_mask(gate_mask, row_mask)).astype(jnp.float32)
-        dout = load(operands.dout.at[item, rows, cs], tile_mask(row_mask, c_mask)).T.astype(jnp.float32)
+        dout = load(operands.dout.at[source, rows, cs], tile_mask(row_mask, c_mask)).T.astype(jnp.float32)
 
         d = y - jnp.sum(y, axis=0, keepdims=True) / h
         if h_mask is not None:
@@ -201,12 +168,11 @@ class _End:
         unit = d * inverse
         normed = unit * self.scale + self.shift
         product = times(dout, gate) if form.gate_after else dout
-        largest, dbias = jnp.max(jnp.abs(product), axis=0, keepdims=True), jnp.sum(product, axis=1)
+        dbias = jnp.sum(product, axis=1)
         # What is not finite adds nothing where its result has a cotangent of 0, as a position that is masked has.
         operand = normed if form.gate_after else normed * gate
-        operand = jnp.where(largest == 0.0, 0.0, operand).astype(dtype)
-        if scale is None:
-            scale = 1.0 / jnp.where(largest > 0.0, largest, 1.0)
+        given = jnp.max(jnp.abs(product), axis=0, keepdims=True) != 0.0
+        operand = jnp.where(given, operand, 0.0).astype(dtype)
         product, back = (product * scale).astype(dtype), 1.0 / scale
         doperand = dot(self.w, product) * back
         if form.gate_after:
@@ -219,7 +185,7 @@ class _End:
         dunit = dnormed * self.scale
         along = jnp.sum(dunit * unit, axis=0, keepdims=True) / h
         dy = (dunit - jnp.sum(dunit, axis=0, keepdims=True) / h - unit * along) * (inverse * self.y_scale)
-        return _Pulled(dy, dgate, dnormed, unit, operand, product, largest, dbias)
+        return _Pulled(dy, dgate, dnormed, unit, operand, product, dbias)
 
 
 def times(cotangent: jax.Array, factor: jax.Array) -> jax.Array:
@@ -227,60 +193,33 @@ def times(cotangent: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(cotangent == 0.0, 0.0, cotangent * factor)
 
 
-def _steps(sizes: _Sizes, items: int, programs: int) -> tuple[jax.Array, jax.Array]:
-    """The first block of this program, and how many it has."""
-    pid = pl.program_id(0)
-    return pid, jax.lax.div(items * sizes.columns - pid + programs - 1, jnp.int32(programs))
-
-
-def _largest_kernel(
-    operands: Operands,
-    o_ref: Ref,  # (programs, 3)
-    *,
-    sizes: _Sizes,
-    programs: int,
-) -> None:
-    end = _End.of(sizes, operands)
-    first, steps = _steps(sizes, len(operands.y), programs)
-
-    def step(s: jax.Array, largest: list[jax.Array]) -> list[jax.Array]:
-        pulled = end.pull(operands, first + s * programs, None)
-        # What is not finite spoils its own sums alone.
-        found = [jnp.abs(a) for a in (pulled.largest, pulled.y, pulled.gate)]
-        found = [jnp.max(jnp.where(a < jnp.inf, a, 0.0)) for a in found]
-        return [jnp.maximum(a, b) for a, b in zip(largest, found, strict=True)]
-
-    for i, value in enumerate(jax.lax.fori_loop(0, steps, step, [jnp.float32(0.0)] * 3)):
-        store(o_ref.at[pl.program_id(0), jnp.int32(i)], value)
-
-
 def _kernel(
     operands: Operands,
     scales_ref: Ref | None,  # (3,): of the cotangents of the product, of y and of the gate; 1 where there is none
-    dy_ref: Ref,  # (B, H, M')
-    dgate_ref: Ref,  # (B, G, M')
+    dy_ref: Ref,  # (B', H, M')
+    dgate_ref: Ref,  # (B', G, M')
     dw_ref: Ref,  # (programs, H, C)
     dnorm_ref: Ref,  # (2, programs, H)
     db_ref: Ref | None,  # (1, programs, C)
     *,
-    sizes: _Sizes,
+    places: Places,
     programs: int,
 ) -> None:
-    form, pid = sizes.form, pl.program_id(0)
-    end = _End.of(sizes, operands)
+    form, pid = places.form, pl.program_id(0)
+    end = _End.of(places, operands)
     of_product, of_y, of_gate = (
         1.0 if scales_ref is None else load(scales_ref.at[jnp.int32(i)]) for i in range(3)
     )
-    (hs, h_mask), (cs, c_mask) = map(sizes.channels, operands.w.shape)
+    (hs, h_mask), (cs, c_mask) = map(places.channels, operands.w.shape)
     gates, gate_mask = (cs, c_mask) if form.gate_after else (hs, h_mask)
-    first, steps = _steps(sizes, len(operands.y), programs)
+    first, steps = places.steps(len(operands.y), programs)
 
     def step(s: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
         dw, dscale, dshift, *db = carry
         block = first + s * programs
         pulled = end.pull(operands, block, of_product)
-        item, start = sizes.place(block)
-        rows, row_mask = span(start, sizes.block_m), sizes.within(start, sizes.width)
+        item, start = places.place(block)
+        rows, row_mask = places.span(start), places.within(start, places.width)
         store(dy_ref.at[item, hs, rows], pulled.y * of_y, tile_mask(h_mask, row_mask))
         store(dgate_ref.at[item, gates, rows], pulled.gate * of_gate, tile_mask(gate_mask, row_mask))
         dw += plgpu.dot(pulled.operand, pulled.product, trans_b=True, precision=form.precision)
@@ -298,55 +237,24 @@ def _kernel(
         store(db_ref.at[jnp.int32(0), pid, cs], db[0], c_mask)
 
 
-class Pulled(NamedTuple):
-    """The cotangents of a call; sums over positions are float32.
-
-    Attributes:
-      y: (B, H, M'), in the dtype of the products, 0 beyond M, times `scales[1]`: of y as it is without its scale.
-      gate: (B, G, M'), likewise, times `scales[2]`: of what the gate is the sigmoid of.
-      scales: (3,), powers of two, or None where all are 1.
-      w: (H, C).
-      scale: (H,).
-      shift: (H,).
-      bias: (C,), or None where there is no bias.
-    """
-
-    y: jax.Array
-    gate: jax.Array
-    scales: jax.Array | None
-    w: jax.Array
-    scale: jax.Array
-    shift: jax.Array
-    bias: jax.Array | None
-
-
-def powers_of_two(largest: jax.Array) -> jax.Array:
-    """Powers of two, times which numbers of this size are 2**13 to 2**14, as far as both are within float32."""
-    exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
-    exponent = jnp.clip(LOG2_LARGEST - 1 - exponent, -100, 113)
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
 def output_backward(
     form: Output[jax.Array],
     dout: jax.Array,
+    scales: jax.Array | None,
     *,
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> Pulled:
-    """The gradient of `trimul_output.output`, for the cotangent (B, M, C) of its result, of any float dtype.
-
-    Products take float16 only from a first pass on, which finds the largest of what is to be rounded.
-    """
+) -> OfEnd:
+    """The gradient of `trimul_output.output`, for the cotangent (B, M, C) of its result, of any float dtype."""
     (y,), (h, c), dtype = form.ys, form.w.shape, form.w.dtype
-    b, width, gates = form.batch, y.shape[2], c if form.gate_after else h
+    (items, _, width), gates = y.shape, c if form.gate_after else h
     config = choose(
         config,
         Problem(
             backend="triton",
             op="trimul_output_backward",
-            shape={"m": b * form.size, "h": h, "c": c, "gate_after": int(form.gate_after)},
+            shape={"m": form.batch * form.size, "h": h, "c": c, "gate_after": int(form.gate_after)},
             bucketed=("m",),
             dtype=dtype,
             config=Config,
@@ -356,43 +264,30 @@ def output_backward(
         ),
         target,
     )
-    sizes = _Sizes(form.abstract(), config.block_m, width)
-    programs = min(b * sizes.columns, config.programs_per_core * target.num_cores)
-    call = functools.partial(
-        launch,
-        grid=(programs,),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        interpret=interpret,
-    )
-    operands = Operands(y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias)
-    scales = None
-    if dtype == jnp.float16:
-        largest = call(
-            functools.partial(_largest_kernel, sizes=sizes, programs=programs),
-            out_shape=jax.ShapeDtypeStruct((programs, 3), jnp.float32),
-            name="trimul_output_backward_largest",
-        )(operands)
-        scales = powers_of_two(jnp.max(largest, axis=0))
+    places = Places(form.abstract(), config.block_m, width)
+    programs = min(items * places.columns, config.programs_per_core * target.num_cores)
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    dy, dgate, dw, dnorm, db = call(
-        functools.partial(_kernel, sizes=sizes, programs=programs),
+    dy, dgate, dw, dnorm, db = launch(
+        functools.partial(_kernel, places=places, programs=programs),
         out_shape=(
-            jax.ShapeDtypeStruct((b, h, width), dtype),
-            jax.ShapeDtypeStruct((b, gates, width), dtype),
+            jax.ShapeDtypeStruct((items, h, width), dtype),
+            jax.ShapeDtypeStruct((items, gates, width), dtype),
             float32((programs, h, c)),
             float32((2, programs, h)),
             None if form.bias is None else float32((1, programs, c)),
         ),
+        grid=(programs,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
         name="trimul_output_backward",
-    )(operands, scales)
+    )(Operands(y, form.gate, dout, form.bounds, form.scale, form.shift, form.w, form.bias), scales)
     total = functools.partial(column_sums, interpret=interpret)
     (dw,), (dscale, dshift) = total(dw.reshape(1, programs, h * c), [jnp.float32]), total(dnorm, [jnp.float32] * 2)
     dw = dw.reshape(h, c)
-    return Pulled(
+    return OfEnd(
         y=dy,
         gate=dgate,
-        scales=scales,
         w=dw if scales is None else dw / scales[0],
         scale=dscale,
         shift=dshift,

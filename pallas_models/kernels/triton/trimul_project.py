@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def heuristic(m: int, c: int, dtype: DTypeLike, target: Target) -> Config:
     if jnp.dtype(dtype).itemsize == 4:
         return _config(32, 32, 32, 4, 2)
     few = m < 256 * target.num_cores
-    if _is_narrow(c):
+    if is_narrow(c):
         return _config(64, 64, 64, 4, 2) if few else _config(128, 64, 64, 8, 2)
     return _config(128, 64, 64, 4, 3) if few else _config(128, 128, 64, 4, 2)
 
@@ -77,20 +78,21 @@ def configs(c: int, dtype: DTypeLike) -> Iterator[Config]:
         yield from (_config(m, n, 32, 4, s) for m, n, s in itertools.product((16, 32, 64), (32, 64), (1, 2, 3)))
         return
     for block_m, block_n, num_stages in itertools.product((64, 128), (64, 128), (1, 2, 3)):
-        for block_k, num_warps in itertools.product((64,) if _is_narrow(c) else (32, 64), (4, 8)):
+        for block_k, num_warps in itertools.product((64,) if is_narrow(c) else (32, 64), (4, 8)):
             yield _config(block_m, block_n, block_k, num_warps, num_stages)
 
 
 def shared_memory(config: Config, c: int, dtype: DTypeLike) -> int:
     """Bytes of shared memory that the operands of a product take."""
-    depth = c if _is_narrow(c) else config.block_k
+    depth = c if is_narrow(c) else config.block_k
     staged, kept = config.block_n * depth, config.block_m * depth
     stages = max(config.num_stages, 1)
-    tiles = kept + stages * staged if _is_narrow(c) else stages * (kept + staged)
+    tiles = kept + stages * staged if is_narrow(c) else stages * (kept + staged)
     return tiles * jnp.dtype(dtype).itemsize
 
 
-def _is_narrow(c: int) -> bool:
+def is_narrow(c: int) -> bool:
+    """Whether rows of so many channels are normalised in this kernel."""
     return 16 <= c <= _WIDEST and c & (c - 1) == 0
 
 
@@ -142,27 +144,32 @@ def _project_kernel(
     shift_ref: Ref,  # (C,)
     w_ref: Ref,  # (C, 4 H + G), halves of the weights: projections and their gates interleaved, the out gate
     b_ref: Ref | None,  # (4 H + G,), halves of the biases
-    sides_ref: Ref,  # (B, 2 H, M): left, then right
-    gate_ref: Ref | None,  # (B, G, M)
+    sides_ref: Ref | None,  # (B', 2 H, M'): left, then right
+    gate_ref: Ref | None,  # (B', G, M')
     *,
     config: Config,
     narrow: bool,
-    epsilon: float,
-    precision: jax.lax.Precision,
+    form: Projection[Any],
 ) -> None:
-    _, size, c = x_ref.shape
+    (_, size, c), padded_size = x_ref.shape, form.result[1]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    side_blocks, blocks = 2 * sides_ref.shape[1] // block_n, w_ref.shape[1] // block_n
+    side_blocks = 0 if sides_ref is None else 2 * sides_ref.shape[1] // block_n
+    blocks = w_ref.shape[1] // block_n
     gated = functools.partial(_gated, fast=w_ref.dtype != jnp.float32)
     # Channels are the rows of the result, so that stores, channel by channel, are contiguous.
-    dot = functools.partial(plgpu.dot, trans_a=True, trans_b=True, precision=precision)
+    dot = functools.partial(plgpu.dot, trans_a=True, trans_b=True, precision=form.precision)
 
-    pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(size, block_m))
+    pid, row_blocks = pl.program_id(0), jnp.int32(pl.cdiv(padded_size, block_m))
     column_block = jnp.int32(0)
     if not narrow:  # programs of the same rows one after another
         pid, column_block = jax.lax.div(pid, jnp.int32(blocks)), jax.lax.rem(pid, jnp.int32(blocks))
     batch, row = jax.lax.div(pid, row_blocks), jax.lax.rem(pid, row_blocks) * block_m
-    rows, row_mask = span(row, block_m), in_bounds(row, block_m, size)
+    rows, row_mask = span(row, block_m), in_bounds(row, block_m, padded_size)
+    item, x_mask = batch, row_mask  # type: jax.Array, Any
+    if form.padded is not None:
+        matrix, of_matrix = (f(batch, jnp.int32(form.padded_rows)) for f in (jax.lax.div, jax.lax.rem))
+        item = matrix * form.rows + jnp.minimum(of_matrix, form.rows - 1)
+        x_mask = (row + jnp.arange(block_m) < size) & (of_matrix < form.rows)
 
     def pairs(j: jax.Array) -> list[jax.Array]:
         """The two halves of a block of columns of the projections, (block_n / 2, block_m) each."""
@@ -170,7 +177,7 @@ def _project_kernel(
 
         def step(s: jax.Array, acc: jax.Array) -> jax.Array:
             ks, k_mask = span(s * block_k, block_k), in_bounds(s * block_k, block_k, c)
-            x = load(x_ref.at[batch, rows, ks], tile_mask(row_mask, k_mask))
+            x = load(x_ref.at[item, rows, ks], tile_mask(x_mask, k_mask))
             return acc + dot(load(w_ref.at[ks, columns], tile_mask(k_mask, None)), x)
 
         if narrow:
@@ -180,10 +187,13 @@ def _project_kernel(
         return _paired(y if b_ref is None else y + plgpu.load(b_ref.at[columns])[:, None])
 
     def side(j: jax.Array, carry: jax.Array) -> jax.Array:
+        assert sides_ref is not None
         y = gated(*pairs(j))
         if mask_ref is not None:  # read at every step: kept, it would take registers that a third program needs
-            factor = load(mask_ref.at[batch, rows], row_mask).astype(jnp.float32)[None, :]
+            factor = load(mask_ref.at[item, rows], x_mask).astype(jnp.float32)[None, :]
             y = jnp.where(factor == 0.0, 0.0, factor * y)  # 0 times what is not finite would be NaN
+        elif form.padded is not None:
+            y = jnp.where(x_mask[None, :], y, 0.0)
         channels = span(j * (block_n // 2), block_n // 2)
         store(sides_ref.at[batch, channels, rows], y, tile_mask(None, row_mask))
         return carry
@@ -196,8 +206,8 @@ def _project_kernel(
             store(gate_ref.at[batch, channels, rows], gated(0.5, y), tile_mask(None, row_mask))
         return carry
 
-    if not narrow and gate_ref is None:
-        side(column_block, jnp.int32(0))
+    if not narrow and (gate_ref is None or sides_ref is None):
+        (side if gate_ref is None else gate)(column_block, jnp.int32(0))
         return
     if not narrow:
         jax.lax.cond(
@@ -206,26 +216,27 @@ def _project_kernel(
             lambda: gate(column_block, jnp.int32(0)),
         )
         return
-    x = load(x_ref.at[batch, rows, :], tile_mask(row_mask, None)).astype(jnp.float32)
+    x = load(x_ref.at[item, rows, :], tile_mask(x_mask, None)).astype(jnp.float32)
     d = x - jnp.sum(x, axis=1, keepdims=True) / c
-    d *= jax.lax.rsqrt(jnp.sum(d * d, axis=1, keepdims=True) / c + epsilon)
+    d *= jax.lax.rsqrt(jnp.sum(d * d, axis=1, keepdims=True) / c + form.epsilon)
     z = (d * plgpu.load(scale_ref.at[:])[None, :] + plgpu.load(shift_ref.at[:])[None, :]).astype(w_ref.dtype)
-    jax.lax.fori_loop(0, side_blocks, side, jnp.int32(0))
+    if sides_ref is not None:
+        jax.lax.fori_loop(0, side_blocks, side, jnp.int32(0))
     if gate_ref is not None:
         jax.lax.fori_loop(side_blocks, blocks, gate, jnp.int32(0))
 
 
 def project(
     form: Projection[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Left and right, and the gate, in the dtype of the weights.
 
     Returns:
-      (B, 2 H', M), left in the first H channels and right in those from H' >= H on, masked; and the gate,
-      (B, G', M), G' >= G, or None for G = 0.
+      (B', 2 H', M'), left in the first H channels and right in those from H' >= H on, masked, or None for H = 0;
+      and the gate, (B', G', M'), G' >= G, or None for G = 0.
     """
     x, dtype, hidden = form.x, form.w.dtype, form.hidden
-    b, size, c = x.shape
+    (b, size, c), (items, padded_size) = x.shape, form.result
     config = choose(
         config,
         Problem(
@@ -241,7 +252,7 @@ def project(
         ),
         target,
     )
-    narrow = _is_narrow(c)
+    narrow = is_narrow(c)
     if not narrow:
         z = norm.sum_layer_norm(
             x.reshape(1, b * size, c),
@@ -263,17 +274,16 @@ def project(
         _project_kernel,
         config=config,
         narrow=narrow,
-        epsilon=form.epsilon,
-        precision=form.precision,
+        form=form.abstract(),
     )
     column_blocks = 1 if narrow else (4 * channels + gates) // config.block_n
     sides, gate = launch(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((b, 2 * channels, size), dtype),
-            jax.ShapeDtypeStruct((b, gates, size), dtype) if gates else None,
+            jax.ShapeDtypeStruct((items, 2 * channels, padded_size), dtype) if channels else None,
+            jax.ShapeDtypeStruct((items, gates, padded_size), dtype) if gates else None,
         ),
-        grid=(b * pl.cdiv(size, config.block_m) * column_blocks,),
+        grid=(items * pl.cdiv(padded_size, config.block_m) * column_blocks,),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,

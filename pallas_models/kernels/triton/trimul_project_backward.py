@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
+from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     activate,
@@ -34,8 +35,6 @@ from pallas_models.kernels.triton.common import (
 from pallas_models.kernels.triton.trimul_project import tanh
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
-
-GATED = 2.0**-14  # of the cotangent of a gate: what left and right are at most is its inverse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,37 +90,25 @@ def shared_memory(config: Config, form: Projection[Any]) -> int:
     return (config.num_stages * staged + kept) * itemsize
 
 
-class Given(NamedTuple):
-    """The cotangents that come to the projections, each scaled.
-
-    Attributes:
-      left: (B, H, M').
-      right: (B, H, M').
-      gate: (B, G, M'), of what the gate is the sigmoid of.
-      scales: (4,), powers of two. Products of cotangents with the weights as they are given are multiplied by the
-        first for projections, by the second for their gates, and by the third for the gate; the cotangents of
-        projections are multiplied by the last, so that no factor of a mask makes them too large for float16.
-    """
-
-    left: jax.Array
-    right: jax.Array
-    gate: jax.Array
-    scales: jax.Array
-
-
 class Rows(NamedTuple):
-    """The place of a block of positions."""
+    """The place of a block of positions: the item of x, and that of left, right and gate as they are filled up."""
 
     item: jax.Array
+    filled: jax.Array
     span: pl.Slice
     mask: jax.Array | None
 
     @classmethod
-    def of(cls, block: jax.Array, block_m: int, size: int) -> "Rows":
+    def of(cls, block: jax.Array, block_m: int, form: Projection[Any]) -> "Rows":
         """The place of block number `block` of all items."""
+        size = form.x.shape[1]
         columns = jnp.int32(pl.cdiv(size, block_m))
         item, start = jax.lax.div(block, columns), jax.lax.rem(block, columns) * block_m
-        return cls(item, span(start, block_m), in_bounds(start, block_m, size))
+        filled = item
+        if form.rows < form.padded_rows:
+            matrix, row = (f(item, jnp.int32(form.rows)) for f in (jax.lax.div, jax.lax.rem))
+            filled = matrix * form.padded_rows + row
+        return cls(item, filled, span(start, block_m), in_bounds(start, block_m, size))
 
     def factor(self, mask_ref: Ref | None) -> jax.Array | None:
         """The factors of the mask."""
@@ -236,7 +223,7 @@ class _Block:
             if weights.bias is not None:
                 biases = [load(weights.bias.at[place, columns], mask)[None, :] for place in places]
                 products = [y + bias for y, bias in zip(products, biases, strict=True)]
-            given = load(ref.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask)).T.astype(jnp.float32)
+            given = load(ref.at[rows.filled, columns, rows.span], tile_mask(mask, rows.mask)).T.astype(jnp.float32)
             factor = None if self.factor is None else self.factor[:, None]
             pulled = Side.pulled(products, given, factor, self.before, dtype=self.z.dtype)
             for i, d in enumerate((pulled.projection, pulled.gate)):
@@ -254,7 +241,7 @@ class _Block:
         def add(j: jax.Array, dz: jax.Array) -> jax.Array:
             columns, mask = span(j * self.block_n, self.block_n), in_bounds(j * self.block_n, self.block_n, gates)
             w = load(self.weights.gate.at[cs, columns], tile_mask(c_mask, mask))
-            d = load(self.given.gate.at[rows.item, columns, rows.span], tile_mask(mask, rows.mask))
+            d = load(self.given.gate.at[rows.filled, columns, rows.span], tile_mask(mask, rows.mask))
             return dz + plgpu.dot(d, w, trans_a=True, trans_b=True, precision=self.precision)
 
         return jax.lax.fori_loop(0, pl.cdiv(gates, self.block_n), add, dz)
@@ -300,8 +287,7 @@ def _kernel(
     *,
     config: Config,
     programs: int,
-    epsilon: float,
-    precision: jax.lax.Precision,
+    form: Projection[Any],
 ) -> None:
     (items, size, c), dtype = x_ref.shape, z_ref.dtype
     block_m, block_c = config.block_m, block_size(c, 16, 1024)
@@ -313,14 +299,14 @@ def _kernel(
     wide = dtype != jnp.float16
 
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        rows = Rows.of(pid + i * programs, block_m, size)
+        rows = Rows.of(pid + i * programs, block_m, form)
         view, mask, factor = (
             x_ref.at[rows.item, rows.span, cs],
             tile_mask(rows.mask, c_mask),
             rows.factor(mask_ref),
         )
         x = load(view, mask).astype(jnp.float32)
-        norm = _Norm.of(x, c, c_mask, factor, epsilon)
+        norm = _Norm.of(x, c, c_mask, factor, form.epsilon)
         z = (norm(x) * scale + shift).astype(dtype)
         store(z_ref.at[rows.item, rows.span, cs], z, mask)
         block = _Block(
@@ -331,7 +317,7 @@ def _kernel(
             factor=factor,
             before=(of_projections, of_gates) if wide else (shrink, 1.0),
             block_n=config.block_n,
-            precision=precision,
+            precision=form.precision,
         )
         sums: list[Any] = [jnp.zeros((block_m, block_c), jnp.float32)] * (1 if wide else 2)
         sums += [None if dmask_ref is None else jnp.zeros(block_m, jnp.float32)]
@@ -358,24 +344,6 @@ def _kernel(
         store(dnorm_ref.at[jnp.int32(i), pid, cs], total, c_mask)
 
 
-class Pulled(NamedTuple):
-    """The cotangents of a call, and the normalised positions.
-
-    Attributes:
-      x: (B, M, C), in the dtype of x.
-      mask: (B, M), float32, or None.
-      scale: (C,), float32, of the norm.
-      shift: (C,), float32, of the norm.
-      z: (B, M, C), in the dtype of the products.
-    """
-
-    x: jax.Array
-    mask: jax.Array | None
-    scale: jax.Array
-    shift: jax.Array
-    z: jax.Array
-
-
 def project_backward(
     form: Projection[jax.Array],
     given: Given,
@@ -384,7 +352,7 @@ def project_backward(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> Pulled:
+) -> OfPositions:
     """The gradient of `trimul_project.project` but for the weights.
 
     Args:
@@ -413,8 +381,7 @@ def project_backward(
             _kernel,
             config=config,
             programs=programs,
-            epsilon=form.epsilon,
-            precision=form.precision,
+            form=form.abstract(),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((b, size, c), x.dtype),
@@ -429,4 +396,4 @@ def project_backward(
         name="trimul_project_backward",
     )(x, form.mask, Weights(form.norm_scale, form.norm_bias, form.w, form.bias, form.w_gate), given)
     dscale, dshift = column_sums(dnorm, [jnp.float32] * 2, interpret=interpret)
-    return Pulled(x=dx, mask=dmask, scale=dscale, shift=dshift, z=z)
+    return OfPositions(x=dx, mask=dmask, scale=dscale, shift=dshift, z=z)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
+from pallas_models.kernels.forms.trimul_backward import Given, OfWeights
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     block_size,
@@ -29,7 +30,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.kernels.triton.trimul_project_backward import Given, Rows, Side
+from pallas_models.kernels.triton.trimul_project_backward import Rows, Side
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -105,12 +106,12 @@ def _kernel(
     db_ref: Ref | None,  # (splits, chunks, 2, block_n)
     *,
     config: Config,
-    precision: jax.lax.Precision,
+    form: Projection[Any],
 ) -> None:
     items, size, c = z_ref.shape
     h, gates, dtype = w_ref.shape[2], given.gate.shape[1], w_ref.dtype
     block_m, block_n, block_c = config.block_m, config.block_n, block_size(c, 16, 1024)
-    dot = functools.partial(plgpu.dot, precision=precision)
+    dot = functools.partial(plgpu.dot, precision=form.precision)
     cs, c_mask = span(0, block_c), in_bounds(0, block_c, c)
     split, chunk, of_a_side = pl.program_id(0), pl.program_id(1), pl.cdiv(h, block_n)
     steps = jax.lax.div(items * pl.cdiv(size, block_m) - split + config.splits - 1, jnp.int32(config.splits))
@@ -119,7 +120,7 @@ def _kernel(
         """Sums of both halves of the columns, from `cotangents(rows, z)`, (block_m, block_n) each."""
 
         def step(i: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
-            rows = Rows.of(split + i * config.splits, block_m, size)
+            rows = Rows.of(split + i * config.splits, block_m, form)
             z = load(z_ref.at[rows.item, rows.span, cs], tile_mask(rows.mask, c_mask))
             ds = cotangents(rows, z)
             dws = [dw + dot(z, d, trans_a=True) for dw, d in zip(carry[:2], ds, strict=True)]
@@ -148,7 +149,7 @@ def _kernel(
             products = [dot(z, w) for w in ws]
             if biases is not None:
                 products = [y + b for y, b in zip(products, biases, strict=True)]
-            cotangent = load(dside_ref.at[rows.item, channels, rows.span], tile_mask(n_mask, rows.mask)).T
+            cotangent = load(dside_ref.at[rows.filled, channels, rows.span], tile_mask(n_mask, rows.mask)).T
             factor = rows.factor(mask_ref)
             pulled = Side.pulled(
                 products,
@@ -175,29 +176,13 @@ def _kernel(
             starts = [(2 * (chunk - 2 * of_a_side) + k) * block_n for k in range(2)]
             return [
                 load(
-                    given.gate.at[rows.item, span(start, block_n), rows.span],
+                    given.gate.at[rows.filled, span(start, block_n), rows.span],
                     tile_mask(start + jnp.arange(block_n) < gates, rows.mask),
                 ).T
                 for start in starts
             ]
 
         add_up(cotangents)
-
-
-class Pulled(NamedTuple):
-    """The cotangents of weights and biases, float32.
-
-    Attributes:
-      w: (C, 4, H), of the weights without their scales.
-      bias: (4, H), likewise, or None where there is no bias.
-      w_gate: (C, G).
-      b_gate: (G,), or None where there is no bias.
-    """
-
-    w: jax.Array
-    bias: jax.Array | None
-    w_gate: jax.Array
-    b_gate: jax.Array | None
 
 
 def weights_backward(
@@ -208,7 +193,7 @@ def weights_backward(
     config: Config | Chooser | None,
     target: Target,
     interpret: bool,
-) -> Pulled:
+) -> OfWeights:
     """The gradient of `trimul_project.project` for the weights, from the normalised positions z (B, M, C).
 
     Each is still to be multiplied by the scale of its cotangent among the first three `scales`.
@@ -234,7 +219,7 @@ def weights_backward(
     has_bias = form.bias is not None or form.b_gate is not None
     config = dataclasses.replace(config, splits=min(config.splits, b * pl.cdiv(size, config.block_m)))
     dw, db = launch(
-        functools.partial(_kernel, config=config, precision=form.precision),
+        functools.partial(_kernel, config=config, form=form.abstract()),
         out_shape=(
             jax.ShapeDtypeStruct((config.splits, chunks, 2, c, block_n), jnp.float32),
             jax.ShapeDtypeStruct((config.splits, chunks, 2, block_n), jnp.float32) if has_bias else None,
@@ -265,5 +250,5 @@ def weights_backward(
     w, *bias = (side_columns(y[:of_sides]) for y in sums)
     w_gate, *b_gate = (gate_columns(y[of_sides:]) for y in sums)
     if not has_bias:
-        return Pulled(w=w, bias=None, w_gate=w_gate, b_gate=None)
-    return Pulled(w=w, bias=bias[0][0], w_gate=w_gate, b_gate=b_gate[0][0])
+        return OfWeights(w=w, bias=None, w_gate=w_gate, b_gate=None)
+    return OfWeights(w=w, bias=bias[0][0], w_gate=w_gate, b_gate=b_gate[0][0])

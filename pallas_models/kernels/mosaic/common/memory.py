@@ -12,6 +12,7 @@ from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common.backend import plgpu
 
 ROW_BYTES = 128  # of a row of a tile of shared memory
+TILE_ROWS = 8  # of a tile of shared memory
 
 
 def tiled(shape: tuple[int, ...], dtype: DTypeLike, row_bytes: int = ROW_BYTES) -> Any:
@@ -19,17 +20,19 @@ def tiled(shape: tuple[int, ...], dtype: DTypeLike, row_bytes: int = ROW_BYTES) 
 
     In tiles of 8 rows of `row_bytes` each: 128, or 64 or 32 where columns are few or taken a few at a time.
     """
-    transforms = (
-        plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(row_bytes),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(row_bytes, dtype))
+
+
+def transforms(row_bytes: int, dtype: DTypeLike) -> tuple[Any, Any]:
+    """How arrays lie in `tiled` memory."""
+    columns = row_bytes // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(row_bytes)
 
 
 def untiled(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Why an array (..., rows, columns) cannot be copied to or from `tiled` memory in parts; None if it can."""
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    if shape[-1] % columns or shape[-2] % 8:
+    if shape[-1] % columns or shape[-2] % TILE_ROWS:
         return f"takes rows in multiples of 8 and columns in multiples of {columns}, not {name} of shape {shape}"
     return None
 

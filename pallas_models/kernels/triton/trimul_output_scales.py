@@ -1,0 +1,91 @@
+"""Scales of the cotangents of the end of the triangle multiplicative update, which keep them within float16."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.trimul_scales import powers_of_two
+from pallas_models.kernels.forms.trimul import Output
+from pallas_models.kernels.triton.common import launch, load, store, tile_mask
+from pallas_models.kernels.triton.trimul_output import scaled
+from pallas_models.kernels.triton.trimul_places import Places
+from pallas_models.target import Target
+
+_BLOCK_M = 64
+_PROGRAMS_PER_CORE = 4
+
+
+def _kernel(
+    y_ref: Ref,  # (B', H, M')
+    dout_ref: Ref,  # (B, M, C)
+    bounds_ref: Ref,  # (parts, 5)
+    o_ref: Ref,  # (programs, 2): the largest cotangent, and the largest times the norm's 1 / deviation
+    scale_ref: Ref,  # (1,): what y is scaled by
+    *,
+    places: Places,
+    programs: int,
+) -> None:
+    h, c = y_ref.shape[1], dout_ref.shape[2]
+    (hs, h_mask), (cs, c_mask) = places.channels(h), places.channels(c)
+    y_scale, y_epsilon = scaled(bounds_ref, places.form)
+    first, steps = places.steps(len(y_ref), programs)
+
+    def step(s: jax.Array, largest: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        item, start = places.place(first + s * programs)
+        rows, (source, row_mask) = places.span(start), places.source(item, start)
+        y = load(y_ref.at[item, hs, rows], tile_mask(h_mask, row_mask)).astype(jnp.float32)
+        dout = load(dout_ref.at[source, rows, cs], tile_mask(row_mask, c_mask)).astype(jnp.float32)
+        d = y - jnp.sum(y, axis=0, keepdims=True) / h
+        if h_mask is not None:
+            d = jnp.where(h_mask[:, None], d, 0.0)
+        inverse = jax.lax.rsqrt(jnp.sum(d * d, axis=0) / h + y_epsilon)
+        found = jnp.max(jnp.abs(dout), axis=1)
+        # What is not finite spoils its own sums alone.
+        kept = [jnp.where(a < jnp.inf, a, 0.0) for a in (found, found * inverse)]
+        return jnp.maximum(largest[0], kept[0]), jnp.maximum(largest[1], kept[1])
+
+    zeros = jnp.zeros(places.block_m, jnp.float32)
+    for i, found in enumerate(jax.lax.fori_loop(0, steps, step, (zeros, zeros))):
+        store(o_ref.at[pl.program_id(0), jnp.int32(i)], jnp.max(found))
+    store(scale_ref.at[jnp.int32(0)], y_scale)
+
+
+def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpret: bool) -> jax.Array | None:
+    """Powers of two for the cotangents of the product with the weights, of y and of the gate: (3,).
+
+    Times these they are at most half of float16's largest number. None where products take other dtypes, whose
+    range needs none. The bounds come from |dout|, from norms of the weights by Cauchy and Schwarz, and from the
+    gradient of a layer norm, which is a projection, divided by the deviation: no product is computed for them.
+    """
+    if form.w.dtype != jnp.float16:
+        return None
+    (y,), (h, c) = form.ys, form.w.shape
+    places = Places(form.abstract(), _BLOCK_M, y.shape[2])
+    programs = min(len(y) * places.columns, _PROGRAMS_PER_CORE * target.num_cores)
+    largest, y_scale = launch(
+        functools.partial(_kernel, places=places, programs=programs),
+        out_shape=(
+            jax.ShapeDtypeStruct((programs, 2), jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.float32),
+        ),
+        grid=(programs,),
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        name="trimul_output_scales",
+    )(y, dout, form.bounds)
+    cotangent, by_deviation = jnp.max(largest, axis=0)
+    w = form.w.astype(jnp.float32)
+    # Of W times a cotangent, a vector of C numbers, and of what the norm makes of y.
+    product = jnp.sqrt(c * jnp.sum(w * w))
+    scale, shift = (jnp.max(jnp.abs(v)) for v in (form.scale, form.shift))
+    if form.gate_after:
+        out = jnp.sqrt(h * jnp.max(jnp.sum(w * w, axis=0))) * (scale + shift)
+        gate = cotangent * (out if form.bias is None else out + jnp.max(jnp.abs(form.bias)))
+    else:
+        gate = cotangent * product * (float(h) ** 0.5 * scale + shift)
+    dy = by_deviation * product * scale * y_scale[0]
+    return powers_of_two(jnp.stack([cotangent, dy, 0.25 * gate]))
