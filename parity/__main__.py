@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     total = (sharing.gpu_memory() or (0.0, 80 * GB))[1]
     memory = Memory(min(total, args.memory * GB) if args.memory else total, total)
-    workers = args.workers or sharing.workers(os.cpu_count() or 1, memory.usable)
+    workers = args.workers or sharing.workers(len(os.sched_getaffinity(0)), memory.usable)
     if not importlib.util.find_spec("xdist"):
         workers = 1  # which has all of the memory
     now = datetime.datetime.now()

@@ -30,8 +30,13 @@ JAX_PART = 0.8
 
 
 def gpu_memory() -> tuple[float, float] | None:
-    """Bytes in use, and in all, on the GPU that has the least in all; None where there is none to ask."""
+    """Bytes in use, and in all, on the GPU that has the least in all, of those that CUDA_VISIBLE_DEVICES leaves.
+
+    None where there is none to ask.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
+    query += [f"--id={visible}"] if visible else []
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
         return min((_mebibytes(line) for line in lines), key=lambda found: found[1])

@@ -19,13 +19,20 @@ def gpu(tmp_path, monkeypatch):
     """A machine with an H200 and a smaller GPU, as nvidia-smi tells it."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 90000, 143771\necho 1024, 24576\n")
+    (folder / "nvidia-smi").write_text(
+        '#!/bin/sh\n[ "$3" = --id=1 ] || echo 90000, 143771\n[ "$3" = --id=0 ] || echo 1024, 24576\n'
+    )
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_memory_of_the_smallest_gpu(gpu):
-    assert sharing.gpu_memory() == (1 * GB, 24 * GB)
+@pytest.mark.parametrize("visible, memory", [(None, (1024, 24576)), ("", (1024, 24576)), ("0", (90000, 143771))])
+def test_memory_of_the_smallest_gpu(gpu, monkeypatch, visible, memory):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert sharing.gpu_memory() == tuple(2**20 * size for size in memory)
 
 
 def test_no_gpu(monkeypatch, tmp_path):
