@@ -246,7 +246,11 @@ class _Warpgroup:
 
         @pl.when(self.index == 0)
         def _() -> None:
-            for source, target in ((refs.norm, refs.norm_smem), (refs.w, refs.w_smem), (refs.w_gate, refs.gate_smem)):
+            for source, target in (
+                (refs.norm, refs.norm_smem),
+                (refs.w, refs.w_smem),
+                (refs.w_gate, refs.gate_smem),
+            ):
                 plgpu.copy_gmem_to_smem(source, target, refs.weights_full)
 
         self.copy_x(jnp.int32(0))
@@ -395,7 +399,9 @@ class _Block:
         if not wide:
             of_projections, of_gates = of_projections / of_gate, of_gates / of_gate
             put(sums[0], read(sums[0]) * of_projections + read(sums[1]) * of_gates)
-        jax.lax.fori_loop(0, self.warpgroup.num_chunks - sides, functools.partial(self.add_gate, sums[0], sides), None)
+        jax.lax.fori_loop(
+            0, self.warpgroup.num_chunks - sides, functools.partial(self.add_gate, sums[0], sides), None
+        )
         dz = read(sums[0])
         return dz if wide else dz * of_gate, dmask
 
