@@ -117,7 +117,7 @@ class _Plan:
 def _buffers(form: Projection[jax.Array], target: Target) -> dict[str, Buffer]:
     """The shared memory of a CTA, with as many slots of tiles as there is room for."""
     c, dtype = form.x.shape[2], form.w.dtype
-    w_smem = Buffer((_UNITS, 2, _ROWS, c), dtype, ROW_BYTES)
+    w_smem = Buffer((_UNITS, 2 * _ROWS, c), dtype, ROW_BYTES)
     slot = dict(
         z_ring=Buffer((_TILE, c), dtype, ROW_BYTES),
         d_ring=Buffer((_UNITS, _ROWS, _TILE), dtype, ROW_BYTES),
@@ -196,10 +196,10 @@ def weights_backward(
 
 
 def _in_units(w: jax.Array) -> jax.Array:
-    """Weights (C, 4, H) as (units, 2, 64, C), projections and halves of their gates."""
+    """Weights (C, 4, H) as (units, 128, C), projections and then halves of their gates."""
     c, _, h = w.shape
     w = w * jnp.asarray([1.0, 0.5, 1.0, 0.5], w.dtype)[:, None]
-    return jnp.moveaxis(w.reshape(c, 2, 2, h // _ROWS, _ROWS), (1, 3, 2, 4, 0), range(5)).reshape(-1, 2, _ROWS, c)
+    return jnp.moveaxis(w.reshape(c, 2, 2, h // _ROWS, _ROWS), (1, 3, 2, 4, 0), range(5)).reshape(-1, 2 * _ROWS, c)
 
 
 def _kernel(refs: Refs, *, plan: _Plan) -> None:
@@ -301,7 +301,7 @@ class _Consumer:
         unit = self.walk.chunk * _UNITS + self.unit
         full = refs.w_full.at[self.unit]
         plgpu.copy_gmem_to_smem(refs.w.at[unit], refs.w_smem.at[self.unit], full)
-        bias = None if refs.b is None else [self.rows_of(refs.b.at[unit, k]) for k in range(2)]
+        bias = None if refs.b is None else [self.rows_of(refs.b.at[unit, pl.ds(k * _ROWS, _ROWS)]) for k in range(2)]
         half = 0.5 * self.rows_of(refs.shrink)
         plgpu.barrier_wait(full)
 
@@ -329,7 +329,7 @@ class _Consumer:
         """
         refs, z, shape = self.walk.refs, self.walk.refs.z_ring.at[slot], (_ROWS, _TILE)
         for k, result in ((1, gate_sum), (0, projection_sum)):
-            multiply(result, refs.w_smem.at[self.unit, k], z, transpose_b=True)
+            multiply(result, refs.w_smem.at[self.unit, pl.ds(k * _ROWS, _ROWS)], z, transpose_b=True)
         given = self.cotangent(slot).astype(jnp.float32)
         if refs.mask is not None:  # 0 times what is not finite would be NaN
             factor = load(refs.mask_ring.at[slot], plgpu.Layout.WGMMA.reduce(0))
