@@ -39,3 +39,10 @@ def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
 def sums_factor(n: int) -> float:
     """A power of two, times which sums of `n` products are at most as large as left and right may be."""
     return 2.0 ** -(LOG2_LARGEST + math.ceil(math.log2(n)))
+
+
+def powers_of_two(largest: jax.Array) -> jax.Array:
+    """Powers of two, times which numbers of this size are 2**13 to 2**14, as far as both are within float32."""
+    exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
+    exponent = jnp.clip(LOG2_LARGEST - 1 - exponent, -100, 113)
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

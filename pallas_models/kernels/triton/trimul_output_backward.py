@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.trimul_scales import LOG2_LARGEST
+from pallas_models.kernels.common.trimul_scales import powers_of_two
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.triton.column_sums import column_sums
@@ -306,13 +306,6 @@ def _kernel(
     store(dnorm_ref.at[jnp.int32(1), pid, hs], dshift, h_mask)
     if db_ref is not None:
         store(db_ref.at[jnp.int32(0), pid, cs], db[0], c_mask)
-
-
-def powers_of_two(largest: jax.Array) -> jax.Array:
-    """Powers of two, times which numbers of this size are 2**13 to 2**14, as far as both are within float32."""
-    exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
-    exponent = jnp.clip(LOG2_LARGEST - 1 - exponent, -100, 113)
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def output_backward(
