@@ -136,6 +136,7 @@ def output_backward(
         num_warpgroups=_PULLERS + 2,
         interpret=interpret,
         unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
     )
     return _finished(form, numbers, dy, dgate, [jnp.sum(total, axis=0) for total in totals])
 
