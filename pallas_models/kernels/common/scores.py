@@ -17,12 +17,13 @@ NO_KEY = LOWEST
 MASKING_BIAS = -1e30
 
 
-def lowest_score(scale: float) -> float:
+def lowest_score(scale: float, *, with_bias: bool = False) -> float:
     """The number that the maximum of a row starts from.
 
-    It is finite when it is scaled too, so that a score of -inf less the maximum is no NaN.
+    It is finite when it is scaled too, so that a score of -inf less the maximum is no NaN. With a bias it lies a
+    little above one that masks: the scores that such a bias makes have no weight, where a row has no others too.
     """
-    return LOWEST / max(_power_above(scale), 1.0)
+    return 0.98 * MASKING_BIAS if with_bias else LOWEST / max(_power_above(scale), 1.0)
 
 
 def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
