@@ -14,7 +14,7 @@ comes before the projection, operands of products and cotangents of the norm are
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,15 @@ from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load, load_transposed, store_transposed
-from pallas_models.kernels.mosaic.common.memory import row, tiled
+from pallas_models.kernels.mosaic.common.memory import (
+    ROW_BYTES,
+    layout_cast,
+    load,
+    load_transposed,
+    row,
+    store_transposed,
+    tiled,
+)
 from pallas_models.kernels.mosaic.common.products import product, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
@@ -260,7 +267,10 @@ class _Producer:
         pairs, douts, (item, rows) = walk.pairs(puller), walk.douts(puller), walk.place(step)
         slot = pairs.acquire(step)
         gates = pl.Slice(0, refs.gate_smem.shape[1])
-        for source, tiles in ((refs.gate.at[item, gates, rows], refs.gate_smem), (refs.y.at[item, :, rows], refs.y_smem)):
+        for source, tiles in (
+            (refs.gate.at[item, gates, rows], refs.gate_smem),
+            (refs.y.at[item, :, rows], refs.y_smem),
+        ):
             plgpu.copy_gmem_to_smem(source, tiles.at[slot], pairs.full_of(slot))
         slot = douts.acquire(step)
         item, rows = walk.source((item, rows))
@@ -388,7 +398,9 @@ class _Puller:
         """The product of an array in shared memory and the weights."""
         return layout_cast(product(a, self.refs.w_smem, transpose_b=transpose), plgpu.Layout.WGMMA)
 
-    def pull_norm(self, dunit: jax.Array, unit: jax.Array, inverse: jax.Array, slot: jax.Array, place: Place) -> None:
+    def pull_norm(
+        self, dunit: jax.Array, unit: jax.Array, inverse: jax.Array, slot: jax.Array, place: Place
+    ) -> None:
         """Stores the cotangents of y, given those of what it was normalised to."""
         h = dunit.shape[1]
         along, mean = (jnp.sum(a, axis=1) * (1.0 / h) for a in (dunit * unit, dunit))

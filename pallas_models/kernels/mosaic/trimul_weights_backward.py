@@ -301,7 +301,9 @@ class _Consumer:
         unit = self.walk.chunk * _UNITS + self.unit
         full = refs.w_full.at[self.unit]
         plgpu.copy_gmem_to_smem(refs.w.at[unit], refs.w_smem.at[self.unit], full)
-        bias = None if refs.b is None else [self.rows_of(refs.b.at[unit, pl.ds(k * _ROWS, _ROWS)]) for k in range(2)]
+        bias = (
+            None if refs.b is None else [self.rows_of(refs.b.at[unit, pl.ds(k * _ROWS, _ROWS)]) for k in range(2)]
+        )
         half = 0.5 * self.rows_of(refs.shrink)
         plgpu.barrier_wait(full)
 
