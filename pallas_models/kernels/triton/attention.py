@@ -93,8 +93,8 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
     """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
 
     Otherwise a program has 128 queries where that makes two programs for every core, which then shares them, or 64
-    where items share a bias and heads are small. Where the results of attention are `projected`, four warps hold the
-    columns of the product.
+    where items share a bias and heads are small. Where the results of attention are `projected`, four warps hold
+    the columns of the product.
     """
     seq, kv_seq, num_heads, itemsize = form.seq, form.kv_seq, form.num_heads, form.dtype.itemsize
     block_d = block_of_head(form.head_dim)
