@@ -93,8 +93,8 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
     """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
 
     Otherwise a program has 128 queries where that makes two programs for every core, which then shares them, or 64
-    of two items that share a bias, where heads are small. Where the results of attention are `projected`, four
-    warps hold the columns of the product.
+    where items share a bias and heads are small. Where the results of attention are `projected`, four warps hold
+    the columns of the product.
     """
     seq, kv_seq, num_heads, itemsize = form.seq, form.kv_seq, form.num_heads, form.dtype.itemsize
     block_d = block_of_head(form.head_dim)
@@ -125,10 +125,8 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
             num_stages=2 if many else 3,
             heads=next(n for n in counts if num_heads % n == 0) if many else 1,
         )
-    if is_shared(form) and block_d <= 32 and not projected:  # two items a program, for which registers have room
-        return Config(
-            block_q=block_size(seq, 16, 64), block_kv=64, num_warps=4, num_stages=3, tensor_sums=True, items=2
-        )
+    if is_shared(form) and block_d <= 32 and not projected:
+        return Config(block_q=block_size(seq, 16, 64), block_kv=64, num_warps=4, num_stages=3, tensor_sums=True)
     tall = programs(128) >= 2 * target.num_cores and (block_d > 64 or not form.causal or seq >= 2048)
     block_q = block_size(seq, 16, 128 if tall or block_d > 128 else 64)
     config = Config(
