@@ -496,7 +496,7 @@ def test_remat_changes_no_gradient(config):
 
 
 def test_a_block_hands_on_what_its_updates_keep():
-    """With `residuals="recompute"` its gradient keeps less; that no value changes is for the update's own tests."""
+    """With `residuals="recompute"` its gradient keeps less; the tests of the update hold the values of both."""
     block = BLOCKS["pairs alone"].pair
     update = dataclasses.replace(block.triangle_update, hidden=P)  # as wide as its gradient's kernels serve
     config = dataclasses.replace(BLOCKS["pairs alone"], pair=dataclasses.replace(block, triangle_update=update))
@@ -509,7 +509,7 @@ def test_a_block_hands_on_what_its_updates_keep():
         found = jax.eval_shape(lambda *arrays: jax.vjp(updated, *arrays)[1], params, pair)
         return sum(x.size for x in jax.tree.leaves(found))
 
-    assert kept("save") - kept("recompute") == 2 * 4 * pair.size  # left, right, their product, gate; of two updates
+    assert kept("save") - kept("recompute") == 2 * 4 * pair.size  # left, right, product and gate, of two updates
 
 
 def test_a_stack_with_remat_keeps_what_is_between_blocks():
