@@ -1,9 +1,9 @@
 """A corpus from files to files: sentences a second, and the memory that it takes.
 
 The distinct sentences of STS over and over, in one file, embedded by all-MiniLM-L6-v2 in float16 and written in
-shards, as `python -m pallas_models embed` does it. Each case has a process of its own; what it compiles and starts
-is there before the clock is. Memory is what is resident of that process and of those that tokenize for it, per
-million of sentences.
+shards, as `python -m pallas_models embed` does it. Each case has a process of its own, which compiles
+its programs and starts other processes before the clock starts. Memory is the resident memory of that process and
+of the processes that tokenize for it, per million of sentences.
 """
 
 import argparse

@@ -29,7 +29,7 @@ TREE = jax.tree.structure(param_shapes())
 def random_inputs(seed: Any, dtype: str, batch: int, seq: int) -> tuple[jax.Array, ...]:
     """x, and the parameters of a block in the order of `TREE`, as large as real ones: each call has its own.
 
-    In a model the weights of a block come from memory too, as those of the other blocks were used since.
+    In a model the weights of a block come from memory too: the other blocks have used theirs since.
     """
     params = jax.tree.leaves(param_shapes())
     x_key, *keys = jax.random.split(jax.random.key(seed), 1 + len(params))

@@ -40,7 +40,7 @@ NO_EFFECT = next(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_inputs(seed: Any, dtype: str, batch: int, n: int) -> tuple[jax.Array, ...]:
-    """Pairs, single representation, parameters in the order of `TREE` but that of no effect last, both masks.
+    """Pairs, single representation, parameters in the order of `TREE`, the one without effect last, both masks.
 
     Parameters are as large as real ones.
     """
@@ -103,7 +103,7 @@ def of_one_dtype(*inputs: Any) -> tuple[Any, ...]:
 
 
 def flops(batch: int, n: int) -> tuple[float, float]:
-    """Those of products with weights and those of products of activations, of which a gradient has 2.5 times."""
+    """Of products with weights, and of products of activations; a gradient has 2.5 times the latter."""
     c, s, hidden = CONFIG.pair.channels, CONFIG.single_attention.channels, CONFIG.pair.triangle_update.hidden
     attention, single = CONFIG.pair.triangle_attention, CONFIG.single_attention
     width = attention.num_heads * attention.head_dim

@@ -1,8 +1,8 @@
 """The models on 1, 2, 4, ... devices: time, speed-up over one, collectives, memory of each.
 
 The batch is split over the devices, the parameters by tensor parallelism, the sequence in a ring, or rows of
-pairs. A result counts if it is that of one device. Time is wall time, of many queued calls on GPUs: the devices
-work side by side.
+pairs. A result counts if it equals the result of one device. Time is wall time, of many queued calls on GPUs: the
+devices work side by side.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Workload:
       options: of the compiler, by the names of those that have some.
       operands: makes them, in a program.
       spread: how they are spread: a prefix of their tree.
-      compared: of what a contender returns, the array that is compared with that of one device.
+      compared: takes, from a contender's result, the array that is compared with one device's array.
       queue_s: as in `timing.Budget`. Devices begin and end a queue at different times: on 4 GPUs calls of 3.9 and
         30.6 ms took 4.2 and 32.4 in queues of three.
     """
@@ -66,7 +66,7 @@ class Workload:
 def workloads(small: bool) -> dict[str, Callable[[Mesh], Workload]]:
     """By name what makes the workload for a mesh; small ones are for a CPU.
 
-    Layers are those of Qwen3-8B, steps those of GPT-2 124M with AdamW; a ring is causal attention of one sequence.
+    Layers are Qwen3-8B's, steps train GPT-2 124M with AdamW, a ring is causal attention of one sequence.
     """
     key, dtype = jax.random.key(0), jnp.bfloat16
     tiny: dict[str, Any] = dict(hidden_size=64, num_layers=1, num_heads=4, intermediate_size=128) if small else {}

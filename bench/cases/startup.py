@@ -317,7 +317,7 @@ def ratio(found: dict[str, dict[str, float]], baseline: str, metric: str) -> flo
     return ours / theirs if ours and theirs else None
 
 
-# What of ours is compared with what, and whose that is.
+# An entry of ours, the entry that it is compared with, and whose the latter is.
 RIVALS = (("pallas", "xla", "XLA"), ("pallas-bound", "xla-bound", "XLA"), ("pallas", "torch-graph", "torch"))
 METRICS = {"total_s": "first call", "queued_us": "queued calls", "synchronised_us": "calls one at a time"}
 

@@ -3,9 +3,9 @@
 Every distinct sentence is embedded in each dtype by `Encoder.encode` and compared with the float32 torch model;
 Spearman's correlation of the cosine of each test pair with its human score must be the published one.
 
-Rates are those of the distinct sentences over and over, as a corpus: text in, with the default arguments of
-`encode`, beside sentence-transformers; and token ids in that lie on the device, packed, beside rows padded to the
-longest of a batch, ours and torch's.
+Rates are for the distinct sentences over and over, as a corpus: text in, with the default arguments of `encode`,
+beside sentence-transformers; and token ids in that lie on the device, packed, beside rows padded to the longest of
+a batch, ours and torch's.
 """
 
 import argparse

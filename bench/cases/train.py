@@ -1,9 +1,9 @@
 """Whole training steps: GPT-2 124M on text, MiniLM on pairs of sentences; ours against plain JAX and torch.
 
 A step is loss, gradients and AdamW, on float32 parameters with bfloat16 products (`bench.models.train_programs`).
-Every contender begins with the same parameters and takes the same batches; the losses of its first steps must be
-those of a float32 model in plain JAX. Then the contenders are timed in turns, as in every benchmark. The figure of
-a step is its wall time, many queued: that is what training takes. Memory is the peak of a step, with parameters
+Every contender begins with the same parameters and takes the same batches; the losses of its first steps must
+equal the losses of a float32 model in plain JAX. Then the contenders are timed in turns, as in every benchmark.
+The figure of a step is its wall time, many queued, as in training. Memory is the peak of a step, with parameters
 and the state of the optimiser.
 """
 

@@ -41,7 +41,7 @@ SEVEN: tuple[Shape, ...] = (
 )
 SEVEN_LABELS = [f"{shape_text(shape)} fp32" for shape in SEVEN]
 TOLERANCE = 2e-2  # relative and absolute
-LIMIT_GRADIENT = 3e-2  # relative: that of bfloat16 operands, twice as deep as an op
+LIMIT_GRADIENT = 3e-2  # relative: the limit for bfloat16 operands, twice as deep as an op
 LIMIT_AFTER = 3.0  # times that: cuEquivariance is fastest in bfloat16, which keeps to the former hardly ever
 
 

@@ -1,8 +1,8 @@
 """Runs every benchmark, each in a process of its own, so that one that fails or hangs does not stop the others.
 
-All of them share a time budget. A benchmark may use what those before it left over and half of what is meant for
-those after it. Then it is interrupted; what it had measured is kept as a partial result. The options given here
-are passed to each benchmark that has them.
+All of them share a time budget. A benchmark may use the time that earlier ones left over and half of the time that
+is meant for later ones. Then it is interrupted, and its measurements are kept as a partial result. The options
+given here are passed to each benchmark that has them.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
-    """Runs a benchmark in a process of its own, whose output goes where that of this one goes."""
+    """Runs a benchmark in a process of its own, which writes to the same place as this one."""
     started = time.monotonic()
 
     def outcome(status: Status, message: str = "") -> Outcome:

@@ -57,7 +57,7 @@ def relative_error(out: Any, expected: Any) -> float:
 
 
 def cosine_distance(output: Any, reference: Any) -> float:
-    """The largest 1 - cosine of a row of `output` with that of `reference`; 2, the largest there is, for NaN."""
+    """The largest 1 - cosine of a row of `output` with `reference`'s; 2, the largest there is, for NaN."""
     output, reference = np.asarray(output).astype(np.float64), np.asarray(reference).astype(np.float64)
     if output.shape != reference.shape:
         raise ValueError(f"the output has shape {output.shape}, the reference {reference.shape}")
@@ -89,7 +89,7 @@ class Contender:
       gpu: whether it needs a CUDA GPU, as kernels do.
       skip: why it is skipped, if it is.
       differentiable: whether it has gradients, by its weights too; else it is left out where they are measured.
-      around: turns a torch function, compiled or not, into what is called.
+      around: turns a torch function, compiled or not, into the function that is called.
       compared: how many of its outputs are compared with the reference; None for all that this has.
     """
 
@@ -120,12 +120,12 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """What is known of the backward pass of a workload.
+    """The backward pass of a workload.
 
     Attributes:
       inputs: how many of the inputs have gradients, the first ones.
       exact: the workload's reference as a function of JAX, where that is none or has no gradient.
-      flop, bytes: of the backward pass alone, as those of the workload.
+      flop, bytes: of the backward pass alone, counted as in `Workload`.
       limit: the relative error above which gradients are wrong; None for twice the workload's.
     """
 
@@ -147,13 +147,13 @@ class Workload:
         reference only the first outputs are compared.
       contenders: the programs that are compared.
       flop: floating-point operations of one call; None where they are not counted.
-      products: dtype of the matrix products that flop counts, if not that of the case.
+      products: dtype of the matrix products that flop counts, if it is not the dtype of the case.
       bytes: what one call must read and write at the least; None where it is not counted.
       measure, limit: how outputs are compared, and the error above which they are wrong; None for the dtype's
         in LIMITS.
       sets: how many input sets the calls rotate through; None for so many that inputs come from memory, not from
         the L2 cache. Give a small number where in real use the cache holds them.
-      gradient: what is known of its backward pass; None where that is not measured.
+      gradient: its backward pass; None where that is not measured.
     """
 
     inputs: Callable[[int], tuple[Any, ...]]
@@ -236,7 +236,7 @@ class Attempt:
             self.accuracy = Accuracy(measure=measure.name, value=value, limit=limit)
 
     def stop(self, error: Exception) -> None:
-        """Takes note of what calling it raised; a missing package and what another cannot do are no failures."""
+        """Takes note of a call's error; a missing package, or a call that a peer does not serve, is no failure."""
         if isinstance(error, ImportError):
             self.skipped = absent(error)
         elif isinstance(error, NotImplementedError) and self.family != "ours":
@@ -495,7 +495,7 @@ def capture(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> 
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # what is done once, on first use, must not be captured
+        for _ in range(3):  # work that is done once, on first use, must not be captured
             function(*inputs[0])
         torch.cuda.synchronize()
         for given in inputs:  # not with torch.cuda.graph, which collects garbage each time: 0.1 s

@@ -1,7 +1,7 @@
 """What `--mode` makes of a workload: its backward pass alone, or forward and backward of one call.
 
-Gradients are those of floating-point inputs and parameters, for a random cotangent of the result. A backward
-pass is timed on what the forward pass kept for it, which was computed before. In torch autograd holds that, and no
+Floating-point inputs and parameters have gradients, for a random cotangent of the result. A backward pass is timed
+on the residuals of its forward pass, which were computed before. In torch autograd holds that, and no
 CUDA graph is made of it.
 """
 
@@ -133,7 +133,7 @@ def forward_and_backward(
 
 
 class _Backward:
-    """The backward pass of a JAX contender; what the forward pass keeps is its input."""
+    """The backward pass of a JAX contender; the residuals of the forward pass are its input."""
 
     def __init__(self, contender: Contender, count: int | None):
         self.contender, self.count = contender, count
@@ -161,7 +161,7 @@ class _Backward:
 
 
 def _leaves(inputs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """The inputs of a torch function as new leaves, and those of the first `count` that have gradients."""
+    """The inputs of a torch function as new leaves, and the leaves among the first `count` that have gradients."""
     leaves = [x.detach().requires_grad_() for x in inputs[:count] if is_floating(x)]
     rest = iter(leaves)
     return [next(rest) if i < count and is_floating(x) else x for i, x in enumerate(inputs)], leaves

@@ -121,7 +121,7 @@ def parse_modes(text: str) -> list[Mode]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """A benchmark: its cases, and what is computed in each.
+    """A benchmark: its cases, and the workload of each.
 
     Attributes:
       name: of the command and of the result file.

@@ -35,7 +35,7 @@ Status = Literal["ok", "wrong", "failed", "skipped"]
 
 
 class ResultError(ValueError):
-    """A result file cannot be used: the message names the file and what is the matter with it."""
+    """A result file cannot be used: the message names the file and its fault."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Accuracy:
     """How far an output is from the reference.
 
     Attributes:
-      measure: what `value` is, e.g. "1 - cosine".
+      measure: the quantity in `value`, e.g. "1 - cosine".
       value: the largest seen, not a number included.
       limit: above it the output counts as wrong.
     """
@@ -187,7 +187,7 @@ def save(result: Result, folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     data = {"format": FORMAT, "version": VERSION, **_short(result, names), "names": [*names]}
-    # A line for each case and entry, which begins with two places and what is no number; strings stay as they are.
+    # A line for each case and for each entry, two places and then no number; strings stay as they are.
     parts = r'("(?:[^"\\]|\\.)*")|(?={"label":|\[\d+,\d+,(?:null|\[))'
     text = re.sub(parts, lambda found: found[1] or "\n", json.dumps(data, separators=(",", ":")))
     files.write(path, text + "\n")
@@ -215,7 +215,7 @@ def begun(benchmark: str, settings: dict[str, str]) -> Result:
 
 
 def complete(result: Result, folder: Path) -> Result:
-    """The result as that of a whole run, saved in the place of what was kept of it on the way."""
+    """The result as the result of a whole run, saved in the place of the partial one."""
     draft, result = path_of(result, folder), dataclasses.replace(result, partial=False)
     save(result, folder)
     draft.unlink()
@@ -327,7 +327,7 @@ def _named(value: Any, names: Sequence[str], here: str) -> Any:
 
 
 def _build(expected: Any, data: Any, where: str, names: Sequence[str] = ()) -> Any:
-    """Builds a value of type `expected` from what JSON gave; `where` is its place in the file."""
+    """Builds a value of type `expected` from parsed JSON; `where` is its place in the file."""
     here = where or "the file"
     if expected in _ROWS and isinstance(data, list):
         fields = [field.name for field in dataclasses.fields(expected)]

@@ -13,7 +13,7 @@ class Floor:
 
     Attributes:
       us: in microseconds.
-      by: what sets it: "matmul", the rate of matrix products, or "memory", that of copies.
+      by: which rate sets it: "matmul", of matrix products, or "memory", of copies.
     """
 
     us: float

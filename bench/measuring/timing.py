@@ -174,7 +174,7 @@ def parts(kernels: Sequence[Interval]) -> list[Launch]:
 
 
 def split_calls(kernels: Sequence[Launch], calls: int) -> list[list[Launch]] | None:
-    """Splits the kernels of `calls` equal calls into those of each; None where the calls were not equal."""
+    """Splits the kernels of `calls` equal calls into a list for each call; None where the calls were not equal."""
     each, rest = divmod(len(kernels), calls)
     if rest or not each:
         return None

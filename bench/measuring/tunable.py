@@ -46,7 +46,7 @@ class Tunable:
         return tuple(map(int, sizes))
 
     def smaller(self, shape: Sizes) -> Sizes:
-        """A shape nearby, whose config that of `shape` would be."""
+        """A shape nearby, which would take the config of `shape`."""
         axis, factor = self.nearby
         return tuple(max(round(factor * size), 1) if i == axis else size for i, size in enumerate(shape))
 

@@ -1,7 +1,7 @@
 """Measures the tile configs of an op for given shapes and keeps the fastest in a table, or shows such a table.
 
-What is found goes to the user's own table, which every op looks into (`pallas_models.tuning`), or to --output. A
-config is kept only where it beats that of the heuristic by more than the noise; if it does not hold for three
+Configs go to the user's own table, which every op looks into (`pallas_models.tuning`), or to --output. A config is
+kept only where it beats the heuristic's config by more than the noise; if it does not hold for three
 quarters of the rows as well, then for its own shape only.
 """
 

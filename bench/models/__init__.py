@@ -1,1 +1,1 @@
-"""The models that benchmarks measure: ours and those of other libraries, as their users run them."""
+"""The models that benchmarks measure: ours, and other libraries' as their users run them."""

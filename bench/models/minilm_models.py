@@ -1,4 +1,4 @@
-"""MiniLM as users of JAX and of torch run it today: what ours is measured against, from the same tensors.
+"""MiniLM as users of JAX and of torch run it today: ours is measured against these, from the same tensors.
 
 Every model here is built from `Checkpoint`: the tensors of a BERT encoder by their official names, real or random.
 """

@@ -77,7 +77,7 @@ class Parts:
         self._adds(pipeline, "_tokenized", "tokens_awaited_s")
         self._adds(packing, "pack", "packing_s")
         self._adds(programs.Programs, "_lower", "lowering_s")
-        self._adds(programs.Programs, "__call__", "batches_started_s")  # with what is awaited of a program
+        self._adds(programs.Programs, "__call__", "batches_started_s")  # with the time that it waits for a program
         self._last(tokenizing, "_start", "processes_up_at_s")
         self._last(tokenizing.Processes, "__call__", "tokenized_at_s")
         self._last(programs.Programs, "_compile", "compiled_at_s")

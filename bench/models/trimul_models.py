@@ -71,9 +71,9 @@ def torch_module(state: State, *, gate_after: bool, device: str, precision: str)
 def torch_fused(state: State, *, masked: bool, device: str) -> Callable[..., Any]:
     """An optimised PyTorch program published for the competition: float16, fused weights, a batched product.
 
-    Two things differ from what was published. That asks the device whether anything is masked, which no CUDA graph
-    can capture; here `masked` says it. And that masks left only, which gives another result; here right is masked,
-    too.
+    Two things differ from the published program. It asks the device whether anything is masked, which no CUDA
+    graph can capture; here `masked` says it. And it masks left only, which gives another result; here right is
+    masked too.
     """
     import torch
     from torch.nn import functional

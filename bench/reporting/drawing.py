@@ -29,7 +29,7 @@ COLORS: dict[Family, str] = {
     "peer": "#009e73",
 }
 CLOSEST = "#5c6770"  # of the best of all other families
-# Of what is no family: no two are of one hue.
+# Of lines that stand for no family: no two are of one hue.
 PALETTE = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#6a51c7", "#d55e00", "#8b5a2b", "#a6a000", "#8d99a6")
 STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -98,8 +98,8 @@ class Plot:
     def save_png(self, folder: Path) -> None:
         """Writes NAME.png, with the title, on white and with a palette: a file is a third as large.
 
-        It says what is drawn, and stays as it is where that is the same: another version of matplotlib draws the
-        same in other pixels.
+        The file holds the digest of its drawing, and stays as it is where the digest is the same: another version
+        of matplotlib draws the same in other pixels.
         """
         from PIL import Image, PngImagePlugin  # matplotlib needs it
 
@@ -119,7 +119,7 @@ class Plot:
 
     @functools.cached_property
     def drawing(self) -> str:
-        """A digest of the title, the style and what is drawn: the same from any version of matplotlib."""
+        """A digest of the title, the style and all that is drawn: the same from any version of matplotlib."""
         from matplotlib.ticker import FixedFormatter
 
         parts: list[Any] = [self.title, self.alt, STYLE, DPI, self.figure.get_size_inches().tolist()]
@@ -166,7 +166,7 @@ def style() -> Any:
 
 
 def axes_of(height: float, rows: Sequence[int] = (1,)) -> tuple[Any, Any]:
-    """An empty figure of that height in inches, and its axes: an array of those of several rows, `rows` high."""
+    """An empty figure of that height in inches, and its axes: an array of axes for several rows, `rows` high."""
     from matplotlib.figure import Figure
 
     with style():

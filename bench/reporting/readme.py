@@ -69,7 +69,7 @@ def escaped(text: str) -> str:
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
-    """The results in the order of BENCHMARKS; those of no benchmark that is known last."""
+    """The results in the order of BENCHMARKS; results of unknown benchmarks come last."""
     order = {name: i for i, name in enumerate(BENCHMARKS)}
     return sorted(results, key=lambda result: order.get(result.benchmark, len(order)))
 
@@ -106,7 +106,7 @@ def page(results: Sequence[Result], plots: Sequence[str], why: Reasons) -> str:
 
 
 def unaligned(text: str) -> str:
-    """The text, tables without what aligns their columns, as they are read as HTML, and a first cell once."""
+    """The text as readers of HTML see it: tables without the spaces that align columns, a first cell once."""
     lines, last = [], ""
     for line in text.split("\n"):
         if line.startswith("|"):

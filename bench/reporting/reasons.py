@@ -1,7 +1,7 @@
 """Why ours is the slower in rows of the tables: `reasons.toml` beside the results of a GPU.
 
-Each entry has `why`, one sentence; `clock`, what the rows are compared by; and `rows`, the labels of cases by
-benchmark. Of a row without an entry it is said whether both ranges of times overlap, or that nobody has looked.
+Each entry has `why`, one sentence; `clock`, the time that the rows are compared by; and `rows`, the labels of
+cases by benchmark. A row without an entry says whether both ranges of times overlap, or that nobody has looked.
 """
 
 import tomllib
@@ -54,7 +54,7 @@ def of(result: Result, row: Comparison, reasons: Reasons) -> str:
 
 
 def listed(result: Result, slower: Sequence[Comparison], reasons: Reasons) -> str:
-    """A Markdown list of the rows in which ours is the slower, those of one reason together; empty without any."""
+    """A Markdown list of the rows in which ours is the slower, rows of one reason together; empty without any."""
     together: dict[tuple[str, str], list[str]] = {}
     for row in slower:
         rows = together.setdefault((row.clock, of(result, row, reasons)), [])

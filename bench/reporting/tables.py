@@ -8,7 +8,7 @@ from bench.measuring import roofline
 from bench.measuring.results import Case, Entry, Family, Result
 from bench.measuring.timing import Timing
 
-FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch", "peer")  # those of which the best counts
+FAMILIES: tuple[Family, ...] = ("ours", "xla", "torch", "peer")  # of each, the best contender counts
 BASELINES: tuple[Family, ...] = FAMILIES[1:]
 NAMES: dict[Family, str] = {"ours": "ours", "ladder": "ladder", "xla": "XLA", "torch": "torch", "peer": "peers"}
 Clock = Callable[[Entry], Timing | None]
@@ -34,7 +34,7 @@ def best(case: Case, family: Family, clock: Clock) -> tuple[Entry, Timing] | Non
 
 
 def speedup(case: Case, family: Family, clock: Clock) -> float | None:
-    """Time of a family's best entry over that of ours: above 1, ours is faster."""
+    """Time of a family's best entry over the time of our best: above 1, ours is faster."""
     ours, theirs = best(case, "ours", clock), best(case, family, clock)
     return theirs[1].median_us / ours[1].median_us if ours and theirs else None
 
@@ -80,7 +80,7 @@ class Comparison:
     """Ours and the fastest of the others in one row of a table.
 
     Attributes:
-      clock: what they are compared by, such as "device time".
+      clock: the time that they are compared by, such as "device time".
       case: the row.
       rival: the family of the other, or the name of a peer.
       ratio: how many times faster ours is.
