@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
 
 
 def test_every_outcome(run, capsys):
+    pytest.importorskip("torch", reason="torch is not installed: a right and a wrong program are written in it")
     benchmark = benchmark_of(
         Contender("good", "ours", double),
         Contender("wrong", "ladder", lambda: lambda x: 2.5 * x),
@@ -314,7 +316,8 @@ def test_operations(monkeypatch, tmp_path, on_cpu, name, shapes, dtype):
     result = results.load(tmp_path / "cpu" / f"{name}.partial.json")
     for case in result.cases:
         status = {entry.name: entry.status for entry in case.entries}
-        assert status.pop("xla") == "ok" and status.pop("torch-eager") == "ok"
+        assert status.pop("xla") == "ok"
+        assert status.pop("torch-eager") == ("ok" if importlib.util.find_spec("torch") else "skipped")
         assert set(status.values()) == {"skipped"} and case.bytes
         assert case.flop or ("both" in case.shape and name in ("softmax", "norm"))
 

@@ -16,7 +16,7 @@ from pallas_models import ops, target
 from pallas_models.kernels.common.scores import exponents
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic import attention as mosaic
-from pallas_models.kernels.mosaic.common import attention_walk, launch
+from pallas_models.kernels.mosaic.common import attention_walk
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton.attention import Config
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -34,9 +34,9 @@ from parity.support.common import (
     float64,
     gpu,
     normal,
-    races,
     random_mask,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import DEEP, GRADIENT, LONG, OP, SAME, SHORT
 
 SHAPES = by_device(  # batch, seq, heads, head_dim
@@ -727,17 +727,12 @@ def test_hopper_kernel_reads_the_fused_buffer_in_place(seq):
     assert_equal(out.reshape(1, seq, 2, 64), compiled.attention(*parts, **options))
 
 
-@pytest.mark.skipif(
-    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
-)
+@finds_races
 @pytest.mark.parametrize("name", ["tiles of one and two blocks", "ragged, causal"])
-def test_hopper_kernel_has_no_races(monkeypatch, capfd, name):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+def test_hopper_kernel_has_no_races(monkeypatch, name):
     arrays, options, config = hopper_case(name, monkeypatch)
-    ops.attention(*arrays, config=config, implementation=MOSAIC, **options).block_until_ready()
-    assert not races(capfd.readouterr().out)
+    with no_races():
+        ops.attention(*arrays, config=config, implementation=MOSAIC, **options)
 
 
 def test_hopper_kernel_under_vmap_and_its_gradients():

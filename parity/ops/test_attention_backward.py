@@ -15,7 +15,7 @@ from pallas_models import ops
 from pallas_models import target as targets
 from pallas_models.kernels.common.scores import NO_KEY
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.common import attention_walk, launch
+from pallas_models.kernels.mosaic.common import attention_walk
 from pallas_models.kernels.triton import attention_backward as triton
 from pallas_models.kernels.triton.attention import Config as Forward
 from pallas_models.tuning import Chooser, Problem
@@ -34,10 +34,10 @@ from parity.support.common import (
     gpu,
     kernel_calls,
     normal,
-    races,
     random_mask,
     relative_error,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, OP
 
 
@@ -415,27 +415,14 @@ def test_hopper_kernel(reference, monkeypatch, few_ctas, name):
             assert_close(gradient, wanted, OP["bfloat16"])
 
 
-@pytest.mark.skipif(
-    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
-)
+@finds_races
 @pytest.mark.parametrize("name", ["grouped heads", "ragged, heads of 128"])
-def test_hopper_kernel_has_no_races(monkeypatch, capfd, few_ctas, name):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    found = []
-
-    def detecting():
-        found.append(plgpu.InterpretGPUParams(detect_races=True))
-        return found[-1]
-
+def test_hopper_kernel_has_no_races(few_ctas, name):
     arrays, _, options = operands(HOPPER_CASES[name], "bfloat16")
     batch, seq, num_heads, _ = arrays[0].shape
     cotangents = jnp.ones_like(arrays[0]), jnp.ones((batch, num_heads, seq))
-    jax.clear_caches()  # a program that was traced before would detect none
-    monkeypatch.setattr(launch, "interpreter_params", detecting)
-    pulled(arrays, None, cotangents, implementation=MOSAIC, **options)
-    assert found and not races(capfd.readouterr().out)
-    jax.clear_caches()
+    with no_races():
+        pulled(arrays, None, cotangents, implementation=MOSAIC, **options)
 
 
 @pytest.mark.parametrize("seq", [128, pytest.param(70, marks=edges)])

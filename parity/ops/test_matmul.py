@@ -15,7 +15,6 @@ from pallas_models import ops
 from pallas_models.kernels.common.tiles import tile_order
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Form
 from pallas_models.kernels.mosaic import matmul as mosaic
-from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.mosaic.common.staging import Staging
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.activation_backward import Config as EpilogueConfig
@@ -40,6 +39,7 @@ from parity.support.common import (
     relative_error,
     traces,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import FLOAT16_SUM, GRADIENT, LONG, OP, ROUNDED, SHORT, TF32
 
 SHAPES = by_device(
@@ -593,9 +593,7 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
     assert_close(out, reference.compute(reference.matmul, x, w, activation=activation), OP[dtype])
 
 
-@pytest.mark.skipif(
-    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
-)
+@finds_races
 @pytest.mark.parametrize(
     "config",
     [
@@ -605,16 +603,13 @@ def test_activations_of_the_hopper_kernel(reference, activation, dtype):
     ],
 )
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_hopper_kernel_has_no_races(monkeypatch, capfd, config, has_residual):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+def test_hopper_kernel_has_no_races(config, has_residual):
     x, w, bias, residual = operands((256, 192, 128), "bfloat16", seed=23)
     residual = residual if has_residual else None
-    outs, expected = kept(mosaic, x, w, bias, residual, config=config, out_dtype="bfloat16")
+    with no_races():
+        outs, expected = kept(mosaic, x, w, bias, residual, config=config, out_dtype="bfloat16")
     for out, wanted in zip(outs, expected, strict=True):
         assert_close(out, wanted, OP["bfloat16"])
-    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("has_bias, has_residual", [(False, False), (True, True)])

@@ -15,7 +15,6 @@ from pallas_models import ops
 from pallas_models.kernels.forms.matmul_layer_norm import Form
 from pallas_models.kernels.mosaic import matmul_layer_norm as mosaic
 from pallas_models.kernels.mosaic import matmul_layer_norm_cluster as cluster
-from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.triton import matmul
 from pallas_models.kernels.triton.matmul_layer_norm import Config
 from pallas_models.target import ANY
@@ -33,6 +32,7 @@ from parity.support.common import (
     normal,
     traces,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, LONG, OP, TF32
 
 SHAPES = by_device(
@@ -238,19 +238,14 @@ def test_hopper_kernel_sums_up_halves_of_rows_that_lie_far_apart(tiles):
 
 
 @both
-@pytest.mark.skipif(
-    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
-)
-def test_hopper_kernel_has_no_races(tiles, monkeypatch, capfd):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+@finds_races
+def test_hopper_kernel_has_no_races(tiles):
     x, w, scale, offset, bias, residual = operands((256, 256, 128), "bfloat16", seed=9)
     options = dict(bias=bias, residual=residual)
-    out = ops.matmul_layer_norm(x, w, scale, offset, config=tiles(128), implementation=MOSAIC, **options)
+    with no_races():
+        out = ops.matmul_layer_norm(x, w, scale, offset, config=tiles(128), implementation=MOSAIC, **options)
     expected = compiled.matmul_layer_norm(x, w, scale, offset, implementation="xla", **options)
     assert_close(out, expected, OP["bfloat16"])
-    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("tiles", [lambda _: None, few_rows])

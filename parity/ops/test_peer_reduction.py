@@ -107,7 +107,9 @@ def test_channels_of_projections_go_to_whose_they_are(peers):
 def test_sums_over_third_positions_go_to_whose_they_are(peers):
     sides = normal(np.random.default_rng(0), COUNT, 4, 128 // COUNT, 128, dtype="bfloat16")
     tiles = dataclasses.replace(TILES, block_m=64, ping_pong=True)
-    options: dict[str, Any] = dict(channels=2, pieces=(COUNT, 1), incoming=False, factor=1.0)
+    options: dict[str, Any] = dict(
+        channels=2, pieces=(COUNT, 1), transpose_left=False, transpose_right=True, factor=1.0
+    )
 
     def product(sides, **peers):
         form = Product(sides=sides, precision=jax.lax.Precision.DEFAULT, **options)

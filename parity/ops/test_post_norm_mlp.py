@@ -12,7 +12,6 @@ from jax.extend.core import Var
 from pallas_models import ops
 from pallas_models import target as targets
 from pallas_models.kernels.forms import attention_matmul_layer_norm, post_norm_mlp
-from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.mosaic.post_norm_mlp import unsupported
 from pallas_models.kernels.triton import attention_matmul_layer_norm as few_tokens
 from parity.cases.post_norm_mlp import NAMES as POST_NORM_MLP
@@ -30,6 +29,7 @@ from parity.support.common import (
     normal,
     traces,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, LONG, MODEL, OP
 
 OLD_JAX = jax.__version_info__ < (0, 11)  # which has attention in a kernel of its own
@@ -217,17 +217,12 @@ def test_a_bool_mask_where_dtypes_are_not_promoted():
         call_attending(arrays, implementation="xla")
 
 
-@pytest.mark.skipif(
-    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
-)
-def test_hopper_kernel_has_no_races(monkeypatch, capfd):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+@finds_races
+def test_hopper_kernel_has_no_races():
     arrays = operands(192, 128, 256, "float16")
-    out = ops.post_norm_mlp(**arrays, implementation=MOSAIC)
+    with no_races():
+        out = ops.post_norm_mlp(**arrays, implementation=MOSAIC)
     assert_close(out, call(arrays, implementation="xla"), OP["float16"])
-    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

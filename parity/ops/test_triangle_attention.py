@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic.common import launch
 from pallas_models.kernels.triton import attention, attention_backward
 from pallas_models.tuning import Chooser
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -28,8 +27,8 @@ from parity.support.common import (
     float64,
     kernel_calls,
     normal,
-    races,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, OP, SAME
 
 both = pytest.mark.parametrize("direction", ["starting", "ending"])
@@ -331,18 +330,12 @@ def test_mosaic_kernel(name, direction):
         assert np.all(float64(out)[expected == 0.0] == 0.0)
 
 
-@pytest.mark.skipif(
-    MOSAIC == "mosaic" or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11"
-)
+@finds_races
 @on_mosaic
-def test_mosaic_kernel_has_no_races(monkeypatch, capfd, direction):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(launch, "interpreter_params", lambda: plgpu.InterpretGPUParams(detect_races=True))
+def test_mosaic_kernel_has_no_races(direction):
     q, k, v, bias, mask = resident_operands("one tile, blocks of 64", direction)
-    out = ops.triangle_attention(q, k, v, bias=bias, mask=mask, direction=direction, implementation=MOSAIC)
-    out.block_until_ready()
-    assert not races(capfd.readouterr().out)
+    with no_races():
+        ops.triangle_attention(q, k, v, bias=bias, mask=mask, direction=direction, implementation=MOSAIC)
 
 
 def test_mosaic_kernel_with_gradients_of_triton(reference):

@@ -13,7 +13,7 @@ from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.forms.trimul import Product, Projection
 from pallas_models.kernels.mosaic import trimul_product, trimul_project, trimul_project_wide
 from pallas_models.kernels.mosaic import trimul_project_parts as parts
-from pallas_models.kernels.mosaic.common import interpreter, launch
+from pallas_models.kernels.mosaic.common import interpreter
 from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.schedules import trimul as schedules
 from parity.support import sharing
@@ -26,8 +26,8 @@ from parity.support.common import (
     cuda_device,
     gpu,
     normal,
-    races,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.sharing import GB
 from parity.support.tolerances import OP
 
@@ -376,14 +376,10 @@ def test_project_of_what_is_masked(module):
 
 
 @both_projects
-@pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11")
-def test_project_has_no_races(module, monkeypatch, capfd):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(launch, "interpreter_params", lambda: params)
-    project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
-    assert not races(capfd.readouterr().out)
+@finds_races
+def test_project_has_no_races(module):
+    with no_races():
+        project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")

@@ -235,14 +235,6 @@ def traces(kernel: str, function: Callable[..., Any], *arrays: Any) -> bool:
     return re.search(rf"name={kernel}\b", str(jax.make_jaxpr(function)(*arrays))) is not None
 
 
-def races(output: str) -> list[str]:
-    """The races that the interpreter of Mosaic GPU reports, but for sums in registers, which nobody shares.
-
-    It takes the sums of CTAs that run one after another for the same ones.
-    """
-    return [report for report in output.split("RACE DETECTED")[1:] if "(_put)" not in report]
-
-
 def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:
     """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")

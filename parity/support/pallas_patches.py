@@ -4,14 +4,19 @@
 `interpret_quickly` hides a negative index. So the campaign and the sanitizers run without them, and so does
 `make unpatched`, which tests the values of every op with `pytest --unpatched`. The internals of JAX that are
 replaced are alike in 0.10.2, 0.11 and 0.12, unless the change says otherwise.
+
+`sums_of_their_own` corrects an error of JAX and is not among them: only the search for races needs it.
 """
 
+import contextlib
 import functools
 import gc
+import itertools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -100,6 +105,21 @@ def interpret_with_numpy() -> None:
     Arrays of JAX as arguments are a quarter of its time in JAX 0.10. The callbacks of JAX 0.11 expect them.
     """
     callbacks.io_callback_impl = _io_callback
+
+
+@contextlib.contextmanager
+def sums_of_their_own() -> Iterator[None]:
+    """Mosaic's interpreter, from JAX 0.11 on, takes no sums of two CTAs for the same while it looks for races.
+
+    It runs one cluster after another. For each it numbers the sums in registers from -100 again and sets all
+    vector clocks to 0, but keeps what was read and written under these numbers. So a warpgroup of the second
+    cluster that sets its sums seems to race with one of the first. Here no number comes twice.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
+
+    numbers = itertools.count(-100, -1)
+    with mock.patch.object(GPUSharedMemory, "get_next_wgmma_accumulator_id", lambda *_: next(numbers)):
+        yield
 
 
 def collect_rarely() -> None:
