@@ -35,7 +35,7 @@ _ROWS = 64
 _TILE = 64  # positions
 _GATE_SHARE = 0.14  # of the time that a tile of the gate takes, compared with one of left or right
 _MOST_STAGES = 6
-_BARRIERS = 1024  # bytes of shared memory that barriers and alignment take
+_OTHERS = 3072  # bytes of shared memory that barriers, sums over positions and alignment take
 
 
 def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -123,7 +123,7 @@ def _buffers(form: Projection[jax.Array], target: Target) -> dict[str, Buffer]:
         d_ring=Buffer((_UNITS, _ROWS, _TILE), dtype, ROW_BYTES),
         mask_ring=Buffer((_TILE,), jnp.dtype(jnp.float32)),
     )
-    stages = (available(target) - _BARRIERS - w_smem.num_bytes) // num_bytes(slot.values())
+    stages = (available(target) - _OTHERS - w_smem.num_bytes) // num_bytes(slot.values())
     ring = {
         name: dataclasses.replace(buffer, shape=(min(stages, _MOST_STAGES), *buffer.shape))
         for name, buffer in slot.items()
@@ -158,7 +158,7 @@ def weights_backward(
             mask=mask,
             w=_in_units(form.w),
             b=None if form.bias is None else _in_units(form.bias[None])[..., 0],
-            shrink=jnp.broadcast_to(given.scales[3], (_ROWS,)),
+            scales=given.scales,
         ),
         dict(
             dw=jax.ShapeDtypeStruct((*sums, c), jnp.float32),
@@ -289,7 +289,7 @@ class _Consumer:
         def add(slot: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
             d = self.cotangent(slot)
             multiply(sums, d, self.walk.refs.z_ring.at[slot])
-            totals = self.added(totals, d.astype(jnp.float32))
+            totals = self.added(totals, d.astype(jnp.float32), 0)
             plgpu.wgmma_wait(0)
             return totals
 
@@ -302,13 +302,12 @@ class _Consumer:
         full = refs.w_full.at[self.unit]
         plgpu.copy_gmem_to_smem(refs.w.at[unit], refs.w_smem.at[self.unit], full)
         bias = None if refs.b is None else [self.rows_of(refs.b.at[unit, pl.ds(k * _ROWS, _ROWS)]) for k in range(2)]
-        half = 0.5 * self.rows_of(refs.shrink)
+        half = 0.5 * refs.scales[3]
         plgpu.barrier_wait(full)
 
         def add(slot: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-            return with_sums(
-                functools.partial(self.add_side, sums, slot, bias, half, totals), *[(_ROWS, _TILE)] * 2
-            )
+            of_tile = functools.partial(self.add_side, sums, slot, bias, half, totals)
+            return with_sums(of_tile, *[(_ROWS, _TILE)] * 2)
 
         self.store(sums, self.of_all_tiles(add, 2))
 
@@ -325,7 +324,10 @@ class _Consumer:
         """Adds a tile to sums and returns the sums of biases; the last two begin as 0.
 
         With p and g as in the forward pass and t = tanh(g / 2), the sigmoid of g is (1 + t) / 2, and its slope is
-        (1 - t^2) / 4.
+        the sigmoid times (1 - t) / 2.
+
+        Args:
+          half: half of what the cotangents of projections are scaled by.
         """
         refs, z, shape = self.walk.refs, self.walk.refs.z_ring.at[slot], (_ROWS, _TILE)
         for k, result in ((1, gate_sum), (0, projection_sum)):
@@ -335,17 +337,17 @@ class _Consumer:
             factor = load(refs.mask_ring.at[slot], plgpu.Layout.WGMMA.reduce(0))
             factor = jax.lax.broadcast_in_dim(factor, shape, [1])
             given = jnp.where(factor == 0.0, 0.0, given * factor)
-        g, half = _read(gate_sum, 1), _along_columns(half)
+        g = _read(gate_sum, 1)
         t = jnp.tanh(g if bias is None else g + _along_columns(bias[1]))
         dp = given * (half * t + half)
-        of_p = dp.astype(z.dtype)
-        multiply(sums[0], of_p, z)
+        slope = 0.25 * GATED / half  # here and not with p, that fewer numbers are in registers
+        dg = dp * (slope - slope * t)
+        totals = self.added(totals, dp, 0)
+        multiply(sums[0], dp.astype(z.dtype), z)
         p = _read(projection_sum, 1)
-        if bias is not None:
-            p += _along_columns(bias[0])
-        dg = given * (p * ((GATED / 4) - (GATED / 4) * t * t))
+        dg *= p if bias is None else p + _along_columns(bias[0])
+        totals = self.added(totals, dg, 1)
         multiply(sums[1], dg.astype(z.dtype), z)
-        totals = self.added(totals, dp, dg)
         plgpu.wgmma_wait(0)
         return totals
 
@@ -357,23 +359,23 @@ class _Consumer:
         """The cotangents of this unit's channels, (channels, positions)."""
         return load(self.walk.refs.d_ring.at[slot, self.unit], plgpu.Layout.WGMMA)
 
-    def added(self, totals: list[jax.Array], *ds: jax.Array) -> list[jax.Array]:
-        """The totals of biases, if any, with the sums over the positions of a tile."""
-        return [total + jnp.sum(d, axis=1) for total, d in zip(totals, ds, strict=False)]
+    def added(self, totals: list[jax.Array], d: jax.Array, k: int) -> list[jax.Array]:
+        """The totals of biases, if any, the k-th with the sums of a tile's cotangents over positions."""
+        return [total + jnp.sum(d, axis=1) if i == k else total for i, total in enumerate(totals)]
 
     def of_all_tiles(self, add, count: int) -> list[jax.Array]:
         """Calls `add(slot, totals)` for each tile; the last totals, of which there are `count` if of any biases."""
         ring = self.walk.ring
 
-        def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-            slot = jax.lax.rem(i, ring.num_stages)
+        def step(_: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+            slot, totals = carry
             ring.wait(slot)
             totals = add(slot, totals)
             ring.release(slot)
-            return totals
+            return ring.after(slot), totals
 
-        zeros = [jnp.zeros((_ROWS,), jnp.float32)] * count
-        return jax.lax.fori_loop(0, self.walk.steps, step, [] if self.walk.refs.db is None else zeros)
+        zeros = [jnp.zeros((_ROWS,), jnp.float32)] * (0 if self.walk.refs.db is None else count)
+        return jax.lax.fori_loop(0, self.walk.steps, step, (jnp.int32(0), zeros))[1]
 
     def store(self, sums, totals: list[jax.Array]) -> None:
         """Stores the sums of this CTA."""
