@@ -1,14 +1,16 @@
 """The gradient of the weights of the triangle multiplicative update's projections, for Hopper GPUs.
 
-The sums of all weights do not fit into a multiprocessor's registers. So a CTA has some columns of the weights, walks
-its share of the positions, and computes again what it needs of the projections there. Rows are channels and columns
-are positions, as left, right and the gate lie in memory: the cotangents of a tile are then the left operand of the
-product that adds up the weights as they are, in registers, and only the positions are read from shared memory.
+The sums of all weights do not fit into a multiprocessor's registers. So a CTA has some columns of the weights,
+walks its share of the positions, and computes again what it needs of the projections there. Here rows are channels
+and columns are positions, as left, right and the gate lie in memory. The cotangents of a tile are then the left
+operand of the product that adds up the weights, straight from registers, and tensor cores read nothing but the
+positions and the weights from shared memory.
 """
 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +35,11 @@ _SIZES = (64, 128)  # of channels, hidden channels and channels of the gate
 _UNITS = 2  # warpgroups that multiply, each of them for `_ROWS` channels of the cotangents
 _ROWS = 64
 _TILE = 64  # positions
-_GATE_SHARE = 0.14  # of the time that a tile of the gate takes, compared with one of left or right
+_GATE_TIME = 0.28  # that a tile of the gate takes: one product where a tile of left or of right takes four
 _MOST_STAGES = 6
-_BARRIERS = 1024  # bytes of shared memory that barriers and alignment take
+_OTHERS = 3072  # bytes of shared memory that barriers, sums over positions and alignment take
+
+_Totals = list[jax.Array]  # sums of cotangents over positions, (64,): of biases
 
 
 def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -53,7 +57,11 @@ def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str |
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What some CTAs have of the columns: for each unit, the array of its cotangents and its first channel there."""
+    """Some of the columns, and the CTAs that have them.
+
+    Attributes:
+      sources: for each unit, the array of its cotangents, and its first channel there.
+    """
 
     sources: tuple[tuple[str, int], ...]
     first_cta: int
@@ -86,7 +94,7 @@ class _Plan:
         units = list(itertools.product(("left", "right"), range(0, form.hidden, _ROWS)))
         pairs = [tuple(units[i : i + _UNITS]) for i in range(0, len(units), _UNITS)]
         most = items * pl.cdiv(size, _TILE)
-        each = min(most, max(1, int(ctas / (len(pairs) + _GATE_SHARE))))
+        each = min(most, max(1, int(ctas / (len(pairs) + _GATE_TIME))))
         sides = tuple(_Chunk(pair, i * each, each) for i, pair in enumerate(pairs))
         of_sides = each * len(pairs)
         of_gate = tuple(("gate", i * _ROWS % form.gates) for i in range(_UNITS))
@@ -106,7 +114,7 @@ class _Plan:
         return pl.cdiv(self.size, _TILE)
 
     def place(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, pl.Slice]:
-        """The item of a tile in x, where its rows are filled up, and its positions, which may reach past the end."""
+        """The item of a tile in x, the item where rows are filled up, and positions, which may be past the end."""
         item, i = jax.lax.div(tile, self.tiles_of_item), jax.lax.rem(tile, self.tiles_of_item)
         filled = item
         if self.rows < self.padded_rows:
@@ -123,7 +131,7 @@ def _buffers(form: Projection[jax.Array], target: Target) -> dict[str, Buffer]:
         d_ring=Buffer((_UNITS, _ROWS, _TILE), dtype, ROW_BYTES),
         mask_ring=Buffer((_TILE,), jnp.dtype(jnp.float32)),
     )
-    stages = (available(target) - _BARRIERS - w_smem.num_bytes) // num_bytes(slot.values())
+    stages = (available(target) - _OTHERS - w_smem.num_bytes) // num_bytes(slot.values())
     ring = {
         name: dataclasses.replace(buffer, shape=(min(stages, _MOST_STAGES), *buffer.shape))
         for name, buffer in slot.items()
@@ -137,9 +145,9 @@ def weights_backward(
 ) -> OfWeights:
     """The gradient of the projections for the weights, from the normalised positions z (B, M, C).
 
-    Each is still to be multiplied by the scale of its cotangent among the first three `scales`. Past the end of
-    items, where these are filled up, cotangents are read and have to be 0. The sums are taken in two stages, of each
-    CTA and of all, always in the same order.
+    Each is still to be multiplied by the scale of its cotangent among the first three `scales`. Cotangents past
+    the end of items, which are filled up, have to be 0. The sums are taken in two stages, of each CTA and of all,
+    always in the same order.
     """
     c, h = z.shape[2], form.hidden
     plan, buffers = _Plan.of(form, num_cores(target, interpret)), _buffers(form, target)
@@ -158,7 +166,7 @@ def weights_backward(
             mask=mask,
             w=_in_units(form.w),
             b=None if form.bias is None else _in_units(form.bias[None])[..., 0],
-            shrink=jnp.broadcast_to(given.scales[3], (_ROWS,)),
+            scales=given.scales,
         ),
         dict(
             dw=jax.ShapeDtypeStruct((*sums, c), jnp.float32),
@@ -261,7 +269,8 @@ class _Producer:
         slot = ring.acquire(step)
         full = ring.full_of(slot)
         channels = pl.Slice(0, refs.z.shape[2])
-        copy_rows(refs.z, item, positions, channels, refs.z_ring.at[slot], full, row_bytes=ROW_BYTES)
+        to = refs.z_ring.at[slot], refs.full, slot
+        copy_rows(refs.z, item, positions, channels, *to, row_bytes=ROW_BYTES)
         for unit, (name, first) in enumerate(chunk.sources):
             source = getattr(refs, name).at[filled, pl.ds(first, _ROWS), positions]
             plgpu.copy_gmem_to_smem(source, refs.d_ring.at[slot, unit], full)
@@ -286,10 +295,10 @@ class _Consumer:
     def of_gate(self, sums: Ref) -> None:
         """The weights of the gate, whose cotangents are given."""
 
-        def add(slot: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+        def add(slot: jax.Array, totals: _Totals) -> _Totals:
             d = self.cotangent(slot)
             multiply(sums, d, self.walk.refs.z_ring.at[slot])
-            totals = self.added(totals, d.astype(jnp.float32))
+            totals = self.added(totals, d.astype(jnp.float32), 0)
             plgpu.wgmma_wait(0)
             return totals
 
@@ -301,16 +310,13 @@ class _Consumer:
         unit = self.walk.chunk * _UNITS + self.unit
         full = refs.w_full.at[self.unit]
         plgpu.copy_gmem_to_smem(refs.w.at[unit], refs.w_smem.at[self.unit], full)
-        bias = (
-            None if refs.b is None else [self.rows_of(refs.b.at[unit, pl.ds(k * _ROWS, _ROWS)]) for k in range(2)]
-        )
-        half = 0.5 * self.rows_of(refs.shrink)
+        bias = None if refs.b is None else [self.bias(unit, k) for k in range(2)]
+        half = 0.5 * refs.scales[3]
         plgpu.barrier_wait(full)
 
-        def add(slot: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-            return with_sums(
-                functools.partial(self.add_side, sums, slot, bias, half, totals), *[(_ROWS, _TILE)] * 2
-            )
+        def add(slot: jax.Array, totals: _Totals) -> _Totals:
+            of_tile = functools.partial(self.add_side, sums, slot, bias, half, totals)
+            return with_sums(of_tile, *[(_ROWS, _TILE)] * 2)
 
         self.store(sums, self.of_all_tiles(add, 2))
 
@@ -320,64 +326,67 @@ class _Consumer:
         slot: jax.Array,
         bias: list[jax.Array] | None,
         half: jax.Array,
-        totals: list[jax.Array],
+        totals: _Totals,
         gate_sum: Ref,
         projection_sum: Ref,
-    ) -> list[jax.Array]:
+    ) -> _Totals:
         """Adds a tile to sums and returns the sums of biases; the last two begin as 0.
 
         With p and g as in the forward pass and t = tanh(g / 2), the sigmoid of g is (1 + t) / 2, and its slope is
-        (1 - t^2) / 4.
+        the sigmoid times (1 - t) / 2.
+
+        Args:
+          half: half of what the cotangents of projections are scaled by.
         """
         refs, z, shape = self.walk.refs, self.walk.refs.z_ring.at[slot], (_ROWS, _TILE)
         for k, result in ((1, gate_sum), (0, projection_sum)):
             multiply(result, refs.w_smem.at[self.unit, pl.ds(k * _ROWS, _ROWS)], z, transpose_b=True)
+        g = _read(gate_sum, 1)
         given = self.cotangent(slot).astype(jnp.float32)
         if refs.mask is not None:  # 0 times what is not finite would be NaN
             factor = load(refs.mask_ring.at[slot], plgpu.Layout.WGMMA.reduce(0))
             factor = jax.lax.broadcast_in_dim(factor, shape, [1])
             given = jnp.where(factor == 0.0, 0.0, given * factor)
-        g, half = _read(gate_sum, 1), _along_columns(half)
         t = jnp.tanh(g if bias is None else g + _along_columns(bias[1]))
         dp = given * (half * t + half)
-        of_p = dp.astype(z.dtype)
-        multiply(sums[0], of_p, z)
+        slope = 0.25 * GATED / half  # here and not with p, that fewer numbers are in registers
+        dg = dp * (slope - slope * t)
+        totals = self.added(totals, dp, 0)
+        multiply(sums[0], dp.astype(z.dtype), z)
         p = _read(projection_sum, 1)
-        if bias is not None:
-            p += _along_columns(bias[0])
-        dg = given * (p * ((GATED / 4) - (GATED / 4) * t * t))
+        dg *= p if bias is None else p + _along_columns(bias[0])
+        totals = self.added(totals, dg, 1)
         multiply(sums[1], dg.astype(z.dtype), z)
-        totals = self.added(totals, dp, dg)
         plgpu.wgmma_wait(0)
         return totals
 
-    def rows_of(self, ref: Ref) -> jax.Array:
-        """A number for each channel, from device memory."""
-        return load(ref, plgpu.Layout.WGMMA.reduce(1))
+    def bias(self, unit: jax.Array, k: int) -> jax.Array:
+        """The biases of a unit's projections (0) or of their gates (1), from device memory."""
+        return load(self.walk.refs.b.at[unit, pl.ds(k * _ROWS, _ROWS)], plgpu.Layout.WGMMA.reduce(1))
 
     def cotangent(self, slot: jax.Array) -> jax.Array:
         """The cotangents of this unit's channels, (channels, positions)."""
         return load(self.walk.refs.d_ring.at[slot, self.unit], plgpu.Layout.WGMMA)
 
-    def added(self, totals: list[jax.Array], *ds: jax.Array) -> list[jax.Array]:
-        """The totals of biases, if any, with the sums over the positions of a tile."""
-        return [total + jnp.sum(d, axis=1) for total, d in zip(totals, ds, strict=False)]
+    def added(self, totals: _Totals, d: jax.Array, k: int) -> _Totals:
+        """The totals of biases, if any, the k-th with the sums of a tile's cotangents over positions."""
+        return [total + jnp.sum(d, axis=1) if i == k else total for i, total in enumerate(totals)]
 
-    def of_all_tiles(self, add, count: int) -> list[jax.Array]:
-        """Calls `add(slot, totals)` for each tile; the last totals, of which there are `count` if of any biases."""
+    def of_all_tiles(self, add: Callable[[jax.Array, _Totals], _Totals], count: int) -> _Totals:
+        """Calls `add(slot, totals)` for each tile; returns the totals of biases, `count` of them or none."""
         ring = self.walk.ring
 
-        def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-            slot = jax.lax.rem(i, ring.num_stages)
+        def step(_: jax.Array, carry: tuple[jax.Array, _Totals]) -> tuple[jax.Array, _Totals]:
+            slot, totals = carry
             ring.wait(slot)
             totals = add(slot, totals)
             ring.release(slot)
-            return totals
+            return ring.after(slot), totals
 
-        zeros = [jnp.zeros((_ROWS,), jnp.float32)] * count
-        return jax.lax.fori_loop(0, self.walk.steps, step, [] if self.walk.refs.db is None else zeros)
+        zeros = [jnp.zeros((_ROWS,), jnp.float32)] * (0 if self.walk.refs.db is None else count)
+        return jax.lax.fori_loop(0, self.walk.steps, step, (jnp.int32(0), zeros))[1]
 
-    def store(self, sums, totals: list[jax.Array]) -> None:
+    def store(self, sums: Sequence[Ref], totals: _Totals) -> None:
         """Stores the sums of this CTA."""
         refs, place = self.walk.refs, (self.walk.cta, self.unit)
         for k, product in enumerate(sums):
