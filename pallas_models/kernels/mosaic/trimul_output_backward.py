@@ -196,8 +196,8 @@ class _Kernel:
         walk, puller = _Walk(self, refs, cta, steps), _After if self.gate_after else _Before
         specialize(
             Role(range(_PULLERS), 160, lambda own: puller(walk, own).run()),
-            Role(range(_PULLERS, _PULLERS + 1), 32, lambda _: _Producer(walk).run()),
-            Role(range(_PULLERS + 1, _PULLERS + 2), 160, lambda _: _Summer(walk).run()),
+            Role(range(_PULLERS, _PULLERS + 1), 24, lambda _: _Producer(walk).run()),
+            Role(range(_PULLERS + 1, _PULLERS + 2), 168, lambda _: _Summer(walk).run()),
             warpgroup=warpgroup,
         )
 
@@ -377,7 +377,7 @@ class _Puller:
         inverse = jax.lax.rsqrt(jnp.sum(d * d, axis=1) * (1.0 / h) + self.number("epsilon"))
         # What is not finite adds nothing where its result has a cotangent of 0, as a position that is masked has.
         inverse = jnp.where(kept, inverse, 0.0)
-        return jnp.where(along_rows(kept, h), d * along_rows(inverse, h), 0.0), inverse
+        return jnp.where(along_rows(kept, h), d, 0.0) * along_rows(inverse, h), inverse
 
     def pulled_product(self) -> jax.Array:
         """The cotangents of the operand, scaled like those of the product."""
@@ -396,9 +396,10 @@ class _Puller:
         dy = dunit * along_rows(factor, h) - (unit * along_rows(along * factor, h) + along_rows(mean * factor, h))
         self.leave(dy, self.refs.y_smem.at[slot], self.refs.dy, place)
 
-    def leave(self, x: jax.Array, slot: Ref, ref: Ref, place: Place) -> None:
+    def leave(self, x: jax.Array | None, slot: Ref, ref: Ref, place: Place) -> None:
         """Stores cotangents of a tile, channel by channel, by way of a slot."""
-        store_transposed(slot, x.astype(slot.dtype))
+        if x is not None:
+            store_transposed(slot, x.astype(slot.dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(slot, ref.at[place[0], :, place[1]])
 
@@ -412,19 +413,27 @@ class _After(_Puller):
         refs = self.refs
         kept = self.stage_product(times(dout, self.load(refs.gate_smem, slot)))
         unit, inverse = self.normed(slot, kept)
-        unit = unit.astype(refs.operand_smem.dtype)
-        refs.operand_smem[self.own] = unit
+        operand = refs.operand_smem.at[self.own]
+        operand[...] = unit.astype(operand.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.staged.at[self.own])
         dunit = self.pulled_product()
-        self.pull_norm(dunit, unit.astype(jnp.float32), inverse, slot, place)
-        gate = self.load(refs.gate_smem, slot)
-        out = self.multiplied(refs.operand_smem.at[self.own], transpose=False)
-        out = out * self.number("of_gate") + row(refs.vectors_smem.at[0], out.shape)
-        by_gate = load(self.walk.product(self.own, out.shape[1]), plgpu.Layout.WGMMA).astype(jnp.float32)
-        dgate = times(by_gate, (1.0 - gate) * out)
+        unit = load(operand, plgpu.Layout.WGMMA).astype(jnp.float32)  # as registers are few meanwhile
+        self.pull_norm(dunit, unit, inverse, slot, place)
+        out = self.multiplied(operand, transpose=False)
+        dgates = [self.pull_gate(out[:, start : start + 64], slot, start) for start in range(0, out.shape[1], 64)]
         plgpu.commit_smem()  # all have read
-        self.leave(dgate, refs.gate_smem.at[slot], refs.dgate, place)
+        for i, dgate in enumerate(dgates):
+            store_transposed(refs.gate_smem.at[slot, pl.Slice(64 * i, 64)], dgate)
+        self.leave(None, refs.gate_smem.at[slot], refs.dgate, place)
+
+    def pull_gate(self, out: jax.Array, slot: jax.Array, start: int) -> jax.Array:
+        """The cotangents of some columns of the gate, from these columns of the result, which come from `start` on."""
+        refs, columns = self.refs, pl.Slice(start, out.shape[1])
+        by_gate = load(refs.product_smem.at[self.own, :, columns], plgpu.Layout.WGMMA).astype(jnp.float32)
+        gate = load_transposed(refs.gate_smem.at[slot, columns], plgpu.Layout.WGMMA).astype(jnp.float32)
+        out = out * self.number("of_gate") + row(refs.vectors_smem.at[0, columns], out.shape)
+        return times(by_gate, (1.0 - gate) * out).astype(refs.gate_smem.dtype)
 
 
 class _Before(_Puller):
