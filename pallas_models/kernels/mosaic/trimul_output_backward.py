@@ -14,7 +14,10 @@ comes before the projection, operands of products and cotangents of the norm are
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +31,8 @@ from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import (
-    ROW_BYTES,
-    layout_cast,
-    load,
-    load_transposed,
-    row,
-    store_transposed,
-    tiled,
-)
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load, load_transposed, store_transposed
+from pallas_models.kernels.mosaic.common.memory import tiled
 from pallas_models.kernels.mosaic.common.products import product, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
@@ -48,6 +44,7 @@ _PULLERS = 2  # warpgroups that take turns with tiles
 _PAIRS = 3  # tiles of y and of the gate in shared memory
 _ONES = 8  # columns of ones: the fewest that tensor cores multiply
 _WIDTHS = 64, 128
+_PART = 64  # columns that are computed at a time, as registers are few
 
 
 def unsupported(form: Output[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -103,7 +100,7 @@ def output_backward(
     num_ctas = min(num_cores(target, interpret), tiles.count)
     weights, numbers, vectors = _prepared(form, scales)
     float32 = jnp.dtype(jnp.float32)
-    sums = [(h, c), (c, _ONES)] + ([] if form.gate_after else [(h, _ONES)] * 2)
+    sums = [(h, c), (c, _ONES)] + ([] if form.gate_after else [(h, _ONES)])
     dout_slots = 2 if dout.dtype.itemsize == 2 else 1
     dy, dgate, *totals = launch(
         _Kernel(tiles, num_ctas, form.gate_after, dout_slots),
@@ -112,7 +109,7 @@ def output_backward(
             gate=form.gate,
             dout=dout,
             w=weights,
-            ones=jnp.ones((_ONES, ROWS), dtype),
+            ones=jnp.broadcast_to(jnp.eye(2, _ONES, dtype=dtype)[..., None], (2, _ONES, ROWS)),
             numbers=jnp.stack(numbers),
             vectors=vectors,
         ),
@@ -123,14 +120,13 @@ def output_backward(
         ),
         dict(
             w_smem=tiled((h, c), dtype),
-            ones_smem=tiled((_ONES, ROWS), dtype),
-            vectors_smem=plgpu.SMEM(vectors.shape, float32),
+            ones_smem=tiled((2, _ONES, ROWS), dtype),
             y_smem=tiled((_PAIRS, h, ROWS), dtype),
             gate_smem=tiled((_PAIRS, gates, ROWS), dtype),
             dout_smem=tiled((dout_slots, ROWS, c), dout.dtype),
             product_smem=tiled((_PULLERS, ROWS, c if form.gate_after else max(h, c)), dtype),
             operand_smem=tiled((_PULLERS, ROWS, h), dtype),
-            weights_full=plgpu.Barrier(num_arrivals=3),
+            weights_full=plgpu.Barrier(num_arrivals=2),
             pair_full=plgpu.Barrier(num_arrivals=2, num_barriers=_PULLERS * _PAIRS),
             pair_free=plgpu.Barrier(num_barriers=_PAIRS),
             dout_full=plgpu.Barrier(num_barriers=_PULLERS * dout_slots),
@@ -178,7 +174,7 @@ def _finished(
 ) -> OfEnd:
     """The cotangents, from the sums over positions."""
     dw, db, *of_norm = (total / numbers.of_product for total in totals)
-    db, of_norm = db[:, 0], [total[:, 0] / numbers.of_norm for total in of_norm]
+    db, of_norm = db[:, 0], [total[:, i] / numbers.of_norm for total in of_norm for i in range(2)]
     if form.gate_after:
         w, scale, shift = (a.astype(jnp.float32) for a in (form.w, form.scale, form.shift))
         of_norm = [jnp.sum(w * dw, axis=1), jnp.matmul(w, db, precision=jax.lax.Precision.HIGHEST)]
@@ -203,8 +199,8 @@ class _Kernel:
         walk, puller = _Walk(self, refs, cta, steps), _After if self.gate_after else _Before
         specialize(
             Role(range(_PULLERS), 160, lambda own: puller(walk, own).run()),
-            Role(range(_PULLERS, _PULLERS + 1), 32, lambda _: _Producer(walk).run()),
-            Role(range(_PULLERS + 1, _PULLERS + 2), 160, lambda _: _Summer(walk).run()),
+            Role(range(_PULLERS, _PULLERS + 1), 24, lambda _: _Producer(walk).run()),
+            Role(range(_PULLERS + 1, _PULLERS + 2), 168, lambda _: _Summer(walk).run()),
             warpgroup=warpgroup,
         )
 
@@ -255,7 +251,7 @@ class _Producer:
     def run(self) -> None:
         """Copies the weights and all tiles, and waits until they have been read."""
         walk, refs = self.walk, self.walk.refs
-        for name in ("w", "ones", "vectors"):
+        for name in ("w", "ones"):
             plgpu.copy_gmem_to_smem(getattr(refs, name), getattr(refs, f"{name}_smem"), refs.weights_full)
         pl.loop(0, walk.steps)(self.copy)
         walk.pairs(jnp.int32(0)).drain(walk.steps)
@@ -267,10 +263,7 @@ class _Producer:
         pairs, douts, (item, rows) = walk.pairs(puller), walk.douts(puller), walk.place(step)
         slot = pairs.acquire(step)
         gates = pl.Slice(0, refs.gate_smem.shape[1])
-        for source, tiles in (
-            (refs.gate.at[item, gates, rows], refs.gate_smem),
-            (refs.y.at[item, :, rows], refs.y_smem),
-        ):
+        for source, tiles in ((refs.gate.at[item, gates, rows], refs.gate_smem), (refs.y.at[item, :, rows], refs.y_smem)):
             plgpu.copy_gmem_to_smem(source, tiles.at[slot], pairs.full_of(slot))
         slot = douts.acquire(step)
         item, rows = walk.source((item, rows))
@@ -296,7 +289,7 @@ class _Summer:
     def run(self) -> None:
         """Adds up the products of all steps, and stores the sums."""
         refs = self.walk.refs
-        outputs = [getattr(refs, f"sum{i}") for i in range(2 if self.walk.kernel.gate_after else 4)]
+        outputs = [getattr(refs, f"sum{i}") for i in range(2 if self.walk.kernel.gate_after else 3)]
         plgpu.barrier_wait(refs.weights_full)
 
         def compute(*sums: Ref) -> list[jax.Array]:
@@ -309,11 +302,12 @@ class _Summer:
     def add(self, sums: tuple[Ref, ...], step: jax.Array) -> None:
         """Adds the products of a step, as soon as each is there."""
         walk, refs, own = self.walk, self.walk.refs, jax.lax.rem(step, _PULLERS)
-        ones, operand = refs.ones_smem.transpose((1, 0)), refs.operand_smem.at[own]
+        operand = refs.operand_smem.at[own]
+        first, second = (refs.ones_smem.at[i].transpose((1, 0)) for i in range(2))
         product = walk.product(own, sums[1].shape[0])
-        turns = [((sums[0], operand, product), (sums[1], product, ones))]
+        turns = [((sums[0], operand, product), (sums[1], product, first))]
         if not walk.kernel.gate_after:
-            turns.append(((sums[2], walk.product(own, sums[2].shape[0]), ones), (sums[3], operand, ones)))
+            turns.append(((sums[2], walk.product(own, sums[2].shape[0]), first), (sums[2], operand, second)))
         for turn in turns:
             plgpu.barrier_wait(refs.staged.at[own])
             for total, a, b in turn:
@@ -368,9 +362,10 @@ class _Puller:
         """Waits until what was staged has been added up."""
         plgpu.barrier_wait(self.refs.added.at[self.own])
 
-    def load(self, tiles: Ref, slot: jax.Array) -> jax.Array:
-        """A tile of channels as (positions, channels), float32."""
-        return load_transposed(tiles.at[slot], plgpu.Layout.WGMMA).astype(jnp.float32)
+    def load(self, tiles: Ref, slot: jax.Array, channels: pl.Slice | None = None) -> jax.Array:
+        """Channels of a tile, all if None, as (positions, channels), float32."""
+        tile = tiles.at[slot] if channels is None else tiles.at[slot, channels]
+        return load_transposed(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
 
     def stage_product(self, cotangent: jax.Array) -> jax.Array:
         """Scales, rounds and stages the cotangents of the product; returns which positions have any."""
@@ -387,7 +382,7 @@ class _Puller:
         inverse = jax.lax.rsqrt(jnp.sum(d * d, axis=1) * (1.0 / h) + self.number("epsilon"))
         # What is not finite adds nothing where its result has a cotangent of 0, as a position that is masked has.
         inverse = jnp.where(kept, inverse, 0.0)
-        return jnp.where(along_rows(kept, h), d * along_rows(inverse, h), 0.0), inverse
+        return jnp.where(along_rows(kept, h), d, 0.0) * along_rows(inverse, h), inverse
 
     def pulled_product(self) -> jax.Array:
         """The cotangents of the operand, scaled like those of the product."""
@@ -398,19 +393,36 @@ class _Puller:
         """The product of an array in shared memory and the weights."""
         return layout_cast(product(a, self.refs.w_smem, transpose_b=transpose), plgpu.Layout.WGMMA)
 
-    def pull_norm(
-        self, dunit: jax.Array, unit: jax.Array, inverse: jax.Array, slot: jax.Array, place: Place
-    ) -> None:
-        """Stores the cotangents of y, given those of what it was normalised to."""
-        h = dunit.shape[1]
-        along, mean = (jnp.sum(a, axis=1) * (1.0 / h) for a in (dunit * unit, dunit))
-        factor = inverse * self.number("of_y")
-        dy = dunit * along_rows(factor, h) - (unit * along_rows(along * factor, h) + along_rows(mean * factor, h))
-        self.leave(dy, self.refs.y_smem.at[slot], self.refs.dy, place)
+    def vector(self, i: int, columns: pl.Slice) -> jax.Array:
+        """Some columns of the i-th of the vectors, equal for all positions."""
+        v = load(self.refs.vectors.at[i, columns], plgpu.Layout.WGMMA.reduce(0))
+        return jax.lax.broadcast_in_dim(v, (ROWS, columns.size), [1])
 
-    def leave(self, x: jax.Array, slot: Ref, ref: Ref, place: Place) -> None:
-        """Stores cotangents of a tile, channel by channel, by way of a slot."""
-        store_transposed(slot, x.astype(slot.dtype))
+    def pull_norm(
+        self,
+        dunits: list[jax.Array],
+        unit: Callable[[pl.Slice], jax.Array],
+        inverse: jax.Array,
+        slot: jax.Array,
+        place: Place,
+    ) -> None:
+        """Stores the cotangents of y, given parts of the cotangents of `unit`, what y was normalised to."""
+        parts = list(zip(dunits, _parts(sum(d.shape[1] for d in dunits)), strict=True))
+        along, mean = (
+            jnp.sum(functools.reduce(operator.add, terms), axis=1) * (1.0 / self.refs.y.shape[1])
+            for terms in ([d * unit(columns) for d, columns in parts], dunits)
+        )
+        factor = inverse * self.number("of_y")
+        along, mean, factor = (along_rows(v, _PART) for v in (along * factor, mean * factor, factor))
+        dys = [d * factor - (unit(columns) * along + mean) for d, columns in parts]
+        self.leave(dys, self.refs.y_smem.at[slot], self.refs.dy, place)
+
+    def leave(self, parts: list[jax.Array], slot: Ref, ref: Ref, place: Place) -> None:
+        """Stores cotangents of a tile, some columns after the others, where all have read what was there."""
+        parts = [part.astype(slot.dtype) for part in parts]
+        plgpu.commit_smem()
+        for part, columns in zip(parts, _parts(slot.shape[0]), strict=True):
+            store_transposed(slot.at[columns], part)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(slot, ref.at[place[0], :, place[1]])
 
@@ -424,19 +436,29 @@ class _After(_Puller):
         refs = self.refs
         kept = self.stage_product(times(dout, self.load(refs.gate_smem, slot)))
         unit, inverse = self.normed(slot, kept)
-        unit = unit.astype(refs.operand_smem.dtype)
-        refs.operand_smem[self.own] = unit
+        operand = refs.operand_smem.at[self.own]
+        operand[...] = unit.astype(operand.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.staged.at[self.own])
-        dunit = self.pulled_product()
-        self.pull_norm(dunit, unit.astype(jnp.float32), inverse, slot, place)
-        gate = self.load(refs.gate_smem, slot)
-        out = self.multiplied(refs.operand_smem.at[self.own], transpose=False)
-        out = out * self.number("of_gate") + row(refs.vectors_smem.at[0], out.shape)
-        by_gate = load(self.walk.product(self.own, out.shape[1]), plgpu.Layout.WGMMA).astype(jnp.float32)
-        dgate = times(by_gate, (1.0 - gate) * out)
-        plgpu.commit_smem()  # all have read
-        self.leave(dgate, refs.gate_smem.at[slot], refs.dgate, place)
+        dunits = _split(self.pulled_product())
+
+        def staged(columns: pl.Slice) -> jax.Array:
+            return load(operand.at[:, columns], plgpu.Layout.WGMMA).astype(jnp.float32)
+
+        self.pull_norm(dunits, staged, inverse, slot, place)
+        outs = _split(self.multiplied(operand, transpose=False))
+        dgates = [
+            self.pull_gate(out, slot, columns)
+            for out, columns in zip(outs, _parts(refs.gate_smem.shape[1]), strict=True)
+        ]
+        self.leave(dgates, refs.gate_smem.at[slot], refs.dgate, place)
+
+    def pull_gate(self, out: jax.Array, slot: jax.Array, columns: pl.Slice) -> jax.Array:
+        """The cotangents of some columns of the gate, from these columns of the result."""
+        by_gate = load(self.refs.product_smem.at[self.own, :, columns], plgpu.Layout.WGMMA).astype(jnp.float32)
+        gate = self.load(self.refs.gate_smem, slot, columns)
+        out = out * self.number("of_gate") + self.vector(0, columns)
+        return times(by_gate, (1.0 - gate) * out)
 
 
 class _Before(_Puller):
@@ -448,24 +470,51 @@ class _Before(_Puller):
         refs, dtype = self.refs, self.refs.operand_smem.dtype
         kept = self.stage_product(dout)
         unit, inverse = self.normed(slot, kept)
-        scale, shift = (row(refs.vectors_smem.at[i], unit.shape) for i in range(2))
-        gate = self.load(refs.gate_smem, slot)
-        normed = unit * scale + shift
-        gate = jnp.where(along_rows(kept, gate.shape[1]), gate, 0.0)
-        refs.operand_smem[self.own] = (normed * gate).astype(dtype)
+        all_parts = _parts(unit.shape[1])
+        plgpu.commit_smem()  # all have read y
+        for u, columns in zip(_split(unit), all_parts, strict=True):
+            store_transposed(refs.y_smem.at[slot, columns], u.astype(dtype))
+            operand = self.normed_part(u, columns) * self.gate(slot, columns, kept)
+            refs.operand_smem[self.own, :, columns] = operand.astype(dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.staged.at[self.own])
-        cotangent = self.pulled_product()
-        dgate = times(cotangent, normed * (gate - gate * gate)) * self.number("of_gate")
-        self.leave(dgate, refs.gate_smem.at[slot], refs.dgate, place)
-        dnormed = times(cotangent, gate)
+        unit_of = functools.partial(self.load, refs.y_smem, slot)
+        dgates, dnormed = [], []
+        for cotangent, columns in zip(_split(self.pulled_product()), all_parts, strict=True):
+            gate = self.gate(slot, columns, kept)
+            slope = self.normed_part(unit_of(columns), columns) * (gate - gate * gate)
+            dgates.append((times(cotangent, slope) * self.number("of_gate")).astype(dtype))
+            dnormed.append(times(cotangent, gate))
+        self.leave(dgates, refs.gate_smem.at[slot], refs.dgate, place)
         self.wait_added()
-        staged = dnormed * self.number("of_norm")
-        self.walk.product(self.own, unit.shape[1])[...] = (staged * unit).astype(dtype)
-        refs.operand_smem[self.own] = staged.astype(dtype)
+        staged = self.walk.product(self.own, unit.shape[1])
+        for d, columns in zip(dnormed, all_parts, strict=True):
+            of_norm = d * self.number("of_norm")
+            staged[:, columns] = (of_norm * unit_of(columns)).astype(dtype)
+            refs.operand_smem[self.own, :, columns] = of_norm.astype(dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.staged.at[self.own])
-        self.pull_norm(dnormed * scale, unit, inverse, slot, place)
+        dunits = [d * self.vector(0, columns) for d, columns in zip(dnormed, all_parts, strict=True)]
+        self.pull_norm(dunits, unit_of, inverse, slot, place)
+
+    def normed_part(self, unit: jax.Array, columns: pl.Slice) -> jax.Array:
+        """Some columns of the result of the norm."""
+        return unit * self.vector(0, columns) + self.vector(1, columns)
+
+    def gate(self, slot: jax.Array, columns: pl.Slice, kept: jax.Array) -> jax.Array:
+        """Some columns of the gate, 0 for positions that are not `kept`."""
+        gate = self.load(self.refs.gate_smem, slot, columns)
+        return jnp.where(along_rows(kept, columns.size), gate, 0.0)
+
+
+def _parts(columns: int) -> list[pl.Slice]:
+    """Columns in parts."""
+    return [pl.Slice(i, _PART) for i in range(0, columns, _PART)]
+
+
+def _split(x: jax.Array) -> list[jax.Array]:
+    """The columns of x in parts."""
+    return [x[:, i : i + _PART] for i in range(0, x.shape[1], _PART)]
 
 
 def times(cotangent: jax.Array, factor: jax.Array) -> jax.Array:
