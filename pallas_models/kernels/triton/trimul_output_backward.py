@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.trimul_scales import powers_of_two
+from pallas_models.kernels.common.trimul_scales import powers_of_two as powers_of_two
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.triton.column_sums import column_sums
