@@ -29,7 +29,7 @@ class Role:
 def specialize(*roles: Role, warpgroup: jax.Array | None = None) -> None:
     """Has each warpgroup of the CTA do what its role says; together the roles have all warpgroups.
 
-    Threads begin with equal shares of the registers: those with fewer give up some, which those with more then take.
+    Threads begin with equal shares of the registers: those with fewer give up some, which those with more take.
 
     Args:
       warpgroup: the number of the warpgroup that runs this, where it is known.
