@@ -14,7 +14,6 @@ from pallas_models.kernels.common import trimul_scales
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic import trimul_output_backward
-from pallas_models.kernels.mosaic.common import launch
 from parity.support.common import (
     MOSAIC,
     MOSAIC_CALL,
@@ -25,8 +24,8 @@ from parity.support.common import (
     float64,
     gpu,
     normal,
-    races,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
@@ -205,16 +204,12 @@ def test_the_same_bits_twice(gate_after):
 
 
 @both_gates
-@pytest.mark.skipif(not INTERPRET, reason="of the interpreter")
+@finds_races
 @pytest.mark.parametrize("dout_dtype", ["float32", "bfloat16"])
-def test_has_no_races(dout_dtype, gate_after, monkeypatch, capfd):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(launch, "interpreter_params", lambda: params)
+def test_has_no_races(dout_dtype, gate_after):
     form, dout = draw(1, 16, 64, 64, gate_after=gate_after, dtype="float16", dout_dtype=dout_dtype)
-    jax.block_until_ready(program(form)(form.operands, dout, jnp.ones(3)))
-    assert not races(capfd.readouterr().out)
+    with no_races():
+        jax.block_until_ready(program(form)(form.operands, dout, jnp.ones(3)))
 
 
 @both_gates

@@ -11,7 +11,6 @@ from pallas_models import target
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfWeights
 from pallas_models.kernels.mosaic import trimul_weights_backward as kernel
-from pallas_models.kernels.mosaic.common import launch
 from parity.support.common import (
     MOSAIC,
     MOSAIC_CALL,
@@ -23,8 +22,8 @@ from parity.support.common import (
     float64,
     gpu,
     normal,
-    races,
 )
+from parity.support.races import finds_races, no_races
 from parity.support.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
@@ -187,14 +186,10 @@ def test_chunks_have_all_columns_and_tiles(h, size):
     assert all(1 <= chunk.num_ctas <= 8 * plan.tiles_of_item for chunk in plan.chunks)
 
 
-@pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs the interpreter of JAX 0.11")
-def test_no_races(monkeypatch, capfd):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(launch, "interpreter_params", lambda: params)
-    gradient(*draw(1, 640, 64, 64, 64, "float16"))
-    assert not races(capfd.readouterr().out)
+@finds_races
+def test_has_no_races():
+    with no_races():
+        gradient(*draw(1, 640, 64, 64, 64, "float16"))
 
 
 @needs_jax_011

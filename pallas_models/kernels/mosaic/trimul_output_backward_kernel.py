@@ -20,7 +20,6 @@ from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import (
     ROW_BYTES,
-    commit_reads,
     layout_cast,
     load,
     load_transposed,
@@ -223,15 +222,18 @@ class _Puller:
         pairs.wait(slot)
         douts.wait(dout_slot)
         dout = load(self.refs.dout_smem.at[dout_slot], plgpu.Layout.WGMMA).astype(jnp.float32)
-        commit_reads()
-        douts.release(dout_slot)
         pl.when(i > 0)(self.wait_added)
-        self.pull(dout, slot, walk.place(step))
+        # Released no sooner than all have used what they read: loads may be under way when a warp goes on.
+        self.pull(dout, slot, walk.place(step), lambda: douts.release(dout_slot))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pairs.release(slot)
 
-    def pull(self, dout: jax.Array, slot: jax.Array, place: Place) -> None:
-        """Pulls the cotangents of a tile back to y and the gate, which lie in a slot."""
+    def pull(self, dout: jax.Array, slot: jax.Array, place: Place, release: Callable[[], None]) -> None:
+        """Pulls the cotangents of a tile back to y and the gate, which lie in a slot.
+
+        Args:
+          release: says that `dout` has been read.
+        """
         raise NotImplementedError
 
     def wait_added(self) -> None:
@@ -308,13 +310,14 @@ class _After(_Puller):
 
     __slots__ = ()
 
-    def pull(self, dout: jax.Array, slot: jax.Array, place: Place) -> None:
+    def pull(self, dout: jax.Array, slot: jax.Array, place: Place, release: Callable[[], None]) -> None:
         refs = self.refs
         kept = self.stage_product(times(dout, self.load(refs.gate_smem, slot)))
         unit, inverse = self.normed(slot, kept)
         operand = refs.operand_smem.at[self.own]
         operand[...] = unit.astype(operand.dtype)
         plgpu.commit_smem()
+        release()
         plgpu.barrier_arrive(refs.staged.at[self.own])
         dunits = _split(self.pulled_product())
 
@@ -342,7 +345,7 @@ class _Before(_Puller):
 
     __slots__ = ()
 
-    def pull(self, dout: jax.Array, slot: jax.Array, place: Place) -> None:
+    def pull(self, dout: jax.Array, slot: jax.Array, place: Place, release: Callable[[], None]) -> None:
         refs, dtype = self.refs, self.refs.operand_smem.dtype
         kept = self.stage_product(dout)
         unit, inverse = self.normed(slot, kept)
@@ -353,6 +356,7 @@ class _Before(_Puller):
             operand = self.normed_part(u, columns) * self.gate(slot, columns, kept)
             refs.operand_smem[self.own, :, columns] = operand.astype(dtype)
         plgpu.commit_smem()
+        release()
         plgpu.barrier_arrive(refs.staged.at[self.own])
         unit_of = functools.partial(self.load, refs.y_smem, slot)
         dgates, dnormed = [], []
