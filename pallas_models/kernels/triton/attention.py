@@ -18,7 +18,6 @@ from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_blocks import (
     MOST_HEAD_DIM,
-    SEARCHED,
     arranged_bias,
     bias_index,
     block_of_head,
@@ -26,6 +25,7 @@ from pallas_models.kernels.triton.attention_blocks import (
     exp2_of,
     is_shared,
     joined,
+    least_searched,
     narrowed,
     walk,
 )
@@ -438,7 +438,7 @@ def attention(
     )
     if form.num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide num_heads={form.num_heads}")
-    found = searched(form, block_q=config.block_q, block_kv=config.block_kv, least=SEARCHED)
+    found = searched(form, block_q=config.block_q, block_kv=config.block_kv, least=least_searched(form))
     sharing = _sharing(call)
     if config.items > sharing:
         raise ValueError(f"config: items={config.items} are more than the {sharing} that share a bias")

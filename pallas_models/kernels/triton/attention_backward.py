@@ -23,7 +23,13 @@ from pallas_models.kernels.common.lines import of_pairs
 from pallas_models.kernels.common.scores import rows_of_backward
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_backward_blocks import Blocks, Refs
-from pallas_models.kernels.triton.attention_blocks import SEARCHED, arranged_bias, block_of_head, is_shared, walk
+from pallas_models.kernels.triton.attention_blocks import (
+    arranged_bias,
+    block_of_head,
+    is_shared,
+    least_searched,
+    walk,
+)
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -280,7 +286,7 @@ class _Gradients:
         """
         form, blocks = self.form, dict(block_q=config.block_q, block_kv=config.block_kv)
         bias = arranged_bias(form, keys_first=keys_first and is_shared(form))
-        found = searched(form, **blocks, least=SEARCHED, keys_first=keys_first)
+        found = searched(form, **blocks, least=least_searched(form), keys_first=keys_first)
         return launch(
             functools.partial(kernel, form=form.abstract(), config=config),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],

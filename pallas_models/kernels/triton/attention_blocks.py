@@ -15,7 +15,8 @@ from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.common import block_size, plgpu
 
-SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
+# Blocks: from here on, masks are searched beforehand for blocks that they rule out. Lines of pairs are many.
+_SEARCHED, _SEARCHED_OF_PAIRS = 16, 8
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own
 
 MOST_HEAD_DIM = 256  # a program has a block of queries with all columns of a head
@@ -72,6 +73,11 @@ def bias_index(form: Form[Any], shape: tuple[int, ...], item: Index, head: Index
     of_batch = item if form.items == 1 else jax.lax.div(item, form.items)
     batch, head = (i if n > 1 else jnp.int32(0) for i, n in zip((of_batch, head), shape, strict=False))
     return batch, head
+
+
+def least_searched(form: Form[Any]) -> int:
+    """How many blocks of the other side there must be for a search of the masks to pay."""
+    return _SEARCHED if form.item_axis is None else _SEARCHED_OF_PAIRS
 
 
 def is_shared(form: Form[Any]) -> bool:
