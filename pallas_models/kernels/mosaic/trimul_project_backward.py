@@ -83,7 +83,7 @@ def project_backward(
       of_mask: whether the cotangent of the mask is wanted.
     """
     x, dtype = form.x, form.w.dtype
-    (b, size, c), h = x.shape, form.hidden
+    b, size, c = x.shape
     warpgroups, tiles = _warpgroups(form, target), Tiles(b, size, form.rows, form.rows)
     mask = whole_mask(form.replace(padded=None))
     num_ctas = min(num_cores(target, interpret), pl.cdiv(tiles.count, warpgroups))
@@ -323,7 +323,7 @@ class _Warpgroup:
             for x, channels in zip(xs, self.pieces, strict=True)
         ]
         for z, channels in zip(zs, self.pieces, strict=True):
-            store_rows(refs.z, item, rows.start, channels.start, z)
+            store_rows(refs.z, item, rows, channels, z)
         dz, dmask = _Block(self, step, zs, factor).pulled()
         if refs.dmask is not None:
             refs.dmask.at[item, rows][...] = dmask
@@ -346,7 +346,7 @@ class _Warpgroup:
         inverse = along_rows(norm.inverse, _PIECE)
         for du, unit, channels in zip(dus, units, self.pieces, strict=True):
             dx = ((du - average - unit * along) * inverse).astype(self.refs.x.dtype)
-            store_rows(self.refs.dx, item, rows.start, channels.start, dx)
+            store_rows(self.refs.dx, item, rows, channels, dx)
         terms = [d * unit for d, unit in zip(dzs, units, strict=True)], dzs
         return [
             [total + column_sums(term) for total, term in zip(parts, more, strict=True)]
@@ -455,7 +455,7 @@ class _Block:
         return y
 
     def add_gate(self, sums: Ref, first: int, j: jax.Array, _: None) -> None:
-        """Adds the product of chunk j of the cotangents of the gate; the first of them is chunk `first` of a tile."""
+        """Adds the product of chunk j of the cotangents of the gate, which follow `first` others in a tile."""
         d = self.warpgroup.take_chunk(self.step, first + j)
         multiply(sums, d, self.refs.gate_smem.at[j], transpose_b=True)
         plgpu.wgmma_wait(0)

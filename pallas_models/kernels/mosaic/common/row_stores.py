@@ -23,29 +23,27 @@ _ROWS, _WARPS = 64, 4
 SUMMED = 64  # columns that `column_sums` takes
 
 
-def _store_rows(ref: Ref, item: jax.Array, row: jax.Array, column: int, x: jax.Array) -> None:
-    columns = pl.ds(column, x.shape[1])
+def _store_rows(ref: Ref, item: jax.Array, rows: pl.Slice, columns: pl.Slice, x: jax.Array) -> None:
     if ref.shape[1] % _ROWS == 0:
-        ref.at[item, pl.ds(row, _ROWS), columns][...] = x
+        ref.at[item, rows, columns][...] = x
         return
-    for i in range(_ROWS):
 
-        @pl.when(row + i < ref.shape[1])
-        def _(i: int = i) -> None:
-            ref.at[item, row + i, columns][...] = x[i]
+    @pl.loop(0, jnp.clip(ref.shape[1] - rows.start, 0, _ROWS))
+    def _(i: jax.Array) -> None:
+        ref.at[item, rows.start + i, columns][...] = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
 @meaning(_store_rows)
-def store_rows(ref: Ref, item: jax.Array, row: jax.Array, column: int, x: jax.Array) -> None:
-    """Stores x from a row and a column of an item of `ref` on, (items, rows, columns) in device memory.
+def store_rows(ref: Ref, item: jax.Array, rows: pl.Slice, columns: pl.Slice, x: jax.Array) -> None:
+    """Stores x (64, N), N in multiples of 16, in an item of `ref`, (items, rows, columns) in device memory.
 
     Rows past the end of an item are not stored: it may have any number of them. Neighbours exchange columns of 16
     bits, so that four threads write 32 bytes of a row that lie one after another, a sector of device memory.
     """
     splat = plgpu.Layout.WG_SPLAT
     kinds = plgpu.RefType(), plgpu.Layout.WGMMA, splat, splat
-    store = plgpu.inline_mgpu(arg_types=kinds)(functools.partial(_emit_stores, ref.shape[1:], column))
-    store(ref, x, jnp.asarray(item, jnp.int32), jnp.asarray(row, jnp.int32))
+    store = plgpu.inline_mgpu(arg_types=kinds)(functools.partial(_emit_stores, ref.shape[1:], int(columns.start)))
+    store(ref, x, jnp.asarray(item, jnp.int32), jnp.asarray(rows.start, jnp.int32))
 
 
 def _emit_stores(shape: tuple[int, int], column: int, _: Any, ref: Any, x: Any, item: Any, row: Any) -> None:
@@ -74,11 +72,9 @@ def _emit_stores(shape: tuple[int, int], column: int, _: Any, ref: Any, x: Any, 
                 lines.append(f"@in{half} st.global.b64 [to{half} + {there}], ${i};")
                 there += 8 * itemsize
     # Of 16 bits a thread stores two columns of its own and two of its neighbour: an odd one of the next eight.
-    place = (
-        f"and.b32 b, {lane}, 2; mul.lo.u32 b, b, {2 * itemsize}; selp.b32 a, {8 * itemsize}, 0, odd; add.u32 b, a, b;"
-        if halves
-        else f"and.b32 b, {lane}, 3; mul.lo.u32 b, b, {2 * itemsize};"
-    )
+    place = f"and.b32 b, {lane}, {2 if halves else 3}; mul.lo.u32 b, b, {2 * itemsize};"
+    if halves:
+        place += f"selp.b32 a, {8 * itemsize}, 0, odd; add.u32 b, a, b;"
     inline.asm(
         f"""
         {{
