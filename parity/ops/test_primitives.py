@@ -25,6 +25,7 @@ from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_ve
 from pallas_models.kernels.mosaic.common.interpreter import cluster_size
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
+from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
 from pallas_models.kernels.triton import common as triton
 from pallas_models.kernels.triton.attention_blocks import exp2_of
 from pallas_models.kernels.triton.softmax import _row_sums
@@ -245,6 +246,59 @@ def test_copies_of_rows_past_the_end():
 @pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
 def test_copies_of_rows_past_the_end_lower():
     assert MOSAIC_CALL in lowered(copied, dict(x=jax.ShapeDtypeStruct((2, 13, N), jnp.float16)))
+
+
+# Mosaic: rows from registers to items of an array, the last one first, and the sums of their columns.
+def storing(refs: Refs) -> None:
+    @pl.loop(0, pl.cdiv(refs.o.shape[1], M))
+    def _(block: jax.Array) -> None:
+        plgpu.copy_gmem_to_smem(refs.x.at[pl.ds(block * M, M)], refs.tile, refs.full)
+        plgpu.barrier_wait(refs.full)
+        x = memory.load(refs.tile, plgpu.Layout.WGMMA)
+        for item in (1, 0):
+            store_rows(refs.o, item, pl.Slice(block * M, M), pl.Slice(32, SUMMED), x)
+        refs.sums.at[block][...] = column_sums(x.astype(jnp.float32))
+        memory.commit_reads()  # all have read
+
+
+def stored(arrays: Arrays, *, size: int, interpret: bool) -> list[jax.Array]:
+    (rows, columns), dtype = arrays["x"].shape, arrays["x"].dtype
+    return launch(
+        storing,
+        arrays,
+        dict(
+            o=jax.ShapeDtypeStruct((2, size, N), dtype),
+            sums=jax.ShapeDtypeStruct((rows // M, 4 * SUMMED), jnp.float32),
+        ),
+        dict(tile=memory.tiled((M, columns), dtype), full=plgpu.Barrier()),
+        name="stored",
+        num_ctas=1,
+        num_warpgroups=1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
+
+
+SIZES = pytest.mark.parametrize("size, dtype", [(M, "float32"), (M + 13, "float16"), (5, "float32")])
+
+
+@pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
+@SIZES
+def test_rows_from_registers(size, dtype):
+    x = normal(np.random.default_rng(76), size + -size % M, SUMMED, dtype=dtype)
+    with all_called("mosaic.common.row_stores"):
+        call = jax.jit(functools.partial(stored, size=size, interpret=MOSAIC != "mosaic"))
+        out, sums = call(dict(x=x))
+    np.testing.assert_array_equal(out[:, :, 32 : 32 + SUMMED], np.stack([x[:size]] * 2))
+    expected = float64(x).reshape(-1, 4, M // 4, SUMMED).sum(2)
+    assert_close(sums.reshape(expected.shape), expected, products(M // 4))
+
+
+@pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
+@SIZES
+def test_rows_from_registers_lower(size, dtype):
+    x = jax.ShapeDtypeStruct((size + -size % M, SUMMED), dtype)
+    assert MOSAIC_CALL in lowered(functools.partial(stored, size=size), dict(x=x))
 
 
 # Mosaic: the sums that a cluster adds up, step after step, more steps than there are places for them.

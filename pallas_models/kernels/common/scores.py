@@ -17,12 +17,17 @@ NO_KEY = LOWEST
 MASKING_BIAS = -1e30
 
 
-def lowest_score(scale: float) -> float:
+def lowest_score(scale: float, *, with_bias: bool = False) -> float:
     """The number that the maximum of a row starts from.
 
-    It is finite when it is scaled too, so that a score of -inf less the maximum is no NaN.
+    It is finite when it is scaled too, so that a score of -inf less the maximum is no NaN. With a bias it is the
+    next number above one that masks: scores that such a bias makes have no weight, where a row has no others too.
     """
-    return LOWEST / max(_power_above(scale), 1.0)
+    return (
+        float(np.nextafter(np.float32(MASKING_BIAS), np.float32(0.0)))
+        if with_bias
+        else LOWEST / max(_power_above(scale), 1.0)
+    )
 
 
 def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:

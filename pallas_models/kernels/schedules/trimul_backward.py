@@ -5,6 +5,8 @@ again, by the same kernels. Then come the gradients of the end of the update, of
 projections, first for x and then for the weights.
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -13,8 +15,18 @@ import jax.numpy as jnp
 from pallas_models.kernels.common.trimul_scales import powers_of_two
 from pallas_models.kernels.forms.trimul import Form, Output, Product
 from pallas_models.kernels.forms.trimul_backward import GATED, Given
+from pallas_models.kernels.mosaic import trimul_output_backward as mosaic_output
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
-from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
+from pallas_models.kernels.mosaic import trimul_project_backward as mosaic_project
+from pallas_models.kernels.mosaic import trimul_weights_backward as mosaic_weights
+from pallas_models.kernels.schedules.trimul import (
+    ROW_TILE,
+    Kernels,
+    Update,
+    batchable,
+    mosaic_kernels,
+    triton_kernels,
+)
 from pallas_models.kernels.triton import (
     trimul_output_backward,
     trimul_output_scales,
@@ -28,12 +40,14 @@ _WIDEST = 128  # channels, and hidden channels: programs hold all of them
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps, in the compute dtype: channels between rows and columns.
+    """What the forward pass keeps, in the compute dtype: channels between N' rows and N'' columns.
+
+    Both are N in whole tiles, as the kernels write and read them. Pairs beyond N count for nothing.
 
     Attributes:
-      sides: (B, N, 2 H, N), left and right, scaled.
-      gate: (B, N, G, N).
-      y: (B, N, H, N), the sums over third positions, scaled.
+      sides: (B, N', 2 H, N''), left and right, scaled.
+      gate: (B, N', G, N'').
+      y: (B, N', H, N''), the sums over third positions, scaled.
     """
 
     sides: jax.Array
@@ -43,7 +57,8 @@ class Residuals(NamedTuple):
     @classmethod
     def unread(cls, form: Form[jax.Array]) -> Self:
         """Zeros, where the gradient is that of the reference, which reads none of them."""
-        b, rows, columns, _ = form.x.shape
+        b, *pairs, _ = form.x.shape
+        rows, columns = (n + -n % tile for n, tile in zip(pairs, ROW_TILE, strict=True))
         channels = 2 * form.hidden, form.w_gate.shape[1], form.hidden
         return cls(*(jnp.zeros((b, rows, n, columns), form.compute_dtype) for n in channels))
 
@@ -62,19 +77,42 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
     return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
 
 
-def _triton(config: Chooser | None) -> Kernels:
-    return triton_kernels(config, by_rows=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    """The kernels of the gradient, and those of the forward pass.
+
+    Attributes:
+      forward: of the forward pass.
+      config: the configs of Triton's kernels.
+      for_hopper: whether kernels for Hopper GPUs take the places of Triton's where they serve.
+    """
+
+    forward: Kernels
+    config: Chooser | None
+    for_hopper: bool
+
+    def chosen(self, mosaic: Any, triton: Any, name: str, form: Any, target: Target, interpret: bool) -> Any:
+        """The function `name` of one of two modules, for a call of it."""
+        where = dict(target=target, interpret=interpret)
+        if self.for_hopper and mosaic.unsupported(form.abstract(), target) is None:
+            return functools.partial(getattr(mosaic, name), **where)
+        return functools.partial(getattr(triton, name), config=self.config, **where)
 
 
-def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> Kernels:
-    return mosaic_kernels(form, config, target, by_rows=True)
+def _triton(config: Chooser | None) -> _Kernels:
+    forward = dataclasses.replace(triton_kernels(config, by_rows=True), tile=ROW_TILE)
+    return _Kernels(forward=forward, config=config, for_hopper=False)
+
+
+def _mosaic(form: Form[jax.Array], config: Chooser | None, target: Target) -> _Kernels:
+    return _Kernels(forward=mosaic_kernels(form, config, target, by_rows=True), config=config, for_hopper=True)
 
 
 def triton_with_residuals(
     form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool
 ) -> tuple[jax.Array, Residuals]:
     """The update in Triton kernels, and what its gradient keeps."""
-    return _with_residuals(form, _triton(config), target=target, interpret=interpret)
+    return _with_residuals(form, _triton(config).forward, target=target, interpret=interpret)
 
 
 def mosaic_with_residuals(
@@ -83,7 +121,7 @@ def mosaic_with_residuals(
     """The update with products for Hopper GPUs, and what its gradient keeps."""
 
     def update(*operands: Any) -> tuple[jax.Array, Residuals]:
-        kernels = _mosaic(form, config, target)
+        kernels = _mosaic(form, config, target).forward
         return _with_residuals(form.of(operands), kernels, target=target, interpret=interpret)
 
     out: tuple[jax.Array, Residuals] = batchable(update)(*form.operands)
@@ -101,7 +139,7 @@ def triton_backward(
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, in Triton kernels."""
-    options: dict[str, Any] = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
+    options: dict[str, Any] = dict(of_mask=wanted[1], target=target, interpret=interpret)
     return _gradient(form, kept, cotangents[0], _triton(config), **options)
 
 
@@ -116,7 +154,7 @@ def mosaic_backward(
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, with products for Hopper GPUs."""
-    options: dict[str, Any] = dict(of_mask=wanted[1], config=config, target=target, interpret=interpret)
+    options: dict[str, Any] = dict(of_mask=wanted[1], target=target, interpret=interpret)
 
     # Operands have as many axes as a copy to shared memory can take: vmap takes one item after another.
     @jax.custom_batching.sequential_vmap
@@ -131,10 +169,9 @@ def _with_residuals(
     form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool
 ) -> tuple[jax.Array, Residuals]:
     """The update of x (B, N, N, C), and what the gradient keeps."""
-    update, n = Update.of(form, kernels, target=target, interpret=interpret), form.x.shape[1]
+    update = Update.of(form, kernels, target=target, interpret=interpret)
     found = _residuals(update)
-    out = update.finish(_end(update, found)).reshape(form.x.shape)
-    return out, jax.tree.map(lambda a: a[:, :n, :, :n], found)
+    return update.finish(_end(update, found)).reshape(form.x.shape), found
 
 
 def _residuals(update: Update) -> Residuals:
@@ -150,14 +187,6 @@ def _residuals(update: Update) -> Residuals:
     return Residuals(sides=sides, gate=gate, y=update.multiply(sides, h))
 
 
-def _filled_up(update: Update, kept: list[jax.Array]) -> Residuals:
-    """What was kept with as many rows and columns as the kernels make, 0 where there were none."""
-    _, n, _ = update.shape
-    rows, columns = update.projection.padded_rows, update.projection.result[1]
-    widths = (0, 0), (0, rows - n), (0, 0), (0, columns - n)
-    return Residuals(*(jnp.pad(x, widths) if (rows, columns) != (n, n) else x for x in kept))
-
-
 def _end(update: Update, found: Residuals) -> Output[jax.Array]:
     return update.end([_in_rows(found.y)], _in_rows(found.gate))
 
@@ -171,27 +200,32 @@ def _gradient(
     form: Form[jax.Array],
     kept: list[jax.Array],
     dout: jax.Array,
-    kernels: Kernels,
+    kernels: _Kernels,
     *,
     of_mask: bool,
-    config: Chooser | None,
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The cotangents of the operands, from what was kept or, where that is nothing, from the operands alone."""
     where: dict[str, Any] = dict(target=target, interpret=interpret)
-    update = Update.of(form, kernels, **where)
-    found = _filled_up(update, kept) if kept else _residuals(update)
+    update = Update.of(form, kernels.forward, **where)
+    found = Residuals(*kept) if kept else _residuals(update)
     end = _end(update, found)
     dout = _in_rows(dout)
     of_output = trimul_output_scales.scales(end, dout, **where)
-    of_end = trimul_output_backward.output_backward(end, dout, of_output, config=config, **where)
+    of_end = kernels.chosen(mosaic_output, trimul_output_backward, "output_backward", end, **where)(
+        end, dout, of_output
+    )
     dsides = _sides_backward(update, found.sides, of_end.y.reshape(found.y.shape))
     scales = _scales(update, of_output)
     given = Given(left=_in_rows(dsides[0]), right=_in_rows(dsides[1]), gate=of_end.gate, scales=scales)
-    projection, options = update.projection, where | dict(config=config)
-    of_x = trimul_project_backward.project_backward(projection, given, of_mask=of_mask, **options)
-    of_w = trimul_weights_backward.weights_backward(projection, of_x.z, given, **options)
+    projection = update.projection
+    of_x = kernels.chosen(mosaic_project, trimul_project_backward, "project_backward", projection, **where)(
+        projection, given, of_mask=of_mask
+    )
+    of_w = kernels.chosen(mosaic_weights, trimul_weights_backward, "weights_backward", projection, **where)(
+        projection, of_x.z, given
+    )
     # Of the projections, whose weights are scaled, and of their gates, whose are not.
     (left, right), (of_projections, of_gates, of_gate, _) = update.scales, scales
     by = jnp.stack([of_projections * left, of_gates, of_projections * right, of_gates])

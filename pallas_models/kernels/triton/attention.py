@@ -14,17 +14,18 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Band, Index, searched
 from pallas_models.kernels.common.lines import of_pairs, of_rows
-from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, lowest_score
+from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_blocks import (
     MOST_HEAD_DIM,
-    SEARCHED,
+    arranged_bias,
     bias_index,
     block_of_head,
     every,
     exp2_of,
+    is_shared,
     joined,
-    load_bias,
+    least_searched,
     narrowed,
     walk,
 )
@@ -91,8 +92,9 @@ def shared_memory(config: Config, *, head_dim: int, itemsize: int) -> int:
 def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Config:
     """Chooses blocks: all keys in one step where they are few, then several heads a program if that fills the GPU.
 
-    Otherwise a program has 128 queries where that makes two programs for every core, which then shares them. Where
-    the results of attention are `projected`, four warps hold the columns of the product.
+    Otherwise a program has 128 queries where that makes two programs for every core, which then shares them, or 64
+    where items share a bias and heads are small. Where the results of attention are `projected`, four warps hold
+    the columns of the product.
     """
     seq, kv_seq, num_heads, itemsize = form.seq, form.kv_seq, form.num_heads, form.dtype.itemsize
     block_d = block_of_head(form.head_dim)
@@ -123,6 +125,8 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
             num_stages=2 if many else 3,
             heads=next(n for n in counts if num_heads % n == 0) if many else 1,
         )
+    if is_shared(form) and block_d <= 32 and not projected:
+        return Config(block_q=block_size(seq, 16, 64), block_kv=64, num_warps=4, num_stages=3, tensor_sums=True)
     tall = programs(128) >= 2 * target.num_cores and (block_d > 64 or not form.causal or seq >= 2048)
     block_q = block_size(seq, 16, 128 if tall or block_d > 128 else 64)
     config = Config(
@@ -215,10 +219,11 @@ class _Queries:
         self.segments = None if refs.segments is None else load(refs.segments.at[batch, self.rows], self.row_mask)
         self.dot = functools.partial(plgpu.dot, precision=form.precision)
         # The GPU's exponentials are to the base 2, so log2(e) goes into the scale. Without a bias, scores stay
-        # unscaled, and the scale is applied to score minus maximum, inside the exponential.
+        # unscaled, and the scale is applied to score minus maximum, inside the exponential. With one, which stays
+        # as it is, the scale is applied in the same instruction as the bias.
         scale = form.sm_scale * math.log2(math.e)
-        self.early, self.late = (1.0, scale) if refs.bias is None and scale > 0 else (scale, 1.0)
-        if config.items > 1:  # the bias stays as it is, and so do scores beside it
+        self.early, self.late = (1.0, scale) if scale > 0 else (scale, 1.0)
+        if refs.bias is not None:
             self.early, self.late = form.sm_scale, math.log2(math.e)
         self.ones = jnp.ones((config.block_kv, 8), refs.q.dtype) if config.tensor_sums else None
         self.runs = narrowed(
@@ -244,7 +249,7 @@ class _Queries:
         step = functools.partial(self.step, q, k_columns, v_columns)
         carry = (
             jnp.zeros((config.block_q, self.block_d), jnp.float32),
-            jnp.full((config.block_q,), lowest_score(self.late), jnp.float32),
+            jnp.full((config.block_q,), lowest_score(self.late, with_bias=refs.bias is not None), jnp.float32),
             jnp.zeros((config.block_q, 1 if self.ones is None else self.ones.shape[1]), jnp.float32),
         )
         return step, carry, projection
@@ -279,14 +284,10 @@ class _Queries:
         kv_mask = tile_mask(in_range, self.depth)
         k = load(refs.k.at[self.batch, keys, k_columns], kv_mask)
         scores = self.dot(q, k, trans_b=True)
-        if bias is not None and self.config.items > 1:
-            scale = jnp.full(scores.shape, self.early, jnp.float32)
-            scores = fma(scores, scale, bias(keys, in_range))
-        else:
+        if bias is None:
             scores = scores * self.early
-        if bias is not None and self.config.items == 1:
-            added = bias(keys, in_range)
-            scores = jnp.where(added > MASKING_BIAS, scores + added * math.log2(math.e), -jnp.inf)
+        else:
+            scores = fma(scores, jnp.full(scores.shape, self.early, jnp.float32), bias(keys, in_range))
         valid = None if full else self.valid_pairs(key, in_range)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
@@ -300,12 +301,11 @@ class _Queries:
         return acc, new_peak, totals * correction + self.row_sum(p)
 
     def bias(self, head: jax.Array, keys: pl.Slice, in_range: jax.Array | None) -> jax.Array:
-        """The bias of a block of keys; where several items share it, with -inf where it masks."""
+        """The bias of a block of keys."""
         ref = self.refs.bias
         assert ref is not None
         where = bias_index(self.form, ref.shape, self.batch, head)
-        bias = load_bias(self.form, ref, where, self.rows, keys, (self.row_mask, in_range))
-        return bias if self.config.items == 1 else jnp.where(bias > MASKING_BIAS, bias, -jnp.inf)
+        return load(ref.at[*where, self.rows, keys], tile_mask(self.row_mask, in_range)).astype(jnp.float32)
 
     def valid_pairs(self, key: Index, in_range: jax.Array | None) -> jax.Array | None:
         """Which queries see which keys of a block, None if all see all; broadcast to (block_q, block_kv)."""
@@ -438,7 +438,7 @@ def attention(
     )
     if form.num_heads % config.heads:
         raise ValueError(f"config: heads={config.heads} does not divide num_heads={form.num_heads}")
-    found = searched(form, block_q=config.block_q, block_kv=config.block_kv, least=SEARCHED)
+    found = searched(form, block_q=config.block_q, block_kv=config.block_kv, least=least_searched(form))
     sharing = _sharing(call)
     if config.items > sharing:
         raise ValueError(f"config: items={config.items} are more than the {sharing} that share a bias")
@@ -456,5 +456,5 @@ def attention(
         num_stages=config.num_stages,
         interpret=interpret,
         name="attention" if w is None else "attention_matmul",
-    )(*form.arrays, *form.operands[1:], found, w)
+    )(*form.arrays, form.mask, arranged_bias(form), *form.operands[3:], found, w)
     return (out, lse) if form.return_lse else out

@@ -23,7 +23,13 @@ from pallas_models.kernels.common.lines import of_pairs
 from pallas_models.kernels.common.scores import rows_of_backward
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_backward_blocks import Blocks, Refs
-from pallas_models.kernels.triton.attention_blocks import SEARCHED, block_of_head, walk
+from pallas_models.kernels.triton.attention_blocks import (
+    arranged_bias,
+    block_of_head,
+    is_shared,
+    least_searched,
+    walk,
+)
 from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
@@ -181,7 +187,6 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     inputs, dbias_ref = Refs(*refs[:_READ]).by_item(form), refs[_READ]
     batch, block_q, block_kv = form.batch, config.block_q, config.block_kv
     parts, batches, heads = dbias_ref.shape[:3]
-    across = form.item_axis == 2  # the bias has keys first
     key, query, index = pl.program_id(0) * block_kv, pl.program_id(1) * block_q, pl.program_id(2)
     own, part = index // parts, index % parts
     summed_heads = form.num_heads // heads  # all, or one
@@ -190,7 +195,7 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     bias = None
     if form.item_axis is not None:  # all lines have the bias of their element of the batch, and each head its own
         first = own // heads * form.items
-        block = Blocks(inputs, form, block_q, block_kv, first, keys_first=across)
+        block = Blocks(inputs, form, block_q, block_kv, first, keys_first=False)
         bias = block.bias(query, key, own % heads)
 
     def add(i: Index, total: jax.Array) -> jax.Array:
@@ -198,17 +203,16 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
         if batches < batch:
             b = i // summed_heads if batches == 1 else b * form.items + i // summed_heads
         head = i % summed_heads if heads < form.num_heads else head
-        blocks = Blocks(inputs, form, block_q, block_kv, b, keys_first=across)
+        blocks = Blocks(inputs, form, block_q, block_kv, b, keys_first=False)
         queries, keys = blocks.queries(query, head), blocks.keys(key, head)
         return total + blocks.gradients(query, key, head, queries, keys, bias=bias, full=False)[1]
 
     size = pl.cdiv(summed, parts)
     start = part * size
-    zero = jnp.zeros((block_kv, block_q) if across else (block_q, block_kv), jnp.float32)
+    zero = jnp.zeros((block_q, block_kv), jnp.float32)
     total = jax.lax.fori_loop(start, jnp.minimum(start + size, summed), add, zero)
-    masks = [in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq)]
-    spans = [span(query, block_q), span(key, block_kv)]
-    mask, (rows, columns) = tile_mask(*masks[:: -1 if across else 1]), spans[:: -1 if across else 1]
+    mask = tile_mask(in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq))
+    rows, columns = span(query, block_q), span(key, block_kv)
     store(dbias_ref.at[part, own // heads, own % heads, rows, columns], total, mask)
 
 
@@ -218,13 +222,13 @@ class _Gradients:
 
     Attributes:
       form: the call.
-      read: what the kernels read, in the order of `Refs`, but for what `searched` gives.
+      rows: what the kernels read of each row of scores: the last of `Refs`, but for what `searched` gives.
       target: the GPU.
       interpret: whether the interpreter runs the kernels.
     """
 
     form: Form[jax.Array]
-    read: tuple[jax.Array | None, ...]
+    rows: tuple[jax.Array, ...]
     target: Target
     interpret: bool
 
@@ -280,10 +284,11 @@ class _Gradients:
           outputs: arrays of the shapes and dtypes of the results.
           buffer: what the kernel takes before all else: the results so far, which it adds its own to, or None.
         """
-        blocks = dict(block_q=config.block_q, block_kv=config.block_kv)
-        found = searched(self.form, **blocks, least=SEARCHED, keys_first=keys_first)
+        form, blocks = self.form, dict(block_q=config.block_q, block_kv=config.block_kv)
+        bias = arranged_bias(form, keys_first=keys_first and is_shared(form))
+        found = searched(form, **blocks, least=least_searched(form), keys_first=keys_first)
         return launch(
-            functools.partial(kernel, form=self.form.abstract(), config=config),
+            functools.partial(kernel, form=form.abstract(), config=config),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
             grid=grid,
             # A buffer for the gradients of queries, keys and values gets the gradients of the queries first.
@@ -292,7 +297,7 @@ class _Gradients:
             num_stages=config.num_stages,
             interpret=self.interpret,
             name=kernel.__name__.strip("_"),
-        )(*buffer, *self.read, found)
+        )(*buffer, *form.arrays, form.mask, bias, *form.operands[3:], *self.rows, found)
 
     def of_bias(self, bias: jax.Array, config: Config) -> jax.Array:
         """The gradient of the bias, by the blocks of the queries' kernel where shared memory holds them."""
@@ -304,9 +309,11 @@ class _Gradients:
         own = bias.shape[0] * bias.shape[1]
         summed = form.batch * form.num_heads // own
         parts = min(pl.cdiv(_BIAS_PROGRAMS * self.target.num_cores, kv_blocks * q_blocks * own), summed)
-        sums = jax.ShapeDtypeStruct((parts, *bias.shape), bias.dtype if parts == 1 else jnp.float32)
+        shape = parts, *bias.shape[:2], form.seq, form.kv_seq
+        sums = jax.ShapeDtypeStruct(shape, bias.dtype if parts == 1 else jnp.float32)
         (dbias,) = self.call(_bias_kernel, config, [sums], (kv_blocks, q_blocks, own * parts))
-        return dbias[0] if parts == 1 else jnp.sum(dbias, axis=0).astype(bias.dtype)
+        dbias = dbias[0] if parts == 1 else jnp.sum(dbias, axis=0).astype(bias.dtype)
+        return dbias.swapaxes(-2, -1) if form.item_axis == 2 else dbias
 
 
 def attention_backward(
@@ -335,8 +342,7 @@ def attention_backward(
     assert dout is not None
     shift, delta = rows_of_backward(form, out, lse, dout, dlse)
     q, k, v = form.arrays
-    read = (q, k, v, *form.operands[1:], dout, shift, delta)
-    gradients = _Gradients(form=form, read=read, target=target, interpret=interpret)
+    gradients = _Gradients(form=form, rows=(dout, shift, delta), target=target, interpret=interpret)
     for_queries = gradients.config(config, "attention_queries", keys_first=False)
     for_keys = gradients.config(config, "attention_keys", keys_first=True)
     queries_grid = gradients.grid(form.num_heads, pl.cdiv(form.seq, for_queries.block_q))

@@ -11,17 +11,16 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Band, Index, Runs
 from pallas_models.kernels.common.lines import of_pairs, of_rows
-from pallas_models.kernels.common.scores import MASKING_BIAS
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_blocks import (
     bias_index,
     block_of_head,
     every,
     exp2_of,
-    load_bias,
+    is_shared,
     narrowed,
 )
-from pallas_models.kernels.triton.common import in_bounds, load, plgpu, span, tile_mask
+from pallas_models.kernels.triton.common import fma, in_bounds, load, plgpu, span, tile_mask
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +31,9 @@ class Refs:
     k: Ref  # (B, Skv, kv_heads * head_dim)
     v: Ref  # (B, Skv, kv_heads * head_dim)
     mask: Ref | None  # (B, Skv)
-    bias: Ref | None  # (B or 1, heads or 1, Sq, Skv)
+    bias: (
+        Ref | None
+    )  # (B or 1, heads or 1, Sq, Skv), with keys first where items share it and the kernel has them first
     segments: Ref | None  # (B, Sq)
     kv_segments: Ref | None  # (B, Skv)
     dout: Ref  # (B, Sq, heads * head_dim)
@@ -158,11 +159,12 @@ class Blocks:
             return x[None, :] if self.keys_first else x[:, None]
 
         scores = products(q, k)
-        if self.refs.bias is not None or scale <= 0:
-            scores, scale = scores * scale, 1.0
-        if self.refs.bias is not None:
+        if self.refs.bias is not None:  # as in the forward pass
             bias = self.bias(query, key, head) if bias is None else bias
-            scores = jnp.where(bias > MASKING_BIAS, scores + bias * math.log2(math.e), -jnp.inf)
+            scores = fma(scores, jnp.full(scores.shape, self.form.sm_scale, jnp.float32), bias)
+            scale = math.log2(math.e)
+        elif scale <= 0:
+            scores, scale = scores * scale, 1.0
         valid = None if full else self.valid(query, key)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
@@ -176,4 +178,7 @@ class Blocks:
         where = bias_index(form, ref.shape, self.batch, head)
         rows, keys = span(query, block_q), span(key, block_kv)
         masks = in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq)
-        return load_bias(form, ref, where, rows, keys, masks, keys_first=self.keys_first)
+        order = -1 if self.keys_first and is_shared(form) else 1
+        spans, mask = (rows, keys)[::order], tile_mask(*masks[::order])
+        bias = load(ref.at[*where, *spans], mask).astype(jnp.float32)
+        return bias.T if self.keys_first and order == 1 else bias

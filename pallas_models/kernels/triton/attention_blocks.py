@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Index, Runs
 from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.triton.common import block_size, load, plgpu, tile_mask
+from pallas_models.kernels.triton.common import block_size, plgpu
 
-SEARCHED = 16  # blocks: from here on, masks are searched beforehand for blocks that they rule out
+# Blocks: from here on, masks are searched beforehand for blocks that they rule out. Lines of pairs are many.
+_SEARCHED, _SEARCHED_OF_PAIRS = 16, 8
 _APART = 4  # blocks: from here on, those that need no mask have a loop of their own
 
 MOST_HEAD_DIM = 256  # a program has a block of queries with all columns of a head
@@ -75,29 +75,27 @@ def bias_index(form: Form[Any], shape: tuple[int, ...], item: Index, head: Index
     return batch, head
 
 
-def load_bias(
-    form: Form[Any],
-    ref: Ref,
-    where: tuple[Index, Index],
-    queries: pl.Slice,
-    keys: pl.Slice,
-    masks: tuple[jax.Array | None, jax.Array | None],
-    *,
-    keys_first: bool = False,
-) -> jax.Array:
-    """A block of the bias in float32, (block_q, block_kv), or (block_kv, block_q) if `keys_first`.
+def least_searched(form: Form[Any]) -> int:
+    """How many blocks of the other side there must be for a search of the masks to pay."""
+    return _SEARCHED if form.item_axis is None else _SEARCHED_OF_PAIRS
 
-    Where columns of pairs attend, the bias has the keys of a pair first, too.
 
-    Args:
-      where: as `bias_index` gives it.
-      masks: which of the queries and which of the keys are in bounds.
+def is_shared(form: Form[Any]) -> bool:
+    """Whether several items have the same bias, beside which copies of it are small."""
+    return form.bias is not None and form.batch > form.bias.shape[0]
+
+
+def arranged_bias(form: Form[jax.Array], *, keys_first: bool = False) -> jax.Array | None:
+    """The bias as kernels load blocks of it, (B or 1, heads or 1, Sq, Skv), or (..., Skv, Sq) if `keys_first`.
+
+    Where items share it, its rows begin at multiples of 16 bytes: threads load as many at a time. Where columns of
+    pairs attend, the bias of a pair is given with keys first.
     """
-    has_keys_first = form.item_axis == 2
-    rows, columns = (keys, queries) if has_keys_first else (queries, keys)
-    mask = tile_mask(*(reversed(masks) if has_keys_first else masks))
-    bias = load(ref.at[*where, rows, columns], mask).astype(jnp.float32)
-    return bias if keys_first == has_keys_first else bias.T
+    if form.bias is None:
+        return None
+    bias = form.bias.swapaxes(-2, -1) if keys_first != (form.item_axis == 2) else form.bias
+    more = -bias.shape[-1] % (16 // bias.dtype.itemsize) if is_shared(form) else 0
+    return jnp.pad(bias, [(0, 0)] * 3 + [(0, more)]) if more else bias
 
 
 def _loop(start: Index, end: Index, step: Callable[[Index, _Carry], _Carry], carry: _Carry) -> _Carry:

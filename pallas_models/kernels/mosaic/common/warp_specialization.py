@@ -8,6 +8,8 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.mosaic.common.backend import plgpu
 
+_REGISTERS = 512  # of a multiprocessor, for each thread of a warpgroup
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
@@ -27,7 +29,7 @@ class Role:
 def specialize(*roles: Role, warpgroup: jax.Array | None = None) -> None:
     """Has each warpgroup of the CTA do what its role says; together the roles have all warpgroups.
 
-    Threads begin with equal shares of the registers: those with few give up some, which those with most then take.
+    Threads begin with equal shares of the registers: those with fewer give up some, which those with more take.
 
     Args:
       warpgroup: the number of the warpgroup that runs this, where it is known.
@@ -35,6 +37,7 @@ def specialize(*roles: Role, warpgroup: jax.Array | None = None) -> None:
     if warpgroup is None:
         warpgroup = jax.lax.axis_index("warpgroup")
     most = max(role.registers for role in roles)
+    share = _REGISTERS // sum(len(role.warpgroups) for role in roles)
     for role in roles:
         first, end = role.warpgroups.start, role.warpgroups.stop
         if first == 0:
@@ -46,5 +49,6 @@ def specialize(*roles: Role, warpgroup: jax.Array | None = None) -> None:
 
         @pl.when(own)
         def _(role: Role = role, warpgroup: jax.Array = warpgroup) -> None:
-            plgpu.set_max_registers(role.registers, action="increase" if role.registers == most else "decrease")
+            takes = role.registers == most or role.registers > share
+            plgpu.set_max_registers(role.registers, action="increase" if takes else "decrease")
             role.body(warpgroup)
