@@ -1,5 +1,6 @@
 """Kernels of the gradient of the triangle update against derivatives in float64: values, masks, sizes, ranges."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from pallas_models import ops, target
 from pallas_models.kernels.forms.trimul import Output, Product, Projection
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
+from pallas_models.kernels.schedules import trimul as schedules
+from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.triton import (
     trimul_output_backward,
     trimul_product,
@@ -193,8 +196,12 @@ def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtyp
 
 @pytest.mark.parametrize("gate_after, mask, dtype", [(True, "none", "float16"), (False, "factors", "bfloat16")])
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
-def test_gradients_of_matrices_that_are_filled_up(gate_after, mask, dtype, residuals):
-    """Two of 9 rows and columns, with rows of 16 and columns of 64."""
+def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask, dtype, residuals):
+    """As who copies whole tiles of them has them: two of 9 rows and columns, with rows of 16 and columns of 64."""
+    kernels = functools.partial(schedules.triton_kernels, by_rows=True)
+    monkeypatch.setattr(
+        backward_schedules, "_triton", lambda config: dataclasses.replace(kernels(config), tile=(8, 64))
+    )
     operands, cotangent = draw(9, 16, 20, gate_after=gate_after, bias=True, mask=mask, batch=2)
     options = dict(direction="incoming", gate_after=gate_after, compute_dtype=dtype)
     found = gradients(operands, cotangent, implementation=KERNEL, residuals=residuals, **options)

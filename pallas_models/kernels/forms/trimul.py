@@ -43,8 +43,7 @@ class Form(forms.Form, Generic[A]):
       max_temporary_bytes: how much memory tensors of pairs may take beside x and the result; None for any.
       residuals: whether the gradient keeps results of the forward pass or computes them again.
       return_residuals: whether what the gradient keeps is a result, too, in the compute dtype: left and right,
-        scaled, the gate, and the sums over third positions, scaled, each (B, N', channels, N'') with N in whole
-        tiles of 8 rows and 64 columns.
+        scaled, (B, N, 2 H, N), the gate, (B, N, G, N), and the sums over third positions, scaled, (B, N, H, N).
     """
 
     OPERANDS: ClassVar = (
