@@ -22,7 +22,7 @@ def _kernel(
     y_ref: Ref,  # (B', H, M')
     dout_ref: Ref,  # (B, M, C)
     bounds_ref: Ref,  # (parts, 5)
-    o_ref: Ref,  # (programs, 2): the largest cotangent, and the largest times the norm's 1 / deviation
+    o_ref: Ref,  # (programs, 3): the largest cotangent; of a position the largest norm, and it times 1 / deviation
     scale_ref: Ref,  # (1,): what y is scaled by
     *,
     places: Places,
@@ -33,7 +33,7 @@ def _kernel(
     y_scale, y_epsilon = scaled(bounds_ref, places.form)
     first, steps = places.steps(len(y_ref), programs)
 
-    def step(s: jax.Array, largest: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(s: jax.Array, largest: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         item, start = places.place(first + s * programs)
         rows, (source, row_mask) = places.span(start), places.source(item, start)
         y = load(y_ref.at[item, hs, rows], tile_mask(h_mask, row_mask)).astype(jnp.float32)
@@ -42,13 +42,15 @@ def _kernel(
         if h_mask is not None:
             d = jnp.where(h_mask[:, None], d, 0.0)
         inverse = jax.lax.rsqrt(jnp.sum(d * d, axis=0) / h + y_epsilon)
-        found = jnp.max(jnp.abs(dout), axis=1)
+        most = jnp.max(jnp.abs(dout), axis=1)
+        unit = dout * jnp.where(most > 0.0, 1.0 / most, 0.0)[:, None]  # whose squares are within float32
+        length = most * jnp.sqrt(jnp.sum(unit * unit, axis=1))
         # What is not finite spoils its own sums alone.
-        kept = [jnp.where(a < jnp.inf, a, 0.0) for a in (found, found * inverse)]
-        return jnp.maximum(largest[0], kept[0]), jnp.maximum(largest[1], kept[1])
+        kept = [jnp.where(a < jnp.inf, a, 0.0) for a in (most, length, length * inverse)]
+        return tuple(map(jnp.maximum, largest, kept))
 
-    zeros = jnp.zeros(places.block_m, jnp.float32)
-    for i, found in enumerate(jax.lax.fori_loop(0, steps, step, (zeros, zeros))):
+    zeros = (jnp.zeros(places.block_m, jnp.float32),) * 3
+    for i, found in enumerate(jax.lax.fori_loop(0, steps, step, zeros)):
         store(o_ref.at[pl.program_id(0), jnp.int32(i)], jnp.max(found))
     store(scale_ref.at[jnp.int32(0)], y_scale)
 
@@ -57,18 +59,18 @@ def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpre
     """Powers of two for the cotangents of the product with the weights, of y and of the gate: (3,).
 
     Times these they are at most half of float16's largest number. None where products take other dtypes, whose
-    range needs none. The bounds come from |dout|, from norms of the weights by Cauchy and Schwarz, and from the
-    gradient of a layer norm, which is a projection, divided by the deviation: no product is computed for them.
+    range needs none. The bounds come from the lengths of dout, from norms of the weights by Cauchy and Schwarz,
+    and from the gradient of a layer norm, a projection divided by the deviation: no cotangent is computed.
     """
     if form.w.dtype != jnp.float16:
         return None
-    (y,), (h, c) = form.ys, form.w.shape
+    (y,), h = form.ys, form.hidden
     places = Places(form.abstract(), _BLOCK_M, y.shape[2])
     programs = min(len(y) * places.columns, _PROGRAMS_PER_CORE * target.num_cores)
     largest, y_scale = launch(
         functools.partial(_kernel, places=places, programs=programs),
         out_shape=(
-            jax.ShapeDtypeStruct((programs, 2), jnp.float32),
+            jax.ShapeDtypeStruct((programs, 3), jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.float32),
         ),
         grid=(programs,),
@@ -77,15 +79,21 @@ def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpre
         interpret=interpret,
         name="trimul_output_scales",
     )(y, dout, form.bounds)
-    cotangent, by_deviation = jnp.max(largest, axis=0)
+    most, length, by_deviation = jnp.max(largest, axis=0)
     w = form.w.astype(jnp.float32)
-    # Of W times a cotangent, a vector of C numbers, and of what the norm makes of y.
-    product = jnp.sqrt(c * jnp.sum(w * w))
     scale, shift = (jnp.max(jnp.abs(v)) for v in (form.scale, form.shift))
     if form.gate_after:
         out = jnp.sqrt(h * jnp.max(jnp.sum(w * w, axis=0))) * (scale + shift)
-        gate = cotangent * (out if form.bias is None else out + jnp.max(jnp.abs(form.bias)))
+        gate = most * (out if form.bias is None else out + jnp.max(jnp.abs(form.bias)))
     else:
-        gate = cotangent * product * (float(h) ** 0.5 * scale + shift)
-    dy = by_deviation * product * scale * y_scale[0]
-    return powers_of_two(jnp.stack([cotangent, dy, 0.25 * gate]))
+        gate = length * _norm(w) * (float(h) ** 0.5 * scale + shift)
+    dy = by_deviation * _norm(w) * scale * y_scale[0]
+    return powers_of_two(jnp.stack([most, dy, 0.25 * gate]))
+
+
+def _norm(w: jax.Array) -> jax.Array:
+    """A bound of how much longer w makes a vector: the 8-norm of its singular values, up to 1.9 times the largest."""
+    most = jnp.maximum(jnp.max(jnp.abs(w)), jnp.finfo(jnp.float32).tiny)
+    squares = jnp.dot(w.T / most, w / most, precision="highest")  # in float32, whatever the size of w
+    fourth = jnp.dot(squares, squares, precision="highest")
+    return most * jnp.sum(fourth * fourth) ** 0.125
