@@ -12,7 +12,6 @@ import pytest
 from pallas_models import ops, target
 from pallas_models.kernels.forms.trimul import Output, Product, Projection
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
-from pallas_models.kernels.schedules import trimul as schedules
 from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.triton import (
     trimul_output_backward,
@@ -198,10 +197,9 @@ def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtyp
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
 def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask, dtype, residuals):
     """As who copies whole tiles of them has them: two of 9 rows and columns, with rows of 16 and columns of 64."""
-    kernels = functools.partial(schedules.triton_kernels, by_rows=True)
-    monkeypatch.setattr(
-        backward_schedules, "_triton", lambda config: dataclasses.replace(kernels(config), tile=(8, 64))
-    )
+    kernels = backward_schedules._triton(None)
+    forward = dataclasses.replace(kernels.forward, tile=(8, 64))
+    monkeypatch.setattr(backward_schedules, "_triton", lambda _: dataclasses.replace(kernels, forward=forward))
     operands, cotangent = draw(9, 16, 20, gate_after=gate_after, bias=True, mask=mask, batch=2)
     options = dict(direction="incoming", gate_after=gate_after, compute_dtype=dtype)
     found = gradients(operands, cotangent, implementation=KERNEL, residuals=residuals, **options)
