@@ -92,7 +92,7 @@ def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpre
 
 
 def _norm(w: jax.Array) -> jax.Array:
-    """A bound of how much longer w makes a vector: the 8-norm of its singular values, at most twice the largest."""
+    """A bound of how much longer w makes a vector: the 8-norm of its singular values, under twice the largest."""
     most = jnp.maximum(jnp.max(jnp.abs(w)), jnp.finfo(jnp.float32).tiny)
     squares = jnp.dot(w.T / most, w / most, precision="highest")  # in float32, whatever the size of w
     fourth = jnp.dot(squares, squares, precision="highest")
