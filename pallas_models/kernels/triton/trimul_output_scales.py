@@ -80,20 +80,29 @@ def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpre
         name="trimul_output_scales",
     )(y, dout, form.bounds)
     most, length, by_deviation = jnp.max(largest, axis=0)
-    w = form.w.astype(jnp.float32)
     scale, shift = (jnp.max(jnp.abs(v)) for v in (form.scale, form.shift))
     if form.gate_after:
-        out = jnp.sqrt(h * jnp.max(jnp.sum(w * w, axis=0))) * (scale + shift)
+        squares = jnp.sum(form.w.astype(jnp.float32) ** 2, axis=0)
+        out = jnp.sqrt(h * jnp.max(squares)) * (scale + shift)
         gate = most * (out if form.bias is None else out + jnp.max(jnp.abs(form.bias)))
     else:
-        gate = length * _norm(w) * (float(h) ** 0.5 * scale + shift)
-    dy = by_deviation * _norm(w) * scale * y_scale[0]
+        gate = length * _norm(form.w) * (float(h) ** 0.5 * scale + shift)
+    dy = by_deviation * _norm(form.w) * scale * y_scale[0]
     return powers_of_two(jnp.stack([most, dy, 0.25 * gate]))
 
 
 def _norm(w: jax.Array) -> jax.Array:
-    """A bound of how much longer w makes a vector: the 8-norm of its singular values, under twice the largest."""
-    most = jnp.maximum(jnp.max(jnp.abs(w)), jnp.finfo(jnp.float32).tiny)
-    squares = jnp.dot(w.T / most, w / most, precision="highest")  # in float32, whatever the size of w
-    fourth = jnp.dot(squares, squares, precision="highest")
-    return most * jnp.sum(fourth * fourth) ** 0.125
+    """A bound of how much longer w makes a vector: the 8-norm of its singular values, under twice the largest.
+
+    Products take w's own dtype, as all of the gradient's do: what is rounded changes the norm by less than 1/64.
+    """
+
+    def squared(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The largest element, and the product of x divided by it with its own transpose."""
+        most = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
+        x = (x / most).astype(w.dtype)
+        return most, jnp.dot(x.T, x, preferred_element_type=jnp.float32)
+
+    most, squares = squared(w)
+    most_square, fourth = squared(squares)
+    return (1 + 2.0**-6) * most * jnp.sqrt(most_square * jnp.sqrt(jnp.sqrt(jnp.sum(fourth * fourth))))
