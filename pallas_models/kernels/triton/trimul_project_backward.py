@@ -33,7 +33,7 @@ from pallas_models.kernels.triton.common import (
     tile_mask,
 )
 from pallas_models.kernels.triton.trimul_project import tanh
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -72,7 +72,7 @@ def heuristic(form: Projection[Any], target: Target) -> Config:
         config = _config(16, 16, 1, 4, 1)
     else:  # float16 has two sums
         config = _config(64 if form.w.dtype == jnp.float16 else 128, 64, 1, 8, 2)
-    return fitted(config, functools.partial(shared_memory, form=form), target)
+    return fitted(config, functools.partial(shared_memory, form=form, target=target), target)
 
 
 def configs(dtype: DTypeLike) -> Iterator[Config]:
@@ -82,12 +82,25 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
         yield _config(block_m, block_n, 8 // num_warps, num_warps, num_stages)
 
 
-def shared_memory(config: Config, form: Projection[Any]) -> int:
-    """Bytes of shared memory that the operands of products take."""
-    c, itemsize = block_size(form.x.shape[2], 16, 1024), form.w.dtype.itemsize
-    staged = config.block_n * (2 * c + config.block_m)
-    kept = config.block_m * (c + 2 * config.block_n)
-    return (config.num_stages * staged + kept) * itemsize
+def shared_memory(config: Config, form: Projection[Any], target: Target) -> int:
+    """Bytes of shared memory that the operands of products take, and what is loaded ahead."""
+    block_m, block_n, itemsize = config.block_m, config.block_n, form.w.dtype.itemsize
+    c, ahead = block_size(form.x.shape[2], 16, 1024), config.num_stages - 1
+    z = block_m * c * itemsize
+    if ahead and max(form.hidden, form.gates) <= block_n:
+        # A loop over channels of one step is none to Triton. So it loads ahead in the loop over positions, and all
+        # that a step reads. The sizes are those of compiled kernels.
+        weights, cotangent = 5 * c * block_n * itemsize, block_m * block_n * itemsize
+        rows = block_m * (c * form.x.dtype.itemsize + 8)  # and factors of a mask
+        if target.runs(HOPPER):  # its products still read operands while the next ones arrive
+            kept = weights + rows + cotangent
+            if form.x.shape[2] * itemsize % 16 != 0:  # positions that start anywhere: as much as z more
+                kept += z
+        else:
+            kept = max(z, 2 * cotangent)
+        return ahead * (weights + rows + 3 * cotangent) + kept
+    staged, kept = block_n * (2 * c + block_m) * itemsize, z + 2 * block_m * block_n * itemsize
+    return config.num_stages * staged + kept
 
 
 class Rows(NamedTuple):
@@ -371,7 +384,7 @@ def project_backward(
             config=Config,
             heuristic=functools.partial(heuristic, form, target),
             candidates=functools.partial(configs, dtype),
-            shared_memory=functools.partial(shared_memory, form=form),
+            shared_memory=functools.partial(shared_memory, form=form, target=target),
         ),
         target,
     )
