@@ -38,7 +38,7 @@ from parity.support.common import (
     normal,
 )
 from parity.support.sharing import GB
-from parity.support.tolerances import CHAIN, DEEP, SHORT
+from parity.support.tolerances import CHAIN, DEEP, OP, SHORT
 
 X, MASK = normal(np.random.default_rng(9), 1, 5, 5, 10), np.ones((1, 5, 5), bool)
 both_directions = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
@@ -211,7 +211,7 @@ def triangle_update(params, x, *, direction="outgoing", **options):
         # Several steps over k and channels, ragged all; wider blocks than there is work; tiles one after another.
         (40, (16, 16, 16), (16, 32, 16), (16, 16, 1)),
         (40, (64, 64, 32), (64, 16, 32), (32, 64, 4)),
-        (16, (32, 32, 16), (32, 64, 64), (64, 16, 2)),
+        (64, (32, 32, 16), (32, 64, 64), (64, 16, 2)),
     ],
     ids=["small", "large", "narrow"],
 )
@@ -480,10 +480,44 @@ def test_sampled_rows(implementation):
     assert_close(out[rows], rows_in_float32(params, x, rows, piece), 1.5e-2)
 
 
+# Projections in several blocks of columns
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_warps", [4, 8])
+@pytest.mark.parametrize("c, kernels", [(16, 2), (32, 2), (64, 1), (128, 1)])
+def test_project_every_block_of_columns(c, kernels, num_warps, num_stages):
+    """4 blocks of left and right: of few channels each is a program's own, as ptxas mixes up those of a loop."""
+    b, m, h, rng = 2, 576, 64, np.random.default_rng(c)
+    form = Projection(
+        x=normal(rng, b, m, c),
+        mask=jnp.asarray(rng.integers(0, 2, (b, m)), jnp.float16),
+        norm_scale=normal(rng, c),
+        norm_bias=normal(rng, c),
+        w=normal(rng, c, 4, h, scale=c**-0.5, dtype="float16"),
+        bias=None,
+        w_gate=normal(rng, c, h, scale=c**-0.5, dtype="float16"),
+        b_gate=None,
+        epsilon=1e-5,
+        precision=jax.lax.Precision.DEFAULT,
+    )
+    config = trimul_project.Config(block_m=64, block_n=64, block_k=64, num_warps=num_warps, num_stages=num_stages)
+    f = jax.jit(lambda: trimul_project.project(form, config=config, target=target.current(), interpret=not ON_GPU))
+    assert str(jax.make_jaxpr(f)()).count("pallas_call[") == kernels
+    x = float64(form.x)
+    d = x - x.mean(-1, keepdims=True)
+    z = d / np.sqrt((d * d).mean(-1, keepdims=True) + form.epsilon) * form.norm_scale + form.norm_bias
+    p, g = (np.einsum("bmc,c...->b...m", z, float64(w)) for w in (form.w, form.w_gate))
+    expected = p[:, ::2] / (1 + np.exp(-p[:, 1::2])) * float64(form.mask)[:, None, None]
+    sides, gate = f()
+    assert_close(sides.reshape(b, 2, h, m), expected, OP["float16"])
+    assert_close(gate, 1 / (1 + np.exp(-g)), OP["float16"])
+
+
 # Matrices that are filled up for who copies whole tiles of them
 
 
-@pytest.mark.parametrize("c", [16, 24], ids=["normed-here", "normed-before"])
+@pytest.mark.parametrize("c", [64, 24], ids=["normed-here", "normed-before"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_project_fills_up_with_zeros(c, masked):
     """Rows of 8 and columns of 64: what lies beyond N is 0, though a layer norm has a bias."""
@@ -550,7 +584,9 @@ def test_output_of_what_is_filled_up(gate_after):
 
 
 @both_directions
-@pytest.mark.parametrize("n, c, h, gate_after", [(24, 16, 64, False), (24, 48, 96, True), (32, 16, 32, False)])
+@pytest.mark.parametrize(
+    "n, c, h, gate_after", [(24, 16, 64, False), (24, 48, 96, True), (24, 64, 64, True), (32, 64, 32, False)]
+)
 def test_slices_change_no_bit(direction, n, c, h, gate_after):
     config = trimul.TriMulConfig(channels=c, hidden=h, gate_after=gate_after)
     params, x, mask = random_params(config), pairs(2, n, n, c), pair_mask("random", 2, n, n)

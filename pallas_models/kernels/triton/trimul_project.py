@@ -1,8 +1,8 @@
 """Projections of the triangle multiplicative update with their gates, written channel by channel.
 
 The product over third positions needs that layout, and tensor cores produce it at no cost: the weights are the
-left operand, the positions the right one. Rows of up to 128 channels are normalised here and stay in shared memory
-for all columns of the weights; wider rows do not fit, and are normalised by a kernel of their own before.
+left operand, the positions the right one. Rows of 64 or 128 channels are normalised here and stay in shared memory
+for all columns of the weights. Others are normalised by a kernel of their own before: wider ones do not fit.
 """
 
 import dataclasses
@@ -35,7 +35,9 @@ from pallas_models.kernels.triton.common import (
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_WIDEST = 128  # channels: rows of x up to this width are normalised in this kernel
+# Channels of rows of x that are normalised in this kernel, in a loop over blocks of columns. With 16 or 32, ptxas
+# of CUDA 13.0 and 13.5 may unroll the loop, and then takes the product of the first block for those of others.
+_NARROW = 64, 128
 _GROUP = 8  # rows: projections and gates alternate in groups of 8, so that a thread holds a value and its gate
 
 
@@ -43,7 +45,7 @@ _GROUP = 8  # rows: projections and gates alternate in groups of 8, so that a th
 class Config:
     """`block_m` positions times `block_n` columns of the projections, `block_k` channels of x a step.
 
-    `block_k` is used only where x is too wide to be normalised in this kernel.
+    `block_k` is used only where x is not normalised in this kernel.
     """
 
     block_m: int
@@ -93,7 +95,7 @@ def shared_memory(config: Config, c: int, dtype: DTypeLike) -> int:
 
 def is_narrow(c: int) -> bool:
     """Whether rows of so many channels are normalised in this kernel."""
-    return 16 <= c <= _WIDEST and c & (c - 1) == 0
+    return c in _NARROW
 
 
 @meaning(lambda x: jnp.tanh(x))
