@@ -112,7 +112,7 @@ def test_the_kernel_is_for_the_part_of_a_device(name):
 
 def test_no_gpu_has_all_pairs():
     """Not the pair representation, nor as much of anything that update and gradient make of it."""
-    n, c = 1024, 32
+    n, c = 1024, 64
     shapes = ((1, n, n, c), (c,), (c,), (c, 4, c), (c,), (c,), (c, c), (c, c))
 
     def update(*arrays: jax.Array) -> Any:

@@ -275,7 +275,7 @@ def test_what_is_kept(residuals, implementation, gate_after, n=64, c=64, h=32):
 @pytest.mark.parametrize("implementation", [KERNEL, "xla"])
 def test_of_a_bounded_forward_pass(implementation):
     """It keeps nothing, and is the gradient of an update that is not bounded."""
-    operands, cotangent = draw(24, 16, 64, gate_after=False, bias=False)
+    operands, cotangent = draw(24, 64, 64, gate_after=False, bias=False)
     options = dict(direction="outgoing", compute_dtype="float16", implementation=implementation)
     wanted = gradients(operands, cotangent, residuals="recompute", **options)
     found = gradients(operands, cotangent, max_temporary_bytes=200_000, **options)
