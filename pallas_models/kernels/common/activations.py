@@ -53,3 +53,8 @@ def slope(activation: str, x: jax.Array, exp2: Callable[[jax.Array], jax.Array])
             return jnp.where(x > 0.0, 1.0, 0.0)
     s = 1.0 / (1.0 + exp2(x * MINUS_LOG2_E))
     return s * (1.0 - s) if activation == "sigmoid" else s * (1.0 + x * (1.0 - s))
+
+
+def times(cotangent: jax.Array, factor: jax.Array) -> jax.Array:
+    """A cotangent times a factor, which may be anything where the cotangent is 0."""
+    return jnp.where(cotangent == 0.0, 0.0, cotangent * factor)

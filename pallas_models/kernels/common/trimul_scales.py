@@ -41,6 +41,18 @@ def sums_factor(n: int) -> float:
     return 2.0 ** -(LOG2_LARGEST + math.ceil(math.log2(n)))
 
 
+def scaled_sums(
+    largest: Sequence[jax.Array], dtype: DTypeLike, factor: float, epsilon: float
+) -> tuple[jax.Array, jax.Array]:
+    """What the sums, times `factor`, are scaled by as left and right are, and the epsilon of their norm.
+
+    The norm of scaled sums is that of the sums if epsilon is scaled, too: not to 0, or zeros would become NaN.
+    """
+    left, right = scales(largest, dtype)
+    scale = factor * left * right
+    return scale, jnp.maximum(scale * scale * epsilon, float(jnp.finfo(jnp.float32).tiny))
+
+
 def powers_of_two(largest: jax.Array) -> jax.Array:
     """Powers of two, times which numbers of this size are 2**13 to 2**14, as far as both are within float32."""
     exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127

@@ -21,7 +21,7 @@ from pallas_models.kernels.mosaic.common.attention_walk import ROWS
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import layout_cast, row, tiled
-from pallas_models.kernels.mosaic.common.products import multiply, put, sums_but_for, with_sums
+from pallas_models.kernels.mosaic.common.products import in_layout, multiply, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
@@ -215,14 +215,14 @@ class _Rows:
             plgpu.barrier_wait(refs.second_ready.at[slot])
         multiply(weights_sum, own_second, other_second, transpose_b=True)
         scale = side.form.sm_scale * math.log2(math.e)
-        exponents = _read(scores_sum, 1) * scale + self.number(0, slot, columns, shape)
+        exponents = in_layout(scores_sum, 1) * scale + self.number(0, slot, columns, shape)
         if not full:
             exponents = self.masked(exponents, other, slot, columns)
         weights = [jnp.exp2(exponents[:, part]) for part in parts]
         if side.of_keys:
             for part, w in zip(parts, weights, strict=True):
                 multiply(self.sums[1], w.astype(dtype), other_second.at[part])
-        dweights = _read(weights_sum, len(parts) if side.of_keys else 0)
+        dweights = in_layout(weights_sum, len(parts) if side.of_keys else 0)
         for part, w in zip(parts, weights, strict=True):
             multiply(self.sums[0], (w * dweights[:, part]).astype(dtype), other_first.at[part])
         plgpu.wgmma_wait(0)
@@ -264,15 +264,10 @@ class _Rows:
         for total, result in zip(self.sums, side.results, strict=True):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             factor = 1.0 if result == "dv" else side.form.sm_scale
-            o_tile[...] = (_read(total) * factor).astype(refs.k.dtype)
+            o_tile[...] = (in_layout(total) * factor).astype(refs.k.dtype)
             plgpu.commit_smem()
             rows, columns = pl.Slice(self.start, ROWS), side.columns(result, self.tile.head)
             plgpu.copy_smem_to_gmem(o_tile, getattr(refs, result).at[self.tile.batch, rows, columns])
-
-
-def _read(sums: Ref, pending: int = 0) -> jax.Array:
-    """`sums_but_for` in the layout of products: where it is not said, to infer all layouts takes long or fails."""
-    return layout_cast(sums_but_for(sums, pending), plgpu.Layout.WGMMA)
 
 
 def _of_side(refs: Refs, side: Side) -> Refs:

@@ -114,9 +114,7 @@ def _prepared(form: Output[jax.Array], scales: jax.Array | None) -> tuple[jax.Ar
     # Powers of two, but for what is beyond float32, where no cotangent is but 0.
     of_y, of_gate = (jnp.minimum(by / of_product, 2.0**126) for by in (of_y, of_gate))
     largest = [jnp.max(form.bounds[:, i]) for i in range(form.bounds.shape[1])]
-    left, right = trimul_scales.scales(largest, dtype)
-    y_scale = form.factor * left * right
-    epsilon = jnp.maximum(y_scale * y_scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
+    y_scale, epsilon = trimul_scales.scaled_sums(largest, dtype, form.factor, form.epsilon)
     w, scale, shift = (a.astype(jnp.float32) for a in (form.w, form.scale, form.shift))
     is_half = dtype == jnp.float16
     if not form.gate_after:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_models.kernels.common.activations import times
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
@@ -395,8 +396,3 @@ def _parts(columns: int) -> list[pl.Slice]:
 def _split(x: jax.Array) -> list[jax.Array]:
     """The columns of x in parts."""
     return [x[:, i : i + _PART] for i in range(0, x.shape[1], _PART)]
-
-
-def times(cotangent: jax.Array, factor: jax.Array) -> jax.Array:
-    """A cotangent times a factor, which may be anything where the cotangent is 0."""
-    return jnp.where(cotangent == 0.0, 0.0, cotangent * factor)

@@ -22,7 +22,7 @@ from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import layout_cast, load, load_transposed
-from pallas_models.kernels.mosaic.common.products import multiply, put, sums_but_for, with_sums
+from pallas_models.kernels.mosaic.common.products import in_layout, multiply, put, with_sums
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
@@ -398,11 +398,11 @@ class _Block:
             dmask *= of_projections * shrink
         if not wide:
             of_projections, of_gates = of_projections / of_gate, of_gates / of_gate
-            put(sums[0], read(sums[0]) * of_projections + read(sums[1]) * of_gates)
+            put(sums[0], in_layout(sums[0]) * of_projections + in_layout(sums[1]) * of_gates)
         jax.lax.fori_loop(
             0, self.warpgroup.num_chunks - sides, functools.partial(self.add_gate, sums[0], sides), None
         )
-        dz = read(sums[0])
+        dz = in_layout(sums[0])
         return dz if wide else dz * of_gate, dmask
 
     def along(self, scale: jax.Array | float) -> jax.Array:
@@ -446,7 +446,7 @@ class _Block:
         def compute(sums: Ref) -> jax.Array:
             for z, channels in zip(self.zs, pieces, strict=True):
                 multiply(sums, z, refs.w_smem.at[j, channels])
-            return read(sums)
+            return in_layout(sums)
 
         y = with_sums(compute, (ROWS, 2 * _CHUNK))
         if refs.bias is not None:
@@ -459,8 +459,3 @@ class _Block:
         d = self.warpgroup.take_chunk(self.step, first + j)
         multiply(sums, d, self.refs.gate_smem.at[j], transpose_b=True)
         plgpu.wgmma_wait(0)
-
-
-def read(sums: Ref) -> jax.Array:
-    """Sums of products, in the layout of products: where it is not said, to infer all layouts takes long."""
-    return layout_cast(sums_but_for(sums, 0), plgpu.Layout.WGMMA)

@@ -23,8 +23,8 @@ from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfWeights
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load
-from pallas_models.kernels.mosaic.common.products import multiply, sums_but_for, with_sums
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, load
+from pallas_models.kernels.mosaic.common.products import in_layout, multiply, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
@@ -341,7 +341,7 @@ class _Consumer:
         refs, z, shape = self.walk.refs, self.walk.refs.z_ring.at[slot], (_ROWS, _TILE)
         for k, result in ((1, gate_sum), (0, projection_sum)):
             multiply(result, refs.w_smem.at[self.unit, pl.ds(k * _ROWS, _ROWS)], z, transpose_b=True)
-        g = _read(gate_sum, 1)
+        g = in_layout(gate_sum, 1)
         given = self.cotangent(slot).astype(jnp.float32)
         if refs.mask is not None:  # 0 times what is not finite would be NaN
             factor = load(refs.mask_ring.at[slot], plgpu.Layout.WGMMA.reduce(0))
@@ -353,7 +353,7 @@ class _Consumer:
         dg = dp * (slope - slope * t)
         totals = self.added(totals, dp, 0)
         multiply(sums[0], dp.astype(z.dtype), z)
-        p = _read(projection_sum, 1)
+        p = in_layout(projection_sum, 1)
         dg *= p if bias is None else p + _along_columns(bias[0])
         totals = self.added(totals, dg, 1)
         multiply(sums[1], dg.astype(z.dtype), z)
@@ -390,13 +390,9 @@ class _Consumer:
         """Stores the sums of this CTA."""
         refs, place = self.walk.refs, (self.walk.cta, self.unit)
         for k, product in enumerate(sums):
-            refs.dw[*place, k] = _read(product)
+            refs.dw[*place, k] = in_layout(product)
         for k, total in enumerate(totals):
             refs.db[*place, k] = total
-
-
-def _read(sums: Ref, pending: int = 0) -> jax.Array:
-    return layout_cast(sums_but_for(sums, pending), plgpu.Layout.WGMMA)
 
 
 def _along_columns(v: jax.Array) -> jax.Array:

@@ -100,14 +100,9 @@ def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
 
 
 def scaled(bounds_ref: Ref, form: Output[Any]) -> tuple[jax.Array, jax.Array]:
-    """What y is scaled by, and the epsilon of its norm.
-
-    The norm of a scaled y is the norm of y if epsilon is scaled, too: not to 0, or zeros would become NaN.
-    """
+    """What y is scaled by, and the epsilon of its norm."""
     largest = [jnp.max(load(bounds_ref.at[:, jnp.int32(i)])) for i in range(bounds_ref.shape[1])]
-    left, right = trimul_scales.scales(largest, form.w.dtype)
-    scale = form.factor * left * right
-    return scale, jnp.maximum(scale * scale * form.epsilon, float(jnp.finfo(jnp.float32).tiny))
+    return trimul_scales.scaled_sums(largest, form.w.dtype, form.factor, form.epsilon)
 
 
 def _output_kernel(

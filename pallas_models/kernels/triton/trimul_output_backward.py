@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.common.activations import times
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
@@ -186,11 +187,6 @@ class _End:
         along = jnp.sum(dunit * unit, axis=0, keepdims=True) / h
         dy = (dunit - jnp.sum(dunit, axis=0, keepdims=True) / h - unit * along) * (inverse * self.y_scale)
         return _Pulled(dy, dgate, dnormed, unit, operand, product, dbias)
-
-
-def times(cotangent: jax.Array, factor: jax.Array) -> jax.Array:
-    """A cotangent times a factor, which may be anything where the cotangent is 0."""
-    return jnp.where(cotangent == 0.0, 0.0, cotangent * factor)
 
 
 def _kernel(

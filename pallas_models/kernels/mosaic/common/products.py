@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.memory import layout_cast
 
 _T = TypeVar("_T")
 Operand = Any  # a reference to shared memory, or an array in registers
@@ -47,6 +48,11 @@ def sums_but_for(sums: Ref, pending: int) -> jax.Array:
     """The sums; the last products, `pending` of them, are to other sums and may go on."""
     value: jax.Array = plgpu.wgmma_accumulator_load(sums, wait_n=pending)
     return value
+
+
+def in_layout(sums: Ref, pending: int = 0) -> jax.Array:
+    """`sums_but_for` in the layout of products: where it is not said, to infer all layouts takes long or fails."""
+    return layout_cast(sums_but_for(sums, pending), plgpu.Layout.WGMMA)
 
 
 def product(a: Operand, b: Ref, *, transpose_b: bool = False, then: Callable[[], None] | None = None) -> jax.Array:
