@@ -428,12 +428,12 @@ def test_gradients_of_rows_that_a_cluster_shares(reference, name, dtype, shape):
         out = getattr(reference, name)(x, *rest)
         return (out * first + (x + rest[-1] if fits else x) * second).sum()
 
-    def pull(x, *rest):
+    def pull(cotangents, x, *rest):
         return jax.vjp(function, x, *rest)[1](cotangents)
 
-    assert "warpgroup" in str(jax.make_jaxpr(pull)(x, *rest))
+    assert "warpgroup" in str(jax.make_jaxpr(pull)(cotangents, x, *rest))
     wanted = reference.gradients(torch_loss, (x, *rest), np.ones(()))
-    for gradient, expected, array in zip(jax.jit(pull)(x, *rest), wanted, (x, *rest), strict=True):
+    for gradient, expected, array in zip(jax.jit(pull)(cotangents, x, *rest), wanted, (x, *rest), strict=True):
         assert gradient.dtype == array.dtype
         assert_close(gradient, expected, OP[dtype])
 

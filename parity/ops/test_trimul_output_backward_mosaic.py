@@ -95,7 +95,8 @@ def exact(form: Output[jax.Array], dout: jax.Array) -> OfEnd:
 
         operands = (y / y_scale(form), jnp.log(gate) - jnp.log1p(-gate), *weights)
         cotangent = jnp.asarray(float64(dout)).reshape(len(y), kept, form.size, -1).swapaxes(2, 3)
-        return OfEnd(*map(float64, jax.jit(lambda *o: jax.vjp(end, *o)[1](cotangent))(*operands)))
+        pulled = jax.jit(lambda cotangent, *operands: jax.vjp(end, *operands)[1](cotangent))
+        return OfEnd(*map(float64, pulled(cotangent, *operands)))
 
 
 def largest_product(form: Output[jax.Array], dout: jax.Array) -> float:

@@ -42,6 +42,7 @@ def launch(
         with tracing(interpret):
             kernel(*refs)
 
+    _jax.find_triton_dialect()
     call: Callable[..., Any] = pl.pallas_call(
         traced,
         out_shape=out_shape,
