@@ -44,7 +44,7 @@ pytest_testnodedown = sharing.pytest_testnodedown
 
 if kept := os.environ.get(sharing.COMPILED):
     jax.config.update("jax_compilation_cache_dir", kept)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 elif not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
 

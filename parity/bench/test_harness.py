@@ -16,7 +16,7 @@ from bench import __main__ as cli
 from bench.measuring import contenders, environment, gradients, harness, results, timing
 from bench.measuring.harness import Benchmark, Contender, Gradient, Workload
 from parity.bench.test_bench import FAST
-from parity.support.common import ON_GPU, cuda_device, kernel_calls
+from parity.support.common import ON_GPU, cuda_device, kernel_calls, without_gpu
 
 OPS = [
     name for name in cli.BENCHMARKS if getattr(getattr(cli.module_of(name), "BENCHMARK", None), "workload", None)
@@ -322,6 +322,7 @@ def test_operations(monkeypatch, tmp_path, on_cpu, name, shapes, dtype):
         assert case.flop or ("both" in case.shape and name in ("softmax", "norm"))
 
 
+@without_gpu
 @pytest.mark.parametrize("mode", gradients.MODES)
 @pytest.mark.parametrize("name", OPS)
 def test_kernels_lower_for_cuda(name, mode):

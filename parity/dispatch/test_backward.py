@@ -15,7 +15,7 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels import forms
 from pallas_models.target import AMPERE_ON, HOPPER
-from parity.support.common import assert_close, normal
+from parity.support.common import array, assert_close, normal
 from parity.support.tolerances import GRADIENT
 
 ROWS, WIDTH, OUTPUTS = 5, 4, 3
@@ -88,7 +88,7 @@ class Recorder:
 
 
 rng = np.random.default_rng(70)
-KEEP = jnp.asarray([1, 0, 1, 1, 0], jnp.int32)
+KEEP = array([1, 0, 1, 1, 0], "int32")
 X, W = normal(rng, ROWS, WIDTH), normal(rng, WIDTH, OUTPUTS)
 XS, WS = normal(rng, 6, ROWS, WIDTH), normal(rng, 6, WIDTH, OUTPUTS)
 WEIGHTS, SUM_WEIGHTS = normal(rng, ROWS, OUTPUTS), normal(rng, ROWS)

@@ -13,19 +13,19 @@ from pallas_models.dispatch import choice
 from pallas_models.kernels.triton.attention import Config as Blocks
 from parity.cases import CALLS, Call
 from parity.cases.post_norm_layers import layer
-from parity.support.common import MOSAIC_CALL, ON_GPU, assert_close, cuda_device, normal, random_params
+from parity.support.common import MOSAIC_CALL, ON_GPU, array, assert_close, cuda_device, normal, random_params
 from parity.support.tolerances import OP
 
 RNG = np.random.default_rng(60)
 X, W = normal(RNG, 5, 6), normal(RNG, 6, 8)
 N6, N8, R8 = normal(RNG, 6), normal(RNG, 8), normal(RNG, 5, 8)
 QKV, X3, Q4 = normal(RNG, 2, 4, 96), normal(RNG, 2, 4, 8), normal(RNG, 2, 5, 4, 16)
-MASK = jnp.asarray([[1, 0, 1, 1], [1, 1, 0, 0]])
-IDS = jnp.asarray([[1, 2, 3, 0], [4, 0, 2, 1]])
-PAIRS, PAIR_MASK, W_IN = normal(RNG, 2, 5, 5, 6), jnp.ones((2, 5, 5), bool), normal(RNG, 6, 4, 8)
+MASK = array([[1, 0, 1, 1], [1, 1, 0, 0]])
+IDS = array([[1, 2, 3, 0], [4, 0, 2, 1]])
+PAIRS, PAIR_MASK, W_IN = normal(RNG, 2, 5, 5, 6), array(np.ones((2, 5, 5), bool)), normal(RNG, 6, 4, 8)
 WORD, POSITION, TYPE = normal(RNG, 9, 8), normal(RNG, 6, 8), normal(RNG, 2, 8)
-X8, W8, UP = jnp.ones((5, 8)), jnp.ones((8, 8)), jnp.ones((8, 16))
-INTS, DOUBLE = jnp.arange(30).reshape(5, 6), np.ones((5, 6)) * 0.5
+X8, W8, UP = (array(np.ones(shape)) for shape in ((5, 8), (8, 8), (8, 16)))
+INTS, DOUBLE = array(np.arange(30).reshape(5, 6)), np.ones((5, 6)) * 0.5
 
 
 def segment_mean_pool(x, segment_ids, num_segments=2):

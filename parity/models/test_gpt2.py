@@ -17,6 +17,7 @@ from parity.ops.test_lowering import DEVICES, HOPPER, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
     ON_GPU,
+    array,
     assert_close,
     assert_equal,
     by_device,
@@ -291,7 +292,7 @@ def test_published_sizes():
     assert sum(leaf.size for leaf in jax.tree.leaves(parameters)) == 124_439_808
 
 
-X, IDS, MASK = normal(np.random.default_rng(7), 2, 4, 96), jnp.ones((2, 4), int), jnp.ones((2, 4), int)
+X, IDS, MASK = normal(np.random.default_rng(7), 2, 4, 96), array(np.ones((2, 4), int)), array(np.ones((2, 4), int))
 
 
 def block(x=X, num_heads=3, **options):

@@ -17,6 +17,7 @@ from pallas_models.qwen3 import Qwen3Config
 from parity.models.decoder_checkpoints import gpt2_tensors, qwen3_tensors
 from parity.support.common import (
     KERNEL,
+    array,
     assert_close,
     assert_equal,
     cuda_device,
@@ -44,10 +45,10 @@ BERT = MiniLMConfig(
 CASES = {"gpt2": (gpt2, GPT2), "qwen3": (qwen3, QWEN3), "qwen3-tied": (qwen3, TIED)}
 every_model = pytest.mark.parametrize("model", CASES)
 
-IDS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (3, 9)), jnp.int32)
+IDS = array(np.random.default_rng(0).integers(0, 20, (3, 9)), "int32")
 # Nothing missing, padding on the right, padding on the left.
-MASK = jnp.asarray([[1] * 9, [1] * 4 + [0] * 5, [0] * 3 + [1] * 6])
-POSITIONS = jnp.maximum(jnp.cumsum(MASK, 1) - 1, 0)
+MASK = array([[1] * 9, [1] * 4 + [0] * 5, [0] * 3 + [1] * 6])
+POSITIONS = array(np.maximum(np.cumsum(MASK, 1) - 1, 0))
 names = jax.checkpoint_policies.save_only_these_names
 
 

@@ -25,6 +25,7 @@ from parity.support.common import (
     MOSAIC,
     MOSAIC_CALL,
     TRITON_CALL,
+    array,
     assert_close,
     assert_equal,
     assert_gradients_close,
@@ -35,6 +36,7 @@ from parity.support.common import (
     gpu,
     normal,
     random_mask,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import DEEP, GRADIENT, LONG, OP, SAME, SHORT
@@ -429,10 +431,10 @@ def test_a_packed_batch_is_its_sentences_one_by_one(reference, causal):
     [
         (slice(0, 16), slice(16, 300), {"causal": True}),
         (slice(283, 300), slice(0, 240), {"causal": True, "window": 20}),
-        (slice(0, 300), slice(160, 300), {"mask": jnp.arange(300)[None] < 150}),
-        (slice(0, 300), slice(0, 128), {"mask": jnp.arange(300)[None] > 150}),
-        (slice(0, 90), slice(112, 300), {"segment_ids": jnp.arange(300)[None] // 100}),
-        (slice(208, 300), slice(0, 192), {"segment_ids": jnp.arange(300)[None] // 100, "causal": True}),
+        (slice(0, 300), slice(160, 300), {"mask": array(np.arange(300)[None] < 150)}),
+        (slice(0, 300), slice(0, 128), {"mask": array(np.arange(300)[None] > 150)}),
+        (slice(0, 90), slice(112, 300), {"segment_ids": array(np.arange(300)[None] // 100)}),
+        (slice(208, 300), slice(0, 192), {"segment_ids": array(np.arange(300)[None] // 100), "causal": True}),
     ],
     ids=["causal", "window", "mask, end", "mask, start", "segments", "causal segments"],
 )
@@ -749,6 +751,7 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
         assert_close(gradient, one, 2 * OP["bfloat16"])
 
 
+@without_gpu
 @pytest.mark.parametrize(
     "dtype, batch, seq, heads, kv_heads, head_dim, options",
     [
@@ -769,11 +772,15 @@ def test_hopper_kernel_lowers(dtype, batch, seq, heads, kv_heads, head_dim, opti
     assert "stablehlo.dot_general" not in text and "stablehlo.pad" not in text
 
 
+@without_gpu
 @pytest.mark.parametrize(
     "head_dim, options",
     [
-        (64, {"segment_ids": jnp.zeros((1, 1024), jnp.int32)}),
-        (128, {"mask": jnp.ones((1, 1024), bool), "bias": jnp.zeros((1, 1, 1024, 1024)), "window": 65}),
+        (64, {"segment_ids": array(np.zeros((1, 1024)), "int32")}),
+        (
+            128,
+            {"mask": array(np.ones((1, 1024), bool)), "bias": array(np.zeros((1, 1, 1024, 1024))), "window": 65},
+        ),
     ],
 )
 def test_hopper_kernel_lowers_with_masks(head_dim, options):
@@ -815,6 +822,7 @@ def test_resident_kernel_reads_the_fused_buffer_and_no_masked_key():
     assert_equal(out.reshape(1, 128, 2, 32), compiled.attention(q, lost, v, **options))
 
 
+@without_gpu
 @pytest.mark.parametrize("batch, seq", [(32, 512), (256, 128)])
 def test_resident_kernel_lowers_where_it_is_preferred(batch, seq):
     qkv = jax.ShapeDtypeStruct((batch, seq, 3 * 12 * 32), jnp.float16)

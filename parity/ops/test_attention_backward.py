@@ -27,6 +27,7 @@ from parity.support.common import (
     MOSAIC,
     MOSAIC_CALL,
     ON_GPU,
+    array,
     assert_close,
     assert_equal,
     cuda_device,
@@ -36,6 +37,7 @@ from parity.support.common import (
     normal,
     random_mask,
     relative_error,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, OP
@@ -224,9 +226,9 @@ def gradient_of(heads: int, kv_heads: int, **options: Any) -> Any:
     [
         ("mosaic", "bfloat16", 8, 1024, 12, 12, 64, {"causal": True}),
         ("mosaic", "bfloat16", 2, 3008, 32, 8, 128, {"causal": True, "window": 1000}),
-        ("triton", "bfloat16", 2, 1024, 4, 4, 64, {"mask": jnp.ones((2, 1024), bool)}),
-        ("triton", "float16", 1, 3001, 4, 4, 80, {"mask": jnp.ones((1, 3001), bool)}),
-        ("triton", "float32", 2, 300, 4, 1, 256, {"segment_ids": jnp.ones((2, 300), jnp.int32)}),
+        ("triton", "bfloat16", 2, 1024, 4, 4, 64, {"mask": array(np.ones((2, 1024), bool))}),
+        ("triton", "float16", 1, 3001, 4, 4, 80, {"mask": array(np.ones((1, 3001), bool))}),
+        ("triton", "float32", 2, 300, 4, 1, 256, {"segment_ids": array(np.ones((2, 300)), "int32")}),
     ],
 )
 def test_kernels_alone_and_no_array_of_all_pairs(
@@ -257,12 +259,18 @@ def test_a_policy_that_keeps_attention_runs_its_kernel_once(names, kernels):
     assert kernel_calls(text) == kernels
 
 
+@without_gpu
 @pytest.mark.parametrize(
     "seq, heads, head_dim, options",
     [
         (1000, 8, 64, {}),  # a last block to mask; causal ones and windows are above
         (1024, 8, 128, {}),  # or none
-        (1024, 8, 128, {"mask": jnp.ones((2, 1024), bool), "segment_ids": jnp.zeros((2, 1024), jnp.int32)}),
+        (
+            1024,
+            8,
+            128,
+            {"mask": array(np.ones((2, 1024), bool)), "segment_ids": array(np.zeros((2, 1024)), "int32")},
+        ),
     ],
 )
 def test_hopper_kernel_lowers(seq, heads, head_dim, options):

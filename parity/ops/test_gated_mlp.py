@@ -32,6 +32,7 @@ from parity.support.common import (
     gpu,
     kernel_calls,
     normal,
+    without_gpu,
 )
 from parity.support.tolerances import GRADIENT, LONG, OP, ROUNDED, SHORT, TF32
 
@@ -318,6 +319,7 @@ def test_hopper_kernel_with_tiles_of_its_choice(shape):
     assert_close(compiled.gated_matmul(x, w, bias=bias, implementation=MOSAIC), expected, OP["bfloat16"])
 
 
+@without_gpu
 def test_hopper_kernel_lowers():
     arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(256, 128), (128, 2, 512), (2, 512)]]
     with cuda_device(*HOPPER):

@@ -29,6 +29,7 @@ from parity.support.common import (
     kernel_calls,
     normal,
     relative_error,
+    without_gpu,
 )
 from parity.support.sharing import GB
 from parity.support.tolerances import GRADIENT, LONG, OP, SHORT, products
@@ -447,6 +448,7 @@ def test_chunks(tokens, vocab, chunk):
     assert sys.modules["pallas_models.ops.linear_cross_entropy"]._chunk(tokens, vocab) == chunk
 
 
+@without_gpu
 @pytest.mark.parametrize(
     "form, vocab, dtype",
     [

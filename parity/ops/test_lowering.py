@@ -9,7 +9,7 @@ import pytest
 
 from pallas_models import minilm, ops
 from parity.cases import CALLS, OPS, Call
-from parity.support.common import cuda_device, kernel_calls
+from parity.support.common import cuda_device, kernel_calls, without_gpu
 from parity.support.tolerances import OP
 
 # A kernel depends on the device by its config alone, and the configs of others can be looked at without lowering:
@@ -29,6 +29,7 @@ def lowered_for_cuda(function, *arrays) -> str:
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@without_gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 @pytest.mark.parametrize(
     "device, dtype, size",
@@ -42,6 +43,7 @@ def test_every_op_lowers_to_kernels(device, call: Call, dtype, size):
     assert ("stablehlo.dot_general" in text) == has_products_of_xla(call)
 
 
+@without_gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_the_default_is_a_kernel_on_cuda_and_xla_elsewhere(call: Call):
     arrays = call.arrays()

@@ -38,6 +38,7 @@ from parity.support.common import (
     normal,
     relative_error,
     traces,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import FLOAT16_SUM, GRADIENT, LONG, OP, ROUNDED, SHORT, TF32
@@ -492,6 +493,7 @@ def test_heuristic_splits_long_contractions_of_few_outputs():
     assert (large.block_m, large.block_n, large.splits) == (128, 256, 1)
 
 
+@without_gpu
 @every_device
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_lowers_to_triton(device, algorithm):
@@ -675,6 +677,7 @@ def test_hopper_kernel_under_vmap_and_its_gradients():
         assert_close(gradient, one, OP["bfloat16"])
 
 
+@without_gpu
 @pytest.mark.parametrize(
     "config",
     [

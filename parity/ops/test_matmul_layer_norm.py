@@ -31,6 +31,7 @@ from parity.support.common import (
     gpu,
     normal,
     traces,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, LONG, OP, TF32
@@ -248,6 +249,7 @@ def test_hopper_kernel_has_no_races(tiles):
     assert_close(out, expected, OP["bfloat16"])
 
 
+@without_gpu
 @pytest.mark.parametrize("tiles", [lambda _: None, few_rows])
 def test_hopper_kernel_lowers(tiles):
     shapes = [jax.ShapeDtypeStruct(a.shape, "float16") for a in operands((264, 128, 384))]

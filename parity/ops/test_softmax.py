@@ -29,6 +29,7 @@ from parity.support.common import (
     gpu,
     normal,
     traces,
+    without_gpu,
 )
 from parity.support.tolerances import GRADIENT, LONG, OP, SHORT
 
@@ -282,6 +283,7 @@ def test_heuristic(m, n):
         assert config.block_m * config.block_n <= 1024 * max(config.num_warps, 4)
 
 
+@without_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm, splits", [("naive", 1), ("online", 1), ("online", 3), ("fused", 1)])
 @pytest.mark.parametrize("shape", [(7, 1000), (64, 1024)], ids=["odd", "even"])

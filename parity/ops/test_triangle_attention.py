@@ -27,6 +27,7 @@ from parity.support.common import (
     float64,
     kernel_calls,
     normal,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import GRADIENT, OP, SAME
@@ -350,6 +351,7 @@ def test_mosaic_kernel_with_gradients_of_triton(reference):
             assert_close(gradient, wanted, 2 * OP["float16"])  # weights from rounded scores
 
 
+@without_gpu
 @on_mosaic
 @pytest.mark.parametrize("n, bias_dtype", [(512, "bfloat16"), (192, "float32"), (256, None)])
 def test_mosaic_kernel_lowers_and_is_not_the_default(n, bias_dtype, direction):

@@ -34,6 +34,7 @@ from parity.support.common import (
     gpu,
     normal,
     relative_error,
+    without_gpu,
 )
 from parity.support.tolerances import DEEP, OP
 
@@ -387,6 +388,7 @@ def test_a_gradient_of_the_gradient():
 # Lowering
 
 
+@without_gpu
 @pytest.mark.parametrize(
     "device, implementation",
     [(HOPPER, "mosaic"), (HOPPER, "triton"), (ADA, "triton")],

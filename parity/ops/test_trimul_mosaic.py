@@ -26,6 +26,7 @@ from parity.support.common import (
     cuda_device,
     gpu,
     normal,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.sharing import GB
@@ -202,6 +203,7 @@ def test_project_fills_tiles_up_with_zeros(module, c, n):
     assert_close(gate[:, :n, :c, :n], expected_gate.reshape(2, n, -1, n), 2 * OP["float16"])
 
 
+@without_gpu
 @both_directions
 @pytest.mark.parametrize("n", [64, 128, 192, 256, 384, 512, 1024, 1088])
 def test_product_lowers(n, incoming):
@@ -236,6 +238,7 @@ def test_vmap_makes_a_batch_or_several_calls(x, mask, weights):
         assert_close(out[i], sums(*one, None), OP["float32"])
 
 
+@without_gpu
 @pytest.mark.parametrize("axes, loops", [((None, 0), 0), ((0, None), 1), ((0, 0), 1)], ids=["x", "params", "both"])
 def test_update_lowers_under_vmap(axes, loops):
     params = trimul.init(jax.random.key(0), trimul.TriMulConfig(channels=128, hidden=128))
@@ -380,6 +383,7 @@ def test_project_has_no_races(module):
         project(module, *project_operands(1, 512, 128, 32, 64, dtype="float16"))
 
 
+@without_gpu
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not store what it transposes")
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("m", [4096, 1030, 5])

@@ -23,6 +23,7 @@ from parity.support.common import (
     float64,
     gpu,
     normal,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import OP
@@ -213,6 +214,7 @@ def test_has_no_races():
         program(operands[0], of_mask=True)(*operands)
 
 
+@without_gpu
 @needs_jax_011
 @pytest.mark.parametrize("size", [1024, 200, 13])
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from parity.support.common import (
     float64,
     gpu,
     normal,
+    without_gpu,
 )
 from parity.support.races import finds_races, no_races
 from parity.support.tolerances import OP
@@ -192,6 +193,7 @@ def test_has_no_races():
         gradient(*draw(1, 640, 64, 64, 64, "float16"))
 
 
+@without_gpu
 @needs_jax_011
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", [1024, 200, 13])

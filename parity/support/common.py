@@ -24,6 +24,10 @@ ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
 MOSAIC = "mosaic" if ON_HOPPER else "mosaic_interpret"
 IMPLEMENTATIONS = ["xla", KERNEL, *([None] if ON_HOPPER else [])]
 
+# Of tests that stand in for a GPU where there is none: they lower kernels for CUDA and run nothing. The suite on a
+# CPU has them, with the same result on every machine; on a GPU the kernels themselves run.
+without_gpu = pytest.mark.skipif(ON_GPU, reason="only lowers, as the suite on a CPU does: here kernels run")
+
 TRITON_CALL = "__gpu$xla.gpu.triton"  # the custom call that a Triton kernel is lowered to
 MOSAIC_CALL = "mosaic_gpu_v2"
 
@@ -136,9 +140,13 @@ def assert_close(out: Any, expected: Any, tolerance: float) -> None:
     assert not found.infinite, f"{found.infinite} of {out.size} values are not finite"
     assert found.error <= tolerance, f"relative error {found.error:.2e} is over {tolerance:.0e}"
     # The norm would hide one wrong element among a million.
-    place = tuple(map(int, np.unravel_index(int(found.worst), out.shape)))
-    values = f"{float(out[place]):.6g}, expected {float(expected[place]):.6g}"
-    assert found.excess <= 8 * tolerance, f"at {place}: {values}"
+    assert found.excess <= 8 * tolerance, _values_at(int(found.worst), out, expected)
+
+
+def _values_at(index: int, out: Any, expected: Any) -> str:
+    """Two values in words; only for a failure: to read one value of an array, JAX compiles a program."""
+    place = tuple(map(int, np.unravel_index(index, out.shape)))
+    return f"at {place}: {float(out[place]):.6g}, expected {float(expected[place]):.6g}"
 
 
 class _Comparison(NamedTuple):
