@@ -91,7 +91,7 @@ def test_families_in_float16(tmp_path, kind):
     expected = theirs.encode(given)
     assert np.median(expected @ expected.T) < 0.95  # sentences differ: an embedding is not any other's
     packed = cosines(ours.encode(given), expected).min()
-    padded = cosines(np.stack([ours.encode(sentence) for sentence in given[::8]]), expected[::8]).min()
+    padded = cosines(np.stack([ours.encode(sentence) for sentence in given[::24]]), expected[::24]).min()
     print(f"{kind}: 1 - cosine at most {1 - packed:.1e} packed, {1 - padded:.1e} alone")
     assert min(packed, padded) >= COSINE["float16"]
 
