@@ -51,7 +51,7 @@ def quiet(params: type) -> type:
 def find_triton_dialect() -> None:
     """Puts the module of Triton's dialect where MLIR looks for it, which halves the time to lower a Triton kernel.
 
-    MLIR asks for `jaxlib.mlir.dialects.tt` whenever an operation of the dialect is made, and remembers only that it
+    MLIR asks for `jaxlib.mlir.dialects.tt` for each operation of the dialect, and remembers only that it
     has found it. JAX has the module under another name, so that Python searches its folders for nothing, hundreds
     of times a kernel. Nothing happens where a version has a module of that name. In all versions from 0.10 on.
     """
