@@ -73,9 +73,13 @@ class Memory:
 
 
 def environment() -> dict[str, str]:
-    """The environment of the programs: this checkout before anything installed, and no model hub."""
+    """The environment of the programs: this checkout before anything installed, and no model hub.
+
+    Python keeps what it compiles, whatever the environment says: tests start a hundred processes.
+    """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    kept = {"PYTHONDONTWRITEBYTECODE": ""}
+    return os.environ | kept | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def describe_gpu() -> str:

@@ -14,9 +14,11 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do no
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
-# XLA's own products are only compared with: it need not compile and time dozens of kernels for each.
+# XLA's own products are only compared with: it need not compile and time dozens of kernels for each. Several
+# threads that compile for one worker would only be in the way of the others.
 os.environ["XLA_FLAGS"] = (
-    f"--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false {os.environ.get('XLA_FLAGS', '')}"
+    f"--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false --xla_gpu_force_compilation_parallelism=1 "
+    f"{os.environ.get('XLA_FLAGS', '')}"
 )
 os.environ.update(sharing.limits())
 
@@ -45,6 +47,7 @@ pytest_testnodedown = sharing.pytest_testnodedown
 if kept := os.environ.get(sharing.COMPILED):
     jax.config.update("jax_compilation_cache_dir", kept)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    pallas_patches.keep_whole_programs()
 elif not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
 

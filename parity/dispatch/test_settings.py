@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity import ROOT
 from parity.cases import CALLS, OPS, Call, Case, Empty, Without
-from parity.support.common import KERNEL, TRITON_CALL, assert_close, cuda_device, float64, normal
+from parity.support.common import KERNEL, ON_GPU, TRITON_CALL, assert_close, cuda_device, float64, normal
 
 every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 
@@ -195,10 +195,11 @@ def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):
     arrays = call.arrays()
     expected = plain_gradient(call)
     with SETTINGS[setting]():
-        with cuda_device("NVIDIA H200", 132):
-            text = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        if not ON_GPU:  # which compiles the kernels, too
+            with cuda_device("NVIDIA H200", 132):
+                text = jax.jit(call(None)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+            assert "custom_call" in text
         gradients = jax.jit(gradient_of(call))(*arrays[: call.floats])
-    assert "custom_call" in text
     for out, wanted in zip(gradients, expected, strict=True):
         assert out.dtype == wanted.dtype
         assert_close(out, wanted, 1e-5)

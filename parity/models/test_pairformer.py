@@ -113,7 +113,7 @@ def params_of(config: PairformerConfig | EvoformerConfig, dtype: str = "float32"
     """
 
     def widened(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        return (x * (16 / x.shape[0] ** 0.5)).astype(x.dtype) if path[-1].key == "kernel" else x
+        return array(np.asarray(x) * (16 / x.shape[0] ** 0.5), x.dtype) if path[-1].key == "kernel" else x
 
     return jax.tree.map_with_path(widened, random_params(config, dtype, pairformer.init_block))
 

@@ -157,7 +157,9 @@ def assert_gradients(form: Output[jax.Array], dout: jax.Array) -> None:
     ],
 )
 def test_gradients(n, h, c, dtype, dout_dtype, gate_after):
-    assert_gradients(*draw(2, n, h, c, gate_after=gate_after, dtype=dtype, dout_dtype=dout_dtype, bias=n != 5))
+    dtypes = dict(dtype=dtype, dout_dtype=dout_dtype)
+    # The largest has many tiles for every CTA, and would take the host seconds for each matrix.
+    assert_gradients(*draw(1 if n > 200 else 2, n, h, c, gate_after=gate_after, bias=n != 5, **dtypes))
 
 
 @both_gates

@@ -5,13 +5,15 @@
 `make unpatched`, which tests the values of every op with `pytest --unpatched`. The internals of JAX that are
 replaced are alike in 0.10.2, 0.11 and 0.12, unless the change says otherwise.
 
-`sums_of_their_own` corrects an error of JAX and is not among them: only the search for races needs it.
+`sums_of_their_own` and `keep_whole_programs` correct errors of JAX and are not among them: only the search for
+races needs the one, and only processes that share compiled programs the other.
 """
 
 import contextlib
 import functools
 import gc
 import itertools
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src import lru_cache
 from jax._src.interpreters import mlir
 from jax._src.lax import slicing
 from jax._src.pallas import hlo_interpreter, primitives
@@ -120,6 +123,26 @@ def sums_of_their_own() -> Iterator[None]:
     numbers = itertools.count(-100, -1)
     with mock.patch.object(GPUSharedMemory, "get_next_wgmma_accumulator_id", lambda *_: next(numbers)):
         yield
+
+
+def keep_whole_programs() -> None:
+    """A compiled program is in JAX's cache whole or not at all, for other processes that look for it.
+
+    JAX writes it in place. Who reads it then gets a part and a warning, which is an error where warnings are.
+    """
+    put = lru_cache.LRUCache.put
+
+    def whole(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
+        path = f"{cache.path}/{key}{lru_cache._CACHE_SUFFIX}"
+        if not key or cache.eviction_enabled:  # which takes a lock
+            put(cache, key, value)
+        elif not os.path.exists(path):
+            part = f"{path}.{os.getpid()}.{threading.get_ident()}"
+            with open(part, "wb") as file:
+                file.write(value)
+            os.replace(part, path)
+
+    lru_cache.LRUCache.put = whole
 
 
 def collect_rarely() -> None:

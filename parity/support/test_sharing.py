@@ -7,9 +7,10 @@ import sys
 import types
 
 import pytest
+from jax._src import lru_cache
 
 from parity import ROOT
-from parity.support import sharing
+from parity.support import pallas_patches, sharing
 from parity.support.common import once
 from parity.support.sharing import GB
 
@@ -144,3 +145,16 @@ def test_workers_share_what_one_has_made(tmp_path, monkeypatch):
     assert [asked("gw0", "first"), asked("gw1", "first"), asked("gw1", "second")] == ["by gw0", "by gw0", "by gw1"]
     monkeypatch.delenv("PYTEST_XDIST_WORKER")
     assert asked("gw2", "first") == "by gw2" and made == ["gw0", "gw1", "gw2"]
+
+
+def test_programs_are_kept_whole(tmp_path, monkeypatch):
+    """What another process finds is never a part: it finds nothing before all is written."""
+    monkeypatch.setattr(lru_cache.LRUCache, "put", lru_cache.LRUCache.put)
+    pallas_patches.keep_whole_programs()
+    cache, found = lru_cache.LRUCache(str(tmp_path), max_size=-1), []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: found.append(cache.get("key")) or replace(*paths))
+    cache.put("key", b"program")
+    cache.put("key", b"another")
+    assert found == [None] and cache.get("key") == b"program"
+    assert len(list(tmp_path.iterdir())) == 1
