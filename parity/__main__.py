@@ -180,8 +180,22 @@ def has_failed(case: ElementTree.Element) -> bool:
 
 def needs_memory(case: ElementTree.Element) -> str | None:
     """How pytest calls a test that ran out of its share of memory; None for any other."""
-    names = [p.get("value") for p in case.iter("property") if p.get("name") == "needs_memory"]
-    return names[0] if names else None
+    return _property(case, "needs_memory")
+
+
+def _property(case: ElementTree.Element, name: str) -> str | None:
+    values = [p.get("value") for p in case.iter("property") if p.get("name") == name]
+    return values[0] if values else None
+
+
+def fewer(workers: int, usable: float, cases: Sequence[ElementTree.Element]) -> int:
+    """In how many processes tests run again that lacked memory: as many as have room for the largest.
+
+    How much a test takes is known where it said so before it began. If none did, a quarter of the processes run
+    again, until all tests fit.
+    """
+    sizes = [float(size) for case in cases if (size := _property(case, "needs_bytes"))]
+    return max(1, min(workers // 2, int(usable // max(sizes))) if sizes else workers // 4)
 
 
 def counts(paths: Sequence[Path]) -> str:
@@ -218,13 +232,14 @@ def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str])
             status = run_step(step, folder)
             seconds = time.monotonic() - started
             paths.append(folder / f"{step.name}.xml")
-            tests = [name for case in outcomes(paths).values() if (name := needs_memory(case))]
+            lacking = [case for case in outcomes(paths).values() if needs_memory(case)]
+            tests = [needs_memory(case) or "" for case in lacking]
             lines.append(said(step, status, f"{seconds:.0f} s, workers: {workers}", folder))
             code = code or int(status != 0)
             if not tests or workers == 1:
                 break
             lines[-1] += f"; {len(tests)} tests need more memory"
-            workers = max(1, workers // 4)
+            workers = fewer(workers, memory.usable, lacking)
     (folder / "slowest.txt").write_text(slowest(paths), encoding="utf-8")
     used = f"at most {most.bytes / GB:.1f} GB of the GPU in use, {memory.usable / GB:.1f} GB to be used"
     return code or int(bool(tests) and memory.usable >= ENOUGH), [*lines, counts(paths), used]

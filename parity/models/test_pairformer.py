@@ -261,7 +261,7 @@ def test_parts(reference, torch_pairformer, part, implementation, dtype):
 @every_part
 @pytest.mark.parametrize("n", SIZES)
 def test_parts_of_any_size_without_a_mask(reference, torch_pairformer, part, n):
-    for batch in (1, 3):
+    for batch in (1, 3) if n < 9 else (1,):
         check(reference, torch_pairformer, part, data(n, batch=batch), KERNEL if ON_GPU else "xla", masked=False)
 
 

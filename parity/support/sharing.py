@@ -89,15 +89,23 @@ def share() -> float | None:
     return found and float(os.environ[FRACTION]) / JAX_PART * found[1]
 
 
+class NeedsMemory(MemoryError):
+    """A test needs more than its process may take: it says how much, in bytes."""
+
+    def __init__(self, num_bytes: float) -> None:
+        super().__init__(f"out of memory before it began: it needs {num_bytes / GB:.0f} GB")
+        self.num_bytes = num_bytes
+
+
 def needs(num_bytes: float) -> None:
     """Ends a test that is known to need more than this process may take, before it has computed for long.
 
     Raises:
-      MemoryError: it does, and `pytest_runtest_makereport` treats it as any other lack of memory.
+      NeedsMemory: it does, and `pytest_runtest_makereport` treats it as any other lack of memory.
     """
     have = share()
     if have is not None and have < num_bytes:
-        raise MemoryError(f"out of memory before it began: it needs {num_bytes / GB:.0f} GB")
+        raise NeedsMemory(num_bytes)
 
 
 def ran_out(error: BaseException) -> str | None:
@@ -118,7 +126,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     `python -m parity` runs it again with fewer beside it. A process that has the GPU to itself fails.
     """
     report = yield
-    line = ran_out(call.excinfo.value) if report.failed and call.excinfo else None
+    error = call.excinfo.value if call.excinfo else None
+    line = ran_out(error) if report.failed and error else None
     have = share() if line else None
     if line:
         forget(call.excinfo)
@@ -130,6 +139,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
             f"needs more than its {have / GB:.1f} GB of the GPU: {line}",
         )
         item.user_properties.append(("needs_memory", item.nodeid))
+        if isinstance(error, NeedsMemory):
+            item.user_properties.append(("needs_bytes", f"{error.num_bytes:.0f}"))
     return report
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import types
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from jax._src.pallas import hlo_interpreter
@@ -157,6 +158,25 @@ def test_what_needs_more_memory_runs_again_with_fewer_beside_it(programs, tmp_pa
     )
     assert "workers: 8, see" in summary and "; 3 tests need more memory" in summary
     assert check.main([*options, "--memory", "40"]) == 1  # so much is enough for every test
+
+
+@pytest.mark.parametrize(
+    "workers, usable, sizes, expected",
+    [
+        (16, 141, [9, None], 8),
+        (16, 40, [9, 5, None], 4),
+        (13, 24, [9], 2),
+        (2, 5, [9], 1),
+        (16, 141, [None, None], 4),
+        (3, 141, [None], 1),
+    ],
+)
+def test_as_many_processes_as_have_room_for_the_largest_test(workers, usable, sizes, expected):
+    def case(size: float | None) -> ElementTree.Element:
+        said = f'<property name="needs_bytes" value="{size * GB:.0f}"/>' if size else ""
+        return ElementTree.fromstring(f'<testcase><property name="needs_memory" value="a"/>{said}</testcase>')
+
+    assert check.fewer(workers, usable * GB, [case(size) for size in sizes]) == expected
 
 
 def test_tests_that_run_again_are_read_from_a_file(tmp_path):

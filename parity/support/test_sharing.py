@@ -59,9 +59,9 @@ def test_a_worker_takes_its_part(gpu, monkeypatch):
     assert float(os.environ[sharing.FRACTION]) == sharing.fraction(4, 24 * GB, 24 * GB)
     assert sharing.share() == pytest.approx(5 * GB, rel=1e-3)
     sharing.needs(4.9 * GB)
-    with pytest.raises(MemoryError, match="it needs 6 GB") as found:
+    with pytest.raises(sharing.NeedsMemory, match="it needs 6 GB") as found:
         sharing.needs(6 * GB)
-    assert sharing.ran_out(found.value)
+    assert sharing.ran_out(found.value) and found.value.num_bytes == 6 * GB
     assert sharing.limits() == {}  # what is set stays
 
 
