@@ -43,6 +43,35 @@ def test_kernels_are_quiet_without_a_change_to_jax():
     assert pallas_call_registration.deprecations is deprecations
 
 
+SEARCHES = """
+import sys
+import jax, jax.numpy as jnp
+from pallas_models import _jax, ops
+from parity.support.common import cuda_device
+
+class Finder:
+    asked = 0
+    def find_spec(self, name, path=None, target=None):
+        self.asked += name.endswith(".tt")
+
+if sys.argv[1] == "without":
+    _jax.find_triton_dialect = lambda: None
+x = jnp.ones((8, 64))
+sys.meta_path.insert(0, Finder())
+with cuda_device("NVIDIA H200", 132):
+    jax.jit(lambda x: ops.softmax(x, implementation="triton")).trace(x).lower(lowering_platforms=("cuda",))
+print(sys.meta_path[0].asked)
+"""
+
+
+@pytest.mark.parametrize("found", ["with", "without"])
+def test_the_dialect_of_triton_is_not_searched_for_each_operation(found):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SEARCHES, found]
+    asked = int(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
+    assert (asked <= 2) if found == "with" else (asked > 20)  # else the piece may go
+
+
 def test_kernels_are_traced_where_shard_map_checks_types():
     def double(x_ref, out_ref):
         out_ref[...] = 2 * x_ref[...]
