@@ -33,7 +33,7 @@ override FILE := $(value FILE)
 export TEXT FILE
 
 .DELETE_ON_ERROR:
-.PHONY: help embed test unpatched campaign gpu lint types wheel clean distclean
+.PHONY: help embed test unpatched campaign gpu lint types wheel release clean distclean
 
 help:
 	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
@@ -44,6 +44,7 @@ help:
 	@echo 'make campaign random trials for MINUTES=2 and a report of what failed'
 	@echo 'make gpu      on an NVIDIA GPU: the suite, then the benchmarks shortened; all results in build/check'
 	@echo 'make lint     ruff          make types    mypy          make wheel    dist/*.whl'
+	@echo 'make release  dist/*.tar.gz and dist/*.whl, checked as an index would; nothing is uploaded'
 	@echo 'make clean    remove build outputs and caches; distclean: the environment and models too'
 	@echo 'All: CUDA=12 or CUDA=13 for an NVIDIA GPU, PYTHON=python3.12 for another interpreter'
 
@@ -76,6 +77,13 @@ types: $(VENV)/.test$(CUDA)
 
 wheel: $(VENV)/.test$(CUDA)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+
+# The sources as a release has them, and a wheel made of those alone.
+release: $(VENV)/.test$(CUDA)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(PIP) 'twine>=6'
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results/*/report
