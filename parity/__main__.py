@@ -125,8 +125,11 @@ def benchmarks(folder: Path) -> list[Step]:
 
 
 def show(printed: IO[str], log: Path) -> None:
-    """Shows and keeps lines; closes what it reads them from, so that a program ends that nobody listens to."""
-    with log.open("w", encoding="utf-8") as file, printed:
+    """Shows and keeps lines, each at once: they are there if this program is killed.
+
+    Closes what it reads them from, so that a program ends that nobody listens to.
+    """
+    with log.open("w", encoding="utf-8", buffering=1) as file, printed:
         for line in printed:
             print(line, end="", flush=True)
             file.write(line)

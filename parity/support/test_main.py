@@ -92,6 +92,14 @@ def test_what_a_program_prints_after_an_interrupt_is_shown_and_kept(tmp_path, ca
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_the_log_has_each_line_at_once(tmp_path):
+    log = tmp_path / "log"
+    wait = f"while not open({str(log)!r}).read():\n    time.sleep(0.01)\n"
+    code = f"import time\nprint('started', flush=True)\n{wait}print('read')"
+    assert check.run(check.Step("suite", [sys.executable, "-c", code]), log) == 0
+    assert log.read_text() == "started\nread\n"
+
+
 def test_a_program_that_goes_on_after_an_interrupt_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "PATIENCE", 0.5)
     code = "import os, signal, time\nprint('started')\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
