@@ -1,10 +1,9 @@
 """Compiled code that is kept between processes, in `$XDG_CACHE_HOME/pallas_models/compilation` or a given folder.
 
 XDG_CACHE_HOME is `~/.cache` where it is not set. A program may turn on JAX's own persistent cache there for all
-its
-compiled code: `enable`. A library call must not, as JAX has one such setting for the whole process. `Encoder`
+its compiled code: `enable`. A library call must not, as JAX has one such setting for the whole process. `Encoder`
 therefore keeps its compiled programs itself: `Executables`. To read a program back takes neither tracing nor
-  lowering.
+lowering.
 
 Compiled code is code, and a program that another user has written would run as this user. So nothing is read from
 a folder or a file that does not belong to the user, or that others can write; a warning says so, and programs are

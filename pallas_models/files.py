@@ -75,11 +75,11 @@ def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Makes a draft of a folder, which becomes the folder `path` at the end of the context.
 
     The draft begins with the files of the folder, so that files which the context leaves alone stay. They are
-    links to
-    the files of the folder: to change one, replace it, as `write` does. Where an exception leaves the context, the
-    folder stays as it was. At any time the older folder or the newer one is in place. Only where the system cannot
-    let two folders change their names at once, as Linux can, there is none for a moment, and after a kill in that
-    moment the older one is `.<random>.older`. A mount point has no name to change: it is written to directly.
+    links to the files of the folder: to change one, replace it, as `write` does. Where an exception leaves the
+    context, the folder stays as it was. At any time the older folder or the newer one is in place. Only where the
+    system cannot let two folders change their names at once, as Linux can, there is none for a moment, and after a
+    kill in that moment the older one is `.<random>.older`. A mount point has no name to change: it is written to
+    directly.
 
     Raises:
       OSError: `path` is a file, or its parent does not exist or cannot be written.

@@ -41,8 +41,7 @@ def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.n
     """Divides sentences into rows: each row takes the longest that fits, then the longest that still fits.
 
     Rows that hold the same lengths are made at once: there is a step for each distinct set of lengths, not for
-      each
-    sentence.
+    each sentence.
 
     Args:
       lengths: (N,), tokens of each sentence, 1 to `row_length`.

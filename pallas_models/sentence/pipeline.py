@@ -95,8 +95,7 @@ def run(
       budget: the most tokens that a batch has.
       out: float32 (texts, width), into which rows are written; without it, each chunk has an array of its own.
         With it, chunks are taken for a list, which costs nothing to read: while programs are compiled, it is
-          tokenized
-        and packed far ahead.
+        tokenized and packed far ahead.
       elsewhere: gives the tokens of texts where there are many; called in other threads.
       begun: called while the first texts are being tokenized.
 

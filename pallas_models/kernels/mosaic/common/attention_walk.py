@@ -1,4 +1,4 @@
-"""How CTAs walk over the tiles of attention: in which order, and past which blocks."""
+"""Which blocks of keys a tile of attention needs, by band and masks, and how many heads go together."""
 
 from typing import Any
 
