@@ -96,7 +96,7 @@ def embed_to_folder(
     parts = _missing(iter(sentences), iter(kept), folder, embedded, layout)
     failures: list[Exception] = []
     found: list[np.ndarray] = []  # rows that are not converted yet, since ranges follow from a whole shard
-    shard: list[Future[np.ndarray]] = []
+    converting: list[Future[np.ndarray]] = []  # rows of the shard that is being encoded
     in_hand: collections.deque[Future[None]] = collections.deque()
 
     def readable() -> Iterator[list[str]]:
@@ -129,13 +129,13 @@ def embed_to_folder(
                 if not part.ends:
                     continue
                 begun.ranges = quantization.ranges_of(np.concatenate(found)).tolist()
-            shard += [converter.submit(convert, rows) for rows in found]
+            converting += [converter.submit(convert, waiting) for waiting in found]
             found.clear()
             if part.ends:
                 if len(in_hand) == _WRITERS:
                     in_hand.popleft().result()
-                in_hand.append(writers.submit(write, part, shard, rows.shape[1]))
-                shard = []
+                in_hand.append(writers.submit(write, part, converting, rows.shape[1]))
+                converting = []
         for written in in_hand:
             written.result()
     if failures:
@@ -147,7 +147,10 @@ def embed_to_folder(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A list of sentences of one shard; the last list of a shard `ends` it, and has the texts that are kept."""
+    """A list of sentences of one shard; the last list of a shard `ends` it, and has the texts that are kept.
+
+    Parts of a shard share its digest, which is whole with the last part: that is made when all have been read.
+    """
 
     sentences: list[str]
     file: str

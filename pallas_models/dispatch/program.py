@@ -1,4 +1,12 @@
-"""The program of a call: its kernel or its reference, on each device that has a part of it, and its gradient."""
+"""The program of a call: its kernel or its reference, on each device that has a part of it, and its gradient.
+
+compute               _part of each device, where the types of operands say how they are spread, else
+  _differentiable       one function of all operands:
+    _function             with its derivative, if there is one
+      _forward              the kernel that `choice.choose` finds; spread over devices, `_part` by `_of_device`
+      _keep                 forward, and what the gradient keeps: `_function` again, of a form that keeps it
+      _differentiable_pull  the gradient's kernels, `gradient`; its own derivatives are the reference's
+"""
 
 import dataclasses
 import functools

@@ -68,6 +68,44 @@ class _Chunk:
         return self.rows
 
 
+@dataclasses.dataclass(slots=True)
+class _Batches:
+    """Batches in the order of their texts: packed, then computed on a device, then collected.
+
+    Attributes:
+      collector: its thread waits for results and copies them to their rows.
+      most: batches that are computed at a time.
+      held: tokens of the batches that are packed and not started.
+    """
+
+    collector: ThreadPoolExecutor
+    most: int
+    packed: collections.deque[tuple[Forward, packing.Batch, _Chunk]] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    in_flight: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
+    held: int = 0
+
+    def add(self, chunk: _Chunk, batches: list[tuple[packing.Batch, Forward]]) -> None:
+        self.packed.extend((forward, batch, chunk) for batch, forward in batches)
+        self.held += sum(batch.tokens[0].size for batch, _ in batches)
+
+    def start(self, held: int = 0) -> None:
+        """Starts batches until the next waits for its program, and no more than `held` tokens are held."""
+        while self.packed and (self.held > held or self._is_ready()):
+            forward, batch, chunk = self.packed.popleft()
+            self.held -= batch.tokens[0].size
+            started = self.collector.submit(_collect, forward(batch.tokens), batch, chunk.rows)
+            chunk.started.append(started)
+            self.in_flight.append(started)
+            if len(self.in_flight) > self.most:
+                self.in_flight.popleft().result()
+
+    def _is_ready(self) -> bool:
+        forward, batch, _ = self.packed[0]
+        return forward.is_ready(batch.tokens.shape)
+
+
 def run(
     chunks: Iterable[list[Any]],
     tokenize: Tokenize,
@@ -103,25 +141,12 @@ def run(
       float32 (texts of the chunk, width), in the order of the texts, for each chunk.
     """
     chunks_begun: collections.deque[_Chunk] = collections.deque()
-    packed: collections.deque[tuple[Forward, packing.Batch, _Chunk]] = collections.deque()
-    in_flight: collections.deque[Future[None]] = collections.deque()
     turns = itertools.cycle(forwards)
-    done = held = 0
+    done = 0
     is_list = out is not None
     ahead = max(_AHEAD * len(forwards), _AHEAD_IN_A_LIST if is_list else 0)
-
-    def start(most: int) -> None:
-        """Starts batches until the next waits for its program, and no more than `most` tokens are held."""
-        nonlocal held
-        while packed and (held > most or packed[0][0].is_ready(packed[0][1].tokens.shape)):
-            forward, batch, chunk = packed.popleft()
-            held -= batch.tokens[0].size
-            in_flight.append(collector.submit(_collect, forward(batch.tokens), batch, chunk.rows))
-            chunk.started.append(in_flight[-1])
-            if len(in_flight) > _BATCHES_IN_FLIGHT * len(forwards):
-                in_flight.popleft().result()
-
     with _threads(_THREADS) as pool, _threads(1) as collector:
+        queue = _Batches(collector, _BATCHES_IN_FLIGHT * len(forwards))
         for ids, lengths in _tokenized(pool, chunks, tokenize, elsewhere, ahead, begun):
             batches = list(zip(packing.pack(ids, lengths, limit, budget), turns))  # noqa: B905
             for forward in forwards:
@@ -130,12 +155,11 @@ def run(
             rows[lengths == 0] = 0.0  # of texts that are in no batch
             done += len(rows)
             chunks_begun.append(_Chunk(rows, len(batches)))
-            packed.extend((forward, batch, chunks_begun[-1]) for batch, forward in batches)
-            held += sum(batch.tokens[0].size for batch, _ in batches)
-            start(_HELD if is_list else 0)
+            queue.add(chunks_begun[-1], batches)
+            queue.start(_HELD if is_list else 0)
             while len(chunks_begun) > 1 and chunks_begun[0].is_done():
                 yield chunks_begun.popleft().result()
-        start(0)
+        queue.start()
         while chunks_begun:
             yield chunks_begun.popleft().result()
 
