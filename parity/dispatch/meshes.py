@@ -23,6 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 import weights
 from pallas_models import gpt2, minilm, ops, qwen3, trimul
+from pallas_models.kernels.schedules import trimul_backward
+from pallas_models.kernels.schedules.trimul import ROW_TILE
+from pallas_models.ops import trimul as trimul_op
 from parity import ROOT
 from parity.cases import OPS, Spread, Without
 from parity.support import pallas_patches
@@ -253,6 +256,23 @@ def loaded() -> dict[str, Any]:
     )
 
 
+def in_tiles(name: str) -> dict[str, Any]:
+    """A call of the triangle update that keeps whole tiles for its gradient, as it does on Hopper GPUs.
+
+    The interpreter of Mosaic's kernels does not run where XLA partitions a program.
+    """
+    spread, op, kernels = spread_calls()[name], trimul_op._OP, trimul_backward._triton(None)
+    backward = [
+        dataclasses.replace(b, options=trimul_backward.keeping_tiles) if b.keeps else b for b in op.backward
+    ]
+    forward = dataclasses.replace(kernels.forward, tile=ROW_TILE)
+    with (
+        mock.patch.object(trimul_op, "_OP", dataclasses.replace(op, backward=tuple(backward))),
+        mock.patch.object(trimul_backward, "_triton", lambda _: dataclasses.replace(kernels, forward=forward)),
+    ):
+        return measured(program_of(spread, "interpret"), program_of(spread, "xla"), "jit")
+
+
 def few_heads(num_kv_heads: int) -> dict[str, Any]:
     """Attention of projections that are spread over more devices than there are heads: those are gathered."""
     # The last axis: a part of it is what JAX cannot name.
@@ -350,6 +370,9 @@ def main() -> None:
         for (kind, name), (program, reference) in all_programs().items()
     }
     runs["loaded"] = {}, loaded
+    for name in ("batch", "data", "data and model"):
+        name = f"triangle_update {name}"
+        runs[f"jit, {name}, in tiles"] = runs[f"jit, {name}"][0], functools.partial(in_tiles, name)
     for heads in (1, 2):
         runs[f"attention, {heads} heads of keys"] = {}, functools.partial(few_heads, heads)
     # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.
