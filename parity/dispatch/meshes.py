@@ -370,7 +370,7 @@ def main() -> None:
         for (kind, name), (program, reference) in all_programs().items()
     }
     runs["loaded"] = {}, loaded
-    for name in ("batch", "data", "data and model"):
+    for name in ("batch", "rows", "rows and columns"):
         name = f"triangle_update {name}"
         runs[f"jit, {name}, in tiles"] = runs[f"jit, {name}"][0], functools.partial(in_tiles, name)
     for heads in (1, 2):
