@@ -30,7 +30,6 @@ class CallAxes:
       sizes: in how many parts each axis can be split at most.
       divides: as in `Sharding`.
       over: as in `Sharding`.
-      alike: as in `Sharding`.
     """
 
     operands: tuple[Axes, ...]
@@ -39,7 +38,6 @@ class CallAxes:
     sizes: Mapping[str, int]
     divides: Mapping[str, tuple[str, ...]]
     over: Mapping[str, str]
-    alike: int
 
     @classmethod
     def of(cls, sharding: Sharding, operands: Any, results: int) -> Self:
@@ -68,7 +66,6 @@ class CallAxes:
             sizes=sizes,
             divides=sharding.divides,
             over=sharding.over,
-            alike=sharding.alike,
         )
 
     def backward(self, keeps: int, cotangents: Iterable[int], wanted: Iterable[int]) -> Self:
@@ -84,7 +81,6 @@ class CallAxes:
             self,
             operands=(*self.operands, *kept, *(self.results[i] for i in cotangents)),
             results=tuple(self.operands[i] for i in wanted),
-            alike=0,
         )
 
     def mapped(self, operands: Sequence[bool], size: int) -> Self:
@@ -135,9 +131,7 @@ class CallAxes:
 
     def lacking(self, split: Split) -> list[tuple[str, ...]]:
         """The axes of the mesh that each result is to be summed over."""
-        sums = len(self.results) - self.alike
-        found = [_over(split, self.summed - set(axes)) for axes in self.results[:sums]]
-        return found + [()] * self.alike
+        return [_over(split, self.summed - set(axes)) for axes in self.results]
 
     def specs(self, split: Split) -> tuple[tuple[PartitionSpec, ...], list[PartitionSpec]]:
         """How operands and results are spread."""

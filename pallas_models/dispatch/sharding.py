@@ -24,15 +24,12 @@ class Sharding:
       divides: for each g the options of a call that count it.
       over: for each axis of which a device's part of the result needs the parts of other devices: the option of a
         call that names the axes of the mesh that it is split over. The op asks the other devices itself.
-      alike: how many of the last results are the same on all devices that share the axes that they lack, and so
-        are no sums over these.
     """
 
     equation: str
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     divides: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     over: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    alike: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -257,13 +257,16 @@ def _prefer_kernels(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
 
 
 def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
-    """Devices share items, rows and columns. Where they share the latter, they read nothing of what is kept."""
+    """Devices share items, rows and columns.
+
+    Whole tiles that are kept are not split by rows and columns of x. Devices that share these keep zeros, and
+    the rule's sum over devices adds up zeros.
+    """
     rows, columns = ("i", "j") if form.padded is None else ("N", "N")
     kept = ", ".join(f"b {rows} {channels} {columns}" for channels in "HGH")
     return Sharding(
         equation=f"b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C, {kept}",
         over={"i": "rows_over", "j": "columns_over"},
-        alike=0 if form.padded is None else 3,
     )
 
 
