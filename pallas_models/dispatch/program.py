@@ -108,7 +108,7 @@ def _forward(call: Call[F]) -> Callable[..., Any] | None:
 
 def _keep(call: Call[F], backward: Backward[F], *operands: Any) -> tuple[Any, list[Any], int]:
     """The results of the forward pass, the results that the gradient keeps, and how many there are."""
-    keeping = call.replace(form=call.form.replace(**backward.options))
+    keeping = call.replace(form=backward.keeping(call.form))
     results = _function(keeping)(*operands)
     # In a scan XLA has a kernel run twice if its result is both used and stored with the results of other steps,
     # unless something is in between.
@@ -173,7 +173,7 @@ def _pull(
         return part(leaves, call.form, None)
     indices = itertools.count()
     owned = [[next(indices) for _ in jax.tree.leaves(x)] for x in operands]
-    keeping = call.replace(form=call.form.of(operands).replace(**backward.options).abstract())
+    keeping = call.replace(form=backward.keeping(call.form.of(operands).abstract()))
     axes = _axes(keeping)[0].backward(
         backward.keeps,
         [i for i, c in enumerate(cotangents) if c is not None],

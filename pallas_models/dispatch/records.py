@@ -59,8 +59,9 @@ class Backward(Generic[F]):
         not a result of this call; `wanted` says of each operand whether its cotangent is used; `config` is a table
         to ask first or None.
       keeps: how many results of the forward pass are kept: so many of the first or, negative, of the last.
-      options: the options with which the forward pass gives these results: `{"return_lse": True}`. It then gives a
-        tuple, of which the first is the result of a call without them.
+      options: the options with which the forward pass gives these results: `{"return_lse": True}`; or
+        `options(form)`, which says so. It then gives a tuple, of which the first is the result of a call without
+        them.
       refuses: `refuses(form, target)` gives the reason why it does not serve a call; None where it does.
       preferred: `preferred(form, target)` says whether it is the fastest gradient for a call that it serves.
     """
@@ -69,9 +70,13 @@ class Backward(Generic[F]):
     call: Callable[..., Any]
     architectures: Architectures = AMPERE_ON
     keeps: int = 0
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] | Callable[[F], Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     refuses: Callable[[F, Target], str | None] = never
     preferred: Callable[[F, Target], bool] = always
+
+    def keeping(self, form: F) -> F:
+        """The call whose results are kept."""
+        return form.replace(**(self.options(form) if callable(self.options) else self.options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

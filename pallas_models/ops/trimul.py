@@ -81,10 +81,15 @@ def triangle_update(
     The gradient has kernels for up to 128 channels and hidden channels, products of 16 bits, and pairs that are
     not split. Else it is XLA's, which computes the forward pass again in float32. With `residuals="save"` the
     kernels' forward pass keeps left, right, y and the gate for it: 3 H + G numbers of `compute_dtype` for each
-    pair, G being the channels of the gate. With `"recompute"` it keeps nothing but its operands, and the gradient
-    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair, and as many more as
-    the larger of H and G, beside its results. It is the same, bit by bit, every time and with both. The gradient
-    of the mask is 0 where the mask is 0.
+    pair, G being the channels of the gate; on Hopper GPUs, with N rows in multiples of 8 and N columns in
+    multiples of 64. With `"recompute"` it keeps nothing but its operands, and the gradient computes these again.
+    With what is kept the gradient takes 4 H + G numbers for each pair, and as many more as the larger of H and G,
+    beside its results. It is the same, bit by bit, every time and with both. The gradient of the mask is 0 where
+    the mask is 0.
+
+    Devices that share pairs keep zeros instead, which nothing reads, so that a program of forward pass and
+    gradient has none of them. Where the passes are programs of their own, a device has as many zeros as pairs of
+    its own; but on Hopper GPUs, under `jax.jit` and where N is no multiple of 64, as many as there are pairs.
 
     Beside x and the result kernels take (3 H + G) P s bytes, where P is all pairs, with N in multiples of 64, and
     s the bytes of `compute_dtype`. Where `max_temporary_bytes` is less, they compute left, right and y for h of
@@ -183,7 +188,7 @@ def _forward(kernels: Callable[..., Any], keeping: Callable[..., Any]) -> Callab
         if not form.return_residuals:
             return kernels(form, **options)
         if form.is_split or backward_schedules.unsupported(form.abstract(), options["target"]):
-            return with_unread(kernels(form, **options), form)
+            return with_unread(kernels(form.replace(padded=None), **options), form)
         return keeping(form, **options)
 
     return call
@@ -225,8 +230,8 @@ def _backward(
     return [next(found) if w else None for w in wanted]
 
 
-def _gradients(backend: Literal["mosaic", "triton"], **record: Any) -> list[Backward[Form[Any]]]:
-    """The records of a backend's gradient: one for each of `RESIDUALS`."""
+def _gradients(backend: Literal["mosaic", "triton"], saving: Any, **record: Any) -> list[Backward[Form[Any]]]:
+    """The records of a backend's gradient, one for each of `RESIDUALS`, with the options of the one that saves."""
     refuses = record.pop("refuses")
 
     def refuses_unless(residuals: Residuals, form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -238,7 +243,7 @@ def _gradients(backend: Literal["mosaic", "triton"], **record: Any) -> list[Back
             refuses=functools.partial(refuses_unless, residuals),
             preferred=_prefer_kernels,
             keeps=-3 if residuals == "save" else 0,
-            options={"return_residuals": True} if residuals == "save" else {},
+            options=saving if residuals == "save" else {},
             **record,
         )
         for residuals in RESIDUALS
@@ -249,6 +254,20 @@ def _prefer_kernels(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether the gradient's kernels are faster than XLA: not in float32, which tensor cores do not multiply."""
     del target
     return form.compute_dtype.itemsize == 2
+
+
+def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
+    """Devices share items, rows and columns.
+
+    Whole tiles that are kept are not split by rows and columns of x. Devices that share these keep zeros, and
+    the rule's sum over devices adds up zeros.
+    """
+    rows, columns = ("i", "j") if form.padded is None else ("N", "N")
+    kept = ", ".join(f"b {rows} {channels} {columns}" for channels in "HGH")
+    return Sharding(
+        equation=f"b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C, {kept}",
+        over={"i": "rows_over", "j": "columns_over"},
+    )
 
 
 _OP: Op[Form[Any]] = Op(
@@ -273,21 +292,20 @@ _OP: Op[Form[Any]] = Op(
     backward=(
         *_gradients(
             "mosaic",
+            saving=backward_schedules.keeping_tiles,
             architectures=HOPPER,
             call=_backward_of(backward_schedules.mosaic_backward),
             refuses=backward_schedules.unsupported_by_mosaic,
         ),
         *_gradients(
             "triton",
+            saving={"return_residuals": True},
             call=_backward_of(backward_schedules.triton_backward),
             refuses=backward_schedules.unsupported,
         ),
         Backward(backend="xla", call=_backward),
     ),
-    sharding=Sharding(
-        equation="b i j C, b i j, C, C, C P H, P H, H, H, C G, G, H C, C -> b i j C, b i H j, b i G j, b i H j",
-        over={"i": "rows_over", "j": "columns_over"},
-    ),
+    sharding=_sharding,
 )
 
 

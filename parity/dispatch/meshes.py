@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 import weights
 from pallas_models import gpt2, minilm, ops, qwen3, trimul
+from pallas_models.kernels.schedules import trimul_backward
+from pallas_models.kernels.schedules.trimul import ROW_TILE
+from pallas_models.ops import trimul as trimul_op
 from parity import ROOT
 from parity.cases import OPS, Spread, Without
 from parity.support import pallas_patches
@@ -253,6 +256,43 @@ def loaded() -> dict[str, Any]:
     )
 
 
+@contextlib.contextmanager
+def keeping_tiles() -> Iterator[None]:
+    """The triangle update keeps whole tiles for its gradient, as it does on Hopper GPUs.
+
+    The interpreter of Mosaic's kernels does not run where XLA partitions a program.
+    """
+    op, kernels, options = trimul_op._OP, trimul_backward._triton(None), trimul_backward.keeping_tiles
+    backward = tuple(dataclasses.replace(b, options=options) if b.keeps else b for b in op.backward)
+    kernels = dataclasses.replace(kernels, forward=dataclasses.replace(kernels.forward, tile=ROW_TILE))
+    with (
+        mock.patch.object(trimul_op, "_OP", dataclasses.replace(op, backward=backward)),
+        mock.patch.object(trimul_backward, "_triton", lambda _: kernels),
+    ):
+        yield
+
+
+def in_tiles(name: str) -> dict[str, Any]:
+    """A call of the triangle update that keeps whole tiles."""
+    spread = spread_calls()[name]
+    with keeping_tiles():
+        return measured(program_of(spread, "interpret"), program_of(spread, "xla"), "jit")
+
+
+def forward_in_tiles() -> dict[str, Any]:
+    """A program of the forward pass alone, whose devices share pairs: whether what it keeps is whole tiles."""
+    program = program_of(spread_calls()["triangle_update rows"], "interpret")
+    mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(program.arrays, program.specs, strict=True)
+    ]
+    with keeping_tiles():
+        compiled = jax.jit(functools.partial(jax.vjp, program.function)).lower(*arrays).compile()
+    kept = [x for x in jax.tree.leaves(compiled(*arrays)) if x.shape[1:] in ((8, 16, 64), (8, 32, 64))]
+    errors = [float(jnp.max(jnp.abs(x))) for x in kept]
+    return dict(errors=errors, collectives=collectives(compiled.as_text()), is_spread=len(kept) == 3)
+
+
 def few_heads(num_kv_heads: int) -> dict[str, Any]:
     """Attention of projections that are spread over more devices than there are heads: those are gathered."""
     # The last axis: a part of it is what JAX cannot name.
@@ -350,6 +390,10 @@ def main() -> None:
         for (kind, name), (program, reference) in all_programs().items()
     }
     runs["loaded"] = {}, loaded
+    for name in ("batch", "rows", "rows and columns"):
+        name = f"triangle_update {name}"
+        runs[f"jit, {name}, in tiles"] = runs[f"jit, {name}"][0], functools.partial(in_tiles, name)
+    runs["forward pass in tiles"] = {"all-to-all": 16}, forward_in_tiles  # left, right and sums, in two groups
     for heads in (1, 2):
         runs[f"attention, {heads} heads of keys"] = {}, functools.partial(few_heads, heads)
     # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -207,6 +208,16 @@ def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask,
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
+@needs_jax_011
+@pytest.mark.parametrize("n, gate_after", [(13, True), (5, False)])
+def test_gradients_for_hopper_after_a_forward_pass_in_triton(n, gate_after):
+    """Which keeps what Mosaic's kernels read: whole tiles."""
+    operands, cotangent = draw(n, 64, 32, gate_after=gate_after, bias=True, batch=2)
+    options = dict(direction="outgoing", gate_after=gate_after, compute_dtype="float16")
+    found = gradients(operands, cotangent, implementation=(KERNEL, MOSAIC), **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
+
+
 @pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("backend", ["triton", pytest.param("mosaic", marks=needs_jax_011)])
 def test_products_of_two_arrays(backend, transpose):
@@ -258,9 +269,16 @@ def test_saved_and_computed_again_are_the_same(dtype, gate_after):
 
 @pytest.mark.parametrize("gate_after", [False, True])
 @pytest.mark.parametrize(
-    "residuals, implementation", [("save", "triton"), ("save", "mosaic"), ("recompute", "mosaic")]
+    "residuals, implementation, n, pairs",
+    [
+        ("save", "triton", 64, 64 * 64),
+        ("save", "triton", 70, 70 * 70),
+        ("save", "mosaic", 64, 64 * 64),
+        ("save", "mosaic", 70, 72 * 128),  # whole tiles of 8 rows and 64 columns
+        ("recompute", "mosaic", 64, 0),
+    ],
 )
-def test_what_is_kept(residuals, implementation, gate_after, n=64, c=64, h=32):
+def test_what_is_kept(residuals, implementation, n, pairs, gate_after, c=64, h=32):
     """Left, right, y and the gate in the compute dtype, or nothing: besides the operands and the result."""
     operands, _ = draw(n, c, h, gate_after=gate_after, bias=False, mask="none")
     options = dict(direction="outgoing", gate_after=gate_after, compute_dtype="bfloat16", residuals=residuals)
@@ -269,8 +287,26 @@ def test_what_is_kept(residuals, implementation, gate_after, n=64, c=64, h=32):
         out, pull = jax.eval_shape(lambda operands: jax.vjp(lambda o: f(**o), operands), operands)
     arrays = [x for x in jax.tree.leaves(pull) if x.dtype == jnp.bfloat16]
     g = c if gate_after else h
-    assert sum(x.size for x in arrays) == (0 if residuals == "recompute" else (3 * h + g) * n * n)
+    assert sum(x.size for x in arrays) == (3 * h + g) * pairs
     assert out.dtype == jnp.float32
+
+
+@needs_jax_011
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_what_is_kept_is_neither_cut_nor_filled_up(direction, n=70, c=128):
+    """From the forward pass to the gradient it has the sizes that kernels write and read."""
+    operands, cotangent = draw(n, c, c, gate_after=True, bias=False, mask="none")
+    f = functools.partial(ops.triangle_update, direction=direction, gate_after=True, compute_dtype="bfloat16")
+
+    def pulled(operands: dict[str, jax.Array], cotangent: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda operands: f(**operands), operands)
+        return out, pull(cotangent)
+
+    with cuda_device(*HOPPER):
+        lowered = jax.jit(pulled).trace(operands, cotangent).lower(lowering_platforms=("cuda",))
+    lines = [line for line in lowered.as_text().splitlines() if re.search(r"tensor<(\d+x){4}bf16>", line)]
+    assert any("optimization_barrier" in line for line in lines)
+    assert not [line for line in lines if re.search(r"stablehlo\.(dynamic_)?(slice|pad|concatenate)\b", line)]
 
 
 @pytest.mark.parametrize("implementation", [KERNEL, "xla"])

@@ -44,6 +44,8 @@ class Form(forms.Form, Generic[A]):
       residuals: whether the gradient keeps results of the forward pass or computes them again.
       return_residuals: whether what the gradient keeps is a result, too, in the compute dtype: left and right,
         scaled, (B, N, 2 H, N), the gate, (B, N, G, N), and the sums over third positions, scaled, (B, N, H, N).
+      padded: the rows and columns of what is kept, no fewer than N, also where a device has a part of x: pairs
+        beyond N count for nothing. As many as x has when None.
     """
 
     OPERANDS: ClassVar = (
@@ -85,6 +87,7 @@ class Form(forms.Form, Generic[A]):
     max_temporary_bytes: int | None = None
     residuals: Residuals = "save"
     return_residuals: bool = False
+    padded: tuple[int, int] | None = None
 
     @property
     def hidden(self) -> int:

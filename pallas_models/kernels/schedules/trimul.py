@@ -30,7 +30,7 @@ _BY_ROWS = 2048  # the largest N at which channels of a row side by side are fas
 _GROUPS = 2  # of hidden channels: one is on its way between devices while the other is multiplied
 _SENDERS = 32  # multiprocessors that are left to collectives; 16 are too few
 _STORED_FROM = 2048**2  # pairs, from which on stores of the kernels to other GPUs are measured to be faster
-_ROW_TILE = 8, 64  # rows and columns of a tile of left and right in Mosaic's products
+ROW_TILE = 8, 64  # rows and columns of a tile of left and right in Mosaic's products
 _TILE = 256  # the largest of a product: pieces of so many rows and columns need not be put together
 
 
@@ -102,7 +102,7 @@ def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, b
         project=kernels.project if project is None else project,
         multiply=functools.partial(mosaic_product.product, config=config),
         # Products copy whole tiles. The projections fill them up, if they write row by row.
-        tile=_ROW_TILE if by_rows else (1, 1),
+        tile=ROW_TILE if by_rows else (1, 1),
         norms_before=project is None,
     )
 
@@ -134,7 +134,7 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
     """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
     n, peers = form.x.shape[1], _peers(form, target)
-    by_rows = not form.is_split and (n <= _BY_ROWS or n % _ROW_TILE[1] > 0)
+    by_rows = not form.is_split and (n <= _BY_ROWS or n % ROW_TILE[1] > 0)
     kernels = mosaic_kernels(form, config, target, by_rows=by_rows)
     if peers is not None:
         kernels = dataclasses.replace(
@@ -251,9 +251,9 @@ class Update:
     def of(cls, form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool) -> Self:
         """The update of x (B, N, N, C)."""
         b, rows, columns, c = form.x.shape
-        lead, size = (b * rows, columns) if kernels.by_rows else (b, rows * columns)
-        of_matrix = rows if kernels.by_rows else 1
-        padded_rows, padded_size = (n + -n % t for n, t in zip((of_matrix, size), kernels.tile, strict=True))
+        lead, of_matrix, size = (b * rows, rows, columns) if kernels.by_rows else (b, 1, rows * columns)
+        whole_tiles = (n + -n % t for n, t in zip((of_matrix, size), kernels.tile, strict=True))
+        padded_rows, padded_size = form.padded or whole_tiles
         by_channels = ByChannels.over(form.rows_over, form.columns_over)
         form = _converted(form)
         mask, factors = form.mask, form.factors

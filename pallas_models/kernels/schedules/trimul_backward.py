@@ -19,7 +19,14 @@ from pallas_models.kernels.mosaic import trimul_output_backward as mosaic_output
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project_backward as mosaic_project
 from pallas_models.kernels.mosaic import trimul_weights_backward as mosaic_weights
-from pallas_models.kernels.schedules.trimul import Kernels, Update, batchable, mosaic_kernels, triton_kernels
+from pallas_models.kernels.schedules.trimul import (
+    ROW_TILE,
+    Kernels,
+    Update,
+    batchable,
+    mosaic_kernels,
+    triton_kernels,
+)
 from pallas_models.kernels.triton import (
     trimul_output_backward,
     trimul_output_scales,
@@ -33,12 +40,12 @@ _WIDEST = 128  # channels, and hidden channels: programs hold all of them
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps, in the compute dtype: channels between rows and columns.
+    """What the forward pass keeps, in the compute dtype: channels between the rows and columns of `Form.padded`.
 
     Attributes:
-      sides: (B, N, 2 H, N), left and right, scaled.
-      gate: (B, N, G, N).
-      y: (B, N, H, N), the sums over third positions, scaled.
+      sides: (B, N', 2 H, N''), left and right, scaled.
+      gate: (B, N', G, N'').
+      y: (B, N', H, N''), the sums over third positions, scaled.
     """
 
     sides: jax.Array
@@ -48,7 +55,7 @@ class Residuals(NamedTuple):
     @classmethod
     def unread(cls, form: Form[jax.Array]) -> Self:
         """Zeros, where the gradient is that of the reference, which reads none of them."""
-        b, rows, columns, _ = form.x.shape
+        b, rows, columns = len(form.x), *(form.padded or form.x.shape[1:3])
         channels = 2 * form.hidden, form.w_gate.shape[1], form.hidden
         return cls(*(jnp.zeros((b, rows, n, columns), form.compute_dtype) for n in channels))
 
@@ -65,6 +72,13 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
 def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `mosaic` does not serve a call; None if it does."""
     return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
+
+
+def keeping_tiles(form: Form[Any]) -> dict[str, Any]:
+    """The options of a forward pass that keeps whole tiles, as Mosaic's kernels write and read them."""
+    sizes = form.x.shape[1:3]
+    padded = tuple(n + -n % t for n, t in zip(sizes, ROW_TILE, strict=True))
+    return dict(return_residuals=True, padded=None if form.is_split or padded == sizes else padded)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,10 +172,9 @@ def _with_residuals(
     form: Form[jax.Array], kernels: Kernels, *, target: Target, interpret: bool
 ) -> tuple[jax.Array, Residuals]:
     """The update of x (B, N, N, C), and what the gradient keeps."""
-    update, n = Update.of(form, kernels, target=target, interpret=interpret), form.x.shape[1]
+    update = Update.of(form, kernels, target=target, interpret=interpret)
     found = _residuals(update)
-    out = update.finish(_end(update, found)).reshape(form.x.shape)
-    return out, jax.tree.map(lambda a: a[:, :n, :, :n], found)
+    return update.finish(_end(update, found)).reshape(form.x.shape), found
 
 
 def _residuals(update: Update) -> Residuals:
@@ -175,14 +188,6 @@ def _residuals(update: Update) -> Residuals:
     sides = sides.reshape(b, rows, 2 * h, -1)
     gate = gate[:, : projection.gates].reshape(b, rows, projection.gates, -1)
     return Residuals(sides=sides, gate=gate, y=update.multiply(sides, h))
-
-
-def _filled_up(update: Update, kept: list[jax.Array]) -> Residuals:
-    """What was kept with as many rows and columns as the kernels make, 0 where there were none."""
-    _, n, _ = update.shape
-    rows, columns = update.projection.padded_rows, update.projection.result[1]
-    widths = (0, 0), (0, rows - n), (0, 0), (0, columns - n)
-    return Residuals(*(jnp.pad(x, widths) if (rows, columns) != (n, n) else x for x in kept))
 
 
 def _end(update: Update, found: Residuals) -> Output[jax.Array]:
@@ -207,7 +212,7 @@ def _gradient(
     """The cotangents of the operands, from what was kept or, where that is nothing, from the operands alone."""
     where: dict[str, Any] = dict(target=target, interpret=interpret)
     update = Update.of(form, kernels.forward, **where)
-    found = _filled_up(update, kept) if kept else _residuals(update)
+    found = Residuals(*kept) if kept else _residuals(update)
     end = _end(update, found)
     dout = _in_rows(dout)
     of_output = trimul_output_scales.scales(end, dout, **where)
