@@ -207,7 +207,7 @@ def reference(form: Form[jax.Array]) -> Any:
     y = _half_precision.einsum(equation, form.x, form.w, precision=form.precision, acc_dtype=form.acc_dtype)
     out, y = finish(y.astype(jnp.float32), form.bias, form.residual, form.activation)
     out = out.astype(form.out_dtype)
-    return (out, y.astype(form.x.dtype)) if form.return_preactivation else out
+    return (out, y.astype(form.dtype)) if form.return_preactivation else out
 
 
 def finish(
@@ -234,7 +234,7 @@ def _contracted(call: Callable[[Form[jax.Array]], jax.Array], total: Total, form
     product = form.replace(bias=None, residual=None, activation=None, return_preactivation=False)
     out, y = finish(total(call(product)).astype(jnp.float32), form.bias, form.residual, form.activation)
     out = out.astype(form.out_dtype)
-    return (out, y.astype(form.x.dtype)) if form.return_preactivation else out
+    return (out, y.astype(form.dtype)) if form.return_preactivation else out
 
 
 def _can_store(total: Total, form: Form[jax.Array]) -> bool:

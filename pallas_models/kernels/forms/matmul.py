@@ -48,6 +48,11 @@ class Form(forms.Form, Generic[A]):
     return_preactivation: bool = False
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype in which operands are multiplied, and what the activation is applied to is kept."""
+        return self.x.dtype
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """M, N and K."""
         (m, k), n = self.x.shape, self.w.shape[0 if self.transpose_w else 1]

@@ -166,7 +166,7 @@ def matmul(
         form = form.replace(w=form.w.T, transpose_w=False)
     (m, n, k), x, out_dtype = form.sizes, form.x, form.out_dtype
     config = _choose(form, config, target, slope=slope, peers=peers)
-    kept_dtype = x.dtype if form.return_preactivation else None
+    kept_dtype = form.dtype if form.return_preactivation else None
     epilogue = _Epilogue(form.abstract(), config, slope, peers)
 
     def rows(tile: Tile) -> pl.Slice:
@@ -215,7 +215,7 @@ def _choose(
 ) -> Config:
     """The config of a call: what is given, else what a table or the heuristic has for its shape."""
     (m, n, k), x, out_dtype = form.sizes, form.x, form.out_dtype
-    kept = x.dtype if form.return_preactivation else None
+    kept = form.dtype if form.return_preactivation else None
     stored: dict[str, Any] = dict(out_dtype=out_dtype, residual=form.residual is not None, preactivation=kept)
     does: dict[str, Any] = dict(
         activation=form.activation is not None, slope=slope is not None, peers=peers is not None
@@ -271,7 +271,7 @@ class _Epilogue:
         """The place through which the values before the activation leave."""
         if not self.form.return_preactivation:
             return None
-        return Staging.of(self.config, self.config.block_n, self.form.x.dtype)
+        return Staging.of(self.config, self.config.block_n, self.form.dtype)
 
     @property
     def num_copies(self) -> int:

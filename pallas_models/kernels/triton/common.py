@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models import _jax
@@ -114,7 +115,8 @@ def load(view: Ref, mask: jax.Array | None = None, *, eviction_policy: str | Non
     """Loads what `view`, a `ref.at[...]`, points at; 0 where `mask`, broadcast to its shape, is False."""
     if mask is None:
         return plgpu.load(view, eviction_policy=eviction_policy)
-    return plgpu.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0, eviction_policy=eviction_policy)
+    zero = np.zeros((), view.dtype)  # Triton does not cast an integer to every dtype
+    return plgpu.load(view, mask=jnp.broadcast_to(mask, view.shape), other=zero, eviction_policy=eviction_policy)
 
 
 def store(

@@ -199,7 +199,7 @@ def _choose_config(form: Form[jax.Array], config: Config | Chooser | None, targe
     Raises:
       ValueError: `config` is not one of that algorithm.
     """
-    (m, n, k), dtype, algorithm, residual = form.sizes, form.x.dtype, form.algorithm, form.residual is not None
+    (m, n, k), dtype, algorithm, residual = form.sizes, form.dtype, form.algorithm, form.residual is not None
     variant = {"batch": form.batch} if form.batch > 1 else {}
     if form.transpose_w:
         variant["transpose_w"] = 1
@@ -261,7 +261,7 @@ def matmul(form: Form[jax.Array], *, config: Config | Chooser | None, target: Ta
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((m, n), form.out_dtype),
-            jax.ShapeDtypeStruct((m, n), x.dtype) if form.return_preactivation else None,
+            jax.ShapeDtypeStruct((m, n), form.dtype) if form.return_preactivation else None,
         ),
         grid=(num_tiles(config, m, n),),
         num_warps=config.num_warps,
