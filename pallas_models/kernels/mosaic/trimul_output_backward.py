@@ -124,7 +124,7 @@ def _prepared(form: Output[jax.Array], scales: jax.Array | None) -> tuple[jax.Ar
         return form.w, numbers, jnp.stack([scale, shift])
     w = w * scale[:, None]
     by = trimul_scales.powers_of_two(jnp.max(jnp.abs(w))) if is_half else ones[0]
-    out = jnp.matmul(shift, form.w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    out = jnp.sum(shift[:, None] * form.w.astype(jnp.float32), axis=0)
     out = out if form.bias is None else out + form.bias
     numbers = Numbers(epsilon, of_product, of_y * (y_scale / by), of_gate / by, ones[0])
     return (w * by).astype(dtype), numbers, (out * of_gate)[None]
@@ -138,7 +138,7 @@ def _finished(
     db, of_norm = db[:, 0], [total[:, i] / numbers.of_norm for total in of_norm for i in range(2)]
     if form.gate_after:
         w, scale, shift = (a.astype(jnp.float32) for a in (form.w, form.scale, form.shift))
-        of_norm = [jnp.sum(w * dw, axis=1), jnp.matmul(w, db, precision=jax.lax.Precision.HIGHEST)]
+        of_norm = [jnp.sum(w * dw, axis=1), jnp.sum(w * db, axis=1)]
         dw = scale[:, None] * dw + shift[:, None] * db
     return OfEnd(
         y=dy, gate=dgate, w=dw, scale=of_norm[0], shift=of_norm[1], bias=None if form.bias is None else db
