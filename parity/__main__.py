@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -191,7 +191,7 @@ def _property(case: ElementTree.Element, name: str) -> str | None:
     return values[0] if values else None
 
 
-def fewer(workers: int, usable: float, cases: Sequence[ElementTree.Element]) -> int:
+def fewer(workers: int, usable: float, cases: Iterable[ElementTree.Element]) -> int:
     """In how many processes tests run again that lacked memory: as many as have room for the largest.
 
     How much a test takes is known where it said so before it began. If none did, a quarter of the processes run
@@ -235,14 +235,14 @@ def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str])
             status = run_step(step, folder)
             seconds = time.monotonic() - started
             paths.append(folder / f"{step.name}.xml")
-            lacking = [case for case in outcomes(paths).values() if needs_memory(case)]
-            tests = [needs_memory(case) or "" for case in lacking]
+            lacking = {name: case for case in outcomes(paths).values() if (name := needs_memory(case))}
+            tests = list(lacking)
             lines.append(said(step, status, f"{seconds:.0f} s, workers: {workers}", folder))
             code = code or int(status != 0)
             if not tests or workers == 1:
                 break
             lines[-1] += f"; {len(tests)} tests need more memory"
-            workers = fewer(workers, memory.usable, lacking)
+            workers = fewer(workers, memory.usable, lacking.values())
     (folder / "slowest.txt").write_text(slowest(paths), encoding="utf-8")
     used = f"at most {most.bytes / GB:.1f} GB of the GPU in use, {memory.usable / GB:.1f} GB to be used"
     return code or int(bool(tests) and memory.usable >= ENOUGH), [*lines, counts(paths), used]

@@ -137,6 +137,7 @@ def keep_whole_programs() -> None:
         if not key or cache.eviction_enabled:  # which takes a lock
             put(cache, key, value)
         elif not os.path.exists(path):
+            # Not by `files.write`, which each time waits for the disk and lists the folder.
             part = f"{path}.{os.getpid()}.{threading.get_ident()}"
             with open(part, "wb") as file:
                 file.write(value)

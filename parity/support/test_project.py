@@ -36,9 +36,6 @@ def test_forms_are_found():
 
 
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "SECURITY.md", "docs/glossary.md"])
-def test_pages_name_what_exists(name):
-    text = (ROOT / name).read_text()
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (ROOT / name).parent.joinpath(link).exists(), link
-    for module in re.findall(r"`(pallas_models(?:\.\w+)*|weights)`", text):
+def test_pages_name_modules_that_exist(name):
+    for module in re.findall(r"`(pallas_models(?:\.\w+)*|weights)`", (ROOT / name).read_text()):
         assert (ROOT / module.replace(".", "/")).exists() or (ROOT / f"{module.replace('.', '/')}.py").exists()
