@@ -1,9 +1,9 @@
 """`python -m parity mutate`: do the tests notice when something is broken?
 
 It applies the breaks of `parity/support/mutants.txt`, one after another, to a copy of the project and runs the
-tests that each break names. A mutant lives if its tests pass; it is not tried where all of them are skipped, as on a
-version of JAX without the kernel's backend. The exit code is 0 if no mutant lives, 1 if one does, and 2 if tests fail
-on the unbroken copy.
+tests that each break names. A mutant lives if its tests pass. It is not tried where they are all skipped, as on a
+version of JAX without the kernel's backend. The exit code is 0 if no mutant lives, 1 if one does, and 2 if tests
+fail on the unbroken copy.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _OUTPUTS = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The fate of a mutant: tests that fail `killed` it, or it `lives`, or its tests `cannot run` or are `skipped`."""
+    """The fate of a mutant: tests `killed` it, or it `lives`, or its tests `cannot run` or are all `skipped`."""
 
     mutant: Mutant
     state: str
