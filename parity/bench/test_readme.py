@@ -23,7 +23,7 @@ EXAMPLES = [
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_bytes()) < 15_000
+    assert len((ROOT / "README.md").read_bytes()) <= 12_000
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
@@ -70,7 +70,7 @@ def test_examples_run(monkeypatch, tmp_path, code):
 def test_every_op_and_model_is_listed():
     from pallas_models import ops
 
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("operations.md", "models.md"))
     operations = {name for name in ops.__all__ if callable(getattr(ops, name)) and name[0].islower()}
     helpers = {"rotary_table", "segment_ids_from_cu_seqlens", "stack_gate_up", "unstack_gate_up", "zigzag_order"}
     assert not [name for name in sorted(operations - helpers) if f"`{name}`" not in text]
