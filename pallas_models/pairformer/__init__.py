@@ -45,7 +45,7 @@ from pallas_models.pairformer.blocks import (
     PairformerConfig,
 )
 from pallas_models.pairformer.msa import Normalization, OuterProductConfig, OuterProductMean, PairAveraging
-from pallas_models.pairformer.transition import Transition, TransitionConfig
+from pallas_models.pairformer._transition import Transition, TransitionConfig
 
 __all__ = [
     "MSA_MODULE",

@@ -25,7 +25,7 @@ from pallas_models.pairformer.attention import (
     check_sequences,
 )
 from pallas_models.pairformer.msa import OuterProductConfig, OuterProductMean, PairAveraging
-from pallas_models.pairformer.transition import Transition, TransitionConfig
+from pallas_models.pairformer._transition import Transition, TransitionConfig
 from pallas_models.trimul import TriMul, TriMulConfig
 
 
