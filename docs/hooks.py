@@ -40,8 +40,8 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     here = page.file.src_uri if page.file.src_uri in OUTSIDE else f"docs/{page.file.src_uri}"
     if page.file.src_uri == "benchmarks.md":
-        markdown = markdown.replace("<!-- summary -->", SUMMARY.search((ROOT / "README.md").read_text("utf-8"))[1])
-        markdown = markdown.replace("](bench/", "](../bench/")
+        summary = SUMMARY.search((ROOT / "README.md").read_text("utf-8"))[1]
+        markdown = markdown.replace("<!-- summary -->", summary.replace("](bench/", "](../bench/"))
     return LINK.sub(lambda link: _link(link, here, files), markdown)
 
 
