@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: pages that lie outside of docs/, notebooks, and links as GitHub reads them."""
+"""What mkdocs does not do by itself: pages outside of docs/, notebooks, and links as GitHub reads them."""
 
 import json
 import posixpath
@@ -64,7 +64,7 @@ def _markdown(cell):
     if cell["cell_type"] == "markdown":
         return source
     printed = "".join(line for output in cell["outputs"] for line in output["text"])
-    return f"```python\n{source}\n```\n" + (f'\n```{{ .text .printed }}\n{printed}```\n' if printed else "")
+    return f"```python\n{source}\n```\n" + (f"\n```{{ .text .printed }}\n{printed}```\n" if printed else "")
 
 
 def _link(link, here, files):

@@ -14,6 +14,7 @@ from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.trimul import Residuals
 from pallas_models.pairformer._numerics import Options
+from pallas_models.pairformer._transition import Transition, TransitionConfig
 from pallas_models.pairformer.attention import (
     AttentionConfig,
     AttentionPairBias,
@@ -25,7 +26,6 @@ from pallas_models.pairformer.attention import (
     check_sequences,
 )
 from pallas_models.pairformer.msa import OuterProductConfig, OuterProductMean, PairAveraging
-from pallas_models.pairformer._transition import Transition, TransitionConfig
 from pallas_models.trimul import TriMul, TriMulConfig
 
 

@@ -11,7 +11,7 @@ from pallas_models import qwen3
 from parity import ROOT
 from parity.support.common import ON_GPU
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "bench/NOTES.md")]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
