@@ -26,6 +26,11 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) < 15_000
 
 
+def slug(heading):
+    """The anchor that GitHub and mkdocs give a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8"))
@@ -37,7 +42,7 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
         headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+        assert not anchor or anchor in map(slug, headings), link
 
 
 @pytest.mark.parametrize("code", EXAMPLES)

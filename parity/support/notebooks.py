@@ -1,7 +1,7 @@
 """Runs the code of a notebook without Jupyter: `python -m parity.support.notebooks PATH [--write]`.
 
-Cells run in turn in one namespace. What they print goes to standard output as a list of JSON, one text a code cell;
-`--write` keeps it in the notebook, where the site shows it.
+Cells run in turn in one namespace. What they print goes to standard output as a list of JSON, a text for each
+code cell; `--write` keeps it in the notebook, where the site shows it.
 """
 
 import contextlib
