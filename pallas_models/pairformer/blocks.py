@@ -126,6 +126,7 @@ MSA_MODULE = EvoformerConfig(
     outer_product_first=True,
     num_layers=4,
 )
+"""The sizes of AlphaFold 3's MSA module."""
 
 
 class _PairBlock(nnx.Module):

@@ -36,7 +36,7 @@ from parity.support import notebooks
 DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
 # Names of types do not know the module that defines them.
-ALIASES = {"Params": "pallas_models.bert", "Precision": "pallas_models.sentence.quantization"}
+ALIASES = {"Params": "pallas_models._modules.Params", "Precision": "pallas_models.sentence.quantization"}
 MODULES = ["weights", *(f"pallas_models.{name}" for name in pallas_models.__all__)]
 
 
