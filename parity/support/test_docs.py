@@ -1,6 +1,7 @@
 """The site of the documentation: its menu and its reference are complete, its notebooks and tables true."""
 
 import ast
+import gzip
 import importlib
 import inspect
 import itertools
@@ -192,6 +193,16 @@ def test_what_one_moves_to_exists(code):
 
 def test_there_are_calls_to_move_to():
     assert len(calls()) > 30
+
+
+def test_benchmarks_name_the_commits_that_were_measured():
+    rows = re.findall(r"^\| ([0-9a-f]{7}) \| (.+) \|$", (DOCS / "benchmarks.md").read_text("utf-8"), re.MULTILINE)
+    told = {name: commit for commit, names in rows for name in re.findall(r"`([\w-]+)`", names)}
+    measured = {}
+    for path in (ROOT / "bench/results/nvidia-h200").glob("*.json.gz"):
+        commit = json.loads(gzip.decompress(path.read_bytes()))["environment"]["commit"]
+        measured[path.name.removesuffix(".json.gz")] = commit[:7]
+    assert told == measured
 
 
 _CONFIG = gpt2.GPT2Config(
