@@ -11,7 +11,7 @@ from pallas_models import qwen3
 from parity import ROOT
 from parity.support.common import ON_GPU
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "bench/NOTES.md")]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
@@ -26,6 +26,11 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 12_000
 
 
+def slug(heading):
+    """The anchor that GitHub and mkdocs give a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8"))
@@ -37,7 +42,7 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
         headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+        assert not anchor or anchor in map(slug, headings), link
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
