@@ -9,19 +9,12 @@ import jax.numpy as jnp
 
 from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.rows import Blocks, Config, configs, threads_of_row
+from pallas_models.kernels.mosaic.common.rows import LONGEST_HELD, Blocks, Config, configs, heuristic
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_LONGEST = 65536  # columns that threads hold
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _LOG2_E = math.log2(math.e)
-
-
-def heuristic(n: int, itemsize: int) -> Config:
-    """Chooses 32 elements a thread, or 64 where a whole CTA shares a row."""
-    threads = threads_of_row(n, itemsize, 32)
-    return Config(threads=threads, block_n=min(n, _LONGEST), warpgroups=max(threads // 128, 1))
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -30,8 +23,8 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     n = form.x.shape[1]
     if form.algorithm == "naive":
         return "takes algorithm 'online', 'fused' or None, not 'naive'"
-    if form.algorithm == "fused" and n > _LONGEST:
-        return f"holds rows of up to {_LONGEST} columns with algorithm='fused', not {n}"
+    if form.algorithm == "fused" and n > LONGEST_HELD:
+        return f"holds rows of up to {LONGEST_HELD} columns with algorithm='fused', not {n}"
     return None
 
 

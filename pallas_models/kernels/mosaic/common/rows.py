@@ -29,6 +29,8 @@ _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
 _WARP, _WARPGROUP, _MOST_THREADS = 32, 128, 1024
 _VECTOR_BYTES = 16  # that a thread loads at once
+_HELD = 32  # elements of a row in a thread: a CTA of 1024 threads has 64 registers for each
+LONGEST_HELD = _MOST_THREADS * _HELD  # columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +62,13 @@ def vector_length(n: int, dtype: DTypeLike) -> int:
     return math.gcd(n, _VECTOR_BYTES // jnp.dtype(dtype).itemsize)
 
 
-def threads_of_row(n: int, dtype: DTypeLike, elements: int) -> int:
-    """The least power of two of threads that have `elements` of a row, or fewer, each; each loads something."""
+def heuristic(n: int, dtype: DTypeLike) -> Config:
+    """Chooses 32 elements a thread, of rows up to 32768 columns, which are held; longer ones are walked, 16 a thread."""
+    if n > LONGEST_HELD:
+        return Config(threads=512, block_n=8192, warpgroups=4)
     vectors = pl.cdiv(n, vector_length(n, dtype))
-    threads = pl.next_power_of_2(pl.cdiv(n, elements))
-    return min(threads, pl.next_power_of_2(vectors), _MOST_THREADS)
+    threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(vectors))
+    return Config(threads=threads, block_n=n, warpgroups=max(threads // _WARPGROUP, 1))
 
 
 def configs(m: int, n: int, dtype: DTypeLike) -> Iterator[Config]:
