@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import iota
-from pallas_models.kernels.mosaic.common.rows import Blocks, Config, configs, heuristic
+from pallas_models.kernels.mosaic.common.row_config import Config, configs, heuristic
+from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -79,10 +80,10 @@ class _Rows:
         """Norm of long rows, which are read twice, block by block.
 
         The first time for the statistics, by Welford's method: each place of a block keeps a mean and a sum of
-        squared deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where the
-        mean is far from 0.
+        squared deviations of its own, and they are merged at the end. Sums of squares about 0 would cancel where
+        the mean is far from 0.
         """
-        blocks, means = self.blocks, ()
+        blocks = self.blocks
 
         def add(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             own, squares = carry
@@ -96,6 +97,7 @@ class _Rows:
             return squares + y * y
 
         zeros = blocks.full(0.0)
+        means: tuple[jax.Array, ...] = ()
         if self.form.subtract_mean:
             own, squares = jax.lax.fori_loop(0, blocks.steps, add, (zeros, zeros))
             counts = self.counts()

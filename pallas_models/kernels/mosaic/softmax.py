@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.rows import LONGEST_HELD, Blocks, Config, configs, heuristic
+from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
+from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -35,7 +35,7 @@ class _Rows:
         self.refs, self.blocks, self.form, self.i = refs, blocks, form, blocks.place()
 
     def read(self, step: jax.Array | int) -> tuple[jax.Array, jax.Array | None]:
-        """The block of a step, scaled, in float32, -inf where it is masked or past the end of a row; and the mask."""
+        """The block of a step, scaled, in float32, -inf where it is masked or past the end; and the mask."""
         blocks, j = self.blocks, self.blocks.column(step)
         y = blocks.load(self.refs.x, self.i, j).astype(jnp.float32)
         if self.form.scale != 1.0:
@@ -67,8 +67,8 @@ class _Rows:
     def walk(self) -> None:
         """Softmax of long rows, which are read twice, block by block: for maximum and sum, and to write.
 
-        Each place of a block keeps a maximum and a sum of its own. The new maximum is either the old one or the new
-        value, so that one exponential of their distance rescales the sum or is added to it. The first maximum is
+        Each place of a block keeps a maximum and a sum of its own. The new maximum is either the old one or the
+        new value: one exponential of their distance rescales the sum or is added to it. The first maximum is
         finite, so that its distance to -inf is infinite and not NaN.
         """
         blocks = self.blocks
