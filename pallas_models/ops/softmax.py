@@ -16,6 +16,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.softmax import ALGORITHMS, Algorithm, Form
 from pallas_models.kernels.mosaic import softmax as mosaic
 from pallas_models.kernels.mosaic import softmax_backward as mosaic_backward
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
@@ -147,7 +148,7 @@ _OP: Op[Form[Any]] = Op(
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),
         Kernel(
             backend="mosaic",
-            architectures=AMPERE_ON,
+            architectures=PORTABLE,
             call=mosaic.softmax,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
@@ -155,7 +156,7 @@ _OP: Op[Form[Any]] = Op(
     ),
     backward=(
         Backward(backend="triton", call=softmax_backward, keeps=1),
-        Backward(backend="mosaic", call=mosaic_backward.softmax_backward, keeps=1),
+        Backward(backend="mosaic", architectures=PORTABLE, call=mosaic_backward.softmax_backward, keeps=1),
     ),
     sharding=_sharding,
 )

@@ -35,9 +35,7 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{__name__}: {name}={getattr(self, name)} must be positive")
         if self.warpgroups > _MOST_THREADS // WARPGROUP:
-            raise ValueError(
-                f"{__name__}: warpgroups={self.warpgroups} must be {_MOST_THREADS // WARPGROUP} or fewer"
-            )
+            raise ValueError(f"{__name__}: warpgroups={self.warpgroups} must be 8 or fewer")
         if self.threads > WARPGROUP and self.threads != self.warpgroups * WARPGROUP:
             raise ValueError(f"{self}: rows of over {WARPGROUP} threads take all warpgroups of a CTA")
 
@@ -63,6 +61,7 @@ def configs(m: int, n: int, dtype: DTypeLike) -> Iterator[Config]:
         block_n, is_alone = threads * elements, threads <= WARPGROUP
         if warpgroups not in ((1, 2) if is_alone else (threads // WARPGROUP,)) or rows * elements > 64:
             continue
-        least = max(n, threads * vector_length(n, dtype))  # half as many threads would do for less
-        if block_n < 2 * least and (block_n >= n or not is_alone) and rows * WARPGROUP * warpgroups <= m * threads:
+        least = max(n, threads * vector_length(n, dtype), 8)  # of which a half is too few
+        few = rows * warpgroups == 1 or rows * WARPGROUP * warpgroups <= m * threads
+        if block_n < 2 * least and (block_n >= n or not is_alone) and few:
             yield Config(threads=threads, block_n=min(block_n, n), rows=rows, warpgroups=warpgroups)
