@@ -18,6 +18,8 @@ else:
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
+_LOAD, _STORE = "ld.global", "st.global"
+
 
 class _Thread:
     """What a thread has of block (i, j): its rows and its columns, which it has in vectors."""
@@ -118,7 +120,7 @@ def _load_vector(kind: Any, num_bytes: int, pointer: Any, is_inside: Any) -> Any
     zeros = "" if is_inside is None else "".join(f"mov.b{max(bits, 16)} ${k}, 0;" for k in range(count))
     guard = "" if is_inside is None else f"@${count + 1} "
     text = zeros + "".join(
-        f"{guard}ld.global{size}.b{bits} {names}, [${count} + {4 * first}];"
+        f"{guard}{_LOAD}{size}.b{bits} {names}, [${count} + {4 * first}];"
         for first, size, names in _moves(count)
     )
     operands, constraints = [pointer], [f"=&{letter}"] * count + ["l"]
@@ -169,7 +171,7 @@ def _store_vector(vector: Any, num_bytes: int, pointer: Any, is_inside: Any) -> 
         words = [inline.item(together, k) for k in range(count)]
     guard = "" if is_inside is None else f"@${count + 1} "
     text = "".join(
-        f"{guard}st.global{size}.b{bits} [${count} + {4 * first}], {names};"
+        f"{guard}{_STORE}{size}.b{bits} [${count} + {4 * first}], {names};"
         for first, size, names in _moves(count)
     )
     constraints = [{32: "r"}.get(bits, "h")] * count + ["l"] + ([] if is_inside is None else ["b"])
