@@ -24,8 +24,10 @@ WAYS = [
     Config(threads=128, block_n=256, rows=2),
     Config(threads=256, block_n=128, warpgroups=2),
     Config(threads=512, block_n=512, warpgroups=4),
+    Config(threads=4, block_n=16, keep=True),  # held in steps
+    Config(threads=256, block_n=16, warpgroups=2, keep=True),
 ]
-every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}")
+every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}{c.keep * '-kept'}")
 NAMES = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 
 
@@ -80,29 +82,29 @@ def test_every_way(name, shape, config):
         ("float16", 0.0, 1e4, 8e-4),  # squares beyond float16
     ],
 )
-@pytest.mark.parametrize("block_n", [384, 64], ids=["held", "walked"])
-def test_hard_inputs(reference, dtype, shift, scale, tolerance, block_n):
+@pytest.mark.parametrize("block_n, keep", [(384, False), (64, True), (64, False)], ids=["held", "kept", "walked"])
+def test_hard_inputs(reference, dtype, shift, scale, tolerance, block_n, keep):
     x = normal(np.random.default_rng(3), 5, 384, dtype=dtype, shift=shift, scale=scale)
     _, weight, bias, _ = operands((1, 384), dtype)
     options = dict(epsilon=1e-12)
-    config = Config(threads=16, block_n=block_n)
+    config = Config(threads=16, block_n=block_n, keep=keep)
     out = compiled.layer_norm(x, weight, bias, config=config, implementation=ROWS, **options)
     assert_close(out, reference.compute(reference.layer_norm, x, weight, bias, **options), tolerance)
 
 
-@pytest.mark.parametrize("block_n", [512, 128], ids=["held", "walked"])
-def test_rows_that_vary_less_than_their_mean_is_rounded(block_n):
+@pytest.mark.parametrize("block_n, keep", [(512, False), (64, True), (128, False)], ids=["held", "kept", "walked"])
+def test_rows_that_vary_less_than_their_mean_is_rounded(block_n, keep):
     """As in Triton: constant rows give the bias, 1000 +- 0.01 unit variance."""
     rng = np.random.default_rng(11)
     scale, bias = normal(rng, 300, shift=1.0, scale=0.3), normal(rng, 300)
-    config = Config(threads=8, block_n=block_n)
+    config = Config(threads=8, block_n=block_n, keep=keep)
     f = functools.partial(compiled.layer_norm, config=config, epsilon=1e-12, implementation=ROWS)
     constant = jax.numpy.full((2, 300), 1.2345678, "float32")
     np.testing.assert_allclose(float64(f(constant, scale, bias)), np.broadcast_to(bias, (2, 300)), atol=1e-6)
     x = normal(rng, 4, 300, shift=1000.0, scale=0.01)
     d = float64(x) - float64(x).mean(-1, keepdims=True)
     expected = d / np.sqrt(np.square(d).mean(-1, keepdims=True) + 1e-12) * float64(scale) + float64(bias)
-    assert_close(f(x, scale, bias), expected, LONG if block_n > 300 else WELFORD)
+    assert_close(f(x, scale, bias), expected, LONG if keep or block_n > 300 else WELFORD)
 
 
 @NAMES

@@ -37,7 +37,7 @@ def walking(refs: Refs, blocks: Blocks) -> None:
     for step in range(blocks.steps):
         j = blocks.column(step)
         y = blocks.load(refs.x, i, j).astype(jnp.float32) + blocks.load(refs.vector, i, j)
-        y = jnp.where(blocks.load(refs.where, i, j, REPEAT) != 0, y, 0.0)
+        y = jnp.where(blocks.load(refs.where, i, j, REPEAT) != 0, blocks.again(y), 0.0)
         inside = blocks.inside(j)
         if inside is not None:
             y = jnp.where(inside, y, 0.0)
@@ -130,6 +130,7 @@ def test_threads_hold_what_registers_have_room_for(n, dtype):
     assert found and len(found) == len(set(found))
     for config in found:
         assert Blocks.of(config, x).columns * Blocks.of(config, x).vector * config.rows <= 128
+        assert not config.keep or config.rows * n * x.dtype.itemsize <= 128 * config.threads
 
 
 def calls() -> dict[str, tuple[Any, ...]]:

@@ -38,9 +38,15 @@ WAYS = [
     Config(threads=128, block_n=256, rows=2),
     Config(threads=256, block_n=128, warpgroups=2),
     Config(threads=512, block_n=512, warpgroups=4),
+    Config(threads=4, block_n=16, keep=True),  # held in steps
+    Config(threads=256, block_n=16, warpgroups=2, keep=True),
 ]
-every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}")
-HELD_AND_WALKED = pytest.mark.parametrize("config", [None, Config(threads=4, block_n=16)], ids=["held", "walked"])
+every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}{c.keep * '-kept'}")
+HELD_AND_WALKED = pytest.mark.parametrize(
+    "config",
+    [None, Config(threads=4, block_n=16, keep=True), Config(threads=4, block_n=16)],
+    ids=["held", "kept", "walked"],
+)
 softmax = functools.partial(compiled.softmax, implementation=ROWS)
 
 

@@ -10,7 +10,7 @@ from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import iota
 from pallas_models.kernels.mosaic.common.row_config import Config, configs, heuristic
-from pallas_models.kernels.mosaic.common.rows import Blocks
+from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -20,14 +20,12 @@ class _Rows:
 
     def __init__(self, refs: Refs, blocks: Blocks, form: Form[jax.Array]) -> None:
         self.refs, self.blocks, self.form, self.i = refs, blocks, form, blocks.place()
+        self.reader = Reader(blocks, self.i, refs.x, refs.residual)
 
     def read(self, step: jax.Array | int) -> jax.Array:
         """The sum that is normalised, in the block of a step; 0 past the end of a row."""
-        blocks, j = self.blocks, self.blocks.column(step)
-        y = blocks.load(self.refs.x, self.i, j).astype(jnp.float32)
-        if self.refs.residual is not None:
-            y += blocks.load(self.refs.residual, self.i, j).astype(jnp.float32)
-        return y
+        x, *residual = self.reader.read(step)
+        return x + residual[0] if residual else x
 
     def kept(self, step: jax.Array | int, d: jax.Array) -> jax.Array:
         """Deviations from the mean, 0 past the end of a row."""
@@ -64,17 +62,20 @@ class _Rows:
 
     def hold(self) -> None:
         """Norm of rows that threads hold."""
-        y = self.read(0)
+        steps = range(self.blocks.steps)
         means: tuple[jax.Array, ...] = ()
         if self.form.subtract_mean:
-            mean = self.mean(0, y)
-            d = self.kept(0, y - self.blocks.spread(mean))
+            mean = self.mean(0, sum_of(self.read(step) for step in steps))
+            deviations = (self.kept(step, self.read(step) - self.blocks.spread(mean)) for step in steps)
+            d, squares = map(sum_of, zip(*((d, d * d) for d in deviations), strict=True))
             rest = self.mean(1, d)  # the error of the rounded mean: it counts in rows that vary less
             means = mean, rest
-            variance = jnp.maximum(self.mean(2, d * d) - rest * rest, 0.0)
+            variance = jnp.maximum(self.mean(2, squares) - rest * rest, 0.0)
         else:
-            variance = self.mean(0, y * y)
-        self.write(0, y, means, self.invert(variance, *means))
+            variance = self.mean(0, sum_of(jnp.square(self.read(step)) for step in steps))
+        factor = self.invert(variance, *means)
+        for step in steps:
+            self.write(step, self.read(step), means, factor)
 
     def walk(self) -> None:
         """Norm of long rows, which are read twice, block by block.
@@ -129,7 +130,7 @@ class _Rows:
 
 def _norm(refs: Refs, blocks: Blocks, form: Form[jax.Array]) -> None:
     rows = _Rows(refs, blocks, form)
-    if blocks.steps == 1:
+    if blocks.are_held:
         rows.hold()
     else:
         rows.walk()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
-from pallas_models.kernels.mosaic.common.rows import Blocks
+from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -33,11 +33,12 @@ class _Rows:
 
     def __init__(self, refs: Refs, blocks: Blocks, form: Form[jax.Array]) -> None:
         self.refs, self.blocks, self.form, self.i = refs, blocks, form, blocks.place()
+        self.reader = Reader(blocks, self.i, refs.x)
 
     def read(self, step: jax.Array | int) -> tuple[jax.Array, jax.Array | None]:
         """The block of a step, scaled, in float32, -inf where it is masked or past the end; and the mask."""
         blocks, j = self.blocks, self.blocks.column(step)
-        y = blocks.load(self.refs.x, self.i, j).astype(jnp.float32)
+        (y,) = self.reader.read(step)
         if self.form.scale != 1.0:
             y *= self.form.scale
         if self.refs.where is None:
@@ -60,9 +61,13 @@ class _Rows:
 
     def hold(self) -> None:
         """Softmax of rows that threads hold."""
-        y, valid = self.read(0)
-        e = self.exp(y, self.blocks.spread(self.blocks.reduce(self.refs, 0, "max", y)))
-        self.write(0, e, valid, self.blocks.reduce(self.refs, 1, "add", e))
+        blocks, steps = self.blocks, range(self.blocks.steps)
+        peaks = functools.reduce(jnp.maximum, (self.read(step)[0] for step in steps))
+        peak = blocks.spread(blocks.reduce(self.refs, 0, "max", peaks))
+        total = blocks.reduce(self.refs, 1, "add", sum_of(self.exp(self.read(step)[0], peak) for step in steps))
+        for step in steps:
+            y, valid = self.read(step)
+            self.write(step, self.exp(y, peak), valid, total)
 
     def walk(self) -> None:
         """Softmax of long rows, which are read twice, block by block: for maximum and sum, and to write.
@@ -95,7 +100,7 @@ class _Rows:
 
 def _softmax(refs: Refs, blocks: Blocks, form: Form[jax.Array]) -> None:
     rows = _Rows(refs, blocks, form)
-    if blocks.steps == 1:
+    if blocks.are_held:
         rows.hold()
     else:
         rows.walk()
@@ -122,7 +127,7 @@ def softmax(
         target,
     )
     blocks = Blocks.of(config, x)
-    if form.algorithm == "fused" and blocks.steps > 1:
+    if form.algorithm == "fused" and not blocks.are_held:
         raise ValueError(f"algorithm='fused' needs block_n of at least {n}, the length of a row; got {config}")
     (out,) = launch(
         lambda refs: _softmax(refs, blocks, form),

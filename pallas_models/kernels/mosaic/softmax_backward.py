@@ -1,6 +1,7 @@
 """The gradient of softmax over rows, from its result, in the registers of threads; long rows are read twice."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -8,27 +9,29 @@ import jax.numpy as jnp
 from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import Config, configs, heuristic
-from pallas_models.kernels.mosaic.common.rows import Blocks
+from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
 def _softmax_backward(refs: Refs, blocks: Blocks, scale: float) -> None:
     i = blocks.place()
+    reader = Reader(blocks, i, refs.kept, refs.dout)
 
     def read(step: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """The result, and its cotangent where that is not 0: a masked entry has none, whatever is handed back."""
-        j = blocks.column(step)
-        out, dout = (blocks.load(ref, i, j).astype(jnp.float32) for ref in (refs.kept, refs.dout))
+        out, dout = reader.read(step)
         return out, jnp.where(out == 0.0, 0.0, dout)
 
     def write(step: jax.Array | int, out: jax.Array, dout: jax.Array, mean: jax.Array) -> None:
         dx = out * (dout - blocks.spread(mean)) * scale
         blocks.store(refs.dx, i, blocks.column(step), dx.astype(refs.dx.dtype))
 
-    if blocks.steps == 1:
-        out, dout = read(0)
-        write(0, out, dout, blocks.reduce(refs, 0, "add", out * dout))
+    if blocks.are_held:
+        steps = range(blocks.steps)
+        mean = blocks.reduce(refs, 0, "add", sum_of(operator.mul(*read(step)) for step in steps))
+        for step in steps:
+            write(step, *read(step), mean)
         return
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 WARP, WARPGROUP = 32, 128  # threads
 _MOST_THREADS = 1024  # of a CTA
 _VECTOR_BYTES = 16  # that a thread loads at once
+_KEPT = 128  # bytes of rows in a thread, beside what it computes from them
 _HELD = 32  # elements of a row in a thread: a CTA of 1024 threads has 64 registers for each
 LONGEST_HELD = _MOST_THREADS * _HELD  # columns
 
@@ -20,13 +21,15 @@ LONGEST_HELD = _MOST_THREADS * _HELD  # columns
 class Config:
     """`threads` threads share a row, and hold `block_n` columns of it at a time; each has a part of `rows` rows.
 
-    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless a row takes several.
+    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless a row takes several. Rows of
+    more columns than `block_n` are read twice, unless threads `keep` what they have read, in its dtype.
     """
 
     threads: int
     block_n: int
     rows: int = 1
     warpgroups: int = 1
+    keep: bool = False
 
     def __post_init__(self) -> None:
         if self.threads not in (1 << i for i in range(_MOST_THREADS.bit_length())):
@@ -64,4 +67,7 @@ def configs(m: int, n: int, dtype: DTypeLike) -> Iterator[Config]:
         least = max(n, threads * vector_length(n, dtype), 8)  # of which a half is too few
         few = rows * warpgroups == 1 or rows * WARPGROUP * warpgroups <= m * threads
         if block_n < 2 * least and (block_n >= n or not is_alone) and few:
-            yield Config(threads=threads, block_n=min(block_n, n), rows=rows, warpgroups=warpgroups)
+            config = Config(threads=threads, block_n=min(block_n, n), rows=rows, warpgroups=warpgroups)
+            yield config
+            if block_n < n and rows * pl.cdiv(n, threads) * jnp.dtype(dtype).itemsize <= _KEPT:
+                yield dataclasses.replace(config, keep=True)

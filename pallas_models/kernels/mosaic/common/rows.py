@@ -7,7 +7,8 @@ that every GPU has.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -94,6 +95,7 @@ class Blocks:
       rows: that a thread has a part of.
       columns: vectors of a row that a thread has.
       warpgroups: of a CTA.
+      keep: whether threads keep the blocks of all steps.
     """
 
     m: int
@@ -103,6 +105,7 @@ class Blocks:
     rows: int
     columns: int
     warpgroups: int
+    keep: bool
 
     @classmethod
     def of(cls, config: Config, x: jax.Array) -> "Blocks":
@@ -117,6 +120,7 @@ class Blocks:
             rows=config.rows,
             columns=pl.cdiv(min(config.block_n, n), config.threads * vector),
             warpgroups=config.warpgroups,
+            keep=config.keep,
         )
 
     @property
@@ -161,6 +165,11 @@ class Blocks:
         return pl.cdiv(self.n, self.shape[1] * self.row_warpgroups)
 
     @property
+    def are_held(self) -> bool:
+        """Whether threads hold rows whole."""
+        return self.keep or self.steps == 1
+
+    @property
     def groups(self) -> int:
         """Warpgroups, or sets of warpgroups that share rows, of a CTA."""
         return self.warpgroups // self.row_warpgroups
@@ -198,6 +207,14 @@ class Blocks:
         if self.n % (width * self.row_warpgroups) == 0:
             return None
         return memory.iota(self.shape, 1, self.layout) < self.n - j * width
+
+    @meaning(lambda self, x: x)
+    def again(self, x: jax.Array) -> jax.Array:
+        """A block once more: what is computed from it is not what was computed before, and kept, but anew."""
+        result = plgpu.ShapeDtypeStruct(self.shape, x.dtype, layout=self.layout)
+        again = plgpu.inline_mgpu(arg_types=(self.layout,), return_type=result)
+        block: jax.Array = again(functools.partial(rows_ptx.again, self))(x)
+        return block
 
     def full(self, value: float) -> jax.Array:
         """A block of one number, float32."""
@@ -263,3 +280,31 @@ class Blocks:
 
 def _numbers(*values: jax.Array) -> list[jax.Array]:
     return [jnp.asarray(value, jnp.int32) for value in values]
+
+
+class Reader:
+    """Blocks of some arrays of rows, None for those that a call does not have, in float32.
+
+    Rows that are held are read from memory once, all of them before anything else.
+    """
+
+    def __init__(self, blocks: Blocks, i: jax.Array, *refs: Ref | None) -> None:
+        self.blocks, self.i = blocks, i
+        self.refs = [ref for ref in refs if ref is not None]
+        self.held = [self._load(step) for step in range(blocks.steps)] if blocks.are_held else []
+
+    def _load(self, step: jax.Array | int) -> list[jax.Array]:
+        j = self.blocks.column(step)
+        return [self.blocks.load(ref, self.i, j) for ref in self.refs]
+
+    def read(self, step: Any) -> list[jax.Array]:
+        """The block of a step of each array."""
+        found = self.held[step] if self.held else self._load(step)
+        if len(self.held) > 1:  # float32 of all blocks would not fit
+            found = [self.blocks.again(x) for x in found]
+        return [x.astype(jnp.float32) for x in found]
+
+
+def sum_of(blocks: Iterable[jax.Array]) -> jax.Array:
+    """The sum of some blocks, of which there is one at least."""
+    return functools.reduce(operator.add, blocks)

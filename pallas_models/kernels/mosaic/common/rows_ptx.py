@@ -120,8 +120,7 @@ def _load_vector(kind: Any, num_bytes: int, pointer: Any, is_inside: Any) -> Any
     zeros = "" if is_inside is None else "".join(f"mov.b{max(bits, 16)} ${k}, 0;" for k in range(count))
     guard = "" if is_inside is None else f"@${count + 1} "
     text = zeros + "".join(
-        f"{guard}{_LOAD}{size}.b{bits} {names}, [${count} + {4 * first}];"
-        for first, size, names in _moves(count)
+        f"{guard}{_LOAD}{size}.b{bits} {names}, [${count} + {4 * first}];" for first, size, names in _moves(count)
     )
     operands, constraints = [pointer], [f"=&{letter}"] * count + ["l"]
     if is_inside is not None:
@@ -171,11 +170,30 @@ def _store_vector(vector: Any, num_bytes: int, pointer: Any, is_inside: Any) -> 
         words = [inline.item(together, k) for k in range(count)]
     guard = "" if is_inside is None else f"@${count + 1} "
     text = "".join(
-        f"{guard}{_STORE}{size}.b{bits} [${count} + {4 * first}], {names};"
-        for first, size, names in _moves(count)
+        f"{guard}{_STORE}{size}.b{bits} [${count} + {4 * first}], {names};" for first, size, names in _moves(count)
     )
     constraints = [{32: "r"}.get(bits, "h")] * count + ["l"] + ([] if is_inside is None else ["b"])
     inline.asm(text, ",".join(constraints), *words, pointer, *([] if is_inside is None else [is_inside]))
+
+
+def again(blocks: Blocks, _: Any, x: Any) -> Any:
+    """The same registers, of which the compiler does not know that they are the same."""
+    llvm, num_bytes = inline.utils.llvm, blocks.vector * inline.utils.bitwidth(x.mlir_dtype) // 8
+    bits = 32 if num_bytes % 4 == 0 else 16 if num_bytes % 2 == 0 else 8
+    word = ir.IntegerType.get_signless(bits)
+    kind = ir.VectorType.get((8 * num_bytes // bits,), word)
+
+    def opaque(vector: Any) -> Any:
+        words = llvm.bitcast(kind, vector)
+        parts = [inline.item(words, k) for k in range(kind.shape[0])]
+        letter = "r" if bits == 32 else "h"
+        parts = [llvm.inline_asm(word, [part], "", f"={letter},0", has_side_effects=True) for part in parts]
+        return llvm.bitcast(vector.type, inline.utils.vector.from_elements(kind, parts))
+
+    registers = np.array([opaque(vector) for vector in x.registers.flat], dtype=object)
+    return _arrays.FragmentedArray(
+        _registers=registers.reshape(x.registers.shape), _layout=x.layout, _is_signed=x.is_signed
+    )
 
 
 def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
