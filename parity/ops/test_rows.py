@@ -123,9 +123,10 @@ def test_a_config_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize("n", [1, 33, 384, 768, 4096, 20001, 32768, 65536, 1_000_003])
 def test_threads_hold_what_registers_have_room_for(n, dtype):
     x = jax.ShapeDtypeStruct((5, n), dtype)
-    blocks = Blocks.of(heuristic(n, dtype), x)
-    assert blocks.columns * blocks.vector <= 32
-    assert (blocks.steps == 1) == (n <= LONGEST_HELD)
+    for arrays in (1, 2):
+        blocks = Blocks.of(heuristic(n, dtype, arrays), x)
+        assert blocks.columns * blocks.vector <= 32
+        assert blocks.are_held == (n <= LONGEST_HELD // arrays)
     found = list(configs(5, n, dtype))
     assert found and len(found) == len(set(found))
     for config in found:

@@ -154,7 +154,7 @@ def norm(form: Form[jax.Array], *, config: Config | Chooser | None, target: Targ
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, x.dtype),
+            heuristic=functools.partial(heuristic, n, x.dtype, 1 if residual is None else 2),
             candidates=functools.partial(configs, m, n, x.dtype),
         ),
         target,

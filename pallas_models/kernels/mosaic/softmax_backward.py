@@ -70,7 +70,7 @@ def softmax_backward(
             bucketed=("m",),
             dtype=out.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, out.dtype),
+            heuristic=functools.partial(heuristic, n, out.dtype, 2),
             candidates=functools.partial(configs, m, n, out.dtype),
         ),
         target,

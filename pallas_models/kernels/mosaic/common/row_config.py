@@ -13,8 +13,8 @@ WARP, WARPGROUP = 32, 128  # threads
 _MOST_THREADS = 1024  # of a CTA
 _VECTOR_BYTES = 16  # that a thread loads at once
 _KEPT = 128  # bytes of rows in a thread, beside what it computes from them
-_HELD = 32  # elements of a row in a thread: a CTA of 1024 threads has 64 registers for each
-LONGEST_HELD = _MOST_THREADS * _HELD  # columns
+_HELD, _WHOLE = 32, 512  # elements of a row in a thread, in float32, and threads that have registers for as many
+LONGEST_HELD = 32768  # columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,13 +48,20 @@ def vector_length(n: int, dtype: DTypeLike) -> int:
     return math.gcd(n, _VECTOR_BYTES // jnp.dtype(dtype).itemsize)
 
 
-def heuristic(n: int, dtype: DTypeLike) -> Config:
-    """Chooses 32 elements a thread for rows of up to 32768 columns, which are held; longer ones are walked."""
-    if n > LONGEST_HELD:
-        return Config(threads=512, block_n=8192, warpgroups=4)
-    vectors = pl.cdiv(n, vector_length(n, dtype))
-    threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(vectors))
-    return Config(threads=threads, block_n=n, warpgroups=max(threads // WARPGROUP, 1))
+def heuristic(n: int, dtype: DTypeLike, arrays: int = 1) -> Config:
+    """Chooses 32 elements a thread, up to 512 threads; longer rows are kept where registers hold them, or walked.
+
+    Args:
+      arrays: how many arrays of such rows a kernel reads.
+    """
+    vector, itemsize = vector_length(n, dtype), jnp.dtype(dtype).itemsize
+    if n <= _WHOLE * _HELD:
+        threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(pl.cdiv(n, vector)))
+        return Config(threads=threads, block_n=n, warpgroups=max(threads // WARPGROUP, 1))
+    num_bytes = arrays * pl.cdiv(n, _MOST_THREADS) * (4 if vector == 1 else itemsize)
+    if n <= LONGEST_HELD and num_bytes <= (_KEPT if arrays == 1 else _KEPT * 3 // 4):
+        return Config(threads=_MOST_THREADS, block_n=8192, warpgroups=_MOST_THREADS // WARPGROUP, keep=True)
+    return Config(threads=512, block_n=8192, warpgroups=4)
 
 
 def configs(m: int, n: int, dtype: DTypeLike) -> Iterator[Config]:
