@@ -205,7 +205,7 @@ def look_at(page: str, width: int, folder: Path) -> str:
     options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [str(BROWSER), *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title and "CONSOLE" not in done.stderr
     return title[1]
 
