@@ -26,7 +26,7 @@ from pallas_models.kernels.mosaic.common.vectors import address, load_vector, st
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
-THREADS, _LANES = 128, 32  # of a warpgroup, of a warp
+THREADS, _LANES, _WARPS = 128, 32, 4  # threads of a warpgroup and of a warp, warps of a warpgroup
 _VECTOR_BYTES = 16
 
 
@@ -75,32 +75,32 @@ def _interpreted_store(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of (rows, columns) in the registers of a warpgroup: threads share a row, and hold some at a time.
+    """A tile of (rows, columns) in the registers of a warpgroup: as many rows as threads allow.
 
     Attributes:
       threads: of a row, a power of two up to 128.
       vector: neighbours in a row that a thread holds; the width of an array that is loaded is a multiple of it.
-      groups: how many times as many rows the tile has as the threads hold at a time.
-      pieces: how many times as many columns.
+      pieces: how many vectors of a row a thread holds.
     """
 
     threads: int
     vector: int
-    groups: int = 1
     pieces: int = 1
 
     @staticmethod
-    def of_rows(width: int, vector: int, groups: int = 1) -> "Tile":
-        """A tile of whole rows, in as few threads as have one vector each of them."""
-        threads = min(pl.next_power_of_2(pl.cdiv(width, vector)), THREADS)
-        return Tile(threads, vector, groups, pl.cdiv(width, threads * vector))
+    def of_rows(width: int, vector: int, most: int = THREADS) -> "Tile":
+        """A tile of whole rows: in up to `most` threads, each with a vector or several."""
+        threads = min(pl.next_power_of_2(pl.cdiv(width, vector)), most)
+        return Tile(threads, vector, pl.cdiv(width, threads * vector))
 
     @property
     def rows(self) -> int:
-        return THREADS // self.threads * self.groups
+        """How many rows the threads hold together."""
+        return THREADS // self.threads
 
     @property
     def columns(self) -> int:
+        """How many numbers of a row its threads hold."""
         return self.threads * self.vector * self.pieces
 
     @property
@@ -124,6 +124,10 @@ class Tile:
     def index(self) -> jax.Array:
         """The number of each row of the tile, (rows,) int32."""
         return memory.iota((self.rows,), 0, self.row_layout)
+
+    def columns_before(self, end: int) -> jax.Array:
+        """Which numbers of the tile lie in the first `end` columns."""
+        return self.along(memory.iota((self.columns,), 0, self.layout.reduce(0))) < end
 
     def full(self, value: float) -> jax.Array:
         """A tile of one number, float32."""
@@ -167,6 +171,19 @@ class Tile:
         loaded: jax.Array = load(ref, index)
         return loaded
 
+    @property
+    def scratch(self) -> Any:
+        """The shared memory of `sum_rows`."""
+        return plgpu.SMEM((_WARPS, self.columns), jnp.float32)
+
+    @meaning(lambda self, x, scratch: jnp.sum(x, axis=0))
+    def sum_rows(self, x: jax.Array, scratch: Ref) -> jax.Array:
+        """The sums of the columns of x (rows, columns) float32, (columns,): over a warp's rows, then over warps."""
+        result = plgpu.ShapeDtypeStruct((self.columns,), jnp.float32, layout=self.layout.reduce(0))
+        add = plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()), return_type=result)
+        sums: jax.Array = add(functools.partial(_sum_rows, self))(x, scratch)
+        return sums
+
     @meaning(_interpreted_store)
     def store(self, ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
         """Stores x (rows, columns), in the dtype of `ref`, where `load` loads; nothing where there is no place."""
@@ -205,6 +222,31 @@ def _store(tile: Tile, _: Any, ref: Any, rows: Any, x: Any, column: Any) -> None
     places = _places(tile, ref, rows.broadcast_in_dim(x.shape, (0,), x.layout), column)
     for vector, place in zip(x.registers.flat, places, strict=True):
         store_vector(vector, *place)
+
+
+def _sum_rows(tile: Tile, _: Any, x: Any, scratch: Any) -> Any:
+    utils, layout = inline.utils, tile.layout.reduce(0).to_mgpu()
+    warps_of_row = max(tile.threads // _LANES, 1)
+    row_warps = _WARPS // warps_of_row
+    places = [index for (index,) in layout.thread_idxs((tile.columns,))]
+    sums = []
+    for total in x.registers.flat:
+        distance = tile.threads
+        while distance < _LANES:
+            total = utils.arith.addf(total, utils.shfl_bfly(total, distance))
+            distance *= 2
+        sums.append(total)
+    if row_warps > 1:
+        index = ir.IndexType.get()
+        warp = utils.arith.divui(inline.lane_and_warp()[1], inline.i32(warps_of_row))
+        utils.warpgroup_barrier()  # whoever reads earlier sums is done
+        for total, place in zip(sums, places, strict=True):
+            utils.vector.store(total, scratch, [utils.arith.index_cast(index, warp), place])
+        utils.warpgroup_barrier()
+        rows = [utils.c(i, index) for i in range(row_warps)]
+        parts = [[utils.vector.load(x.type, scratch, [row, place]) for row in rows] for x, place in zip(sums, places, strict=True)]
+        sums = [functools.reduce(utils.arith.addf, part) for part in parts]
+    return _fragment(sums, layout, (tile.columns,), ir.VectorType(sums[0].type))
 
 
 def _places(tile: Tile, ref: Any, rows: Any, column: Any) -> Iterator[tuple[Any, Any]]:
