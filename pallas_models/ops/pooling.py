@@ -14,8 +14,8 @@ from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
-from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.common.pooling import TINY
+from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.mosaic import pooling as mosaic
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks

@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.tiles import THREADS, Tile, vector_length
+from pallas_models.kernels.mosaic.common.tiles import THREADS, Tile, too_wide, vector_length
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_MOST_PIECES = 16  # vectors of a row that a thread holds
+_MOST_NUMBERS = 32  # of a row that a thread is worth giving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,18 +49,14 @@ def configs(n: int, dtype: DTypeLike) -> Iterator[Config]:
     most = vector_length(n, dtype)
     for threads in (16, 32, 64, 128):
         for vector in {most, max(most // 2, 1)}:
-            if Tile.of_rows(n, vector, threads).pieces <= _MOST_PIECES:
+            if Tile.of_rows(n, vector, threads).pieces * vector <= _MOST_NUMBERS:
                 yield Config(threads=threads, vector=vector)
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `embed_tokens` does not serve a call; None if it does."""
     del target
-    n, dtype = form.word.shape[1], form.word.dtype
-    pieces = Tile.of_rows(n, vector_length(n, dtype)).pieces
-    if pieces > _MOST_PIECES:
-        return f"takes up to {_MOST_PIECES} vectors of a row a thread, not {pieces} of {n} columns"
-    return None
+    return too_wide(form.word.shape[1])
 
 
 def _kernel(refs: Refs, *, tile: Tile, seq: int, epsilon: float) -> None:

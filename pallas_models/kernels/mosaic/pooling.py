@@ -5,7 +5,7 @@ Nothing here is of one generation of GPUs.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.pooling import SEGMENT, TINY, starts_and_lengths
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.tiles import Tile, vector_length
+from pallas_models.kernels.mosaic.common.tiles import Tile, too_wide, vector_length
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -49,21 +49,16 @@ def configs(seq: int, n: int, dtype: DTypeLike) -> Iterator[Config]:
             yield Config(block_s=block_s)
 
 
-def unsupported(form: Form[jax.ShapeDtypeStruct] | SegmentForm[jax.ShapeDtypeStruct], target: Target) -> str | None:
+def unsupported(
+    form: Form[jax.ShapeDtypeStruct] | SegmentForm[jax.ShapeDtypeStruct], target: Target
+) -> str | None:
     """Why the kernel does not serve a call; None if it does."""
     del target
-    n = form.x.shape[2]
-    pieces = _tile(n, form.x.dtype).pieces
-    return f"takes up to {_MOST_PIECES} vectors of a row a thread, not {pieces} of {n} columns" if pieces > _MOST_PIECES else None
+    return too_wide(form.x.shape[2])
 
 
-_MOST_PIECES = 16  # vectors of a row that a thread holds
-
-
-def _kernel(
-    refs: Refs, *, tile: Tile, config: Config, sentences: int, normalize: bool, epsilon: float
-) -> None:
-    n, block_s = refs.x.shape[1], config.block_s
+def _kernel(refs: Refs, *, tile: Tile, config: Config, sentences: int, normalize: bool, epsilon: float) -> None:
+    block_s = config.block_s
     sentence = jax.lax.axis_index("cta")
     if refs.starts is None:  # as many rows of x for each
         length = refs.x.shape[0] // sentences
@@ -119,7 +114,7 @@ def segment_mean_pool(
 
 def _pool(
     form: Form[jax.Array] | SegmentForm[jax.Array],
-    operands: dict[str, jax.Array | None],
+    operands: Mapping[str, jax.Array | None],
     sentences: int,
     seq: int,
     *,

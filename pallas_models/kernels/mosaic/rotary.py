@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class Config:
 
 
 def check(config: object, vector: int, **positive: int) -> None:
-    """Raises ValueError unless the fields of a config that cut work into parts are positive, `vector` 1, 2, 4 or 8."""
+    """Raises ValueError unless `vector` is one that threads can load, and other fields are positive."""
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"{config}: {name} must be positive")
@@ -74,13 +75,13 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
 class Heads:
     """The heads of a block, whose halves are the rows of tiles."""
 
-    def __init__(self, refs: Refs, tile: Tile, block: jax.Array, form: Form[jax.ShapeDtypeStruct]) -> None:
+    def __init__(self, refs: Refs, tile: Tile, block: jax.Array, form: Form[Any]) -> None:
         self.refs, self.tile, self.form = refs, tile, form
         self.tokens = form.qkv.shape[0] * form.qkv.shape[1]
         self.head = block * tile.rows + tile.index()
 
     def rows(self, token: jax.Array, half: int) -> jax.Array:
-        """Which rows of an array (tokens * heads * 2, head_dim / 2) the heads of a token are; past its end, none."""
+        """Where the heads of a token lie in an array (tokens * heads * 2, head_dim / 2); past its end none do."""
         heads = self.form.qkv.shape[-1] // self.form.head_dim
         found = token * (2 * heads) + 2 * self.head + half
         return jnp.where(self.head < self.form.num_rotated, found, -1)
@@ -101,11 +102,9 @@ class Heads:
     def scales(self) -> list[jax.Array]:
         """The scales of both halves, of queries and keys."""
         is_query = self.tile.across((self.head < self.form.num_heads).astype(jnp.float32)) > 0.0
-        q, k = ([self.along(self.tile.load_row(ref.at[half])) for half in range(2)] for ref in self.refs_of_scales())
+        refs = self.refs.q_scale, self.refs.k_scale
+        q, k = ([self.along(self.tile.load_row(ref.at[half])) for half in range(2)] for ref in refs)
         return [jnp.where(is_query, *both) for both in zip(q, k, strict=True)]
-
-    def refs_of_scales(self) -> tuple[Ref, Ref]:
-        return self.refs.q_scale, self.refs.k_scale
 
     def along(self, x: jax.Array) -> jax.Array:
         return self.tile.along(x.astype(jnp.float32))
@@ -116,7 +115,7 @@ class Heads:
         return self.tile.across(jax.lax.rsqrt(squares * (1.0 / self.form.head_dim) + self.form.epsilon))
 
 
-def _kernel(refs: Refs, *, tile: Tile, block_s: int, form: Form[jax.ShapeDtypeStruct]) -> None:
+def _kernel(refs: Refs, *, tile: Tile, block_s: int, form: Form[Any]) -> None:
     blocks = pl.cdiv(form.num_rotated, tile.rows)
     cta = jax.lax.axis_index("cta")
     heads = Heads(refs, tile, jax.lax.rem(cta, blocks), form)
@@ -137,7 +136,7 @@ def rotary(
 ) -> jax.Array:
     """Norm and rotation of the queries and keys in qkv (B, S, W), in place."""
     qkv, rotated, head_dim = form.qkv, form.num_rotated, form.head_dim
-    tokens, shape = qkv.shape[0] * qkv.shape[1], form.abstract()
+    tokens = qkv.shape[0] * qkv.shape[1]
     config = choose(
         config,
         Problem(
@@ -154,7 +153,7 @@ def rotary(
     )
     tile = Tile.of_rows(head_dim // 2, config.vector)
     (out,) = launch(
-        functools.partial(_kernel, tile=tile, block_s=config.block_s, form=shape),
+        functools.partial(_kernel, tile=tile, block_s=config.block_s, form=form.abstract()),
         tables_and_scales(form),
         {},
         {},

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,7 @@ def heuristic(tokens: int, num_rotated: int, head_dim: int, dtype: DTypeLike, ta
     return Config(block_s=1, vector=vector, splits=_splits(4, tokens, num_rotated, head_dim, 1, vector, target))
 
 
-def configs(
-    tokens: int, num_rotated: int, head_dim: int, dtype: DTypeLike, target: Target
-) -> Iterator[Config]:
+def configs(tokens: int, num_rotated: int, head_dim: int, dtype: DTypeLike, target: Target) -> Iterator[Config]:
     """The configs worth measuring."""
     most = vector_of_heads(num_rotated, head_dim, dtype)
     for block_s, vector, waves in itertools.product((1, 2, 4), (most, most // 2), (2, 3, 4, 8, 16)):
@@ -61,7 +60,7 @@ def _splits(
     return max(min(waves * target.num_cores // blocks, pl.cdiv(tokens, block_s)), 1)
 
 
-def _kernel(refs: Refs, *, tile: Tile, config: Config, form: Form[jax.ShapeDtypeStruct]) -> None:
+def _kernel(refs: Refs, *, tile: Tile, config: Config, form: Form[Any]) -> None:
     block_s, splits = config.block_s, config.splits
     blocks = pl.cdiv(form.num_rotated, tile.rows)
     cta = jax.lax.axis_index("cta")

@@ -55,7 +55,9 @@ def launch(
         if not interpret:
             plgpu.inline_mgpu()(functools.partial(_jax.prepare_mosaic_module, name=name))()
         absent = dict.fromkeys((*operands, *out_type))
-        refs = types.SimpleNamespace(**absent | dict(zip((*present, *changed, *outputs), arrays, strict=True)) | scratch)
+        refs = types.SimpleNamespace(
+            **absent | dict(zip((*present, *changed, *outputs), arrays, strict=True)) | scratch
+        )
         # JAX traces a kernel anew where it is mapped over, under the user's settings.
         with (
             jax.enable_x64(False),

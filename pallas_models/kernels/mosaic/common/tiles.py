@@ -28,11 +28,17 @@ _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
 THREADS, _LANES, _WARPS = 128, 32, 4  # threads of a warpgroup and of a warp, warps of a warpgroup
 _VECTOR_BYTES = 16
+_MOST_COLUMNS = 16384  # of a row that a warpgroup holds, 128 numbers a thread
 
 
 def vector_length(width: int, dtype: DTypeLike) -> int:
     """Neighbours that a thread loads of rows of `width`: 16 bytes, or fewer where rows begin at odd addresses."""
     return math.gcd(width, _VECTOR_BYTES // jnp.dtype(dtype).itemsize)
+
+
+def too_wide(width: int) -> str | None:
+    """Why a warpgroup does not hold a row of so many columns; None if it does."""
+    return f"takes rows of up to {_MOST_COLUMNS} columns, not {width}" if width > _MOST_COLUMNS else None
 
 
 def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -58,9 +64,7 @@ def _interpreted_gather(self: "Tile", ref: Ref, index: jax.Array) -> jax.Array:
     return _rows_of(ref[...], index)
 
 
-def _interpreted_store(
-    self: "Tile", ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0
-) -> None:
+def _interpreted_store(self: "Tile", ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
     m, n = ref.shape
 
     @pl.loop(0, len(rows))
@@ -178,7 +182,7 @@ class Tile:
 
     @meaning(lambda self, x, scratch: jnp.sum(x, axis=0))
     def sum_rows(self, x: jax.Array, scratch: Ref) -> jax.Array:
-        """The sums of the columns of x (rows, columns) float32, (columns,): over a warp's rows, then over warps."""
+        """The sums of the columns of x (rows, columns) float32, (columns,): of each warp, then over warps."""
         result = plgpu.ShapeDtypeStruct((self.columns,), jnp.float32, layout=self.layout.reduce(0))
         add = plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()), return_type=result)
         sums: jax.Array = add(functools.partial(_sum_rows, self))(x, scratch)
@@ -243,8 +247,8 @@ def _sum_rows(tile: Tile, _: Any, x: Any, scratch: Any) -> Any:
         for total, place in zip(sums, places, strict=True):
             utils.vector.store(total, scratch, [utils.arith.index_cast(index, warp), place])
         utils.warpgroup_barrier()
-        rows = [utils.c(i, index) for i in range(row_warps)]
-        parts = [[utils.vector.load(x.type, scratch, [row, place]) for row in rows] for x, place in zip(sums, places, strict=True)]
+        kind, rows = sums[0].type, [utils.c(i, index) for i in range(row_warps)]
+        parts = [[utils.vector.load(kind, scratch, [row, place]) for row in rows] for place in places]
         sums = [functools.reduce(utils.arith.addf, part) for part in parts]
     return _fragment(sums, layout, (tile.columns,), ir.VectorType(sums[0].type))
 
