@@ -94,7 +94,7 @@ class Tile:
     @staticmethod
     def of_rows(width: int, vector: int, most: int = THREADS) -> "Tile":
         """A tile of whole rows: in up to `most` threads, each with a vector or several."""
-        threads = min(pl.next_power_of_2(pl.cdiv(width, vector)), most)
+        threads = max(min(pl.next_power_of_2(pl.cdiv(width, vector)), most), 2)  # Mosaic spreads no single column
         return Tile(threads, vector, pl.cdiv(width, threads * vector))
 
     @property
