@@ -65,7 +65,7 @@ def _interpreted_gather(self: "Tile", ref: Ref, index: jax.Array) -> jax.Array:
 
 
 def _interpreted_store(self: "Tile", ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
-    m, n = ref.shape
+    (m, n), column = ref.shape, jnp.asarray(column, jnp.int32)
 
     @pl.loop(0, len(rows))
     def _(i: jax.Array) -> None:
