@@ -231,6 +231,20 @@ def test_mosaic(dtype, tolerance, shape, norm, by_row):
 
 
 @interprets_mosaic
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
+def test_mosaic_is_mapped_over(axes):
+    rng = np.random.default_rng(13)
+    arrays = normal(rng, 2, 1, 3, 32), normal(rng, 2, 3, 4), normal(rng, 2, 3, 4)
+    given = [x[0] if axis is None else x for x, axis in zip(arrays, axes, strict=True)]
+
+    def f(implementation):
+        one = functools.partial(ops.rotary, num_heads=2, num_kv_heads=1, implementation=implementation)
+        return jax.vmap(one, axes)(*given)
+
+    assert_close(f(MOSAIC), f("xla"), SHORT)
+
+
+@interprets_mosaic
 @pytest.mark.parametrize("config", [(1, 1, 1), (3, 4, 2), (2, 2, 64)], ids=str)
 def test_every_config_of_mosaic(config):
     qkv, q_scale, k_scale = operands(SHAPE, seed=9)

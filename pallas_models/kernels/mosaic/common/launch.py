@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import custom_batching
 from jax.experimental import pallas as pl
 
 from pallas_models import _jax
@@ -86,12 +87,17 @@ def launch(
         results = call(*present.values())
         return results if interpret else compiled_ahead(results)
 
-    def change(refs: tuple[list[Ref], list[Ref]]) -> None:
-        for ref, result in zip(refs[0], call(*present.values(), *refs[1]), strict=True):
-            ref[...] = result
+    # With the references inside, of which transformations of what is around know nothing. JAX cannot map over that:
+    # the arrays of a batch are changed one after another.
+    @custom_batching.sequential_vmap
+    def change(given: list[jax.Array], before: list[jax.Array]) -> list[jax.Array]:
+        def run(refs: tuple[list[Ref], list[Ref]]) -> None:
+            for ref, result in zip(refs[0], call(*given, *refs[1]), strict=True):
+                ref[...] = result
 
-    # With the references inside: transformations of what is around know none.
-    empty = [jax.lax.empty(x.shape, x.dtype) for x in outputs.values()]
-    found = pl.run_state(change)((empty, list(changed.values())))
-    results = [*found[1], *found[0]]
+        empty = [jax.lax.empty(x.shape, x.dtype) for x in outputs.values()]
+        found, after = pl.run_state(run)((empty, before))
+        return [*after, *found]
+
+    results = change(list(present.values()), list(changed.values()))
     return results if interpret else compiled_ahead(results)
