@@ -87,7 +87,7 @@ def launch(
         results = call(*present.values())
         return results if interpret else compiled_ahead(results)
 
-    # With the references inside, of which transformations of what is around know nothing. JAX cannot map over that:
+    # The references stay inside: transformations know nothing of them. JAX cannot map over that, so that
     # the arrays of a batch are changed one after another.
     @custom_batching.sequential_vmap
     def change(given: list[jax.Array], before: list[jax.Array]) -> list[jax.Array]:
