@@ -103,12 +103,7 @@ def test_values(call: Call, dtype):
             assert_close(found, out, SAME)
 
 
-# Values of a call that names another backend first are this one's.
-OF_MOSAIC = [
-    call
-    for call in BY_BACKEND["mosaic"]
-    if not isinstance(OPS[call.op.__name__].formula, Without) and call.implementation(None) != ("triton", None)
-]
+OF_MOSAIC = [call for call in BY_BACKEND["mosaic"] if not isinstance(OPS[call.op.__name__].formula, Without)]
 
 
 @interprets_mosaic
