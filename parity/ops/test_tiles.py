@@ -20,9 +20,9 @@ TILES = [Tile(32, 2), Tile(64, 1), Tile(128, 4), Tile(4, 4), Tile(2, 1), Tile(2,
 
 
 def moving(refs: Refs, *, tile: Tile) -> None:
-    """Rows from the last to the first one, two of which are none, to the places of their numbers."""
+    """Rows after those that are named, from the last name to the first; two are none."""
     backwards = tile.rows - 2 - tile.index()  # the last one is below 0
-    numbers = tile.gather(refs.numbers, backwards)
+    numbers = tile.gather(refs.numbers, backwards) + 1
     for column in range(0, N, tile.columns):
         x = tile.load(refs.x, numbers, column)
         y = x.astype(jnp.float32) + tile.along(tile.load_row(refs.shift, column).astype(jnp.float32))
@@ -49,8 +49,8 @@ def moved(arrays: dict[str, jax.Array], *, tile: Tile, interpret: bool) -> list[
 
 def operands(tile: Tile, dtype: str) -> dict[str, jax.Array]:
     rng = np.random.default_rng(80)
-    numbers = rng.permutation(M)[np.arange(tile.rows) % M]
-    numbers[0] = M  # there is no such row
+    numbers = rng.permutation(M)[np.arange(tile.rows) % M] - 1
+    numbers[0] = M - 1  # no row comes after the last one
     return dict(x=normal(rng, M, N, dtype=dtype), shift=normal(rng, N), numbers=jnp.asarray(numbers, jnp.int32))
 
 
@@ -64,7 +64,7 @@ def test_tiles(tile, dtype):
         y, sums = jax.jit(call)(arrays)
     x = np.concatenate([arrays["x"], np.zeros((1, N), dtype)])
     numbers = np.append(np.asarray(arrays["numbers"])[: tile.rows - 1][::-1], 0)  # what lies at -1 reads as 0
-    expected = x[numbers]
+    expected = x[numbers + 1]
     assert_close(sums[0], expected.astype(np.float64).sum(0), LONG)
     shifted = expected.astype(np.float32) + np.asarray(arrays["shift"])
     np.testing.assert_array_equal(y, shifted.astype(dtype))

@@ -170,9 +170,13 @@ class Tile:
     @meaning(_interpreted_gather)
     def gather(self, ref: Ref, index: jax.Array) -> jax.Array:
         """Loads a number for each row, of `ref` (M,) at `index`, (rows,) int32; 0 where there is no such place."""
-        result = plgpu.ShapeDtypeStruct((self.rows,), ref.dtype, layout=self.row_layout)
+        # An array (1,) is the register that has it: MLIR drops the cast between them, and its layout with it.
+        shape, layout = ((), plgpu.Layout.WG_SPLAT) if self.rows == 1 else ((self.rows,), self.row_layout)
+        result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
         load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.row_layout), return_type=result)(_gather)
         loaded: jax.Array = load(ref, index)
+        if self.rows == 1:
+            loaded = memory.layout_cast(jax.lax.broadcast_in_dim(loaded, (1,), ()), self.row_layout)
         return loaded
 
     @property
@@ -219,6 +223,8 @@ def _gather(_: Any, ref: Any, index: Any) -> Any:
     kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
     places = [inline.item(register, 0) for register in index.registers.flat]
     registers = [load_vector(kind, address(ref, place), _below(place, size)) for place in places]
+    if index.shape == (1,):
+        return _arrays.FragmentedArray.splat(inline.item(registers[0], 0), (), is_signed=_is_signed(kind))
     return _fragment(registers, index.layout, index.shape, kind)
 
 
@@ -278,6 +284,9 @@ def _below(index: Any, size: int) -> Any:
 
 
 def _fragment(registers: list[Any], layout: Any, shape: tuple[int, ...], kind: Any) -> Any:
-    is_signed = True if isinstance(kind.element_type, ir.IntegerType) else None
     array = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
-    return _arrays.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
+    return _arrays.FragmentedArray(_registers=array, _layout=layout, _is_signed=_is_signed(kind))
+
+
+def _is_signed(kind: Any) -> bool | None:
+    return True if isinstance(kind.element_type, ir.IntegerType) else None
