@@ -14,6 +14,7 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.mosaic import embedding as mosaic
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
@@ -187,7 +188,7 @@ _OP: Op[Form[Any]] = Op(
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),
         Kernel(
             backend="mosaic",
-            architectures=AMPERE_ON,
+            architectures=PORTABLE,
             call=mosaic.embed_tokens,
             config=mosaic.Config,
             refuses=mosaic.unsupported,

@@ -17,6 +17,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.pooling import TINY
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.mosaic import pooling as mosaic
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -217,7 +218,7 @@ _OP: Op[Form[Any]] = Op(
         Kernel(backend="triton", architectures=AMPERE_ON, call=_with_mean(triton.mean_pool), config=triton.Config),
         Kernel(
             backend="mosaic",
-            architectures=AMPERE_ON,
+            architectures=PORTABLE,
             call=_with_mean(mosaic.mean_pool),
             config=mosaic.Config,
             refuses=mosaic.unsupported,
@@ -238,7 +239,7 @@ _SEGMENTS: Op[SegmentForm[Any]] = Op(
         ),
         Kernel(
             backend="mosaic",
-            architectures=AMPERE_ON,
+            architectures=PORTABLE,
             call=_with_mean(mosaic.segment_mean_pool),
             config=mosaic.Config,
             refuses=mosaic.unsupported,

@@ -17,6 +17,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.mosaic import rotary as mosaic
 from pallas_models.kernels.mosaic import rotary_backward as mosaic_backward
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton import rotary_backward as triton_backward
 from pallas_models.ops import _checks
@@ -193,7 +194,7 @@ _OP: Op[Form[Any]] = Op(
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),
         Kernel(
             backend="mosaic",
-            architectures=AMPERE_ON,
+            architectures=PORTABLE,
             call=mosaic.rotary,
             config=mosaic.Config,
             refuses=mosaic.unsupported,

@@ -1,6 +1,6 @@
 """The gradient of a product's epilogue: the activation's derivative and the sum for the bias in one pass.
 
-Nothing here is of one generation of GPUs.
+It needs nothing that only Hopper has, but has been compiled for Hopper only.
 """
 
 import dataclasses
@@ -40,10 +40,14 @@ class Config:
 
 
 def heuristic(m: int, n: int, dtype: DTypeLike, target: Target) -> Config:
-    """Chooses the columns of which the least is past the end, and 8 CTAs for each multiprocessor."""
+    """Chooses the columns of which the least is past the end, more rows a thread where fewer threads share one.
+
+    There are 4 CTAs for each multiprocessor.
+    """
     vectors = pl.cdiv(n, vector_length(n, dtype))
     threads = min((128, 64, 32, 16), key=lambda t: (pl.cdiv(vectors, t) * t, -t))
-    return Config(threads=threads, block_m=2, splits=_splits(8, m, n, threads, 2, dtype, target))
+    block_m = min(2 * THREADS // threads, 4)
+    return Config(threads=threads, block_m=block_m, splits=_splits(4, m, n, threads, block_m, dtype, target))
 
 
 def configs(m: int, n: int, dtype: DTypeLike, target: Target) -> Iterator[Config]:

@@ -1,6 +1,6 @@
 """Token embeddings: gather of three tables, sum and layer norm, a warp or less for a token.
 
-Nothing here is of one generation of GPUs.
+It needs nothing that only Hopper has, but has been compiled for Hopper only.
 """
 
 import dataclasses

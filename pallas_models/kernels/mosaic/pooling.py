@@ -1,6 +1,6 @@
 """Masked mean over the sequence and L2 normalisation, a CTA per sentence.
 
-Nothing here is of one generation of GPUs.
+It needs nothing that only Hopper has, but has been compiled for Hopper only.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """Rotary positions, and the per-head RMS norm before them, in place: a CTA has some heads of some tokens.
 
-Nothing here is of one generation of GPUs. The rows of a tile are the halves of heads, of one token.
+It needs nothing that only Hopper has, but has been compiled for Hopper only. The rows of a tile are the halves of
+heads, of one token.
 """
 
 import dataclasses
@@ -53,8 +54,9 @@ def vector_of_heads(num_rotated: int, head_dim: int, dtype: DTypeLike) -> int:
 
 
 def heuristic(tokens: int, num_rotated: int, head_dim: int, dtype: DTypeLike) -> Config:
-    """Chooses 4 tokens a CTA where there are many."""
-    return Config(block_s=4 if tokens >= 4096 else 1, vector=vector_of_heads(num_rotated, head_dim, dtype))
+    """Chooses up to 4 neighbours a thread, and 2 tokens a CTA where there are many."""
+    vector = min(vector_of_heads(num_rotated, head_dim, dtype), 4)
+    return Config(block_s=2 if tokens >= 4096 else 1, vector=vector)
 
 
 def configs(tokens: int, num_rotated: int, head_dim: int, dtype: DTypeLike) -> Iterator[Config]:

@@ -1,6 +1,6 @@
 """Gradient of rotary positions and the per-head RMS norm before them: a CTA walks tokens of some heads.
 
-Nothing here is of one generation of GPUs.
+It needs nothing that only Hopper has, but has been compiled for Hopper only.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Tiles of arrays in device memory, which a warpgroup loads straight into registers and stores from there.
 
 A thread loads neighbours in a row, wherever the rows of the tile lie, and nothing past the end of an array, which
-may have any number of rows and columns. Nothing here is of one generation of GPUs.
+may have any number of rows and columns. Nothing here is Hopper's, but it has been compiled for Hopper only.
 """
 
 import dataclasses
