@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
-from parity.cases._records import Arrays, Call, Case, Empty, Spread, Without, shaped, sizes, zeros
+from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.support import bounded as b
 from parity.support.bounded import Array, Bounded
 from parity.support.common import normal
@@ -98,12 +98,13 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     return inputs, {"num_heads": heads, "num_kv_heads": kv_heads, "epsilon": pick.epsilon()}
 
 
+_CALLS = (Call("rotary", ops.rotary, _arguments, _small, 5, (0, 1, 2)),)
 CASES = (
     Case(
         op=ops.rotary,
         products="none",
-        calls=(Call("rotary", ops.rotary, _arguments, _small, 5, (0, 1, 2)),),
-        hopper_calls=Without("it has no kernel of Mosaic"),
+        calls=_CALLS,
+        hopper_calls=_CALLS,
         large={"rotary": _large},
         empty=(
             Empty(

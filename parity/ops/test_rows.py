@@ -126,7 +126,10 @@ def test_threads_hold_what_registers_have_room_for(n, dtype):
     for arrays in (1, 2):
         blocks = Blocks.of(heuristic(n, dtype, arrays), x)
         assert blocks.columns * blocks.vector <= 32
-        assert blocks.are_held == (n <= LONGEST_HELD // arrays)
+        longest = LONGEST_HELD * 4 // x.dtype.itemsize if arrays == 1 else LONGEST_HELD // 2
+        assert blocks.are_held == (n <= longest)
+        masked = Blocks.of(heuristic(n, dtype, arrays, masked=True), x)
+        assert masked.are_held == (n <= min(longest, LONGEST_HELD))
     found = list(configs(5, n, dtype))
     assert found and len(found) == len(set(found))
     for config in found:

@@ -121,7 +121,7 @@ def softmax(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, x.dtype),
+            heuristic=functools.partial(heuristic, n, x.dtype, masked=form.where is not None),
             candidates=functools.partial(configs, m, n, x.dtype),
         ),
         target,

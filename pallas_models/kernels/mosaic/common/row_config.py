@@ -14,7 +14,8 @@ _MOST_THREADS = 1024  # of a CTA
 _VECTOR_BYTES = 16  # that a thread loads at once
 _KEPT = 128  # bytes of rows in a thread, beside what it computes from them
 _HELD, _WHOLE = 32, 512  # elements of a row in a thread, in float32, and threads that have registers for as many
-LONGEST_HELD = 32768  # columns
+_BLOCK = 8192  # columns that threads have at a time of rows that they keep or walk
+LONGEST_HELD = 32768  # columns, in any number and dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,20 +49,23 @@ def vector_length(n: int, dtype: DTypeLike) -> int:
     return math.gcd(n, _VECTOR_BYTES // jnp.dtype(dtype).itemsize)
 
 
-def heuristic(n: int, dtype: DTypeLike, arrays: int = 1) -> Config:
+def heuristic(n: int, dtype: DTypeLike, arrays: int = 1, *, masked: bool = False) -> Config:
     """Chooses 32 elements a thread, up to 512 threads; longer rows are kept where registers hold them, or walked.
 
     Args:
       arrays: how many arrays of such rows a kernel reads.
+      masked: whether it reads a mask, too.
     """
     vector, itemsize = vector_length(n, dtype), jnp.dtype(dtype).itemsize
     if n <= _WHOLE * _HELD:
         threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(pl.cdiv(n, vector)))
         return Config(threads=threads, block_n=n, warpgroups=max(threads // WARPGROUP, 1))
     num_bytes = arrays * pl.cdiv(n, _MOST_THREADS) * (4 if vector == 1 else itemsize)
-    if n <= LONGEST_HELD and num_bytes <= (_KEPT if arrays == 1 else _KEPT * 3 // 4):
-        return Config(threads=_MOST_THREADS, block_n=8192, warpgroups=_MOST_THREADS // WARPGROUP, keep=True)
-    return Config(threads=512, block_n=8192, warpgroups=4)
+    has_room = num_bytes <= (_KEPT if arrays == 1 else _KEPT * 3 // 4)
+    is_whole = n % _BLOCK == 0 and not masked  # what is cut off takes registers, too
+    keep = has_room and (n <= LONGEST_HELD or is_whole)
+    threads = _MOST_THREADS if keep or (arrays > 1 and itemsize == 2) else _WHOLE
+    return Config(threads=threads, block_n=_BLOCK, warpgroups=threads // WARPGROUP, keep=keep)
 
 
 def configs(m: int, n: int, dtype: DTypeLike) -> Iterator[Config]:

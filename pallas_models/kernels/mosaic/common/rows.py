@@ -1,8 +1,8 @@
 """Rows in the registers of threads: how threads share them, read and write them, and add up what they have.
 
-Nothing here is of one generation of GPUs: memory is read and written by loads and stores of up to 16 bytes,
-numbers of a row are exchanged by shuffles and through shared memory, and threads wait for one another at barriers
-that every GPU has.
+Nothing here is Hopper's: memory is read and written by loads and stores of up to 16 bytes, numbers of a row are
+exchanged by shuffles and through shared memory, and threads wait for one another at barriers that every GPU has.
+It has been compiled for Hopper only.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Rows in the registers of threads: what threads run to read and write them, and to add up what they have."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from jax.extend.mlir import ir
 from pallas_models.kernels.common.backend import Backend
 from pallas_models.kernels.mosaic.common import ptx as inline
 from pallas_models.kernels.mosaic.common.row_config import WARP, WARPGROUP
+from pallas_models.kernels.mosaic.common.vectors import address, load_vector, moves, store_vector
 
 if TYPE_CHECKING:
     from pallas_models.kernels.mosaic.common.rows import Blocks, Kind
@@ -17,8 +18,6 @@ else:
     Blocks = Kind = Any
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
-
-_LOAD, _STORE = "ld.global", "st.global"
 
 
 class _Thread:
@@ -59,14 +58,10 @@ class _Thread:
         arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
         kind = ir.MemRefType(ref.type)
         size = inline.utils.bitwidth(kind.element_type) // 8
-        base = inline.utils.llvm.ptrtoint(long, inline.utils.memref_ptr(ref))
-
-        def bytes_of(index: Any, each: int) -> Any:
-            return arith.muli(arith.extui(long, index), inline.utils.c(each, long))
-
-        first = arith.addi(base, bytes_of(self.columns[0], size))
+        first, row_size = address(ref, self.columns[0]), inline.utils.c(size * kind.shape[-1], long)
         begins = [
-            first if row is None else arith.addi(first, bytes_of(row, size * kind.shape[-1])) for row in rows
+            first if row is None else arith.addi(first, arith.muli(arith.extui(long, row), row_size))
+            for row in rows
         ]
         distances = [inline.utils.c(u * self.blocks.step * size, long) for u in range(self.blocks.columns)]
         return [[arith.addi(begin, distance) for distance in distances] for begin in begins]
@@ -78,11 +73,6 @@ def _below(value: Any, end: int) -> Any:
 
 def _both(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else inline.utils.arith.andi(a, b)
-
-
-def _words(num_bytes: int) -> tuple[int, int]:
-    """The number of words that a vector is moved in, and their bits."""
-    return (num_bytes // 4, 32) if num_bytes >= 4 else (1, 8 * num_bytes)
 
 
 def load(blocks: Blocks, repeat: int | None, _: Any, ref: Any, i: Any, j: Any) -> Any:
@@ -107,73 +97,20 @@ def load(blocks: Blocks, repeat: int | None, _: Any, ref: Any, i: Any, j: Any) -
 def _load_row(thread: _Thread, ref: Any, row: Any, is_inside: Any) -> list[Any]:
     element = ir.MemRefType(ref.type).element_type
     kind = ir.VectorType.get((thread.blocks.vector,), element)
-    num_bytes = thread.blocks.vector * inline.utils.bitwidth(element) // 8
     (pointers,) = thread.pointers(ref, [row])
     insides = [_both(is_inside, column) for column in thread.columns_inside()]
-    return [_load_vector(kind, num_bytes, *place) for place in zip(pointers, insides, strict=True)]
-
-
-def _load_vector(kind: Any, num_bytes: int, pointer: Any, is_inside: Any) -> Any:
-    llvm = inline.utils.llvm
-    count, bits = _words(num_bytes)
-    letter, word = {32: "r"}.get(bits, "h"), ir.IntegerType.get_signless(max(bits, 16))
-    zeros = "" if is_inside is None else "".join(f"mov.b{max(bits, 16)} ${k}, 0;" for k in range(count))
-    guard = "" if is_inside is None else f"@${count + 1} "
-    text = zeros + "".join(
-        f"{guard}{_LOAD}{size}.b{bits} {names}, [${count} + {4 * first}];" for first, size, names in _moves(count)
-    )
-    operands, constraints = [pointer], [f"=&{letter}"] * count + ["l"]
-    if is_inside is not None:
-        operands.append(is_inside)
-        constraints.append("b")
-    result = word if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * count)})>")
-    # What it reads is never written, but a load is not to be moved to where its result is used.
-    found = llvm.inline_asm(result, operands, text, ",".join(constraints), has_side_effects=True)
-    if count == 1:
-        if bits == 8:
-            found = inline.utils.arith.trunci(ir.IntegerType.get_signless(8), found)
-        return llvm.bitcast(kind, found)
-    words = [llvm.extractvalue(word, found, ir.DenseI64ArrayAttr.get([k])) for k in range(count)]
-    return llvm.bitcast(kind, inline.utils.vector.from_elements(ir.VectorType.get((count,), word), words))
-
-
-def _moves(count: int) -> Iterator[tuple[int, str, str]]:
-    """The instructions that move so many words: the first word, the size and the names of each."""
-    for first in range(0, count, 4):
-        names = [f"${k}" for k in range(first, min(first + 4, count))]
-        yield (
-            first,
-            f".v{len(names)}" if len(names) > 1 else "",
-            f"{{{', '.join(names)}}}" if len(names) > 1 else names[0],
-        )
+    return [load_vector(kind, *place) for place in zip(pointers, insides, strict=True)]
 
 
 def store(blocks: Blocks, _: Any, ref: Any, i: Any, j: Any, x: Any) -> None:
     thread = _Thread(blocks, i.registers.item(), j.registers.item())
-    num_bytes = blocks.vector * inline.utils.bitwidth(x.mlir_dtype) // 8
     registers = x.registers.reshape(blocks.rows, blocks.columns)
     columns_inside = thread.columns_inside()
     for vectors, pointers, row in zip(
         registers, thread.pointers(ref, thread.rows), thread.rows_inside(), strict=True
     ):
         for vector, pointer, column in zip(vectors, pointers, columns_inside, strict=True):
-            _store_vector(vector, num_bytes, pointer, _both(row, column))
-
-
-def _store_vector(vector: Any, num_bytes: int, pointer: Any, is_inside: Any) -> None:
-    count, bits = _words(num_bytes)
-    word = ir.IntegerType.get_signless(bits)
-    if count == 1:
-        words = [inline.utils.llvm.bitcast(word, vector)]
-    else:
-        together = inline.utils.llvm.bitcast(ir.VectorType.get((count,), word), vector)
-        words = [inline.item(together, k) for k in range(count)]
-    guard = "" if is_inside is None else f"@${count + 1} "
-    text = "".join(
-        f"{guard}{_STORE}{size}.b{bits} [${count} + {4 * first}], {names};" for first, size, names in _moves(count)
-    )
-    constraints = [{32: "r"}.get(bits, "h")] * count + ["l"] + ([] if is_inside is None else ["b"])
-    inline.asm(text, ",".join(constraints), *words, pointer, *([] if is_inside is None else [is_inside]))
+            store_vector(vector, pointer, _both(row, column))
 
 
 def again(blocks: Blocks, _: Any, x: Any) -> Any:
@@ -199,10 +136,10 @@ def again(blocks: Blocks, _: Any, x: Any) -> Any:
 def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
     thread = _Thread(blocks, i.registers.item(), None)
     arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
-    base = inline.utils.llvm.ptrtoint(long, inline.utils.memref_ptr(ref))
+    kind = ir.VectorType.get((1,), ir.F32Type.get())
     for number, place, is_inside in zip(x.registers.flat, thread.rows, thread.rows_inside(), strict=True):
         index = arith.addi(arith.extui(long, place), inline.utils.c(row * blocks.m, long))
-        _store_vector(number, 4, arith.addi(base, arith.muli(index, inline.utils.c(4, long))), is_inside)
+        store_vector(inline.utils.vector.broadcast(kind, number), address(ref, index), is_inside)
 
 
 def reduce(blocks: Blocks, kind: Kind, x: Any, sums: Any) -> Any:
@@ -260,8 +197,6 @@ def _load_shared(place: Any, count: int) -> list[Any]:
     """So many numbers that lie side by side in shared memory, the same ones in all threads of a row."""
     llvm, number = inline.utils.llvm, ir.F32Type.get()
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
-    text = "".join(
-        f"ld.shared{size}.f32 {names}, [${count} + {4 * first}];" for first, size, names in _moves(count)
-    )
+    text = "".join(f"ld.shared{size}.f32 {names}, [${count} + {at}];" for at, size, names in moves(count))
     found = llvm.inline_asm(struct, [place], text, "=&f," * count + "r", has_side_effects=True)
     return [llvm.extractvalue(number, found, ir.DenseI64ArrayAttr.get([k])) for k in range(count)]
