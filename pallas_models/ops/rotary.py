@@ -206,7 +206,9 @@ _OP: Op[Form[Any]] = Op(
             backend="triton", call=functools.partial(_backward, triton.rotary, triton_backward.rotary_backward)
         ),
         Backward(
-            backend="mosaic", call=functools.partial(_backward, mosaic.rotary, mosaic_backward.rotary_backward)
+            backend="mosaic",
+            call=functools.partial(_backward, mosaic.rotary, mosaic_backward.rotary_backward),
+            refuses=mosaic.unsupported,
         ),
     ),
 )

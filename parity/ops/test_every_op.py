@@ -63,6 +63,8 @@ def test_a_backend_has_calls_where_it_has_kernels():
             for stem, of_module in records().items()
             if any(kernel.backend == backend for record in of_module.values() for kernel in record.kernels)
         }
+        if backend == "mosaic" and jax.__version_info__ < (0, 11):
+            with_kernels.remove("rotary")
         assert {PARTS.get(stem, stem) for stem in with_kernels} - {"ring_attention"} <= stems
 
 

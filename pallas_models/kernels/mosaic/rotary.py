@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -70,6 +71,8 @@ def configs(tokens: int, num_rotated: int, head_dim: int, dtype: DTypeLike) -> I
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `rotary` does not serve a call; None if it does."""
     del target
+    if not _jax.since(0, 11):
+        return f"needs JAX 0.11 or newer to change arrays in place, not {jax.__version__}"
     halves = 2 * form.qkv.size // form.head_dim
     return f"takes up to {_MOST_ROWS} halves of heads, not {halves}" if halves > _MOST_ROWS else None
 
