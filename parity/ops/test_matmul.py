@@ -307,11 +307,15 @@ def test_the_gradient_of_an_epilogue(reference, activation, config):
 @interprets_mosaic
 @pytest.mark.parametrize("config", [(1, 2, 3), (16, 1, 40), (128, 3, 1), None], ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid", "silu"])
-def test_the_gradient_of_an_epilogue_in_mosaic(reference, activation, config):
+def test_the_gradient_of_an_epilogue_in_mosaic(activation, config):
     rng = np.random.default_rng(32)
     y, dout = normal(rng, 37, 90, scale=2.0), normal(rng, 37, 90)
     y = y.at[0, :7].set(jnp.asarray([-1e4, -30.0, -8.0, 1e-3, 8.0, 30.0, 1e4]))
-    (expected,) = reference.gradients(reference.ACTIVATIONS[activation], [y], dout)
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    with jax.enable_x64(True):
+        f = exact if activation == "gelu" else getattr(jax.nn, activation.removesuffix("_tanh"))
+        (expected,) = jax.vjp(f, y.astype("float64"))[1](dout.astype("float64"))
+        expected = np.asarray(expected)
     if config is not None:
         config = mosaic_epilogue.Config(**dict(zip(("threads", "block_m", "splits"), config, strict=True)))
     options = dict(activation=activation, config=config, target=gpu(), interpret=not ON_GPU)
