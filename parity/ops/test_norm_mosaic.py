@@ -9,7 +9,7 @@ import pytest
 from pallas_models import ops
 from pallas_models.kernels.mosaic.norm import Config
 from parity.ops.test_norm import WELFORD, operands
-from parity.ops.test_rows import ROWS
+from parity.ops.test_rows import ROWS, WAYS, every_way
 from parity.support.common import KERNEL, assert_close, assert_equal, by_device, compiled, float64, normal
 from parity.support.tolerances import GRADIENT, LONG, OP, SHORT
 
@@ -17,17 +17,6 @@ SHAPES = by_device(
     cpu=[(5, 33), (2, 7, 384), (2, 33000)],  # odd; a part of a warp a row; longer than threads hold
     gpu=[(1, 384), (64, 128, 384), (8192, 768), (1001, 333), (3, 5, 7), (5, 20000), (300, 65536), (3, 100003)],
 )
-WAYS = [
-    Config(threads=1, block_n=16),  # walked
-    Config(threads=8, block_n=512, rows=2),  # held
-    Config(threads=32, block_n=64, warpgroups=2),
-    Config(threads=128, block_n=256, rows=2),
-    Config(threads=256, block_n=128, warpgroups=2),
-    Config(threads=512, block_n=512, warpgroups=4),
-    Config(threads=4, block_n=16, keep=True),  # held in steps
-    Config(threads=256, block_n=16, warpgroups=2, keep=True),
-]
-every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}{c.keep * '-kept'}")
 NAMES = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 
 

@@ -29,6 +29,17 @@ from parity.support.tolerances import SHORT
 
 ROWS = "mosaic" if ON_GPU else "mosaic_interpret"  # these kernels run on every GPU
 REPEAT = 2
+WAYS = [
+    Config(threads=1, block_n=16),  # walked
+    Config(threads=8, block_n=512, rows=2),  # held
+    Config(threads=32, block_n=64, warpgroups=2),
+    Config(threads=128, block_n=256, rows=2),
+    Config(threads=256, block_n=128, warpgroups=2),
+    Config(threads=512, block_n=512, warpgroups=4),
+    Config(threads=4, block_n=16, keep=True),  # held in steps
+    Config(threads=256, block_n=16, warpgroups=2, keep=True),
+]
+every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}{c.keep * '-kept'}")
 
 
 def walking(refs: Refs, blocks: Blocks) -> None:

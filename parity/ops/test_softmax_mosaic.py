@@ -11,7 +11,7 @@ from pallas_models import ops
 from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.softmax import Config
 from pallas_models.kernels.mosaic.softmax_backward import softmax_backward
-from parity.ops.test_rows import ROWS
+from parity.ops.test_rows import ROWS, every_way
 from parity.ops.test_softmax import EXTREMES, MASK_SHAPES, draw, holes
 from parity.support.common import (
     ON_GPU,
@@ -31,17 +31,6 @@ SHAPES = by_device(
     cpu=[(1, 1), (5, 33), (2, 3, 64), (2, 33000)],  # the last one longer than threads hold
     gpu=[(2048, 4096), (8192, 1024), (64, 128, 384), (3, 5, 7), (1001, 333), (5, 32768), (64, 65536), (3, 100003)],
 )
-WAYS = [
-    Config(threads=1, block_n=16),  # walked
-    Config(threads=8, block_n=512, rows=2),  # held
-    Config(threads=32, block_n=64, warpgroups=2),
-    Config(threads=128, block_n=256, rows=2),
-    Config(threads=256, block_n=128, warpgroups=2),
-    Config(threads=512, block_n=512, warpgroups=4),
-    Config(threads=4, block_n=16, keep=True),  # held in steps
-    Config(threads=256, block_n=16, warpgroups=2, keep=True),
-]
-every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}{c.keep * '-kept'}")
 HELD_AND_WALKED = pytest.mark.parametrize(
     "config",
     [None, Config(threads=4, block_n=16, keep=True), Config(threads=4, block_n=16)],

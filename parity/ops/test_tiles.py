@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.tiles import Tile, vector_length
+from pallas_models.kernels.mosaic.common.tiles import Tile
+from pallas_models.kernels.mosaic.common.vectors import vector_length
 from parity.ops.test_lowering import HOPPER
 from parity.support.common import MOSAIC, MOSAIC_CALL, assert_close, cuda_device, interprets_mosaic, normal
 from parity.support.primitives import all_called

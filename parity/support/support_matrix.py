@@ -18,6 +18,7 @@ from pallas_models import files
 from parity import ROOT
 from parity.cases import OPS, Case, Without
 from parity.support.common import MOSAIC_CALL, TRITON_CALL, cuda_device
+from parity.support.lowered import squares
 
 PAGE = ROOT / "docs" / "support.md"
 GENERATIONS = {
@@ -44,12 +45,10 @@ def call_of(case: Case, dtype: str) -> tuple[Callable[..., Any], tuple[Any, ...]
 
 
 def gradient(function: Callable[..., Any], arrays: Sequence[Any]) -> Callable[..., Any]:
-    """The gradient of the sum of a function's results, for its floating arrays."""
-
-    def total(*given: Any) -> jax.Array:
-        return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in jax.tree.leaves(function(*given)))
-
-    return jax.grad(total, tuple(i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)))
+    """The gradient of a function by its floating arrays."""
+    return jax.grad(
+        squares(function), tuple(i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
+    )
 
 
 def kernels(function: Callable[..., Any], arrays: Sequence[Any], device: tuple[str, int]) -> str:
@@ -62,11 +61,11 @@ def kernels(function: Callable[..., Any], arrays: Sequence[Any], device: tuple[s
 
 def cell(by_dtype: Mapping[str, str]) -> str:
     """The kernels of all dtypes in one cell."""
-    if len(set(by_dtype.values())) == 1:
-        return next(iter(by_dtype.values()))
     groups = collections.defaultdict(list)
     for dtype, found in by_dtype.items():
         groups[found].append(dtype)
+    if len(groups) == 1:
+        return next(iter(groups))
     return "; ".join(f"{found} ({', '.join(dtypes)})" for found, dtypes in groups.items())
 
 
@@ -80,16 +79,13 @@ def split(case: Case) -> str:
 def rows(cases: Iterable[Case] = OPS.values()) -> Iterator[tuple[str, ...]]:
     """The cells of each op: its name, forward and gradient by generation, and the axes that can be split."""
     for case in cases:
-        if call_of(case, DTYPES[0]) is None:
+        calls = {dtype: call for dtype in DTYPES if (call := call_of(case, dtype))}
+        if not calls:
             continue
         cells = []
         for device in GENERATIONS.values():
             for of in (lambda function, _: function, gradient):
-                found = {}
-                for dtype in DTYPES:
-                    function, arrays = call_of(case, dtype) or (None, ())
-                    assert function is not None
-                    found[dtype] = kernels(of(function, arrays), arrays, device)
+                found = {dtype: kernels(of(*call), call[1], device) for dtype, call in calls.items()}
                 cells.append(cell(found))
         yield f"`{case.name}`", *cells, split(case)
 

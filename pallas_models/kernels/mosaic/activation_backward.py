@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.activations import slope
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.tiles import THREADS, Tile, vector_length
+from pallas_models.kernels.mosaic.common.tiles import THREADS, Tile
+from pallas_models.kernels.mosaic.common.vectors import vector_length
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

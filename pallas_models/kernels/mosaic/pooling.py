@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.pooling import SEGMENT, TINY, starts_and_lengths
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.tiles import Tile, too_wide, vector_length
+from pallas_models.kernels.mosaic.common.tiles import Tile, too_wide
+from pallas_models.kernels.mosaic.common.vectors import vector_length
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

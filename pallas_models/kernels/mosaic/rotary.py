@@ -19,7 +19,8 @@ from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.tiles import Tile, vector_length
+from pallas_models.kernels.mosaic.common.tiles import Tile
+from pallas_models.kernels.mosaic.common.vectors import vector_length
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_models.kernels.mosaic.common.vectors import vector_length
+
 WARP, WARPGROUP = 32, 128  # threads
 _MOST_THREADS = 1024  # of a CTA
-_VECTOR_BYTES = 16  # that a thread loads at once
 _KEPT = 128  # bytes of rows in a thread, beside what it computes from them
 _HELD, _WHOLE = 32, 512  # elements of a row in a thread, in float32, and threads that have registers for as many
 _BLOCK = 8192  # columns that threads have at a time of rows that they keep or walk
@@ -42,11 +42,6 @@ class Config:
             raise ValueError(f"{__name__}: warpgroups={self.warpgroups} must be 8 or fewer")
         if self.threads > WARPGROUP and self.threads != self.warpgroups * WARPGROUP:
             raise ValueError(f"{self}: rows of over {WARPGROUP} threads take all warpgroups of a CTA")
-
-
-def vector_length(n: int, dtype: DTypeLike) -> int:
-    """Elements of rows of `n` that a thread loads at once: 16 bytes; fewer where rows begin at odd addresses."""
-    return math.gcd(n, _VECTOR_BYTES // jnp.dtype(dtype).itemsize)
 
 
 def heuristic(n: int, dtype: DTypeLike, arrays: int = 1, *, masked: bool = False) -> Config:

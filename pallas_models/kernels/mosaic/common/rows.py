@@ -20,7 +20,8 @@ from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.mosaic.common import memory, rows_ptx
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.row_config import WARP, WARPGROUP, Config, vector_length
+from pallas_models.kernels.mosaic.common.row_config import WARP, WARPGROUP, Config
+from pallas_models.kernels.mosaic.common.vectors import vector_length
 
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 

@@ -6,7 +6,6 @@ may have any number of rows and columns. Nothing here is Hopper's, but it has be
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.extend.mlir import ir
-from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Backend, Ref
 from pallas_models.kernels.common.primitives import meaning
@@ -27,13 +25,7 @@ from pallas_models.kernels.mosaic.common.vectors import address, load_vector, st
 _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 
 THREADS, _LANES, _WARPS = 128, 32, 4  # threads of a warpgroup and of a warp, warps of a warpgroup
-_VECTOR_BYTES = 16
 _MOST_COLUMNS = 16384  # of a row that a warpgroup holds, 128 numbers a thread
-
-
-def vector_length(width: int, dtype: DTypeLike) -> int:
-    """Neighbours that a thread loads of rows of `width`: 16 bytes, or fewer where rows begin at odd addresses."""
-    return math.gcd(width, _VECTOR_BYTES // jnp.dtype(dtype).itemsize)
 
 
 def too_wide(width: int) -> str | None:

@@ -1,13 +1,21 @@
 """Neighbours in device memory, which a thread loads or stores up to 16 bytes at a time."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.mlir import ir
+from jax.typing import DTypeLike
 
 from pallas_models.kernels.mosaic.common import ptx as inline
 
 _MOST_WORDS = 4  # of 32 bits, which a thread moves at once
+
+
+def vector_length(width: int, dtype: DTypeLike) -> int:
+    """Neighbours that a thread moves of rows of `width`: 16 bytes, or fewer where rows begin at odd addresses."""
+    return math.gcd(width, 4 * _MOST_WORDS // jnp.dtype(dtype).itemsize)
 
 
 def address(ref: Any, offset: Any) -> Any:
