@@ -7,6 +7,7 @@ import importlib
 import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
@@ -104,6 +105,40 @@ ANY = Target(name="", capability=(8, 0), num_cores=108, shared_memory=_SMALL)
 """Programs for it run on every GPU from Ampere on: the target where it is not known where they will run."""
 
 
+_DATACENTER = (
+    ("A100", "NVIDIA A100-SXM4-80GB", 108),
+    ("A10", "NVIDIA A10", 72),
+    ("L4", "NVIDIA L4", 58),
+    ("L40S", "NVIDIA L40S", 142),
+    ("RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 188),
+    ("H100", "NVIDIA H100 80GB HBM3", 132),
+    ("H200", "NVIDIA H200", 132),
+    ("GH200", "NVIDIA GH200 480GB", 132),
+    ("B200", "NVIDIA B200", 148),
+    ("B300", "NVIDIA B300 SXM6", 148),
+)
+# Multiprocessors of the GeForce RTX with that number.
+_GEFORCE = {
+    3060: 28,
+    3070: 46,
+    3080: 68,
+    3090: 82,
+    4060: 24,
+    4070: 46,
+    4080: 76,
+    4090: 128,
+    5060: 30,
+    5070: 48,
+    5080: 84,
+    5090: 170,
+}
+
+
+# JAX lowers Triton's kernels for GPUs whose names it knows, and for the one that is here: these are of architectures of
+# which it does not know all.
+_KNOWN_TO_JAX = {(8, 6): "NVIDIA A10", (8, 9): "NVIDIA L4", (12, 0): "NVIDIA RTX PRO 6000"}
+
+
 def start() -> None:
     """Starts the GPU of this process, if there is one, and imports the modules that lower Hopper's kernels.
 
@@ -127,6 +162,32 @@ def current() -> Target:
     if device is not None and device.platform == "gpu":
         return _named(device.device_kind, device.num_cores)
     return _local()
+
+
+def lowering_for(gpu: Target) -> contextlib.AbstractContextManager[Any]:
+    """Programs that are traced and lowered inside are for a GPU, which need not be in this machine.
+
+    ```
+    with target.lowering_for(target.GPUS["L40S"]):
+        lowered = jax.jit(ops.softmax).trace(x).lower(lowering_platforms=("cuda",))
+    ```
+
+    Inside, `current` can have the name of another GPU of the same architecture, one that JAX lowers Triton's kernels
+    for; all else is the GPU's own.
+
+    Args:
+      gpu: one of `GPUS`, or any other that has a name.
+
+    Raises:
+      ValueError: it has no name, as `ANY`.
+    """
+    device = gpu.abstract_device
+    if device is None:
+        raise ValueError(f"{gpu} has no name; expected a GPU that has, such as one of pallas_models.target.GPUS")
+    device = AbstractDevice(
+        device_kind=_KNOWN_TO_JAX.get(gpu.capability, gpu.name), num_cores=device.num_cores, platform="gpu"
+    )
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 @contextlib.contextmanager
@@ -166,6 +227,14 @@ def _named(name: str, num_cores: int | None) -> Target:
         shared_memory=_SHARED_MEMORY.get(capability, _SMALL),
         is_linked=name in _LINKED,
     )
+
+
+GPUS = {
+    **{short: _named(name, num_cores) for short, name, num_cores in _DATACENTER},
+    **{f"RTX {number}": _named(f"NVIDIA GeForce RTX {number}", n) for number, n in _GEFORCE.items()},
+}
+"""GPUs by their short names, `"A100"` or `"RTX 4090"`, with what NVIDIA publishes of each: to lower programs for one
+that is not here, with `lowering_for`, or to ask what a kernel may use of it."""
 
 
 @functools.cache

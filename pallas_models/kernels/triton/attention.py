@@ -43,7 +43,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -99,11 +99,14 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
     seq, kv_seq, num_heads, itemsize = form.seq, form.kv_seq, form.num_heads, form.dtype.itemsize
     block_d = block_of_head(form.head_dim)
     few = form.batch * num_heads * seq < 64 * target.num_cores
+    # A Hopper GPU's were measured. Others' products have all operands in registers: more would be pushed out of them.
+    is_hopper = target.runs(HOPPER)
     if itemsize == 4:
         # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.
+        most_kv = 64 if is_hopper else 32
         return Config(
-            block_q=block_size(seq, 16, 32 if few or block_d > 64 else 64),
-            block_kv=block_size(kv_seq, 16, 64 if block_d <= 64 else 32),
+            block_q=block_size(seq, 16, 32 if few or block_d > 64 or not is_hopper else 64),
+            block_kv=block_size(kv_seq, 16, most_kv if block_d <= 64 else most_kv // 2),
             num_warps=4,
             num_stages=2 if block_d <= 64 else 1,
         )
@@ -132,8 +135,8 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
     config = Config(
         block_q=block_q,
         block_kv=128 if block_d <= 64 and not tall and programs(64) < 3 * target.num_cores else 64,
-        num_warps=block_size(block_q // 16, 1, 8 if block_d > 128 else 4),
-        num_stages=3,
+        num_warps=block_size(block_q // 16, 1, 8 if block_d > (128 if is_hopper else 64) else 4),
+        num_stages=3 if is_hopper or block_d > 64 else 2,
         tensor_sums=64 <= block_d <= 128,
     )
     size = functools.partial(shared_memory, head_dim=form.head_dim, itemsize=itemsize)

@@ -39,7 +39,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -66,10 +66,12 @@ def shared_memory(config: Config, *, keys_first: bool, head_dim: int, itemsize: 
 def heuristic(
     seq: int, kv_seq: int, head_dim: int, target: Target, *, keys_first: bool, dtype: DTypeLike
 ) -> Config:
-    """Chooses blocks as measured on an H200, smaller ones where shared memory asks for them."""
+    """Chooses blocks as measured on an H200, smaller ones where shared memory or registers ask for them."""
     itemsize, block_d = jnp.dtype(dtype).itemsize, block_of_head(head_dim)
+    is_hopper = target.runs(HOPPER)
     if itemsize == 4:  # as in the forward pass
-        own, other, num_warps, num_stages = 32, 32 if block_d <= 64 else 16, 4, 1
+        own = 32 if is_hopper or keys_first or block_d <= 64 else 16
+        other, num_warps, num_stages = 32 if is_hopper and block_d <= 64 else 16, 4, 1
     elif block_d <= 64:
         own, other, num_warps, num_stages = 64, 64, 4, 3
     elif block_d > 128:
@@ -78,10 +80,14 @@ def heuristic(
         own, other, num_warps, num_stages = 64, 64, 4, 2
     else:
         own, other, num_warps, num_stages = 128, 32, 8, 3
+    if keys_first and itemsize < 4 and 32 < block_d <= 128 and not is_hopper:
+        other = 32
     length, other_length = (kv_seq, seq) if keys_first else (seq, kv_seq)
     own, other = block_size(length, 16, own), block_size(other_length, 16, other)
     block_q, block_kv = (other, own) if keys_first else (own, other)
-    config = Config(block_q=block_q, block_kv=block_kv, num_warps=min(num_warps, own // 16), num_stages=num_stages)
+    if is_hopper or itemsize < 4:  # a warp has 16 rows at the least
+        num_warps = min(num_warps, own // 16)
+    config = Config(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
     size = functools.partial(shared_memory, keys_first=keys_first, head_dim=head_dim, itemsize=itemsize)
     return fitted(config, size, target)
 

@@ -1,0 +1,163 @@
+"""`python -m parity compiled`: writes docs/compiled.md, what the kernels take of GPUs that are not here.
+
+Every op is compiled for a GPU of each generation with the configs that it has by default, forward and with its
+gradient, in both backends where they serve the GPU: registers, bytes spilled and shared memory are what ptxas says.
+No GPU is needed; the CUDA plugin of JAX is: `pip install jax[cuda13]`. Results are kept in a folder: a run that was
+cut off goes on there, and is to have a new folder once kernels have changed. The exit code is 1 if a program does not
+compile, a kernel spills registers that the exceptions here do not name, or asks for more shared memory than there is.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_models import files
+from parity import ROOT
+from parity.support.compiling import GENERATIONS, Program, Resources, read
+from parity.support.support_matrix import line
+
+PAGE = ROOT / "docs" / "compiled.md"
+BEGIN, END = "<!-- compiled -->\n", "<!-- /compiled -->\n"
+
+Row = tuple[str, str, str, str]  # op, kernel, backend, dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Spills:
+    """Kernels that may spill registers, by patterns that match the whole, and why."""
+
+    kernel: str
+    dtype: str
+    generations: str
+    reason: str
+
+    def covers(self, row: Row, generation: str) -> bool:
+        """Whether a kernel is among them."""
+        _, kernel, _, dtype = row
+        pairs = ((self.kernel, kernel), (self.dtype, dtype), (self.generations, generation))
+        return all(re.fullmatch(pattern, text) for pattern, text in pairs)
+
+
+EXCEPTIONS: tuple[Spills, ...] = ()
+
+
+def compile_all(folder: Path, workers: int, only: str) -> None:
+    """Compiles in one process for each generation, and in a new one where a compiler ended it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        list(pool.map(functools.partial(_compile, folder, only), GENERATIONS))
+
+
+def _compile(folder: Path, only: str, generation: str) -> None:
+    results = folder / f"{generation}.jsonl"
+    # A GPU that there is would be the one that kernels are lowered for.
+    environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "parity.support.compiling", generation, str(results), only]
+    while True:
+        before = len(read(results))
+        with (folder / f"{generation}.log").open("a", encoding="utf-8") as log:
+            status = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False)
+        if status.returncode == 0:
+            return
+        if len(read(results)) == before:
+            raise RuntimeError(f"nothing was compiled for {generation}; see {folder / generation}.log")
+
+
+def taken(folder: Path) -> tuple[dict[Row, dict[str, Resources]], list[str]]:
+    """The most that each kernel takes in any call, by generation; and a line for each program that has failed."""
+    rows: dict[Row, dict[str, Resources]] = collections.defaultdict(dict)
+    failed = []
+    for generation in GENERATIONS:
+        for name, outcome in read(folder / f"{generation}.jsonl").items():
+            program = Program(*name.split("/"))
+            if "kernels" not in outcome and "refused" not in outcome:
+                failed.append(f"{generation}, {name}: {outcome.get('failed', 'the compiler ended the process')}")
+            for kernel in (Resources(**x) for x in outcome.get("kernels", ())):
+                row = (program.op, kernel.kernel, kernel.backend, program.dtype)
+                rows[row][generation] = _most(rows[row].get(generation, kernel), kernel)
+    return dict(sorted(rows.items())), failed
+
+
+def _most(a: Resources, b: Resources) -> Resources:
+    numbers = ("registers", "spills", "shared_memory")
+    return dataclasses.replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in numbers})
+
+
+def problems(rows: Mapping[Row, Mapping[str, Resources]]) -> Iterator[str]:
+    """A line for each kernel that spills registers unnamed or does not fit, and each exception that names none."""
+    unused = set(EXCEPTIONS)
+    for row, by_generation in rows.items():
+        for generation, found in by_generation.items():
+            covering = [x for x in EXCEPTIONS if found.spills and x.covers(row, generation)]
+            unused.difference_update(covering)
+            if found.spills and not covering:
+                yield f"{generation}, {' '.join(row)}: spills {found.spills} bytes"
+            most = GENERATIONS[generation].shared_memory
+            if found.shared_memory > most:
+                yield f"{generation}, {' '.join(row)}: {found.shared_memory} bytes of shared memory, of {most}"
+    yield from (f"no kernel spills as the exceptions say: {x}" for x in unused)
+
+
+def cells(row: Row, by_generation: Mapping[str, Resources]) -> Iterator[str]:
+    """The cells of a kernel."""
+    op, kernel, backend, dtype = row
+    yield from (f"`{op}`", f"`{kernel}`", backend, dtype)
+    for generation in GENERATIONS:
+        found = by_generation.get(generation)
+        yield "-" if found is None else f"{found.registers} / {found.spills} / {found.shared_memory}"
+
+
+def parsed(text: str) -> dict[Row, dict[str, Resources]]:
+    """The kernels of the page's table."""
+    rows: dict[Row, dict[str, Any]] = {}
+    for found in re.findall(r"^\| (`.*) \|$", text.partition(BEGIN)[2].partition(END)[0], re.MULTILINE):
+        op, kernel, backend, dtype, *taken = (cell.strip("`") for cell in found.split(" | "))
+        rows[op, kernel, backend, dtype] = {
+            generation: Resources(kernel, backend, *map(int, cell.split(" / ")))
+            for generation, cell in zip(GENERATIONS, taken, strict=True)
+            if cell != "-"
+        }
+    return rows
+
+
+def page(rows: Mapping[Row, Mapping[str, Resources]]) -> str:
+    """The text of docs/compiled.md with a table."""
+    heads = [f"{generation}, {gpu.name.removeprefix('NVIDIA ')}" for generation, gpu in GENERATIONS.items()]
+    table = [("operation", "kernel", "backend", "dtype", *heads), ("---",) * (len(heads) + 4)]
+    table += [tuple(cells(row, by_generation)) for row, by_generation in rows.items()]
+    exceptions = [("kernels", "dtype", "for", "why"), ("---",) * 4]
+    exceptions += [(f"`{x.kernel}`", x.dtype, f"`{x.generations}`", x.reason) for x in EXCEPTIONS]
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    text = f"{_lines(table)}\nThese spill registers:\n\n{_lines(exceptions)}"
+    return before + BEGIN + text + END + rest.partition(END)[2]
+
+
+def _lines(table: Iterable[Sequence[str]]) -> str:
+    return "".join(line(cell.replace("|", "\\|") for cell in row) for row in table)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compiles and writes the page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m parity compiled", description=__doc__)
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="the page")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "build" / "compiled", metavar="FOLDER", help="kept between runs"
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time (2)")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="programs whose names have this in them")
+    args = parser.parse_args(arguments)
+    compile_all(args.results, args.workers, args.only)
+    rows, failed = taken(args.results)
+    files.write(args.output, page(rows))
+    found = [*failed, *problems(rows)]
+    print(*found, f"{len(rows)} kernels, {len(found)} problems", sep="\n")
+    return int(bool(found))
