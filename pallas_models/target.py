@@ -134,7 +134,8 @@ _GEFORCE = {
 }
 
 
-# JAX lowers Triton's kernels for GPUs whose names it knows, and for the one that is here: these are of architectures of
+# JAX lowers Triton's kernels for GPUs whose names it knows, and for the one that is here: these are of
+# architectures of
 # which it does not know all.
 _KNOWN_TO_JAX = {(8, 6): "NVIDIA A10", (8, 9): "NVIDIA L4", (12, 0): "NVIDIA RTX PRO 6000"}
 
@@ -172,7 +173,8 @@ def lowering_for(gpu: Target) -> contextlib.AbstractContextManager[Any]:
         lowered = jax.jit(ops.softmax).trace(x).lower(lowering_platforms=("cuda",))
     ```
 
-    Inside, `current` can have the name of another GPU of the same architecture, one that JAX lowers Triton's kernels
+    Inside, `current` can have the name of another GPU of the same architecture, one that JAX lowers Triton's
+    kernels
     for; all else is the GPU's own.
 
     Args:
@@ -233,7 +235,8 @@ GPUS = {
     **{short: _named(name, num_cores) for short, name, num_cores in _DATACENTER},
     **{f"RTX {number}": _named(f"NVIDIA GeForce RTX {number}", n) for number, n in _GEFORCE.items()},
 }
-"""GPUs by their short names, `"A100"` or `"RTX 4090"`, with what NVIDIA publishes of each: to lower programs for one
+"""GPUs by their short names, `"A100"` or `"RTX 4090"`, with what NVIDIA publishes of each: to lower programs for
+one
 that is not here, with `lowering_for`, or to ask what a kernel may use of it."""
 
 

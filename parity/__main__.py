@@ -6,7 +6,8 @@ summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there
 The processes of the suite share the GPU's memory: a test that needs more than its part runs again with fewer
 beside it, in the end alone. Compiled programs are kept beside the folder, for other processes and the next run.
 
-`python -m parity campaign`, `sanitize`, `lowered`, `mutate`, `support` and `compiled` are programs, each with `--help`.
+`python -m parity campaign`, `sanitize`, `lowered`, `mutate`, `support` and `compiled` are programs, each with
+`--help`.
 """
 
 import argparse

@@ -1,9 +1,11 @@
 """Kernels compiled for GPUs that are not here: what ptxas says of each, for `python -m parity compiled`.
 
-A process of `python -m parity.support.compiling GPU FILE` compiles the programs of one GPU one after another and adds
-a line of JSON for each to a file. LLVM ends the process at an instruction that a GPU lacks: the program then is the one
-whose beginning the file has and nothing else, and the next process goes on after it. The CUDA plugin of JAX has the
-compilers; ptxas comes with it.
+A process of `python -m parity.support.compiling GENERATION FILE` compiles the programs of one GPU one after
+another
+and adds lines of JSON to a file, when each begins and when it is done. LLVM ends the process at an instruction
+that a
+GPU lacks: the next process goes on after that program. The CUDA plugin of JAX has the compilers; ptxas comes with
+it.
 """
 
 import dataclasses
@@ -99,7 +101,11 @@ def _calls(case: Case, implementation: str) -> Iterator[tuple[str, tuple[str, ..
         # Mosaic's kernels with products are for half precision.
         dtypes = DTYPES[:1] if implementation == "mosaic" and case.products != "none" else DTYPES
         for name, arguments in itertools.islice(case.large.items(), 2):
-            yield name, dtypes if arguments is next(iter(case.large.values())) else DTYPES[:1], functools.partial(_large, case, arguments, IMPLEMENTATIONS[implementation])
+            yield (
+                name,
+                dtypes if arguments is next(iter(case.large.values())) else DTYPES[:1],
+                functools.partial(_large, case, arguments, IMPLEMENTATIONS[implementation]),
+            )
     small = case.hopper_calls if implementation == "mosaic" else case.calls
     for call in () if isinstance(small, Without) else small[:1]:
         yield f"small-{call.name}", DTYPES[:1], functools.partial(_small, call, implementation)

@@ -11,7 +11,8 @@ from parity.support import compiled, compiling
 from parity.support.compiling import GENERATIONS, Resources
 
 needs_compilers = pytest.mark.skipif(
-    compiling.ptxas() is None or jax.__version_info__ < (0, 11), reason="needs the CUDA plugin of JAX 0.11 and its ptxas"
+    compiling.ptxas() is None or jax.__version_info__ < (0, 11),
+    reason="needs the CUDA plugin of JAX 0.11 and its ptxas",
 )
 ROW = ("softmax", "softmax", "triton", "float32")
 
@@ -51,8 +52,15 @@ ptxas info    : Used 12 registers, used 0 barriers
 
 def test_a_program_that_ended_its_process_is_a_problem(tmp_path):
     name = "softmax/softmax/float32/forward/triton"
-    kernels = [{"kernel": "softmax", "backend": "triton", "registers": n, "spills": 0, "shared_memory": 9 - n} for n in (1, 2)]
-    lines = [{"program": name}, {"program": name, "kernels": kernels}, {"program": name.replace("triton", "mosaic")}]
+    kernels = [
+        {"kernel": "softmax", "backend": "triton", "registers": n, "spills": 0, "shared_memory": 9 - n}
+        for n in (1, 2)
+    ]
+    lines = [
+        {"program": name},
+        {"program": name, "kernels": kernels},
+        {"program": name.replace("triton", "mosaic")},
+    ]
     (tmp_path / "sm_80.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows, failed = compiled.taken(tmp_path)
     assert rows == {ROW: {"sm_80": Resources("softmax", "triton", 2, 0, 8)}}
@@ -64,7 +72,16 @@ def test_a_program_that_ended_its_process_is_a_problem(tmp_path):
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
     """Of both backends; with 99 KiB of shared memory, and on the first generation."""
     page = tmp_path / "page.md"
-    arguments = ["--output", str(page), "--results", str(tmp_path), "--workers", "1", "--only", "^rms_norm/small.*forward"]
+    arguments = [
+        "--output",
+        str(page),
+        "--results",
+        str(tmp_path),
+        "--workers",
+        "1",
+        "--only",
+        "^rms_norm/small.*forward",
+    ]
     check.main(["compiled", *arguments])  # 1, as the exceptions are of other kernels
     (row,) = compiled.parsed(page.read_text()).items()
     (_, _, backend, _), found = row
