@@ -31,6 +31,7 @@ from parity.support.support_matrix import line
 
 PAGE = ROOT / "docs" / "compiled.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- /compiled -->\n"
+_SPILLING = "\nThese spill registers:\n\n"
 
 Row = tuple[str, str, str, str]  # op, kernel, backend, dtype
 
@@ -131,7 +132,7 @@ def cells(row: Row, by_generation: Mapping[str, Resources]) -> Iterator[str]:
 def parsed(text: str) -> dict[Row, dict[str, Resources]]:
     """The kernels of the page's table."""
     rows: dict[Row, dict[str, Any]] = {}
-    for found in re.findall(r"^\| (`.*) \|$", text.partition(BEGIN)[2].partition(END)[0], re.MULTILINE):
+    for found in re.findall(r"^\| (`.*) \|$", text.partition(BEGIN)[2].partition(_SPILLING)[0], re.MULTILINE):
         op, kernel, backend, dtype, *taken = (cell.strip("`") for cell in found.split(" | "))
         rows[op, kernel, backend, dtype] = {
             generation: Resources(kernel, backend, *map(int, cell.split(" / ")))
@@ -149,7 +150,7 @@ def page(rows: Mapping[Row, Mapping[str, Resources]]) -> str:
     exceptions = [("kernels", "dtype", "for", "why"), ("---",) * 4]
     exceptions += [(f"`{x.kernel}`", x.dtype, f"`{x.generations}`", x.reason) for x in EXCEPTIONS]
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    text = f"{_lines(table)}\nThese spill registers:\n\n{_lines(exceptions)}"
+    text = f"{_lines(table)}{_SPILLING}{_lines(exceptions)}"
     return before + BEGIN + text + END + rest.partition(END)[2]
 
 
