@@ -61,6 +61,24 @@ def test_devices_are_known_by_name(device):
     assert found.runs(target.HOPPER) == (capability == (9, 0))
 
 
+@pytest.mark.parametrize("gpu", target.GPUS.values(), ids=target.GPUS.keys())
+def test_programs_are_lowered_for_gpus_that_are_not_here(gpu):
+    """By Triton, too, which JAX lowers for the names that it knows."""
+    with target.lowering_for(gpu):
+        found = target.current()
+        jax.jit(functools.partial(ops.softmax, implementation="triton")).trace(jnp.ones((8, 64))).lower(
+            lowering_platforms=("cuda",)
+        )
+    known = ("capability", "num_cores", "shared_memory")
+    assert [getattr(found, name) for name in known] == [getattr(gpu, name) for name in known]
+    assert gpu.shared_memory == DEVICES.get((gpu.name, gpu.num_cores), ((), gpu.shared_memory // KIB))[1] * KIB
+
+
+def test_programs_are_lowered_for_no_gpu_without_a_name():
+    with pytest.raises(ValueError, match="has no name"):
+        target.lowering_for(target.ANY)
+
+
 def test_multiprocessors_are_left():
     """In a program that is traced too, whose cache knows what was left."""
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

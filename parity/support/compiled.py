@@ -26,7 +26,7 @@ from typing import Any
 
 from pallas_models import files
 from parity import ROOT
-from parity.support.compiling import GENERATIONS, Program, Resources, read
+from parity.support.compiling import GENERATIONS, Program, Resources, programs, read
 from parity.support.support_matrix import line
 
 PAGE = ROOT / "docs" / "compiled.md"
@@ -52,14 +52,13 @@ class Spills:
         return all(re.fullmatch(pattern, text) for pattern, text in pairs)
 
 
-_MEASURED = "the fastest of those measured on an H200, all the same"
+_KEPT = "the blocks for Hopper GPUs are kept as they were"
 EXCEPTIONS = (
-    Spills("attention|keys_kernel|queries_kernel|mean_pool", ".*", "sm_90", _MEASURED),
-    Spills("keys_kernel|queries_kernel", "bfloat16", "sm_100", "104 bytes at most; nothing is measured there"),
-    Spills("attention_backward", "bfloat16", "sm_90", _MEASURED),
-    Spills(
-        "softmax", "bfloat16", "sm_80", "1,024 threads of Mosaic's have 64 registers each; a call gets Triton's"
-    ),
+    Spills("attention|keys_kernel|queries_kernel|mean_pool", ".*", "sm_90", _KEPT),
+    Spills("attention_backward", "bfloat16", "sm_90", _KEPT),
+    Spills("keys_kernel|queries_kernel", "bfloat16", "sm_100", "not mended yet: 104 bytes at most"),
+    Spills("trimul_.*", "bfloat16", "sm_8[69]", "not mended yet"),
+    Spills("softmax", "bfloat16", "sm_80", "not mended yet; a call that names no implementation gets Triton's"),
 )
 
 
@@ -142,8 +141,15 @@ def parsed(text: str) -> dict[Row, dict[str, Resources]]:
     return rows
 
 
-def page(rows: Mapping[Row, Mapping[str, Resources]]) -> str:
-    """The text of docs/compiled.md with a table."""
+def counts(folder: Path) -> str:
+    """How many of the programs the table is of, in words."""
+    total = sum(1 for _ in programs())
+    done = (f"{len(read(folder / f'{generation}.jsonl'))} for {generation}" for generation in GENERATIONS)
+    return f"Of {total} programs the table has {', '.join(done)}."
+
+
+def page(rows: Mapping[Row, Mapping[str, Resources]], failed: Sequence[str] = (), counted: str = "") -> str:
+    """The text of docs/compiled.md with a table, what did not compile and what the table is of."""
     heads = [f"{generation}, {gpu.name.removeprefix('NVIDIA ')}" for generation, gpu in GENERATIONS.items()]
     table = [("operation", "kernel", "backend", "dtype", *heads), ("---",) * (len(heads) + 4)]
     table += [tuple(cells(row, by_generation)) for row, by_generation in rows.items()]
@@ -151,6 +157,9 @@ def page(rows: Mapping[Row, Mapping[str, Resources]]) -> str:
     exceptions += [(f"`{x.kernel}`", x.dtype, f"`{x.generations}`", x.reason) for x in EXCEPTIONS]
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     text = f"{_lines(table)}{_SPILLING}{_lines(exceptions)}"
+    if failed:
+        text += "\nThese do not compile:\n\n" + "".join(f"- {one}\n" for one in failed)
+    text += f"\n{counted}\n" if counted else ""
     return before + BEGIN + text + END + rest.partition(END)[2]
 
 
@@ -170,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     compile_all(args.results, args.workers, args.only)
     rows, failed = taken(args.results)
-    files.write(args.output, page(rows))
+    files.write(args.output, page(rows, failed, counts(args.results)))
     found = [*failed, *problems(rows)]
     print(*found, f"{len(rows)} kernels, {len(found)} problems", sep="\n")
     return int(bool(found))

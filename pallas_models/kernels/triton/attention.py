@@ -99,8 +99,7 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
     seq, kv_seq, num_heads, itemsize = form.seq, form.kv_seq, form.num_heads, form.dtype.itemsize
     block_d = block_of_head(form.head_dim)
     few = form.batch * num_heads * seq < 64 * target.num_cores
-    # A Hopper GPU's were measured. Others' products have all operands in registers: more would be pushed out of
-    # them.
+    # Elsewhere products have all operands in registers: blocks for Hopper GPUs would be pushed out of them.
     is_hopper = target.runs(HOPPER)
     if itemsize == 4:
         # Exact float32 products are unrolled to single FMAs: larger blocks take minutes to compile.

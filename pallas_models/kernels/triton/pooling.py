@@ -42,7 +42,7 @@ class Config:
 def heuristic(seq: int, width: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses blocks for sentences of `seq` tokens: up to 131072 elements a step, short ones in one.
 
-    A quarter of that in float32, where a thread's registers do not hold as many; a Hopper GPU's was measured.
+    A quarter of that in float32, where a thread's registers do not hold as many; for Hopper GPUs it is as it was.
     """
     few = jnp.dtype(dtype).itemsize == 4 and not target.runs(HOPPER)
     most, of_warp = (32768, 4096) if few else (131072, 8192)
