@@ -15,6 +15,7 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms import attention as attention_forms
 from pallas_models.kernels.forms.triangle_attention import DIRECTIONS, Direction, Form
+from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
@@ -35,7 +36,7 @@ def triangle_attention(
     direction: Direction,
     scale: float | Array | None = None,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | Chooser | None = None,
+    config: mosaic.Config | triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the attention of AlphaFold's triangles, between the pairs of a row or between those of a column.
@@ -173,6 +174,14 @@ OP: Op[Form[Any]] = Op(
     name="triangle_attention",
     reference=reference,
     kernels=(
+        Kernel(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=mosaic.attention,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+            preferred=mosaic.prefer,
+        ),
         Kernel(
             backend="mosaic",
             architectures=HOPPER,

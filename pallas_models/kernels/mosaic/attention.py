@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.forms.attention import Form
+from pallas_models.kernels.triton.attention_blocks import arranged_bias
 from pallas_models.kernels.mosaic.attention_kernel import Plan, attention_kernel
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
@@ -32,8 +33,8 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS):
-            raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128 or 192")
+        if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
+            raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128, 192 or 256")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
         if self.num_stages < 2:
@@ -46,8 +47,11 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     head_dim, sm_scale = form.head_dim, form.sm_scale
     if form.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {form.dtype}"
-    if head_dim not in (64, 128):
+    of_lines = form.item_axis is not None
+    if head_dim not in ((32, 64, 128) if of_lines else (64, 128)):
         return f"takes heads of 64 and 128, not {head_dim=}"
+    if of_lines and (form.seq % ROWS or form.seq < 2 * ROWS):
+        return f"takes lines of pairs in multiples of {ROWS}, not {form.seq}"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     return None
@@ -57,7 +61,7 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
     del target
     # Triton's tiles are smaller, so that it skips more of what masks rule out.
-    if form.head_dim == 64 and form.has_masks:
+    if form.item_axis is not None or (form.head_dim == 64 and form.has_masks):
         return False
     if form.window is not None and form.window < (1024 if form.head_dim == 64 else 128):
         return False
@@ -121,11 +125,17 @@ def attention(
     )
     block_q, block_kv = config.block_q, config.block_kv
     found = searched(form, block_q=block_q, block_kv=block_kv)
-    padded = [pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)]
-    q, k, v = form.replace(qkv=tuple(padded)).arrays
-    rows, kv_rows = q.shape[1], k.shape[1]
+    if form.item_axis is None:
+        padded = [
+            pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)
+        ]
+        q, k, v = form.replace(qkv=tuple(padded)).arrays
+        rows, kv_rows = q.shape[1], k.shape[1]
+    else:
+        q, k, v = form.arrays
+        rows, kv_rows = form.seq, form.kv_seq
     masks = padded_masks(form, rows, kv_rows)
-    bias = form.bias
+    bias = arranged_bias(form)
     if bias is not None:
         columns = ROW_BYTES // bias_itemsize  # of a tile of shared memory, which is copied as a whole
         more = pl.cdiv(kv_rows, columns) * columns - form.kv_seq
@@ -135,13 +145,12 @@ def attention(
     plan = Plan.of(
         call, block_q=block_q, block_kv=block_kv, num_stages=config.num_stages, num_cores=target.num_cores
     )
-    width, heads = form.num_heads * form.head_dim, (form.batch, form.num_heads)
-    lse_type = jax.ShapeDtypeStruct((*heads, plan.q_blocks * block_q), jnp.float32)
+    lse_type = jax.ShapeDtypeStruct((*form.lse_shape[:-1], plan.q_blocks * block_q), jnp.float32)
     out, *lse = launch(
         functools.partial(attention_kernel, plan=plan),
         dict(q=q, k=k, v=v, bias=bias, **masks, found=found),
         dict(
-            o=jax.ShapeDtypeStruct((form.batch, rows, width), form.dtype),
+            o=jax.ShapeDtypeStruct(q.shape[:-1] + form.out_shape[-1:], form.dtype),
             lse=lse_type if form.return_lse else None,
         ),
         plan.scratch_types(),
@@ -151,4 +160,5 @@ def attention(
         interpret=interpret,
         reduction_scratch_bytes=0,
     )
-    return (out[:, : form.seq], lse[0][..., : form.seq]) if form.return_lse else out[:, : form.seq]
+    out = out if form.item_axis is not None else out[:, : form.seq]
+    return (out, lse[0][..., : form.seq]) if form.return_lse else out

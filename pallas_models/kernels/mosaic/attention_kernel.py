@@ -7,6 +7,7 @@ each with 64 queries. All walk over the same tiles, each of some queries of one 
 import dataclasses
 import functools
 import math
+import types
 from typing import Any, Self
 
 import jax
@@ -16,18 +17,19 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Band
-from pallas_models.kernels.common.scores import MASKING_BIAS, NO_KEY, exponents, lowest_score
+from pallas_models.kernels.common.lines import of_pairs, of_rows
+from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, group_of_heads, heads_in_cache, narrowed
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.memory import commit_reads, tiled
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, commit_reads, tiled
 from pallas_models.kernels.mosaic.common.products import multiply, product, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 
-_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
+_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (120, 32)}  # of a thread that computes and of one that copies
 _Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima and sums of rows, slot of the keys
 
 div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
@@ -96,8 +98,16 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """The factor of exponents to the base 2, which are the GPU's own; scores with a bias have it already."""
-        return self.form.sm_scale * math.log2(math.e) if self.form.bias is None else 1.0
+        """The factor of exponents to the base 2, which are the GPU's own.
+
+        Scores stay unscaled up to them, where there is no bias to be added.
+        """
+        return (self.form.sm_scale if self.form.bias is None else 1.0) * math.log2(math.e)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a tile of queries, keys, values or results."""
+        return min(ROW_BYTES, self.form.head_dim * self.form.dtype.itemsize)
 
     @property
     def key_copies(self) -> int:
@@ -115,10 +125,10 @@ class Plan:
         form, consumers, num_stages, block_kv = self.form, self.consumers, self.num_stages, self.block_kv
         barrier, tiles, blocks = plgpu.Barrier, (consumers, ROWS), (num_stages, block_kv)
         types = {
-            "q_tiles": tiled((*tiles, form.head_dim), form.dtype),
-            "k_blocks": tiled((*blocks, form.head_dim), form.dtype),
-            "v_blocks": tiled((*blocks, form.head_dim), form.dtype),
-            "o_tiles": tiled((*tiles, form.head_dim), form.dtype),
+            "q_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
+            "k_blocks": tiled((*blocks, form.head_dim), form.dtype, self.row_bytes),
+            "v_blocks": tiled((*blocks, form.head_dim), form.dtype, self.row_bytes),
+            "o_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
             "q_ready": barrier(num_arrivals=1 if form.segment_ids is None else 2, num_barriers=consumers),
             "k_ready": barrier(num_arrivals=self.key_copies, num_barriers=num_stages),
             "v_ready": barrier(num_barriers=num_stages),
@@ -231,7 +241,8 @@ class _Producer:
             source = refs.kv_segments.at[tile.batch, rows]
             plgpu.copy_gmem_to_smem(source, refs.segment_blocks.at[slot], self.keys.full_of(slot))
         if refs.bias is not None:
-            index = (x if n > 1 else 0 for x, n in zip((tile.batch, tile.head), refs.bias.shape, strict=False))
+            owner = div(tile.batch, self.plan.form.items), tile.head
+            index = (x if n > 1 else 0 for x, n in zip(owner, refs.bias.shape, strict=False))
             bias = refs.bias.at[*index]
             for part in range(self.plan.consumers):
                 source = bias.at[pl.Slice(tile.start + part * ROWS, ROWS), rows]
@@ -251,7 +262,7 @@ class _Consumer:
         self.keys, self.values = _rings(refs, plan)
         self.queries, self.q_ready = refs.q_tiles.at[warpgroup], refs.q_ready.at[warpgroup]
         self.o_tile = refs.o_tiles.at[warpgroup]
-        self.lowest = lowest_score(plan.scale)
+        self.lowest = lowest_score(plan.scale, with_bias=plan.form.bias is not None)
 
     def run(self) -> None:
         """Attends for all tiles."""
@@ -367,8 +378,7 @@ class _Consumer:
         refs, form = self.refs, self.plan.form
         if refs.bias is not None:
             bias = refs.bias_blocks[slot, self.warpgroup].astype(jnp.float32)
-            scores = scores * (form.sm_scale * math.log2(math.e)) + bias * math.log2(math.e)
-            scores = jnp.where(bias > MASKING_BIAS, scores, -jnp.inf)
+            scores = scores * form.sm_scale + bias
             if not form.has_masks:
                 self.release_keys(slot)
         if self.plan.band.high is None and not self.plan.is_ragged and not form.has_masks:
@@ -438,10 +448,12 @@ def attention_kernel(refs: Refs, *, plan: Plan) -> None:
 
     Args:
       refs: q (B, Sq, heads * head_dim), k and v (B, Skv, kv_heads * head_dim), or buffers that have these columns
-        among others; bias (B or 1, heads or 1, Sq, Skv), mask and kv_segments (B, Skv), segments (B, Sq), found
-        (B or 1, blocks of queries, 4), None if absent; o like q, and lse (B, heads, queries of whole tiles) if
-        asked for; and scratch memory.
+        among others, or squares of pairs; bias (B or 1, heads or 1, Sq, Skv), mask and kv_segments (B, Skv),
+        segments (B, Sq), found (B or 1, blocks of queries, 4), None if absent; o like q, and lse (B, heads,
+        queries of whole tiles) if asked for; and scratch memory.
     """
+    pairs = {name: of_pairs(plan.form, getattr(refs, name)) for name in ("q", "k", "v", "o")}
+    refs = types.SimpleNamespace(**vars(refs) | pairs | dict(lse=of_rows(plan.form, refs.lse)))
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
     walk = _Walk(plan, refs.found, cta)
     consumer_registers, producer_registers = _REGISTERS[plan.consumers]

@@ -81,7 +81,7 @@ def padded_masks(form: Form[jax.Array], rows: int, kv_rows: int) -> dict[str, ja
         return None if x is None else jnp.pad(x, ((0, 0), (0, size - x.shape[1])))
 
     return dict(
-        mask=padded(form.mask, kv_rows),
+        mask=padded(form.mask_by_item, kv_rows),
         segments=padded(form.segment_ids, rows),
         kv_segments=padded(form.kv_segment_ids, kv_rows),
     )
