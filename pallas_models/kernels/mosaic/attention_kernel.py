@@ -23,14 +23,15 @@ from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, group_of_heads, heads_in_cache, narrowed
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, commit_reads, tiled
-from pallas_models.kernels.mosaic.common.products import multiply, product, put, with_sums
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, commit_reads, layout_cast, tiled
+from pallas_models.kernels.mosaic.common.products import in_layout, multiply, product, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (120, 32)}  # of a thread that computes and of one that copies
-_Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # weights, maxima and sums of rows, slot of the keys
+_Sums = tuple[Ref, ...]  # of the values by their weights, and of the weights if tensor cores add those up
+_Carry = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]  # weights, maxima, sums of rows; slot of the keys
 
 div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
 
@@ -110,6 +111,11 @@ class Plan:
         return min(ROW_BYTES, self.form.head_dim * self.form.dtype.itemsize)
 
     @property
+    def tensor_sums(self) -> bool:
+        """Whether tensor cores add up the weights too: products of so narrow heads leave them time."""
+        return self.form.head_dim == 32
+
+    @property
     def key_copies(self) -> int:
         """Copies to a slot of the keys' ring: keys, their mask and segment ids, the bias of each consumer."""
         form = self.form
@@ -135,6 +141,8 @@ class Plan:
             "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
             "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         }
+        if self.tensor_sums:
+            types["ones"] = tiled((ROWS, block_kv), form.dtype)
         if form.bias is not None:
             types["bias_blocks"] = tiled((num_stages, *tiles, block_kv), form.bias.dtype)
         if form.mask is not None:
@@ -275,14 +283,16 @@ class _Consumer:
         self.release_unmasked(slot)
         if not self.plan.one_tile:
             pl.when((tile.blocks == 1) & (self.walk.count > 1))(lambda: self.copy_queries(jnp.int32(1)))
-        peak, total = jnp.full((ROWS,), self.lowest, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        peak = jnp.full((ROWS,), self.lowest, jnp.float32)
+        total = None if self.plan.tensor_sums else jnp.zeros((ROWS,), jnp.float32)
         scores = self.masked(scores, slot, tile, tile.end - 1, slot)
         weights, peak, total, _ = self.softmax(scores, peak, total)
         self.keys.wait(self.keys.after(slot))
         carry = weights.astype(self.refs.q.dtype), peak, total, slot
-        with_sums(functools.partial(self.attend, carry), (ROWS, self.plan.form.head_dim))
+        totals = [(ROWS, TILE_ROWS)] * self.plan.tensor_sums
+        with_sums(functools.partial(self.attend, carry), (ROWS, self.plan.form.head_dim), *totals)
 
-    def attend(self, carry: _Carry, sums: Ref) -> None:
+    def attend(self, carry: _Carry, *sums: Ref) -> None:
         """Attends for all tiles, given the softmax of the first block of keys."""
         add_tile = functools.partial(self.add_tile, sums)
         weights, peak, total, slot = jax.lax.fori_loop(0, self.walk.count, add_tile, carry)
@@ -290,29 +300,29 @@ class _Consumer:
         self.finish(self.walk.tile(self.walk.count - 1), self.take_sums(sums, slot), peak, total)
         plgpu.wait_smem_to_gmem(0)
 
-    def add_tile(self, sums: Ref, i: jax.Array, carry: _Carry) -> _Carry:
+    def add_tile(self, sums: _Sums, i: jax.Array, carry: _Carry) -> _Carry:
         """Adds up all blocks of tile i; of the last tile all but one, for which there is no other to begin."""
         tile, following = self.walk.tile(i), self.walk.tile(i + 1)
         add_block = functools.partial(self.add_block, sums, i, tile, following)
         return jax.lax.fori_loop(0, tile.blocks - (i + 1 == self.walk.count), add_block, carry)
 
     def add_block(
-        self, sums: Ref, i: jax.Array, tile: _Tile, following: _Tile, j: jax.Array, carry: _Carry
+        self, sums: _Sums, i: jax.Array, tile: _Tile, following: _Tile, j: jax.Array, carry: _Carry
     ) -> _Carry:
         """Adds block j of tile i to the sums, and takes the softmax of the next block, be it of the next tile."""
         weights, peak, total, slot = carry
         next_slot, ends = self.keys.after(slot), None
-        then = functools.partial(self.add_values, sums, weights, slot)
+        then, pending = functools.partial(self.add_values, sums, weights, slot), len(sums)
         keys = self.refs.k_blocks.at[next_slot]
         if self.plan.one_tile:
-            scores = product(self.queries, keys, transpose_b=True, then=then)
+            scores = product(self.queries, keys, transpose_b=True, then=then, pending=pending)
             self.release_unmasked(next_slot)
             scores = self.masked(scores, i, tile, tile.end - 2 - j, next_slot)
             base = peak, total
         else:
             ends = j + 1 == tile.blocks
             pl.when(ends)(lambda: plgpu.barrier_wait(self.q_ready))
-            scores = product(self.queries, keys, transpose_b=True, then=then)
+            scores = product(self.queries, keys, transpose_b=True, then=then, pending=pending)
             self.release_unmasked(next_slot)
             # Once they have met their last keys, queries make room for those after them.
             last = jnp.where(ends, following.blocks == 1, j + 2 == tile.blocks)
@@ -325,19 +335,21 @@ class _Consumer:
                 next_slot,
             )
             anew = jnp.broadcast_to(ends, (ROWS,))
-            base = jnp.where(anew, self.lowest, peak), jnp.where(anew, 0.0, total)
+            base = jnp.where(anew, self.lowest, peak), None if total is None else jnp.where(anew, 0.0, total)
         weights, new_peak, new_total, correction = self.softmax(scores, *base)
         self.keys.wait(self.keys.after(next_slot))
-        value = self.take_sums(sums, slot)
+        values = self.take_sums(sums, slot)
 
-        def scaled(value: jax.Array) -> jax.Array:
-            return value * jax.lax.broadcast_in_dim(correction, value.shape, [0])
+        def scaled(values: list[jax.Array]) -> list[jax.Array]:
+            return [value * jax.lax.broadcast_in_dim(correction, value.shape, [0]) for value in values]
 
-        def finished(value: jax.Array) -> jax.Array:
-            self.finish(tile, value, peak, total)
-            return jnp.zeros_like(value)
+        def finished(values: list[jax.Array]) -> list[jax.Array]:
+            self.finish(tile, values, peak, total)
+            return [jnp.zeros_like(value) for value in values]
 
-        put(sums, scaled(value) if ends is None else jax.lax.cond(ends, finished, scaled, value))
+        values = scaled(values) if ends is None else jax.lax.cond(ends, finished, scaled, values)
+        for ref, value in zip(sums, values, strict=True):
+            put(ref, value)
         # By their dtype weights are operands, which must not change while a product is under way.
         return weights.astype(self.refs.q.dtype), new_peak, new_total, next_slot
 
@@ -353,16 +365,18 @@ class _Consumer:
             target = refs.q_segments.at[self.warpgroup, rem(i, 2)]
             plgpu.copy_gmem_to_smem(refs.segments.at[tile.batch, self.rows_of(tile)], target, self.q_ready)
 
-    def add_values(self, sums: Ref, weights: jax.Array, slot: jax.Array) -> None:
+    def add_values(self, sums: _Sums, weights: jax.Array, slot: jax.Array) -> None:
         values = self.refs.v_blocks.at[slot]
         self.values.wait(slot)
-        multiply(sums, weights, values)
+        multiply(sums[0], weights, values)
+        if self.plan.tensor_sums:
+            multiply(sums[1], weights, self.refs.ones.at[pl.ds(0, TILE_ROWS)], transpose_b=True)
 
-    def take_sums(self, sums: Ref, slot: jax.Array) -> jax.Array:
+    def take_sums(self, sums: _Sums, slot: jax.Array) -> list[jax.Array]:
         """The sums, with the values in a slot, which makes room."""
-        value: jax.Array = sums[...]
+        values = [in_layout(ref) for ref in sums]
         self.values.release(slot)
-        return value
+        return values
 
     def release_keys(self, slot: jax.Array) -> None:
         commit_reads()
@@ -415,19 +429,24 @@ class _Consumer:
             valid.append(own == load_across(refs.segment_blocks.at[slot], scores.shape, 1))
         return masked(scores, valid)
 
-    def softmax(self, scores: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+    def softmax(self, scores: jax.Array, peak: jax.Array, total: jax.Array | None) -> tuple[Any, ...]:
         """Weights, the new maxima and sums of rows, and the factor for sums with the maxima from before."""
         scale = self.plan.scale
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = softmax_weights(scores, new_peak, scale)
         correction = jnp.exp2(exponents(peak, scale)[1] - exponents(new_peak, scale)[1])
-        total = total * correction + jnp.sum(weights, axis=1)
+        if total is not None:
+            total = total * correction + jnp.sum(weights, axis=1)
         # The compiler would first wait for all products, but for this and what may wait after it.
         return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
 
-    def finish(self, tile: _Tile, value: jax.Array, peak: jax.Array, total: jax.Array) -> None:
+    def finish(
+        self, tile: _Tile, values: list[jax.Array], peak: jax.Array, total: jax.Array | None
+    ) -> None:
         """Writes the results of a tile."""
-        refs = self.refs
+        refs, value = self.refs, values[0]
+        if total is None:
+            total = jnp.max(values[1], axis=1)  # all columns are alike
         empty = total == 0.0  # no key took part
         factor = jnp.where(empty, 0.0, 1.0 / total)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
@@ -455,6 +474,9 @@ def attention_kernel(refs: Refs, *, plan: Plan) -> None:
     pairs = {name: of_pairs(plan.form, getattr(refs, name)) for name in ("q", "k", "v", "o")}
     refs = types.SimpleNamespace(**vars(refs) | pairs | dict(lse=of_rows(plan.form, refs.lse)))
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
+    if plan.tensor_sums:
+        refs.ones[...] = layout_cast(jnp.ones(refs.ones.shape, refs.ones.dtype), plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
     walk = _Walk(plan, refs.found, cta)
     consumer_registers, producer_registers = _REGISTERS[plan.consumers]
     specialize(
