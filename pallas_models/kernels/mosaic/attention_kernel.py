@@ -22,8 +22,9 @@ from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, group_of_heads, heads_in_cache, narrowed
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, commit_reads, layout_cast, tiled
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, commit_reads, layout_cast, load, tiled
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, product, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
@@ -391,8 +392,8 @@ class _Consumer:
         """The scores of tile i and the keys in a slot, a block of them, without pairs that are not valid."""
         refs, form = self.refs, self.plan.form
         if refs.bias is not None:
-            bias = refs.bias_blocks[slot, self.warpgroup].astype(jnp.float32)
-            scores = scores * form.sm_scale + bias
+            bias = load(refs.bias_blocks.at[slot, self.warpgroup], plgpu.Layout.WGMMA)
+            scores = elementwise(self.biased, scores, bias)
             if not form.has_masks:
                 self.release_keys(slot)
         if self.plan.band.high is None and not self.plan.is_ragged and not form.has_masks:
@@ -403,6 +404,9 @@ class _Consumer:
         if form.has_masks:
             self.release_keys(slot)
         return scores
+
+    def biased(self, score: jax.Array, bias: jax.Array) -> jax.Array:
+        return score * self.plan.form.sm_scale + bias.astype(jnp.float32)
 
     def mask(
         self, scores: jax.Array, *, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array
