@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.triton.attention_blocks import arranged_bias
 from pallas_models.kernels.mosaic.attention_kernel import Plan, attention_kernel
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
@@ -135,11 +134,12 @@ def attention(
         q, k, v = form.arrays
         rows, kv_rows = form.seq, form.kv_seq
     masks = padded_masks(form, rows, kv_rows)
-    bias = arranged_bias(form)
+    bias = form.bias
     if bias is not None:
         columns = ROW_BYTES // bias_itemsize  # of a tile of shared memory, which is copied as a whole
         more = pl.cdiv(kv_rows, columns) * columns - form.kv_seq
-        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, rows - form.seq), (0, more)))
+        bias = bias.swapaxes(-2, -1) if form.item_axis == 2 else bias
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, max(rows, block_q) - form.seq), (0, more)))
     if interpret:
         check_interpreted_sizes(queries=(rows, block_q), keys=(kv_rows, block_kv))
     plan = Plan.of(

@@ -118,10 +118,9 @@ class Plan:
 
     @property
     def key_copies(self) -> int:
-        """Copies to a slot of the keys' ring: keys, their mask and segment ids, the bias of each consumer."""
+        """Copies to a slot of the keys' ring: keys, their mask, segment ids and bias."""
         form = self.form
-        masks = (form.mask is not None) + (form.kv_segment_ids is not None)
-        return 1 + masks + (0 if form.bias is None else self.consumers)
+        return 1 + sum(x is not None for x in (form.mask, form.kv_segment_ids, form.bias))
 
     def columns(self, operand: int, head: jax.Array) -> pl.Slice:
         """The columns of a head in the array of operand 0, 1 or 2: the queries, the keys or the values."""
@@ -145,7 +144,7 @@ class Plan:
         if self.tensor_sums:
             types["ones"] = tiled((ROWS, block_kv), form.dtype)
         if form.bias is not None:
-            types["bias_blocks"] = tiled((num_stages, *tiles, block_kv), form.bias.dtype)
+            types["bias_blocks"] = tiled((num_stages, self.block_q, block_kv), form.bias.dtype)
         if form.mask is not None:
             types["mask_blocks"] = plgpu.SMEM(blocks, jnp.int32)
         if form.segment_ids is not None:
@@ -252,10 +251,8 @@ class _Producer:
         if refs.bias is not None:
             owner = div(tile.batch, self.plan.form.items), tile.head
             index = (x if n > 1 else 0 for x, n in zip(owner, refs.bias.shape, strict=False))
-            bias = refs.bias.at[*index]
-            for part in range(self.plan.consumers):
-                source = bias.at[pl.Slice(tile.start + part * ROWS, ROWS), rows]
-                plgpu.copy_gmem_to_smem(source, refs.bias_blocks.at[slot, part], self.keys.full_of(slot))
+            source = refs.bias.at[*index, pl.Slice(tile.start, self.plan.block_q), rows]
+            plgpu.copy_gmem_to_smem(source, refs.bias_blocks.at[slot], self.keys.full_of(slot))
 
 
 class _Consumer:
@@ -392,7 +389,8 @@ class _Consumer:
         """The scores of tile i and the keys in a slot, a block of them, without pairs that are not valid."""
         refs, form = self.refs, self.plan.form
         if refs.bias is not None:
-            bias = load(refs.bias_blocks.at[slot, self.warpgroup], plgpu.Layout.WGMMA)
+            rows = pl.Slice(self.warpgroup * ROWS, ROWS)
+            bias = load(refs.bias_blocks.at[slot, rows], plgpu.Layout.WGMMA)
             scores = elementwise(self.biased, scores, bias)
             if not form.has_masks:
                 self.release_keys(slot)
