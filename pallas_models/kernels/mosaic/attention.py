@@ -25,17 +25,23 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` in the ring."""
+    """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` in the ring.
+
+    Where lines of pairs share a bias, a tile may be of several `lines`, with warpgroups for each.
+    """
 
     block_q: int
     block_kv: int
     num_stages: int
+    lines: int = 1
 
     def __post_init__(self) -> None:
         if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
             raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128, 192 or 256")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
+        if self.lines > 1 and (self.block_q != ROWS or self.lines > 4):
+            raise ValueError(f"{__name__}: lines={self.lines} must be at most 4, each of 64 queries")
         if self.num_stages < 2:
             raise ValueError(f"{__name__}: num_stages={self.num_stages} must be at least 2")
 
@@ -142,9 +148,7 @@ def attention(
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, max(rows, block_q) - form.seq), (0, more)))
     if interpret:
         check_interpreted_sizes(queries=(rows, block_q), keys=(kv_rows, block_kv))
-    plan = Plan.of(
-        call, block_q=block_q, block_kv=block_kv, num_stages=config.num_stages, num_cores=target.num_cores
-    )
+    plan = Plan.of(call, num_cores=target.num_cores, **dataclasses.asdict(config))
     lse_type = jax.ShapeDtypeStruct((*form.lse_shape[:-1], plan.q_blocks * block_q), jnp.float32)
     out, *lse = launch(
         functools.partial(attention_kernel, plan=plan),

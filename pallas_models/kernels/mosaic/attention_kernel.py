@@ -20,7 +20,7 @@ from pallas_models.kernels.common.band import Band
 from pallas_models.kernels.common.lines import of_pairs, of_rows
 from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.common.attention_walk import ROWS, group_of_heads, heads_in_cache, narrowed
+from pallas_models.kernels.mosaic.common.attention_walk import ROWS, group_of_heads, heads_in_cache, joined, narrowed
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.launch import Refs
@@ -44,6 +44,7 @@ class Plan:
     Attributes:
       form: the call.
       block_q: queries of a tile, 64 a consumer.
+      lines: lines of pairs of a tile, which share its bias; each has consumers of its own.
       block_kv: keys of a step.
       num_stages: slots of a ring.
       num_ctas: CTAs, which stay on their multiprocessors and take tiles in turn.
@@ -56,15 +57,16 @@ class Plan:
     num_stages: int
     num_ctas: int
     group: int = 1
+    lines: int = 1
 
     @classmethod
-    def of(cls, form: Form[Any], *, block_q: int, block_kv: int, num_stages: int, num_cores: int) -> Self:
+    def of(cls, form: Form[Any], *, num_cores: int, **blocks: int) -> Self:
         """The plan for so many multiprocessors."""
-        blocks = dict(block_q=block_q, block_kv=block_kv, num_stages=num_stages)
         plan = cls(form=form, **blocks, num_ctas=num_cores)
         plan = dataclasses.replace(plan, num_ctas=min(plan.num_tiles, num_cores))
         if not form.causal:
             return plan
+        block_q, block_kv = plan.block_q, plan.block_kv
         runs = plan.band.keys_of(block_q * np.arange(plan.q_blocks)[::-1], block_q, block_kv)
         in_cache = heads_in_cache(form, form.kv_seq) * form.group
         group = group_of_heads(runs, form.batch * form.num_heads, plan.q_blocks, in_cache, plan.num_ctas)
@@ -77,7 +79,24 @@ class Plan:
     @property
     def consumers(self) -> int:
         """Warpgroups that compute."""
+        return self.parts * self.lines
+
+    @property
+    def parts(self) -> int:
+        """Consumers of a line."""
         return self.block_q // ROWS
+
+    @property
+    def line_groups(self) -> int:
+        """Tiles of the lines that share a bias, for one head and one block of queries."""
+        return pl.cdiv(self.form.items, self.lines)
+
+    def item(self, first: jax.Array, line: jax.Array | int) -> jax.Array:
+        """The item of a line of a tile, given that of the first. Where there are too few, the last comes twice."""
+        if self.lines == 1:
+            return first
+        items = self.form.items
+        return jnp.minimum(first + line, (div(first, items) + 1) * items - 1)
 
     @property
     def q_blocks(self) -> int:
@@ -86,7 +105,7 @@ class Plan:
 
     @property
     def num_tiles(self) -> int:
-        return self.form.batch * self.form.num_heads * self.q_blocks
+        return self.form.batch // self.form.items * self.line_groups * self.form.num_heads * self.q_blocks
 
     @property
     def one_tile(self) -> bool:
@@ -120,7 +139,8 @@ class Plan:
     def key_copies(self) -> int:
         """Copies to a slot of the keys' ring: keys, their mask, segment ids and bias."""
         form = self.form
-        return 1 + sum(x is not None for x in (form.mask, form.kv_segment_ids, form.bias))
+        of_lines, shared = (form.mask,), (form.kv_segment_ids, form.bias)
+        return self.lines * (1 + sum(x is not None for x in of_lines)) + sum(x is not None for x in shared)
 
     def columns(self, operand: int, head: jax.Array) -> pl.Slice:
         """The columns of a head in the array of operand 0, 1 or 2: the queries, the keys or the values."""
@@ -129,7 +149,7 @@ class Plan:
     def scratch_types(self) -> dict[str, Any]:
         """The shared memory and the barriers of a CTA."""
         form, consumers, num_stages, block_kv = self.form, self.consumers, self.num_stages, self.block_kv
-        barrier, tiles, blocks = plgpu.Barrier, (consumers, ROWS), (num_stages, block_kv)
+        barrier, tiles, blocks = plgpu.Barrier, (consumers, ROWS), (num_stages, self.lines, block_kv)
         types = {
             "q_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
             "k_blocks": tiled((*blocks, form.head_dim), form.dtype, self.row_bytes),
@@ -137,7 +157,7 @@ class Plan:
             "o_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
             "q_ready": barrier(num_arrivals=1 if form.segment_ids is None else 2, num_barriers=consumers),
             "k_ready": barrier(num_arrivals=self.key_copies, num_barriers=num_stages),
-            "v_ready": barrier(num_barriers=num_stages),
+            "v_ready": barrier(num_arrivals=self.lines, num_barriers=num_stages),
             "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
             "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         }
@@ -148,7 +168,7 @@ class Plan:
         if form.mask is not None:
             types["mask_blocks"] = plgpu.SMEM(blocks, jnp.int32)
         if form.segment_ids is not None:
-            types["segment_blocks"] = plgpu.SMEM(blocks, jnp.int32)
+            types["segment_blocks"] = plgpu.SMEM((num_stages, block_kv), jnp.int32)
             types["q_segments"] = plgpu.SMEM((consumers, 2, ROWS), jnp.int32)
         if form.return_lse:
             types["lse_tiles"] = plgpu.SMEM(tiles, jnp.float32)
@@ -160,7 +180,7 @@ class Plan:
 class _Tile:
     """Queries of one head, and the blocks of keys that they need: [first, end), in [full, full_end) every pair."""
 
-    batch: jax.Array
+    batch: jax.Array  # of its lines the first
     head: jax.Array
     start: jax.Array  # the first query
     first: jax.Array
@@ -192,9 +212,16 @@ class _Walk:
         section, index = div(index, plan.group * plan.q_blocks), rem(index, plan.group * plan.q_blocks)
         head = section * plan.group + rem(index, plan.group)
         batch, block = div(head, plan.form.num_heads), plan.q_blocks - 1 - div(index, plan.group)
+        if plan.lines > 1:
+            batch = div(batch, plan.line_groups) * plan.form.items + rem(batch, plan.line_groups) * plan.lines
         start = block * plan.block_q
         runs = plan.band.keys_of(start, plan.block_q, plan.block_kv)
-        first, end, full, full_end = narrowed(runs, self.found, batch, block, masked=plan.form.has_masks)
+        first, end, full, full_end = joined(
+            [
+                narrowed(runs, self.found, plan.item(batch, line), block, masked=plan.form.has_masks)
+                for line in range(plan.lines)
+            ]
+        )
         end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
         first = jnp.minimum(first, end - 1)
         return _Tile(batch, rem(head, plan.form.num_heads), start, first, full, full_end, end)
@@ -230,8 +257,9 @@ class _Producer:
             rows = pl.Slice((tile.end - 1 - j) * self.plan.block_kv, self.plan.block_kv)
             self.copy_keys(tile, kv_head, rows, step)
             slot = self.values.acquire(step)
-            source = self.refs.v.at[tile.batch, rows, self.plan.columns(2, kv_head)]
-            plgpu.copy_gmem_to_smem(source, self.refs.v_blocks.at[slot], self.values.full_of(slot))
+            for line in range(self.plan.lines):
+                source = self.refs.v.at[self.plan.item(tile.batch, line), rows, self.plan.columns(2, kv_head)]
+                plgpu.copy_gmem_to_smem(source, self.refs.v_blocks.at[slot, line], self.values.full_of(slot))
             return step + 1
 
         return jax.lax.fori_loop(0, tile.blocks, copy, step)
@@ -240,11 +268,13 @@ class _Producer:
         """Copies keys, and their mask, segment ids and bias."""
         refs = self.refs
         slot = self.keys.acquire(step)
-        source = refs.k.at[tile.batch, rows, self.plan.columns(1, kv_head)]
-        plgpu.copy_gmem_to_smem(source, refs.k_blocks.at[slot], self.keys.full_of(slot))
-        if refs.mask is not None:
-            source = refs.mask.at[tile.batch, rows]
-            plgpu.copy_gmem_to_smem(source, refs.mask_blocks.at[slot], self.keys.full_of(slot))
+        for line in range(self.plan.lines):
+            item = self.plan.item(tile.batch, line)
+            source = refs.k.at[item, rows, self.plan.columns(1, kv_head)]
+            plgpu.copy_gmem_to_smem(source, refs.k_blocks.at[slot, line], self.keys.full_of(slot))
+            if refs.mask is not None:
+                source = refs.mask.at[item, rows]
+                plgpu.copy_gmem_to_smem(source, refs.mask_blocks.at[slot, line], self.keys.full_of(slot))
         if refs.kv_segments is not None:
             source = refs.kv_segments.at[tile.batch, rows]
             plgpu.copy_gmem_to_smem(source, refs.segment_blocks.at[slot], self.keys.full_of(slot))
@@ -268,6 +298,7 @@ class _Consumer:
         self.keys, self.values = _rings(refs, plan)
         self.queries, self.q_ready = refs.q_tiles.at[warpgroup], refs.q_ready.at[warpgroup]
         self.o_tile = refs.o_tiles.at[warpgroup]
+        self.line, self.part = (0, warpgroup) if plan.lines == 1 else (warpgroup, 0)
         self.lowest = lowest_score(plan.scale, with_bias=plan.form.bias is not None)
 
     def run(self) -> None:
@@ -277,7 +308,7 @@ class _Consumer:
         self.copy_queries(slot)
         plgpu.barrier_wait(self.q_ready)
         self.keys.wait(slot)
-        scores = product(self.queries, self.refs.k_blocks.at[slot], transpose_b=True)
+        scores = product(self.queries, self.refs.k_blocks.at[slot, self.line], transpose_b=True)
         self.release_unmasked(slot)
         if not self.plan.one_tile:
             pl.when((tile.blocks == 1) & (self.walk.count > 1))(lambda: self.copy_queries(jnp.int32(1)))
@@ -311,7 +342,7 @@ class _Consumer:
         weights, peak, total, slot = carry
         next_slot, ends = self.keys.after(slot), None
         then, pending = functools.partial(self.add_values, sums, weights, slot), len(sums)
-        keys = self.refs.k_blocks.at[next_slot]
+        keys = self.refs.k_blocks.at[next_slot, self.line]
         if self.plan.one_tile:
             scores = product(self.queries, keys, transpose_b=True, then=then, pending=pending)
             self.release_unmasked(next_slot)
@@ -353,18 +384,22 @@ class _Consumer:
 
     def rows_of(self, tile: _Tile) -> pl.Slice:
         """The rows of a tile that this warpgroup has."""
-        return pl.Slice(tile.start + self.warpgroup * ROWS, ROWS)
+        return pl.Slice(tile.start + self.part * ROWS, ROWS)
+
+    def item(self, tile: _Tile) -> jax.Array:
+        """The item of a tile that this warpgroup has."""
+        return self.plan.item(tile.batch, self.line)
 
     def copy_queries(self, i: jax.Array) -> None:
         refs, tile = self.refs, self.walk.tile(i)
-        source = refs.q.at[tile.batch, self.rows_of(tile), self.plan.columns(0, tile.head)]
+        source = refs.q.at[self.item(tile), self.rows_of(tile), self.plan.columns(0, tile.head)]
         plgpu.copy_gmem_to_smem(source, self.queries, self.q_ready)
         if refs.segments is not None:  # while the ids of the tile before are still compared
             target = refs.q_segments.at[self.warpgroup, rem(i, 2)]
             plgpu.copy_gmem_to_smem(refs.segments.at[tile.batch, self.rows_of(tile)], target, self.q_ready)
 
     def add_values(self, sums: _Sums, weights: jax.Array, slot: jax.Array) -> None:
-        values = self.refs.v_blocks.at[slot]
+        values = self.refs.v_blocks.at[slot, self.line]
         self.values.wait(slot)
         multiply(sums[0], weights, values)
         if self.plan.tensor_sums:
@@ -389,7 +424,7 @@ class _Consumer:
         """The scores of tile i and the keys in a slot, a block of them, without pairs that are not valid."""
         refs, form = self.refs, self.plan.form
         if refs.bias is not None:
-            rows = pl.Slice(self.warpgroup * ROWS, ROWS)
+            rows = pl.Slice(self.part * ROWS, ROWS)
             bias = load(refs.bias_blocks.at[slot, rows], plgpu.Layout.WGMMA)
             scores = elementwise(self.biased, scores, bias)
             if not form.has_masks:
@@ -417,7 +452,7 @@ class _Consumer:
             keys = spread(jax.lax.iota(jnp.int32, self.plan.block_kv), axis=1)
         if band.high is not None:
             # Of vectors a thread has few elements: the keys, and for each row the last one that it sees.
-            own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + self.warpgroup * ROWS - key)
+            own = jax.lax.iota(jnp.int32, ROWS) + (tile.start + self.part * ROWS - key)
             last = own + band.high
             valid.append(keys <= spread(jnp.minimum(last, kv_seq - 1 - key) if ragged else last, axis=0))
             if band.low is not None:
@@ -425,7 +460,7 @@ class _Consumer:
         elif ragged:
             valid.append(keys < kv_seq - key)
         if refs.mask is not None:
-            valid.append(load_across(refs.mask_blocks.at[slot], scores.shape, 1) != 0)
+            valid.append(load_across(refs.mask_blocks.at[slot, self.line], scores.shape, 1) != 0)
         if refs.segments is not None:
             own = load_across(refs.q_segments.at[self.warpgroup, rem(i, 2)], scores.shape, 0)
             valid.append(own == load_across(refs.segment_blocks.at[slot], scores.shape, 1))
@@ -457,10 +492,10 @@ class _Consumer:
             lse = jnp.where(empty, NO_KEY, peak * (self.plan.scale * math.log(2)) + jnp.log(total))
             refs.lse_tiles[self.warpgroup] = lse
         plgpu.commit_smem()
-        target = refs.o.at[tile.batch, self.rows_of(tile), self.plan.columns(0, tile.head)]
+        target = refs.o.at[self.item(tile), self.rows_of(tile), self.plan.columns(0, tile.head)]
         plgpu.copy_smem_to_gmem(self.o_tile, target)
         if refs.lse is not None:
-            target = refs.lse.at[tile.batch, tile.head, self.rows_of(tile)]
+            target = refs.lse.at[self.item(tile), tile.head, self.rows_of(tile)]
             plgpu.copy_smem_to_gmem(refs.lse_tiles.at[self.warpgroup], target)
 
 

@@ -1,5 +1,7 @@
 """Which blocks of keys a tile of attention needs, by band and masks, and how many heads go together."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,6 +65,13 @@ def narrowed(
     some, some_end, all_, all_end = (found[row, block, i] for i in range(4))
     least, most = jnp.maximum, jnp.minimum
     return least(first, some), most(end, some_end), least(full, all_), most(full_end, all_end)
+
+
+def joined(runs: Sequence[Runs]) -> Runs:
+    """The `Runs` of blocks that one line or another needs, and the blocks that all of them need without a mask."""
+    firsts, ends, fulls, full_ends = zip(*runs, strict=True)
+    least, most = (functools.partial(functools.reduce, f) for f in (jnp.minimum, jnp.maximum))
+    return least(firsts), most(ends), most(fulls), least(full_ends)
 
 
 def pad_rows(x: jax.Array, least: int) -> jax.Array:
