@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import attention as ring
 from pallas_models.kernels.triton import attention, attention_backward
 from pallas_models.tuning import Chooser
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -332,6 +333,58 @@ def test_mosaic_kernel(name, direction):
         assert np.all(float64(out)[expected == 0.0] == 0.0)
 
 
+RINGS = {  # elements, lines, N, heads, dtype, dtype of the bias, config
+    "consumers with parts of a line": (1, 2, 256, 1, "bfloat16", "bfloat16", dict(block_q=256, block_kv=64)),
+    "more queries than there are": (2, 1, 192, 1, "float16", "float32", dict(block_q=256, block_kv=128)),
+    "lines of their own": (2, 3, 128, 2, "bfloat16", "bfloat16", dict(block_q=64, block_kv=64, lines=3)),
+    "the last line twice": (2, 5, 256, 1, "float16", "float16", dict(block_q=64, block_kv=64, lines=3)),
+}
+rings = pytest.mark.parametrize("name", RINGS)
+
+
+def ring_operands(name, direction):
+    """Of an element the first line has all keys, the second some of them at its end, the last none."""
+    elements, lines, n, heads, dtype, bias_dtype, config = RINGS[name]
+    q, k, v, bias, mask = operands(elements, n, heads, 32, dtype, lines=lines, direction=direction)
+    mask = np.array(mask if direction == "starting" else mask.swapaxes(1, 2))
+    mask[:, 0], mask[:, 1:2, : 2 * n // 3] = 1, 0
+    mask = array(mask if direction == "starting" else mask.swapaxes(1, 2), "int32")
+    bias = bias.astype(bias_dtype).at[0, 0, 5].set(-jnp.inf).at[-1, -1, 3:70, 9].set(-jnp.inf)
+    return (q, k, v, bias, mask), ring.Config(num_stages=2, **config)
+
+
+@both
+@rings
+def test_ring(name, direction):
+    (q, k, v, bias, mask), config = ring_operands(name, direction)
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    plain = functools.partial(compiled.triangle_attention, *exact, direction=direction, implementation="xla")
+    for options in (dict(bias=bias, mask=mask), dict(bias=bias), {}):
+        run = functools.partial(ops.triangle_attention, direction=direction, implementation=MOSAIC, config=config)
+        out, again = (run(q, k, v, **options) for _ in range(2))
+        expected = float64(plain(**options))
+        assert_close(out, expected, OP[str(q.dtype)])
+        assert np.all(float64(out)[expected == 0.0] == 0.0)
+        assert_equal(out, again)
+
+
+@finds_races
+@pytest.mark.parametrize("name", ["consumers with parts of a line", "the last line twice"])
+def test_ring_has_no_races(name):
+    (q, k, v, bias, mask), config = ring_operands(name, "starting")
+    with no_races():
+        ops.triangle_attention(
+            q, k, v, bias=bias, mask=mask, direction="starting", implementation=MOSAIC, config=config
+        )
+
+
+def test_lines_of_no_pairs():
+    x = jnp.ones((1, 128, 1, 64), "float16")
+    config = ring.Config(block_q=64, block_kv=64, num_stages=2, lines=2)
+    with pytest.raises(ValueError, match="lines=2 are for pairs, whose lines share a bias"):
+        ops.attention(x, x, x, implementation=MOSAIC, config=config)
+
+
 @finds_races
 @on_mosaic
 def test_mosaic_kernel_has_no_races(direction):
@@ -374,9 +427,8 @@ def test_mosaic_kernel_lowers_and_is_not_the_default(n, bias_dtype, direction):
 @pytest.mark.parametrize(
     "shape, dtype, message",
     [
-        ((1, 64, 64, 1, 64), "float16", "takes heads of 32, not head_dim=64"),
-        ((1, 65, 65, 1, 32), "float16", "takes lengths in multiples of 64, up to 512 keys, not 65 queries and 65"),
-        ((1, 576, 576, 1, 32), "float16", "takes lengths in multiples of 64, up to 512 keys, not 576 queries"),
+        ((1, 128, 128, 1, 64), "float16", "heads of 32 in multiples of 64 from 128 on, not head_dim=64 and 128"),
+        ((1, 65, 65, 1, 32), "float16", "heads of 32 in multiples of 64 from 128 on, not head_dim=32 and 65"),
         ((1, 64, 64, 1, 32), "float32", "takes float16 and bfloat16, not float32"),
     ],
 )

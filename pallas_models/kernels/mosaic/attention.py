@@ -40,8 +40,8 @@ class Config:
             raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128, 192 or 256")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
-        if self.lines > 1 and (self.block_q != ROWS or self.lines > 4):
-            raise ValueError(f"{__name__}: lines={self.lines} must be at most 4, each of 64 queries")
+        if not 1 <= self.lines <= (4 if self.block_q == ROWS else 1):
+            raise ValueError(f"{__name__}: lines={self.lines} must be 1, or with blocks of 64 queries up to 4")
         if self.num_stages < 2:
             raise ValueError(f"{__name__}: num_stages={self.num_stages} must be at least 2")
 
@@ -52,11 +52,10 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     head_dim, sm_scale = form.head_dim, form.sm_scale
     if form.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {form.dtype}"
-    of_lines = form.item_axis is not None
-    if head_dim not in ((32, 64, 128) if of_lines else (64, 128)):
+    if form.item_axis is None and head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
-    if of_lines and (form.seq % ROWS or form.seq < 2 * ROWS):
-        return f"takes lines of pairs in multiples of {ROWS}, not {form.seq}"
+    if form.item_axis is not None and (head_dim != 32 or form.seq % ROWS or form.seq < 2 * ROWS):
+        return f"takes pairs with heads of 32 in multiples of {ROWS} from {2 * ROWS} on, not {head_dim=} and {form.seq}"
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     return None
@@ -81,6 +80,8 @@ def _bias_itemsize(form: Form[Any]) -> int:
 def heuristic(form: Form[Any], target: Target) -> Config:
     """Chooses blocks, as measured on an H200."""
     head_dim, bias_itemsize = form.head_dim, _bias_itemsize(form)
+    if form.item_axis is not None:  # of three lines scores of 64 x 128 fit in the registers
+        return Config(block_q=ROWS, block_kv=64 if form.seq % 128 else 128, num_stages=2, lines=3)
     masked = form.causal or form.window is not None or form.has_masks
     if form.batch * form.num_heads * pl.cdiv(form.seq, 2 * ROWS) < target.num_cores:
         config = Config(block_q=ROWS, block_kv=128, num_stages=2)
@@ -94,18 +95,24 @@ def heuristic(form: Form[Any], target: Target) -> Config:
     return config if fits else dataclasses.replace(config, block_kv=64)
 
 
-def candidates(seq: int) -> Iterator[Config]:
-    """The blocks worth measuring."""
-    for consumers, block_kv, num_stages in itertools.product((1, 2, 3), (64, 128), (2, 3, 4)):
-        if (consumers - 1) * ROWS < seq:
+def candidates(form: Form[Any]) -> Iterator[Config]:
+    """The blocks worth measuring. Four consumers have registers for scores of 64 x 64, of heads of 32."""
+    of_lines = form.item_axis is not None
+    for consumers, block_kv, num_stages in itertools.product((1, 2, 3, 4), (64, 128), (2, 3, 4)):
+        if consumers == 4 and (block_kv > 64 or not of_lines):
+            continue
+        if (consumers - 1) * ROWS < form.seq:
             yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
+        if of_lines and consumers > 1:
+            yield Config(block_q=ROWS, block_kv=block_kv, num_stages=num_stages, lines=consumers)
 
 
 def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
     keys = config.num_stages * config.block_kv
-    tiles = 2 * head_dim * 2 * (config.block_q + keys) + config.block_q * keys * bias_itemsize
-    return tiles + 8 * (config.block_q + keys) + 2048
+    rows = config.lines * (config.block_q + keys)
+    ones = 2 * ROWS * config.block_kv if head_dim == 32 else 0
+    return 2 * head_dim * 2 * rows + config.block_q * keys * bias_itemsize + ones + 8 * rows + 2048
 
 
 def attention(
@@ -123,11 +130,13 @@ def attention(
             dtype=form.dtype,
             config=Config,
             heuristic=functools.partial(heuristic, call, target),
-            candidates=functools.partial(candidates, form.seq),
+            candidates=functools.partial(candidates, call),
             shared_memory=functools.partial(shared_memory, head_dim=form.head_dim, bias_itemsize=bias_itemsize),
         ),
         target,
     )
+    if config.lines > 1 and form.item_axis is None:
+        raise ValueError(f"config: lines={config.lines} are for pairs, whose lines share a bias")
     block_q, block_kv = config.block_q, config.block_kv
     found = searched(form, block_q=block_q, block_kv=block_kv)
     if form.item_axis is None:

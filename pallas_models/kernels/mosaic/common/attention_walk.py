@@ -15,7 +15,8 @@ from pallas_models.kernels.common.band import Runs
 from pallas_models.kernels.forms.attention import Form
 
 ROWS = 64  # of a warpgroup: the rows of one instruction of the tensor cores
-SEARCHED = 8  # blocks: from here on, masks are searched beforehand for blocks that they rule out
+# Blocks: from here on, masks are searched beforehand for blocks that they rule out. Lines of pairs are many.
+SEARCHED, _SEARCHED_OF_PAIRS = 8, 4
 _CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
 
 
@@ -46,7 +47,8 @@ def group_of_heads(runs: Runs, heads: int, tiles: int, in_cache: int, num_ctas: 
 
 def searched(form: Form[jax.Array], *, block_q: int, block_kv: int, keys_first: bool = False) -> jax.Array | None:
     """The `Runs` of blocks that masks leave, as `band.searched` finds them; None where there are few blocks."""
-    return band.searched(form, block_q=block_q, block_kv=block_kv, least=SEARCHED, keys_first=keys_first)
+    least = SEARCHED if form.item_axis is None else _SEARCHED_OF_PAIRS
+    return band.searched(form, block_q=block_q, block_kv=block_kv, least=least, keys_first=keys_first)
 
 
 def narrowed(
