@@ -140,9 +140,7 @@ def attention(
     block_q, block_kv = config.block_q, config.block_kv
     found = searched(form, block_q=block_q, block_kv=block_kv)
     if form.item_axis is None:
-        padded = [
-            pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)
-        ]
+        padded = [pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)]
         q, k, v = form.replace(qkv=tuple(padded)).arrays
         rows, kv_rows = q.shape[1], k.shape[1]
     else:

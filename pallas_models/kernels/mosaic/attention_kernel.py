@@ -20,7 +20,13 @@ from pallas_models.kernels.common.band import Band
 from pallas_models.kernels.common.lines import of_pairs, of_rows
 from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.common.attention_walk import ROWS, group_of_heads, heads_in_cache, joined, narrowed
+from pallas_models.kernels.mosaic.common.attention_walk import (
+    ROWS,
+    group_of_heads,
+    heads_in_cache,
+    joined,
+    narrowed,
+)
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.launch import Refs
@@ -30,9 +36,16 @@ from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 
-_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (120, 32)}  # of a thread that computes and of one that copies
+_REGISTERS = {
+    1: (240, 40),
+    2: (240, 24),
+    3: (160, 32),
+    4: (120, 32),
+}  # of a thread that computes and of one that copies
 _Sums = tuple[Ref, ...]  # of the values by their weights, and of the weights if tensor cores add those up
-_Carry = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]  # weights, maxima, sums of rows; slot of the keys
+_Carry = tuple[
+    jax.Array, jax.Array, jax.Array | None, jax.Array
+]  # weights, maxima, sums of rows; slot of the keys
 
 div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
 
@@ -417,7 +430,7 @@ class _Consumer:
 
     def release_unmasked(self, slot: jax.Array) -> None:
         """Makes room for other keys, where nothing but the product reads what is in a slot."""
-        if self.plan.key_copies == 1:
+        if self.plan.form.bias is None and not self.plan.form.has_masks:
             self.release_keys(slot)
 
     def masked(self, scores: jax.Array, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
@@ -477,9 +490,7 @@ class _Consumer:
         # The compiler would first wait for all products, but for this and what may wait after it.
         return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
 
-    def finish(
-        self, tile: _Tile, values: list[jax.Array], peak: jax.Array, total: jax.Array | None
-    ) -> None:
+    def finish(self, tile: _Tile, values: list[jax.Array], peak: jax.Array, total: jax.Array | None) -> None:
         """Writes the results of a tile."""
         refs, value = self.refs, values[0]
         if total is None:
