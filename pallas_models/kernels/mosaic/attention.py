@@ -18,7 +18,7 @@ from pallas_models.kernels.mosaic.attention_kernel import Plan, attention_kernel
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -111,7 +111,7 @@ def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
     keys = config.num_stages * config.block_kv
     rows = config.lines * (config.block_q + keys)
-    ones = 2 * ROWS * config.block_kv if head_dim == 32 else 0
+    ones = 2 * TILE_ROWS * config.block_kv if head_dim == 32 else 0
     return 2 * head_dim * 2 * rows + config.block_q * keys * bias_itemsize + ones + 8 * rows + 2048
 
 
@@ -156,10 +156,11 @@ def attention(
     if interpret:
         check_interpreted_sizes(queries=(rows, block_q), keys=(kv_rows, block_kv))
     plan = Plan.of(call, num_cores=target.num_cores, **dataclasses.asdict(config))
+    ones = jnp.ones((TILE_ROWS, block_kv), form.dtype) if plan.tensor_sums else None
     lse_type = jax.ShapeDtypeStruct((*form.lse_shape[:-1], plan.q_blocks * block_q), jnp.float32)
     out, *lse = launch(
         functools.partial(attention_kernel, plan=plan),
-        dict(q=q, k=k, v=v, bias=bias, **masks, found=found),
+        dict(q=q, k=k, v=v, ones=ones, bias=bias, **masks, found=found),
         dict(
             o=jax.ShapeDtypeStruct(q.shape[:-1] + form.out_shape[-1:], form.dtype),
             lse=lse_type if form.return_lse else None,

@@ -30,7 +30,7 @@ from pallas_models.kernels.mosaic.common.attention_walk import (
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, commit_reads, layout_cast, load, tiled
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, commit_reads, load, tiled
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, product, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
@@ -175,7 +175,8 @@ class Plan:
             "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         }
         if self.tensor_sums:
-            types["ones"] = tiled((ROWS, block_kv), form.dtype)
+            types["ones_tile"] = tiled((TILE_ROWS, block_kv), form.dtype)
+            types["ones_ready"] = barrier()
         if form.bias is not None:
             types["bias_blocks"] = tiled((num_stages, self.block_q, block_kv), form.bias.dtype)
         if form.mask is not None:
@@ -237,7 +238,9 @@ class _Walk:
         )
         end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
         first = jnp.minimum(first, end - 1)
-        return _Tile(batch, rem(head, plan.form.num_heads), start, first, full, full_end, end)
+        return _Tile(
+            batch, rem(head, plan.form.num_heads), start, first, jnp.int32(full), jnp.int32(full_end), end
+        )
 
 
 def _rings(refs: Refs, plan: Plan) -> tuple[Ring, Ring]:
@@ -254,6 +257,8 @@ class _Producer:
         self.keys, self.values = _rings(refs, plan)
 
     def run(self) -> None:
+        if self.plan.tensor_sums:
+            plgpu.copy_gmem_to_smem(self.refs.ones, self.refs.ones_tile, self.refs.ones_ready)
         steps = jax.lax.fori_loop(0, self.walk.count, self.copy_tile, jnp.int32(0))
         slot = self.keys.acquire(steps)
         for _ in range(self.plan.key_copies):  # for consumers, which wait for the keys after the last
@@ -311,7 +316,8 @@ class _Consumer:
         self.keys, self.values = _rings(refs, plan)
         self.queries, self.q_ready = refs.q_tiles.at[warpgroup], refs.q_ready.at[warpgroup]
         self.o_tile = refs.o_tiles.at[warpgroup]
-        self.line, self.part = (0, warpgroup) if plan.lines == 1 else (warpgroup, 0)
+        self.line: jax.Array | int = 0 if plan.lines == 1 else warpgroup
+        self.part: jax.Array | int = warpgroup if plan.lines == 1 else 0
         self.lowest = lowest_score(plan.scale, with_bias=plan.form.bias is not None)
 
     def run(self) -> None:
@@ -319,6 +325,8 @@ class _Consumer:
         slot = jnp.int32(0)
         tile = self.walk.tile(slot)
         self.copy_queries(slot)
+        if self.plan.tensor_sums:
+            plgpu.barrier_wait(self.refs.ones_ready)
         plgpu.barrier_wait(self.q_ready)
         self.keys.wait(slot)
         scores = product(self.queries, self.refs.k_blocks.at[slot, self.line], transpose_b=True)
@@ -416,7 +424,7 @@ class _Consumer:
         self.values.wait(slot)
         multiply(sums[0], weights, values)
         if self.plan.tensor_sums:
-            multiply(sums[1], weights, self.refs.ones.at[pl.ds(0, TILE_ROWS)], transpose_b=True)
+            multiply(sums[1], weights, self.refs.ones_tile, transpose_b=True)
 
     def take_sums(self, sums: _Sums, slot: jax.Array) -> list[jax.Array]:
         """The sums, with the values in a slot, which makes room."""
@@ -503,10 +511,18 @@ class _Consumer:
             lse = jnp.where(empty, NO_KEY, peak * (self.plan.scale * math.log(2)) + jnp.log(total))
             refs.lse_tiles[self.warpgroup] = lse
         plgpu.commit_smem()
-        target = refs.o.at[self.item(tile), self.rows_of(tile), self.plan.columns(0, tile.head)]
+        if self.plan.lines == 1:
+            self.write(tile)
+        else:  # a line that comes twice is written once
+            pl.when(self.item(tile) == tile.batch + self.line)(lambda: self.write(tile))
+
+    def write(self, tile: _Tile) -> None:
+        """Copies the results of a tile to device memory."""
+        refs, item = self.refs, self.item(tile)
+        target = refs.o.at[item, self.rows_of(tile), self.plan.columns(0, tile.head)]
         plgpu.copy_smem_to_gmem(self.o_tile, target)
         if refs.lse is not None:
-            target = refs.lse.at[self.item(tile), tile.head, self.rows_of(tile)]
+            target = refs.lse.at[item, tile.head, self.rows_of(tile)]
             plgpu.copy_smem_to_gmem(refs.lse_tiles.at[self.warpgroup], target)
 
 
@@ -522,9 +538,6 @@ def attention_kernel(refs: Refs, *, plan: Plan) -> None:
     pairs = {name: of_pairs(plan.form, getattr(refs, name)) for name in ("q", "k", "v", "o")}
     refs = types.SimpleNamespace(**vars(refs) | pairs | dict(lse=of_rows(plan.form, refs.lse)))
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
-    if plan.tensor_sums:
-        refs.ones[...] = layout_cast(jnp.ones(refs.ones.shape, refs.ones.dtype), plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
     walk = _Walk(plan, refs.found, cta)
     consumer_registers, producer_registers = _REGISTERS[plan.consumers]
     specialize(
