@@ -382,6 +382,8 @@ def test_lines_of_no_pairs():
     config = ring.Config(block_q=64, block_kv=64, num_stages=2, lines=2)
     with pytest.raises(ValueError, match="lines=2 are for pairs, whose lines share a bias"):
         ops.attention(x, x, x, implementation=MOSAIC, config=config)
+    with pytest.raises(ValueError, match="lines=5 must be 1, or with blocks of 64 queries up to 4"):
+        ring.Config(block_q=64, block_kv=64, num_stages=2, lines=5)
 
 
 @finds_races

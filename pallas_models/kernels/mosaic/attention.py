@@ -55,7 +55,10 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     if form.item_axis is None and head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
     if form.item_axis is not None and (head_dim != 32 or form.seq % ROWS or form.seq < 2 * ROWS):
-        return f"takes pairs with heads of 32 in multiples of {ROWS} from {2 * ROWS} on, not {head_dim=} and {form.seq}"
+        least = 2 * ROWS
+        return (
+            f"takes pairs with heads of 32 in multiples of {ROWS} from {least} on, not {head_dim=} and {form.seq}"
+        )
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
     return None

@@ -287,10 +287,7 @@ class _Queries:
         kv_mask = tile_mask(in_range, self.depth)
         k = load(refs.k.at[self.batch, keys, k_columns], kv_mask)
         scores = self.dot(q, k, trans_b=True)
-        if bias is None:
-            scores = scores * self.early
-        else:
-            scores = biased(scores, self.early, bias(keys, in_range))
+        scores = scores * self.early if bias is None else biased(scores, self.early, bias(keys, in_range))
         valid = None if full else self.valid_pairs(key, in_range)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)

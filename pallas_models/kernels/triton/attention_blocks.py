@@ -142,7 +142,7 @@ def _biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
 def biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
     """`scores * scale + bias`, float32, rounded once.
 
-    A bias in bfloat16 has two numbers a register, each the upper half of a float32: a shift and a mask unpack them.
+    A bias in bfloat16 has two numbers a register, each the upper half of a float32: a shift and a mask unpack it.
     """
     if bias.dtype != jnp.bfloat16:
         return fma(scores, jnp.full(scores.shape, scale, jnp.float32), bias.astype(jnp.float32))
