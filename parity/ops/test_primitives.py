@@ -26,6 +26,7 @@ from pallas_models.kernels.mosaic.common.interpreter import cluster_size
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
+from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.triton import common as triton
 from pallas_models.kernels.triton.attention_blocks import exp2_of
 from pallas_models.kernels.triton.softmax import _row_sums
@@ -359,3 +360,10 @@ def test_sums_of_a_cluster(count):
 def test_sums_of_a_cluster_lower(count):
     arrays = dict(x=jax.ShapeDtypeStruct((STEPS, ROW), jnp.float32))
     assert MOSAIC_CALL in lowered(functools.partial(sums, count=count), arrays)
+
+
+@pytest.mark.parametrize("consumers, registers, most", [(2, 248, 504), (3, 168, 512), (4, 120, 480)])
+def test_roles_have_no_more_registers_than_warpgroups_begin_with(consumers, registers, most):
+    roles = Role(range(consumers), registers, print), Role(range(consumers, consumers + 1), 32, print)
+    with pytest.raises(ValueError, match=f"{consumers + 1} warpgroups have {most}"):
+        specialize(*roles, warpgroup=jnp.int32(0))

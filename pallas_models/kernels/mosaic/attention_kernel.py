@@ -40,7 +40,7 @@ _REGISTERS = {
     1: (240, 40),
     2: (240, 24),
     3: (160, 32),
-    4: (120, 32),
+    4: (112, 32),
 }  # of a thread that computes and of one that copies
 _Sums = tuple[Ref, ...]  # of the values by their weights, and of the weights if tensor cores add those up
 _Carry = tuple[
