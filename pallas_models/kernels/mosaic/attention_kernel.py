@@ -105,7 +105,7 @@ class Plan:
         return pl.cdiv(self.form.items, self.lines)
 
     def item(self, first: jax.Array, line: jax.Array | int) -> jax.Array:
-        """The item of a line of a tile, given that of the first. Where there are too few, the last comes twice."""
+        """The item of a line of a tile, given that of the first; the last one for lines past it."""
         if self.lines == 1:
             return first
         items = self.form.items
@@ -149,11 +149,14 @@ class Plan:
         return self.form.head_dim == 32
 
     @property
+    def line_copies(self) -> int:
+        """Copies that bring keys or values of all lines of a tile: rows of a square lie together, columns do not."""
+        return self.lines if self.form.item_axis == 2 else 1
+
+    @property
     def key_copies(self) -> int:
         """Copies to a slot of the keys' ring: keys, their mask, segment ids and bias."""
-        form = self.form
-        of_lines, shared = (form.mask,), (form.kv_segment_ids, form.bias)
-        return self.lines * (1 + sum(x is not None for x in of_lines)) + sum(x is not None for x in shared)
+        return self.line_copies + sum(x is not None for x in (self.form.mask, self.form.kv_segment_ids, self.form.bias))
 
     def columns(self, operand: int, head: jax.Array) -> pl.Slice:
         """The columns of a head in the array of operand 0, 1 or 2: the queries, the keys or the values."""
@@ -170,7 +173,7 @@ class Plan:
             "o_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
             "q_ready": barrier(num_arrivals=1 if form.segment_ids is None else 2, num_barriers=consumers),
             "k_ready": barrier(num_arrivals=self.key_copies, num_barriers=num_stages),
-            "v_ready": barrier(num_arrivals=self.lines, num_barriers=num_stages),
+            "v_ready": barrier(num_arrivals=self.line_copies, num_barriers=num_stages),
             "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
             "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
         }
@@ -275,24 +278,31 @@ class _Producer:
             rows = pl.Slice((tile.end - 1 - j) * self.plan.block_kv, self.plan.block_kv)
             self.copy_keys(tile, kv_head, rows, step)
             slot = self.values.acquire(step)
-            for line in range(self.plan.lines):
-                source = self.refs.v.at[self.plan.item(tile.batch, line), rows, self.plan.columns(2, kv_head)]
-                plgpu.copy_gmem_to_smem(source, self.refs.v_blocks.at[slot, line], self.values.full_of(slot))
+            self.copy_lines(2, tile, kv_head, rows, self.refs.v_blocks.at[slot], self.values.full_of(slot))
             return step + 1
 
         return jax.lax.fori_loop(0, tile.blocks, copy, step)
+
+    def copy_lines(
+        self, operand: int, tile: _Tile, kv_head: jax.Array, rows: pl.Slice, block: Ref, barrier: Ref
+    ) -> None:
+        """Copies keys or values, operand 1 or 2. Past the last line of all, copies bring zeros."""
+        source, columns = (self.refs.k, self.refs.v)[operand - 1], self.plan.columns(operand, kv_head)
+        if self.plan.line_copies < self.plan.lines:
+            lines = pl.Slice(tile.batch, self.plan.lines)
+            plgpu.copy_gmem_to_smem(source.at[lines, rows, columns], block, barrier)
+            return
+        for line in range(self.plan.lines):
+            plgpu.copy_gmem_to_smem(source.at[tile.batch + line, rows, columns], block.at[line], barrier)
 
     def copy_keys(self, tile: _Tile, kv_head: jax.Array, rows: pl.Slice, step: jax.Array) -> None:
         """Copies keys, and their mask, segment ids and bias."""
         refs = self.refs
         slot = self.keys.acquire(step)
-        for line in range(self.plan.lines):
-            item = self.plan.item(tile.batch, line)
-            source = refs.k.at[item, rows, self.plan.columns(1, kv_head)]
-            plgpu.copy_gmem_to_smem(source, refs.k_blocks.at[slot, line], self.keys.full_of(slot))
-            if refs.mask is not None:
-                source = refs.mask.at[item, rows]
-                plgpu.copy_gmem_to_smem(source, refs.mask_blocks.at[slot, line], self.keys.full_of(slot))
+        self.copy_lines(1, tile, kv_head, rows, refs.k_blocks.at[slot], self.keys.full_of(slot))
+        if refs.mask is not None:
+            source = refs.mask.at[pl.Slice(tile.batch, self.plan.lines), rows]
+            plgpu.copy_gmem_to_smem(source, refs.mask_blocks.at[slot], self.keys.full_of(slot))
         if refs.kv_segments is not None:
             source = refs.kv_segments.at[tile.batch, rows]
             plgpu.copy_gmem_to_smem(source, refs.segment_blocks.at[slot], self.keys.full_of(slot))
@@ -409,7 +419,7 @@ class _Consumer:
 
     def item(self, tile: _Tile) -> jax.Array:
         """The item of a tile that this warpgroup has."""
-        return self.plan.item(tile.batch, self.line)
+        return tile.batch + self.line
 
     def copy_queries(self, i: jax.Array) -> None:
         refs, tile = self.refs, self.walk.tile(i)
@@ -513,8 +523,8 @@ class _Consumer:
         plgpu.commit_smem()
         if self.plan.lines == 1:
             self.write(tile)
-        else:  # a line that comes twice is written once
-            pl.when(self.item(tile) == tile.batch + self.line)(lambda: self.write(tile))
+        else:  # but no line past the last
+            pl.when(self.item(tile) == self.plan.item(tile.batch, self.line))(lambda: self.write(tile))
 
     def write(self, tile: _Tile) -> None:
         """Copies the results of a tile to device memory."""
