@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.attention_kernel import Plan, attention_kernel
+from pallas_models.kernels.mosaic.attention_kernel import attention_kernel
+from pallas_models.kernels.mosaic.attention_plan import Plan
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import launch
@@ -36,12 +37,12 @@ class Config:
     lines: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
-            raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128, 192 or 256")
+        if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS):
+            raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128 or 192")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
-        if not 1 <= self.lines <= (4 if self.block_q == ROWS else 1):
-            raise ValueError(f"{__name__}: lines={self.lines} must be 1, or with blocks of 64 queries up to 4")
+        if not 1 <= self.lines <= (3 if self.block_q == ROWS else 1):
+            raise ValueError(f"{__name__}: lines={self.lines} must be 1, or with blocks of 64 queries up to 3")
         if self.num_stages < 2:
             raise ValueError(f"{__name__}: num_stages={self.num_stages} must be at least 2")
 
@@ -68,7 +69,9 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
     del target
     # Triton's tiles are smaller, so that it skips more of what masks rule out.
-    if form.item_axis is not None or (form.head_dim == 64 and form.has_masks):
+    if form.item_axis is not None:
+        return form.bias is not None
+    if form.head_dim == 64 and form.has_masks:
         return False
     if form.window is not None and form.window < (1024 if form.head_dim == 64 else 128):
         return False
@@ -84,7 +87,9 @@ def heuristic(form: Form[Any], target: Target) -> Config:
     """Chooses blocks, as measured on an H200."""
     head_dim, bias_itemsize = form.head_dim, _bias_itemsize(form)
     if form.item_axis is not None:  # of three lines scores of 64 x 128 fit in the registers
-        return Config(block_q=ROWS, block_kv=64 if form.seq % 128 else 128, num_stages=2, lines=3)
+        config = Config(block_q=ROWS, block_kv=64 if form.seq % 128 else 128, num_stages=3, lines=3)
+        fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
+        return config if fits else dataclasses.replace(config, num_stages=2)
     masked = form.causal or form.window is not None or form.has_masks
     if form.batch * form.num_heads * pl.cdiv(form.seq, 2 * ROWS) < target.num_cores:
         config = Config(block_q=ROWS, block_kv=128, num_stages=2)
@@ -99,11 +104,9 @@ def heuristic(form: Form[Any], target: Target) -> Config:
 
 
 def candidates(form: Form[Any]) -> Iterator[Config]:
-    """The blocks worth measuring. Four consumers have registers for scores of 64 x 64, of heads of 32."""
+    """The blocks worth measuring."""
     of_lines = form.item_axis is not None
-    for consumers, block_kv, num_stages in itertools.product((1, 2, 3, 4), (64, 128), (2, 3, 4)):
-        if consumers == 4 and (block_kv > 64 or not of_lines):
-            continue
+    for consumers, block_kv, num_stages in itertools.product((1, 2, 3), (64, 128), (2, 3, 4)):
         if (consumers - 1) * ROWS < form.seq:
             yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
         if of_lines and consumers > 1:

@@ -4,246 +4,34 @@ One warpgroup, the producer, only copies keys and values to two rings in shared 
 each with 64 queries. All walk over the same tiles, each of some queries of one head, in the same order.
 """
 
-import dataclasses
 import functools
 import math
 import types
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.band import Band
 from pallas_models.kernels.common.lines import of_pairs, of_rows
 from pallas_models.kernels.common.scores import NO_KEY, exponents, lowest_score
-from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.common.attention_walk import (
-    ROWS,
-    group_of_heads,
-    heads_in_cache,
-    joined,
-    narrowed,
-)
+from pallas_models.kernels.mosaic.attention_plan import Plan, Tile, Walk, div, rem
+from pallas_models.kernels.mosaic.common.attention_walk import ROWS
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, commit_reads, load, tiled
+from pallas_models.kernels.mosaic.common.memory import TILE_ROWS, commit_reads, load
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, product, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked, softmax_weights
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 
-_REGISTERS = {
-    1: (240, 40),
-    2: (240, 24),
-    3: (160, 32),
-    4: (112, 32),
-}  # of a thread that computes and of one that copies
+_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
 _Sums = tuple[Ref, ...]  # of the values by their weights, and of the weights if tensor cores add those up
 _Carry = tuple[
     jax.Array, jax.Array, jax.Array | None, jax.Array
 ]  # weights, maxima, sums of rows; slot of the keys
-
-div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What is known of a launch beforehand.
-
-    Attributes:
-      form: the call.
-      block_q: queries of a tile, 64 a consumer.
-      lines: lines of pairs of a tile, which share its bias; each has consumers of its own.
-      block_kv: keys of a step.
-      num_stages: slots of a ring.
-      num_ctas: CTAs, which stay on their multiprocessors and take tiles in turn.
-      group: heads that are walked over together: of all their tiles those that take longest come first.
-    """
-
-    form: Form[Any]
-    block_q: int
-    block_kv: int
-    num_stages: int
-    num_ctas: int
-    group: int = 1
-    lines: int = 1
-
-    @classmethod
-    def of(cls, form: Form[Any], *, num_cores: int, **blocks: int) -> Self:
-        """The plan for so many multiprocessors."""
-        plan = cls(form=form, **blocks, num_ctas=num_cores)
-        plan = dataclasses.replace(plan, num_ctas=min(plan.num_tiles, num_cores))
-        if not form.causal:
-            return plan
-        block_q, block_kv = plan.block_q, plan.block_kv
-        runs = plan.band.keys_of(block_q * np.arange(plan.q_blocks)[::-1], block_q, block_kv)
-        in_cache = heads_in_cache(form, form.kv_seq) * form.group
-        group = group_of_heads(runs, form.batch * form.num_heads, plan.q_blocks, in_cache, plan.num_ctas)
-        return dataclasses.replace(plan, group=group)
-
-    @property
-    def band(self) -> Band:
-        return Band.of(self.form)
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute."""
-        return self.parts * self.lines
-
-    @property
-    def parts(self) -> int:
-        """Consumers of a line."""
-        return self.block_q // ROWS
-
-    @property
-    def line_groups(self) -> int:
-        """Tiles of the lines that share a bias, for one head and one block of queries."""
-        return pl.cdiv(self.form.items, self.lines)
-
-    def item(self, first: jax.Array, line: jax.Array | int) -> jax.Array:
-        """The item of a line of a tile, given that of the first; the last one for lines past it."""
-        if self.lines == 1:
-            return first
-        items = self.form.items
-        return jnp.minimum(first + line, (div(first, items) + 1) * items - 1)
-
-    @property
-    def q_blocks(self) -> int:
-        """Tiles of a head."""
-        return pl.cdiv(self.form.seq, self.block_q)
-
-    @property
-    def num_tiles(self) -> int:
-        return self.form.batch // self.form.items * self.line_groups * self.form.num_heads * self.q_blocks
-
-    @property
-    def one_tile(self) -> bool:
-        """Whether no CTA has more than one tile."""
-        return self.num_tiles <= self.num_ctas
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether the last block has keys past the end."""
-        return self.form.kv_seq % self.block_kv > 0
-
-    @property
-    def scale(self) -> float:
-        """The factor of exponents to the base 2, which are the GPU's own.
-
-        Scores stay unscaled up to them, where there is no bias to be added.
-        """
-        return (self.form.sm_scale if self.form.bias is None else 1.0) * math.log2(math.e)
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row of a tile of queries, keys, values or results."""
-        return min(ROW_BYTES, self.form.head_dim * self.form.dtype.itemsize)
-
-    @property
-    def tensor_sums(self) -> bool:
-        """Whether tensor cores add up the weights too: products of so narrow heads leave them time."""
-        return self.form.head_dim == 32
-
-    @property
-    def line_copies(self) -> int:
-        """Copies that bring keys or values of all lines of a tile: rows of a square lie together, columns do not."""
-        return self.lines if self.form.item_axis == 2 else 1
-
-    @property
-    def key_copies(self) -> int:
-        """Copies to a slot of the keys' ring: keys, their mask, segment ids and bias."""
-        return self.line_copies + sum(x is not None for x in (self.form.mask, self.form.kv_segment_ids, self.form.bias))
-
-    def columns(self, operand: int, head: jax.Array) -> pl.Slice:
-        """The columns of a head in the array of operand 0, 1 or 2: the queries, the keys or the values."""
-        return pl.Slice((self.form.first_heads[operand] + head) * self.form.head_dim, self.form.head_dim)
-
-    def scratch_types(self) -> dict[str, Any]:
-        """The shared memory and the barriers of a CTA."""
-        form, consumers, num_stages, block_kv = self.form, self.consumers, self.num_stages, self.block_kv
-        barrier, tiles, blocks = plgpu.Barrier, (consumers, ROWS), (num_stages, self.lines, block_kv)
-        types = {
-            "q_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
-            "k_blocks": tiled((*blocks, form.head_dim), form.dtype, self.row_bytes),
-            "v_blocks": tiled((*blocks, form.head_dim), form.dtype, self.row_bytes),
-            "o_tiles": tiled((*tiles, form.head_dim), form.dtype, self.row_bytes),
-            "q_ready": barrier(num_arrivals=1 if form.segment_ids is None else 2, num_barriers=consumers),
-            "k_ready": barrier(num_arrivals=self.key_copies, num_barriers=num_stages),
-            "v_ready": barrier(num_arrivals=self.line_copies, num_barriers=num_stages),
-            "k_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
-            "v_read": barrier(num_arrivals=consumers, num_barriers=num_stages),
-        }
-        if self.tensor_sums:
-            types["ones_tile"] = tiled((TILE_ROWS, block_kv), form.dtype)
-            types["ones_ready"] = barrier()
-        if form.bias is not None:
-            types["bias_blocks"] = tiled((num_stages, self.block_q, block_kv), form.bias.dtype)
-        if form.mask is not None:
-            types["mask_blocks"] = plgpu.SMEM(blocks, jnp.int32)
-        if form.segment_ids is not None:
-            types["segment_blocks"] = plgpu.SMEM((num_stages, block_kv), jnp.int32)
-            types["q_segments"] = plgpu.SMEM((consumers, 2, ROWS), jnp.int32)
-        if form.return_lse:
-            types["lse_tiles"] = plgpu.SMEM(tiles, jnp.float32)
-        return types
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tile:
-    """Queries of one head, and the blocks of keys that they need: [first, end), in [full, full_end) every pair."""
-
-    batch: jax.Array  # of its lines the first
-    head: jax.Array
-    start: jax.Array  # the first query
-    first: jax.Array
-    full: jax.Array
-    full_end: jax.Array
-    end: jax.Array
-
-    @property
-    def blocks(self) -> jax.Array:
-        return self.end - self.first
-
-
-class _Walk:
-    """The tiles of this CTA."""
-
-    def __init__(self, plan: Plan, found: Ref | None, cta: jax.Array) -> None:
-        self.plan, self.found, self.cta = plan, found, cta
-        rounds = plan.num_tiles // plan.num_ctas
-        self.count = rounds + (self.index(jnp.int32(rounds)) < plan.num_tiles).astype(jnp.int32)
-
-    def index(self, i: jax.Array) -> jax.Array:
-        """The number of the i-th tile. CTAs take turns there and back, which evens out what they get."""
-        num_ctas = self.plan.num_ctas
-        return i * num_ctas + jnp.where(rem(i, 2) == 0, self.cta, num_ctas - 1 - self.cta)
-
-    def tile(self, i: jax.Array) -> _Tile:
-        """The i-th tile."""
-        plan, index = self.plan, self.index(i)
-        section, index = div(index, plan.group * plan.q_blocks), rem(index, plan.group * plan.q_blocks)
-        head = section * plan.group + rem(index, plan.group)
-        batch, block = div(head, plan.form.num_heads), plan.q_blocks - 1 - div(index, plan.group)
-        if plan.lines > 1:
-            batch = div(batch, plan.line_groups) * plan.form.items + rem(batch, plan.line_groups) * plan.lines
-        start = block * plan.block_q
-        runs = plan.band.keys_of(start, plan.block_q, plan.block_kv)
-        first, end, full, full_end = joined(
-            [
-                narrowed(runs, self.found, plan.item(batch, line), block, masked=plan.form.has_masks)
-                for line in range(plan.lines)
-            ]
-        )
-        end = jnp.maximum(end, 1)  # a tile that needs no block has one all the same, which is masked
-        first = jnp.minimum(first, end - 1)
-        return _Tile(
-            batch, rem(head, plan.form.num_heads), start, first, jnp.int32(full), jnp.int32(full_end), end
-        )
 
 
 def _rings(refs: Refs, plan: Plan) -> tuple[Ring, Ring]:
@@ -255,7 +43,7 @@ def _rings(refs: Refs, plan: Plan) -> tuple[Ring, Ring]:
 class _Producer:
     """The warpgroup that copies keys and values, the last block of a tile first."""
 
-    def __init__(self, refs: Refs, plan: Plan, walk: _Walk) -> None:
+    def __init__(self, refs: Refs, plan: Plan, walk: Walk) -> None:
         self.refs, self.plan, self.walk = refs, plan, walk
         self.keys, self.values = _rings(refs, plan)
 
@@ -284,7 +72,7 @@ class _Producer:
         return jax.lax.fori_loop(0, tile.blocks, copy, step)
 
     def copy_lines(
-        self, operand: int, tile: _Tile, kv_head: jax.Array, rows: pl.Slice, block: Ref, barrier: Ref
+        self, operand: int, tile: Tile, kv_head: jax.Array, rows: pl.Slice, block: Ref, barrier: Ref
     ) -> None:
         """Copies keys or values, operand 1 or 2. Past the last line of all, copies bring zeros."""
         source, columns = (self.refs.k, self.refs.v)[operand - 1], self.plan.columns(operand, kv_head)
@@ -295,7 +83,7 @@ class _Producer:
         for line in range(self.plan.lines):
             plgpu.copy_gmem_to_smem(source.at[tile.batch + line, rows, columns], block.at[line], barrier)
 
-    def copy_keys(self, tile: _Tile, kv_head: jax.Array, rows: pl.Slice, step: jax.Array) -> None:
+    def copy_keys(self, tile: Tile, kv_head: jax.Array, rows: pl.Slice, step: jax.Array) -> None:
         """Copies keys, and their mask, segment ids and bias."""
         refs = self.refs
         slot = self.keys.acquire(step)
@@ -321,7 +109,7 @@ class _Consumer:
     of the next tile while the last values of this one are added.
     """
 
-    def __init__(self, refs: Refs, plan: Plan, walk: _Walk, warpgroup: jax.Array) -> None:
+    def __init__(self, refs: Refs, plan: Plan, walk: Walk, warpgroup: jax.Array) -> None:
         self.refs, self.plan, self.walk, self.warpgroup = refs, plan, walk, warpgroup
         self.keys, self.values = _rings(refs, plan)
         self.queries, self.q_ready = refs.q_tiles.at[warpgroup], refs.q_ready.at[warpgroup]
@@ -367,7 +155,7 @@ class _Consumer:
         return jax.lax.fori_loop(0, tile.blocks - (i + 1 == self.walk.count), add_block, carry)
 
     def add_block(
-        self, sums: _Sums, i: jax.Array, tile: _Tile, following: _Tile, j: jax.Array, carry: _Carry
+        self, sums: _Sums, i: jax.Array, tile: Tile, following: Tile, j: jax.Array, carry: _Carry
     ) -> _Carry:
         """Adds block j of tile i to the sums, and takes the softmax of the next block, be it of the next tile."""
         weights, peak, total, slot = carry
@@ -413,11 +201,11 @@ class _Consumer:
         # By their dtype weights are operands, which must not change while a product is under way.
         return weights.astype(self.refs.q.dtype), new_peak, new_total, next_slot
 
-    def rows_of(self, tile: _Tile) -> pl.Slice:
+    def rows_of(self, tile: Tile) -> pl.Slice:
         """The rows of a tile that this warpgroup has."""
         return pl.Slice(tile.start + self.part * ROWS, ROWS)
 
-    def item(self, tile: _Tile) -> jax.Array:
+    def item(self, tile: Tile) -> jax.Array:
         """The item of a tile that this warpgroup has."""
         return tile.batch + self.line
 
@@ -451,7 +239,7 @@ class _Consumer:
         if self.plan.form.bias is None and not self.plan.form.has_masks:
             self.release_keys(slot)
 
-    def masked(self, scores: jax.Array, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
+    def masked(self, scores: jax.Array, i: jax.Array, tile: Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
         """The scores of tile i and the keys in a slot, a block of them, without pairs that are not valid."""
         refs, form = self.refs, self.plan.form
         if refs.bias is not None:
@@ -472,9 +260,7 @@ class _Consumer:
     def biased(self, score: jax.Array, bias: jax.Array) -> jax.Array:
         return score * self.plan.form.sm_scale + bias.astype(jnp.float32)
 
-    def mask(
-        self, scores: jax.Array, *, i: jax.Array, tile: _Tile, block: jax.Array, slot: jax.Array
-    ) -> jax.Array:
+    def mask(self, scores: jax.Array, *, i: jax.Array, tile: Tile, block: jax.Array, slot: jax.Array) -> jax.Array:
         """`masked` where some pairs of the block are not valid."""
         refs, band, kv_seq, ragged = self.refs, self.plan.band, self.plan.form.kv_seq, self.plan.is_ragged
         spread = functools.partial(across, shape=scores.shape)
@@ -508,7 +294,7 @@ class _Consumer:
         # The compiler would first wait for all products, but for this and what may wait after it.
         return tuple(jax.lax.optimization_barrier((weights, new_peak, total, correction)))
 
-    def finish(self, tile: _Tile, values: list[jax.Array], peak: jax.Array, total: jax.Array | None) -> None:
+    def finish(self, tile: Tile, values: list[jax.Array], peak: jax.Array, total: jax.Array | None) -> None:
         """Writes the results of a tile."""
         refs, value = self.refs, values[0]
         if total is None:
@@ -526,7 +312,7 @@ class _Consumer:
         else:  # but no line past the last
             pl.when(self.item(tile) == self.plan.item(tile.batch, self.line))(lambda: self.write(tile))
 
-    def write(self, tile: _Tile) -> None:
+    def write(self, tile: Tile) -> None:
         """Copies the results of a tile to device memory."""
         refs, item = self.refs, self.item(tile)
         target = refs.o.at[item, self.rows_of(tile), self.plan.columns(0, tile.head)]
@@ -548,7 +334,7 @@ def attention_kernel(refs: Refs, *, plan: Plan) -> None:
     pairs = {name: of_pairs(plan.form, getattr(refs, name)) for name in ("q", "k", "v", "o")}
     refs = types.SimpleNamespace(**vars(refs) | pairs | dict(lse=of_rows(plan.form, refs.lse)))
     cta, warpgroup = jax.lax.axis_index("cta"), jax.lax.axis_index("warpgroup")
-    walk = _Walk(plan, refs.found, cta)
+    walk = Walk(plan, refs.found, cta)
     consumer_registers, producer_registers = _REGISTERS[plan.consumers]
     specialize(
         Role(
