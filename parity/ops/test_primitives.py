@@ -28,7 +28,7 @@ from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.triton import common as triton
-from pallas_models.kernels.triton.attention_blocks import exp2_of
+from pallas_models.kernels.triton.attention_blocks import biased, exp2_of
 from pallas_models.kernels.triton.softmax import _row_sums
 from pallas_models.kernels.triton.trimul_project import tanh
 from parity.ops.test_lowering import HOPPER
@@ -85,6 +85,15 @@ FUNCTIONS = (
     Function(lambda x, y, z: triton.exp2(4.0 * x), lambda x, y, z: np.exp2(4 * x), EXPONENTIAL),
     Function(lambda x, y, z: exp2_of(x, FACTOR, y), lambda x, y, z: np.exp2(FACTOR * x + y), EXPONENTIAL),
     Function(exp2_of, lambda x, y, z: np.exp2(x * y + z), EXPONENTIAL),
+    *(
+        Function(
+            lambda x, y, z, dtype=dtype: biased(x, FACTOR, y.astype(dtype)),
+            lambda x, y, z, dtype=dtype: FACTOR * x + np.asarray(y, dtype).astype(float),
+            2.0**-23,
+            lambda x, y, z: abs(FACTOR * x) + abs(y) * (1 + 2.0**-8),
+        )
+        for dtype in ("float32", "float16", jnp.bfloat16)
+    ),
     Function(lambda x, y, z: tanh(x), lambda x, y, z: np.tanh(x), 2.0**-10),  # it has 11 bits
     Function(lambda x, y, z: _row_sums(x * x), lambda x, y, z: np.sum(x * x, 1), 256 * 2.0**-24),
 )
