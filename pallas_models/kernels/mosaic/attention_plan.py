@@ -125,8 +125,12 @@ class Plan:
 
     @property
     def line_copies(self) -> int:
-        """Copies of keys or values of all lines of a tile: rows of a square lie together, columns do not."""
-        return self.lines if self.form.item_axis == 2 else 1
+        """Copies of keys or values of all lines of a tile.
+
+        One brings them where rows of one square of pairs are the lines; columns do not lie together, and copies have
+        five axes, of which tiles of shared memory take two.
+        """
+        return 1 if self.form.item_axis == 1 and self.form.batch == self.form.items else self.lines
 
     @property
     def key_copies(self) -> int:
