@@ -1,5 +1,6 @@
 """`ops.triangle_attention` against torch: both directions, sizes, masks, gradients, and that nothing is copied."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
+from pallas_models.kernels.forms.triangle_attention import Form
 from pallas_models.kernels.mosaic import attention as ring
+from pallas_models.kernels.mosaic.attention_plan import Plan
+from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.triton import attention, attention_backward
 from pallas_models.tuning import Chooser
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -26,6 +30,7 @@ from parity.support.common import (
     compiled,
     cuda_device,
     float64,
+    gpu,
     kernel_calls,
     normal,
     without_gpu,
@@ -365,6 +370,38 @@ def test_ring(name, direction):
         expected = float64(plain(**options))
         assert_close(out, expected, OP[str(q.dtype)])
         assert np.all(float64(out)[expected == 0.0] == 0.0)
+
+
+HOPPERS_BLOCKS = {  # of a bias in bfloat16
+    192: dict(block_q=64, block_kv=64, num_stages=3, lines=3),
+    768: dict(block_q=192, block_kv=128, num_stages=2),  # four tiles of queries, none of them in part
+    1024: dict(block_q=64, block_kv=128, num_stages=3, lines=3),
+}
+
+
+@pytest.mark.parametrize("n", HOPPERS_BLOCKS)
+def test_blocks_and_their_shared_memory_on_hopper(n):
+    pairs, pair = (jax.ShapeDtypeStruct((1, n, n, *x), "bfloat16") for x in ((128,), ()))
+    form = Form(
+        qkv=(pairs,) * 3,
+        mask=pair.update(dtype="int32"),
+        bias=jax.ShapeDtypeStruct((1, 4, n, n), "bfloat16"),
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        sm_scale=1.0,
+        return_lse=True,
+        precision=jax.lax.Precision.DEFAULT,
+        direction="starting",
+    )
+    hopper = gpu()
+    config = ring.heuristic(form, hopper)
+    assert config == ring.Config(**HOPPERS_BLOCKS[n])
+    types = Plan.of(form, num_cores=hopper.num_cores, **dataclasses.asdict(config)).scratch_types().values()
+    stored = sum(
+        math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in types if not isinstance(x, plgpu.Barrier)
+    )
+    assert stored < ring.shared_memory(config, 32, 2) <= hopper.shared_memory
 
 
 @finds_races

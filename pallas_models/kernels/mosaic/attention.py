@@ -88,6 +88,8 @@ def heuristic(form: Form[Any], target: Target) -> Config:
     head_dim, bias_itemsize = form.head_dim, _bias_itemsize(form)
     if form.item_axis is not None:  # of three lines scores of 64 x 128 fit in the registers
         config = Config(block_q=ROWS, block_kv=64 if form.seq % 128 else 128, num_stages=3, lines=3)
+        if form.seq >= 768 and form.seq % (3 * ROWS) == 0:
+            config = Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
         fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
         return config if fits else dataclasses.replace(config, num_stages=2)
     masked = form.causal or form.window is not None or form.has_masks
@@ -118,7 +120,8 @@ def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     keys = config.num_stages * config.block_kv
     rows = config.lines * (config.block_q + keys)
     ones = 2 * TILE_ROWS * config.block_kv if head_dim == 32 else 0
-    return 2 * head_dim * 2 * rows + config.block_q * keys * bias_itemsize + ones + 8 * rows + 2048
+    masks = (4 if config.lines > 1 else 8) * rows  # lines of pairs are not packed: they have no segments
+    return 2 * head_dim * 2 * rows + config.block_q * keys * bias_itemsize + ones + masks + 2048
 
 
 def attention(

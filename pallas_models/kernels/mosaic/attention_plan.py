@@ -127,8 +127,8 @@ class Plan:
     def line_copies(self) -> int:
         """Copies of keys or values of all lines of a tile.
 
-        One brings them where rows of one square of pairs are the lines; columns do not lie together, and copies have
-        five axes, of which tiles of shared memory take two.
+        One brings them where rows of one square of pairs are the lines; columns do not lie together, and copies
+        have five axes, of which tiles of shared memory take two.
         """
         return 1 if self.form.item_axis == 1 and self.form.batch == self.form.items else self.lines
 

@@ -173,7 +173,7 @@ class Blocks:
         return p, p * (products(dout, v) - row(delta))
 
     def bias(self, query: Index, key: Index, head: Index) -> jax.Array:
-        """The bias of the pairs."""
+        """The bias of the pairs; in float32 where keys come first: to unpack it there by `biased` takes longer."""
         ref, form, block_q, block_kv = self.refs.bias, self.form, self.block_q, self.block_kv
         assert ref is not None
         where = bias_index(form, ref.shape, self.batch, head)
@@ -182,4 +182,5 @@ class Blocks:
         order = -1 if self.keys_first and is_shared(form) else 1
         spans, mask = (rows, keys)[::order], tile_mask(*masks[::order])
         bias = load(ref.at[*where, *spans], mask)
+        bias = bias.astype(jnp.float32) if self.keys_first else bias
         return bias.T if self.keys_first and order == 1 else bias
