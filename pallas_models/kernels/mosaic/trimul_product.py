@@ -18,6 +18,7 @@ from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.mosaic.common.gemm_heuristic import candidates
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.mosaic.common.row_copies import copy_back
 from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
 from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
@@ -44,7 +45,15 @@ def heuristic(n: int) -> Config:
 
 def shared_memory(config: Config) -> int:
     """Bytes of shared memory that a CTA takes."""
-    return gemm.shared_memory(config, Staging.of(config, config.block_n, jnp.float16))
+    return gemm.shared_memory(config, Staging.of(config, config.block_n // _parts(config), jnp.float16))
+
+
+def _parts(config: Config) -> int:
+    """In how many parts a tile has its columns, as far apart in the matrix as the columns of a part are many.
+
+    Three warpgroups have too few registers for the columns of one instruction.
+    """
+    return 2 if config.num_consumers == 3 and config.block_n > 128 else 1
 
 
 def product(
@@ -81,19 +90,20 @@ def product(
         target,
     )
     check_divides(config, n, form.pieces)
-    staging = Staging.of(config, config.block_n, sides.dtype)
-    kernel = _Matrices(form.abstract(), staging, peers)
+    parts = _parts(config)
+    staging = Staging.of(config, config.block_n // parts, sides.dtype)
+    kernel = _Matrices(form.abstract(), staging, parts, peers)
     (y,) = gemm.gemm(
         dict(sides=sides, right=form.right),
         dict(y=kernel.out_type),
         gemm.Product(
             batch=matrices,
             m=n,
-            n=n,
+            n=n // parts,
             k=n,
             dtype=sides.dtype,
             a=kernel.left,
-            b=[kernel.right],
+            b=[functools.partial(kernel.right, i) for i in range(parts)],
             transpose_a=form.transpose_left,
             transpose_b=form.transpose_right,
         ),
@@ -112,11 +122,13 @@ class _Matrices:
 
     Attributes:
       staging: shared memory through which the sums leave.
+      parts: of the columns of a tile.
       peers: the GPUs that the sums are stored to, a piece each; None for this GPU.
     """
 
     form: Product[Any]
     staging: Staging
+    parts: int
     peers: Peers | None
 
     @property
@@ -152,8 +164,13 @@ class _Matrices:
         places = (ks, tile.rows) if self.form.transpose_left else (tile.rows, ks)
         return self._side(refs.sides, tile, self.form.firsts[0], *places)
 
-    def right(self, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
-        """The columns of a tile, at some third positions, of the right matrix."""
+    def part_of(self, part: int, tile: Tile) -> Tile:
+        """A tile with the columns of a part of it."""
+        return tile if part == 0 else dataclasses.replace(tile, column=tile.column + self.form.size // self.parts)
+
+    def right(self, part: int, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
+        """A part of the columns of a tile, at some third positions, of the right matrix."""
+        tile = self.part_of(part, tile)
         places = (tile.columns, ks) if self.form.transpose_right else (ks, tile.columns)
         ref = refs.sides if refs.right is None else refs.right
         return self._side(ref, tile, self.form.firsts[1], *places)
@@ -163,14 +180,20 @@ class _Matrices:
         return ref.at[pl.Slice(row, rows.size), pl.Slice(column, columns.size)]
 
     def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        """Stores the sums of a tile, here or on the GPU whose piece it is in."""
+        """Stores the sums of a tile, here or on the GPUs whose pieces its parts are in."""
+        for part, of_part in enumerate(sums):
+            self._store_part(refs, self.part_of(part, tile), of_part, warpgroup)
+
+    def _store_part(self, refs: Refs, tile: Tile, sums: jax.Array, warpgroup: jax.Array) -> None:
 
         def value(block: Block, _: Ref) -> jax.Array:
-            return block.of(sums[0]) * self.form.factor
+            return block.of(sums) * self.form.factor
 
         if self.peers is None:
             y, row, column = self.matrix(refs.y, tile, 0, tile.row, tile.column)
-            output = Output(refs.slots, warpgroup, y, value)
+            # Blocks of tiles of other widths are no whole tiles of memory.
+            copy = None if tile.num_columns % 64 == 0 else self._copy_back(tile)
+            output = Output(refs.slots, warpgroup, y if copy is None else refs.y, value, copy)
         else:
             i, j = self.piece_of(tile.row, tile.column)
             row, column = tile.row - i * self.piece[0], tile.column - j * self.piece[1]
@@ -178,16 +201,29 @@ class _Matrices:
         tile = dataclasses.replace(tile, row=row, column=column)
         store(tile, self.staging, output, wait=True)
 
+    def _copy_back(self, tile: Tile) -> Callable[[Ref, Ref, Block, Tile], None]:
+        """What copies a slot to a block that begins anywhere."""
+
+        channels, by_rows = self.form.channels, self.form.by_rows
+        item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+
+        def copy(slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
+            row, column = tile.row + block.row, tile.column + block.column
+            first = (item, row, channel, column) if by_rows else (item, channel, row, column)
+            copy_back(slot, y, first, rows_axis=1 if by_rows else 2)
+
+        return copy
+
     def _copy_to(
         self, peers: Peers, tile: Tile, i: jax.Array, j: jax.Array
-    ) -> Callable[[Ref, Ref, Callable[[Ref], Ref]], None]:
+    ) -> Callable[[Ref, Ref, Block, Tile], None]:
         """What copies a slot to the GPU that has piece (i, j)."""
         channels = self.form.channels
         item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
 
-        def copy(slot: Ref, y: Ref, at: Callable[[Ref], Ref]) -> None:
+        def copy(slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
             def there(y: Ref) -> Ref:
-                return at(y.at[item * peers.count + peers.index, channel])
+                return block.at(y.at[item * peers.count + peers.index, channel], tile)
 
             peers.store(slot, y, i * self.form.pieces[1] + j, there)
 

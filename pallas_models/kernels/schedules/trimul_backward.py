@@ -174,7 +174,7 @@ def _with_residuals(
     """The update of x (B, N, N, C), and what the gradient keeps."""
     update = Update.of(form, kernels, target=target, interpret=interpret)
     found = _residuals(update)
-    return update.finish(_end(update, found)).reshape(form.x.shape), found
+    return update.finish(_end(update, found), update.projection).reshape(form.x.shape), found
 
 
 def _residuals(update: Update) -> Residuals:
