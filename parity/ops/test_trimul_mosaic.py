@@ -88,6 +88,10 @@ def tiles(block_m: int, block_n: int, *, ping_pong: bool) -> Config:
     ),
 )
 def test_product(n, channels, config, dtype, incoming):
+    assert_product(n, channels, config, dtype, incoming)
+
+
+def assert_product(n, channels, config, dtype, incoming):
     padded = channels + 1  # a channel of each side is not used
     sides = normal(np.random.default_rng(n), 2, n, 2 * padded, n, dtype=dtype)
     out = product(sides, channels, incoming, 0.25, config)
@@ -96,6 +100,37 @@ def test_product(n, channels, config, dtype, incoming):
     equation = "bkhi,bkhj->bihj" if incoming else "bihk,bjhk->bihj"
     expected = 0.25 * jnp.einsum(equation, left, right, precision="highest")
     assert_close(out, expected, OP[dtype])
+
+
+@needs_jax_011
+@both_directions
+@pytest.mark.parametrize("n", by_device(cpu=[192], gpu=[320, 768, 1088]))
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiles(128, 64, ping_pong=False),  # with a warpgroup that has no row
+        Config(block_m=128, block_n=128, num_stages=2, ping_pong=False, cluster=2),
+        Config(block_m=192, block_n=128, num_stages=2, ping_pong=False, num_consumers=3),
+    ],
+    ids=["idle", "cluster", "three"],
+)
+def test_product_in_shared_tiles(config, n, incoming):
+    assert_product(n, 2, config, "float16", incoming)
+
+
+@needs_jax_011
+@both_directions
+def test_product_of_columns_in_two_parts(incoming):
+    config = Config(block_m=192, block_n=256, num_stages=2, ping_pong=False, num_consumers=3)
+    assert_product(by_device(cpu=256, gpu=768), 1, config, "bfloat16", incoming)
+
+
+@needs_jax_011
+@pytest.mark.parametrize("n, block_n", by_device(cpu=[(192, 80)], gpu=[(192, 80), (1088, 208), (1088, 176)]))
+def test_product_in_tiles_between_multiples_of_64(n, block_n):
+    assert_product(n, 2, tiles(128, block_n, ping_pong=False), "float16", incoming=False)
+    with pytest.raises(ValueError, match="must be a multiple of 64"):
+        assert_product(n, 2, tiles(128, block_n, ping_pong=False), "float16", incoming=True)
 
 
 @needs_jax_011

@@ -1,8 +1,8 @@
 """The end of the triangle multiplicative update and its gate, for Hopper GPUs and up to 128 channels.
 
-The gate is computed here, of x: to read x takes no longer than to read the gate, which then nobody writes. CTAs
-stay on their multiprocessor with the weights in shared memory. One warpgroup of each copies 64 positions at a time;
-the others take turns with them, and what they multiply stays in registers.
+The gate is computed here, of x: to read x takes no longer than to read the gate, which nobody writes then. CTAs
+stay on their multiprocessor with the weights in shared memory. One warpgroup of each copies 64 positions at a
+time; the others take turns with them, and what they multiply stays in registers.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def output(
     interpret: bool,
 ) -> jax.Array:
     """The end of the update, (B', M, C), for `form` without its gate, which is that of the x of `gating`."""
-    (y,), (h, c), dtype, x = form.ys, form.w.shape, form.w.dtype, gating.x
+    (y,), c, dtype, x = form.ys, form.w.shape[1], form.w.dtype, gating.x
     if interpret:
         check_interpreted_sizes(positions=(form.size, ROWS))
     tiles = Tiles(form.batch, form.size, 1, 1)
@@ -214,7 +214,9 @@ class _Worker:
         plgpu.commit_smem()  # all have read
         ring.release(slot)
         if not kernel.gate_after:
-            zs = [z * gate[:, columns].astype(jnp.float32) for z, columns in zip(zs, _slices(len(zs)), strict=True)]
+            zs = [
+                z * gate[:, columns].astype(jnp.float32) for z, columns in zip(zs, _slices(len(zs)), strict=True)
+            ]
         out = self.shifted(self.product(zs, refs.w_smem), refs.out_shift, 1.0)
         if kernel.gate_after:
             out *= gate.astype(jnp.float32)

@@ -500,7 +500,7 @@ def _slices(update: Update) -> trimul_slices.Slices | None:
         padded=(projection.padded_rows, padded[1]) if by_rows else (n, n),
         channels=c,
         hidden=form.hidden,
-        gates=projection.gates,
+        gates=0 if update.kernels.finish_with_gate is not None else projection.gates,
         itemsizes=(
             form.x.dtype.itemsize,
             form.compute_dtype.itemsize,

@@ -1,4 +1,4 @@
-"""Copies of blocks to shared memory, and from it, of arrays that are no whole tiles or have blocks between them."""
+"""Copies to shared memory, and from it, of blocks of arrays that are no whole tiles of these arrays."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,8 +41,8 @@ def _copy_ragged_rows(
     ref: Ref, item: Any, rows: pl.Slice, columns: pl.Slice, slot: Ref, full: Ref, i: Any, row_bytes: int
 ) -> None:
     """`copy_rows` in bulk copies of rows that lie one after another in `slot`, all of them or those of a tile."""
-    shape, width = (rows.size, columns.size), row_bytes // ref.dtype.itemsize
-    num_bytes = rows.size * columns.size * ref.dtype.itemsize
+    shape, width = slot.shape, row_bytes // ref.dtype.itemsize
+    num_bytes = shape[0] * shape[1] * ref.dtype.itemsize
 
     def inline(context: Any, ref: Any, slot: Any, *numbers: Any) -> None:
         utils = _mosaic.utils
@@ -72,7 +72,9 @@ def _copy_ragged_rows(
 
 def _copy_back(slot: Ref, ref: Ref, first: Sequence[Any], rows_axis: int = 1) -> None:
     place = list(first)
-    place[rows_axis], place[-1] = (pl.ds(i, n) for i, n in zip((first[rows_axis], first[-1]), slot.shape, strict=True))
+    place[rows_axis], place[-1] = (
+        pl.ds(i, n) for i, n in zip((first[rows_axis], first[-1]), slot.shape, strict=True)
+    )
     plgpu.copy_smem_to_gmem(slot, ref.at[tuple(place)])
 
 

@@ -62,8 +62,8 @@ class Staging:
     ) -> Self:
         """The staging for `num_columns` columns of the rows that a warpgroup has of a tile.
 
-        Blocks have 64 rows of 128 bytes; where columns are no multiple of that, the last two overlap. Where there is a slot for each of them, blocks beside one another are
-        one: fewer copies, and much less code.
+        Blocks have 64 rows of 128 bytes; where columns are no multiple of that, the last two overlap. Where there
+        is a slot for each of them, blocks beside one another are one: fewer copies, and much less code.
 
         Args:
           whole: whether there is a slot for each block, as for a residual that waits there.
