@@ -129,6 +129,8 @@ def test_product_of_columns_in_two_parts(incoming):
 @pytest.mark.parametrize("n, block_n", by_device(cpu=[(192, 80)], gpu=[(192, 80), (1088, 208), (1088, 176)]))
 def test_product_in_tiles_between_multiples_of_64(n, block_n):
     assert_product(n, 2, tiles(128, block_n, ping_pong=False), "float16", incoming=False)
+    three = Config(block_m=192, block_n=208, num_stages=2, ping_pong=False, num_consumers=3)
+    assert_product(n, 2, three, "float16", incoming=False)
     with pytest.raises(ValueError, match="must be a multiple of 64"):
         assert_product(n, 2, tiles(128, block_n, ping_pong=False), "float16", incoming=True)
 

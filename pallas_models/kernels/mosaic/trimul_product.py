@@ -49,7 +49,7 @@ def shared_memory(config: Config) -> int:
 
 
 def _parts(config: Config) -> int:
-    """In how many parts a tile has its columns, as far apart in the matrix as the columns of a part are many.
+    """In how many parts of the columns of a matrix a tile has its own.
 
     Three warpgroups have too few registers for the columns of one instruction.
     """
@@ -90,20 +90,21 @@ def product(
         target,
     )
     check_divides(config, n, form.pieces)
-    parts = _parts(config)
-    staging = Staging.of(config, config.block_n // parts, sides.dtype)
-    kernel = _Matrices(form.abstract(), staging, parts, peers)
+    width = config.block_n // _parts(config)
+    staging = Staging.of(config, width, sides.dtype)
+    columns = n if width == config.block_n else width * pl.cdiv(n, config.block_n)
+    kernel = _Matrices(form.abstract(), staging, columns, peers)
     (y,) = gemm.gemm(
         dict(sides=sides, right=form.right),
         dict(y=kernel.out_type),
         gemm.Product(
             batch=matrices,
             m=n,
-            n=n // parts,
+            n=columns,
             k=n,
             dtype=sides.dtype,
             a=kernel.left,
-            b=[functools.partial(kernel.right, i) for i in range(parts)],
+            b=[functools.partial(kernel.right, i) for i in range(_parts(config))],
             transpose_a=form.transpose_left,
             transpose_b=form.transpose_right,
         ),
@@ -122,13 +123,13 @@ class _Matrices:
 
     Attributes:
       staging: shared memory through which the sums leave.
-      parts: of the columns of a tile.
+      columns: in a part of a matrix: tiles have as many columns of each part.
       peers: the GPUs that the sums are stored to, a piece each; None for this GPU.
     """
 
     form: Product[Any]
     staging: Staging
-    parts: int
+    columns: int
     peers: Peers | None
 
     @property
@@ -166,7 +167,7 @@ class _Matrices:
 
     def part_of(self, part: int, tile: Tile) -> Tile:
         """A tile with the columns of a part of it."""
-        return tile if part == 0 else dataclasses.replace(tile, column=tile.column + self.form.size // self.parts)
+        return tile if part == 0 else dataclasses.replace(tile, column=tile.column + part * self.columns)
 
     def right(self, part: int, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
         """A part of the columns of a tile, at some third positions, of the right matrix."""

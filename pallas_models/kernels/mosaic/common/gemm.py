@@ -114,8 +114,11 @@ def gemm(
       The outputs.
     """
     b_parts = len(product.b)
-    if config.block_n % (64 * b_parts) and not (product.transpose_b and b_parts == 1):
-        raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * b_parts}: it has {b_parts} parts")
+    least = 8 if product.transpose_b else 64  # columns that a part has
+    if config.block_n % (least * b_parts):
+        raise ValueError(
+            f"block_n={config.block_n} must be a multiple of {least * b_parts}: it has {b_parts} parts"
+        )
     if interpret:
         config = dataclasses.replace(config, cluster=cluster_size(config.cluster, interpret))
     if config.split_n != epilogue.split_n:
