@@ -6,6 +6,7 @@ time; the others take turns with them, and what they multiply stays in registers
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -63,13 +64,11 @@ def output(
     interpret: bool,
 ) -> jax.Array:
     """The end of the update, (B', M, C), for `form` without its gate, which is that of the x of `gating`."""
-    (y,), c, dtype, x = form.ys, form.w.shape[1], form.w.dtype, gating.x
+    (y,), c, x = form.ys, form.w.shape[1], gating.x
     if interpret:
         check_interpreted_sizes(positions=(form.size, ROWS))
     tiles = Tiles(form.batch, form.size, 1, 1)
     num_ctas = min(num_cores(target, interpret), tiles.count)
-    largest = jnp.unstack(jnp.max(form.bounds, axis=0))
-    _, epsilon = trimul_scales.scaled_sums(largest, dtype, form.factor, form.epsilon)
     vectors = dict(
         x_scale=gating.norm_scale,
         x_shift=gating.norm_bias,
@@ -80,8 +79,8 @@ def output(
     )
     buffers, slots = _buffers(form, gating, config, target)
     (out,) = launch(
-        _Kernel(tiles, num_ctas, config.workers, slots, gating.epsilon, form.rows, form.gate_after),
-        dict(x=x, y=y, w_gate=gating.w_gate, w=form.w, epsilon=epsilon[None], **vectors),
+        _Kernel(form.abstract(), tiles, num_ctas, config.workers, slots, gating.epsilon),
+        dict(x=x, y=y, w_gate=gating.w_gate, w=form.w, bounds=jnp.max(form.bounds, axis=0), **vectors),
         dict(out=jax.ShapeDtypeStruct((form.batch, form.size, c), form.out_dtype)),
         dict(
             **{name: buffer.scratch_type for name, buffer in buffers.items()},
@@ -121,13 +120,12 @@ def _buffers(
 class _Kernel:
     """The body of the kernel."""
 
+    form: Output[Any]
     tiles: Tiles
     num_ctas: int
     workers: int
     slots: int
     x_epsilon: float
-    rows: tuple[int, int]
-    gate_after: bool
 
     def __call__(self, refs: Refs) -> None:
         warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
@@ -156,7 +154,7 @@ class _Walk:
 
     def source(self, item: jax.Array) -> jax.Array:
         """The item of y that an item of the result is made of."""
-        kept, rows = self.kernel.rows
+        kept, rows = self.kernel.form.rows
         return item if kept == rows else jax.lax.div(item, kept) * rows + jax.lax.rem(item, kept)
 
     def ring(self, worker: jax.Array) -> Ring:
@@ -197,28 +195,36 @@ class _Worker:
 
     def run(self) -> None:
         """Finishes all tiles, and waits until they are stored."""
-        workers = self.walk.kernel.workers
+        form, workers = self.walk.kernel.form, self.walk.kernel.workers
+        _, epsilon = trimul_scales.scaled_sums(self.bounds(), form.w.dtype, form.factor, form.epsilon)
         plgpu.barrier_wait(self.refs.weights_full)
-        pl.loop(0, jax.lax.div(self.walk.steps - self.own + workers - 1, workers))(self.step)
+        steps = jax.lax.div(self.walk.steps - self.own + workers - 1, workers)
+        pl.loop(0, steps)(functools.partial(self.step, epsilon))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def step(self, i: jax.Array) -> None:
-        """Finishes the i-th tile of this warpgroup."""
+    def bounds(self) -> list[jax.Array]:
+        """The bounds of left and right, as vectors: Mosaic takes no exponents of scalars."""
+        bounds = [self.refs.bounds[i] for i in range(self.refs.bounds.shape[0])]
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        return [layout_cast(jnp.broadcast_to(bound, (ROWS,)), layout) for bound in bounds]
+
+    def step(self, epsilon: jax.Array, i: jax.Array) -> None:
+        """Finishes the i-th tile of this warpgroup, given the epsilon of the norm of y."""
         refs, kernel = self.refs, self.walk.kernel
         step = i * kernel.workers + self.own
         ring, (item, rows) = self.walk.ring(self.own), self.walk.place(step)
         slot = jax.lax.rem(step, kernel.slots)
         ring.wait(slot)
         gate = self.gate(slot)
-        zs = self.normed(self.y(slot), refs.epsilon[0], "y")
+        zs = self.normed(self.y(slot), epsilon, "y")
         plgpu.commit_smem()  # all have read
         ring.release(slot)
-        if not kernel.gate_after:
+        if not kernel.form.gate_after:
             zs = [
                 z * gate[:, columns].astype(jnp.float32) for z, columns in zip(zs, _slices(len(zs)), strict=True)
             ]
         out = self.shifted(self.product(zs, refs.w_smem), refs.out_shift, 1.0)
-        if kernel.gate_after:
+        if kernel.form.gate_after:
             out *= gate.astype(jnp.float32)
         self.store(out.astype(refs.out.dtype), item, rows)
 
