@@ -9,7 +9,7 @@ between kernels, or the kernels themselves store what they compute where it is n
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.schedules import trimul_slices
+from pallas_models.kernels.schedules.trimul_kernels import Kernels, Project
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -42,52 +43,6 @@ class Config:
     project: trimul_project.Config | Chooser | None = None
     product: trimul_product.Config | Chooser | None = None
     output: trimul_output.Config | Chooser | None = None
-
-
-class _Project(Protocol):
-    def __call__(
-        self, form: Projection[jax.Array], *, target: Target, interpret: bool
-    ) -> tuple[jax.Array | None, jax.Array | None]: ...
-
-
-class _Multiply(Protocol):
-    def __call__(self, form: Product[jax.Array], *, target: Target, interpret: bool) -> jax.Array: ...
-
-
-class _Finish(Protocol):
-    def __call__(self, form: Output[jax.Array], *, target: Target, interpret: bool) -> jax.Array: ...
-
-
-class _FinishWithGate(Protocol):
-    def __call__(
-        self, form: Output[jax.Array], gating: Projection[jax.Array], *, target: Target, interpret: bool
-    ) -> jax.Array: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """The kernels of an update.
-
-    Attributes:
-      project: normalises x and writes left, right and the gate, each once.
-      multiply: sums over third positions.
-      finish: normalises the sums, gates and projects them.
-      finish_with_gate: the same, and computes the gate, which `project` then does not write; None if it does.
-      by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
-        (B, channels, N, N).
-      tile: of the rows and columns of a matrix that the second copies, where it wants whole ones; only `by_rows`.
-      norms_before: whether the first is Triton's, which has a kernel for the norm of x where that is not narrow.
-      store_to_peers: whether the first two store to the GPUs that share the pairs, where their results are needed.
-    """
-
-    project: _Project
-    multiply: _Multiply
-    finish: _Finish
-    finish_with_gate: _FinishWithGate | None = None
-    by_rows: bool = False
-    tile: tuple[int, int] = (1, 1)
-    norms_before: bool = False
-    store_to_peers: bool = False
 
 
 def triton_kernels(config: Config | Chooser | None, *, by_rows: bool = False) -> Kernels:
@@ -195,7 +150,7 @@ def batchable(update: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def mosaic_projection(form: Form[Any], target: Target, groups: int) -> _Project | None:
+def mosaic_projection(form: Form[Any], target: Target, groups: int) -> Project | None:
     """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
     b, rows, columns, c = form.x.shape
     shaped = jax.ShapeDtypeStruct

@@ -21,12 +21,12 @@ from pallas_models.kernels.mosaic import trimul_project_backward as mosaic_proje
 from pallas_models.kernels.mosaic import trimul_weights_backward as mosaic_weights
 from pallas_models.kernels.schedules.trimul import (
     ROW_TILE,
-    Kernels,
     Update,
     batchable,
     mosaic_kernels,
     triton_kernels,
 )
+from pallas_models.kernels.schedules.trimul_kernels import Kernels
 from pallas_models.kernels.triton import (
     trimul_output_backward,
     trimul_output_scales,
