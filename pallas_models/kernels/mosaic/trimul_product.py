@@ -204,7 +204,6 @@ class _Matrices:
 
     def _copy_back(self, tile: Tile) -> Callable[[Ref, Ref, Block, Tile], None]:
         """What copies a slot to a block that begins anywhere."""
-
         channels, by_rows = self.form.channels, self.form.by_rows
         item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
 

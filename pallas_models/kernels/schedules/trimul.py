@@ -96,7 +96,7 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 
 
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
-    """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
+    """The update with products for Hopper GPUs, and projections and an end where they serve, else Triton's."""
     n, peers = form.x.shape[1], _peers(form, target)
     by_rows = not form.is_split and (n <= _BY_ROWS or n % ROW_TILE[1] > 0)
     kernels = mosaic_kernels(form, config, target, by_rows=by_rows)
