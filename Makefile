@@ -33,7 +33,7 @@ override FILE := $(value FILE)
 export TEXT FILE
 
 .DELETE_ON_ERROR:
-.PHONY: help embed test unpatched campaign gpu lint types wheel release clean distclean
+.PHONY: help embed test unpatched campaign gpu lint types docs wheel release clean distclean
 
 help:
 	@echo 'make embed    embed example sentences with all-MiniLM-L6-v2, show their similarities'
@@ -44,6 +44,7 @@ help:
 	@echo 'make campaign random trials for MINUTES=2 and a report of what failed'
 	@echo 'make gpu      on an NVIDIA GPU: the suite, then the benchmarks shortened; all results in build/check'
 	@echo 'make lint     ruff          make types    mypy          make wheel    dist/*.whl'
+	@echo 'make docs     the site of the documentation, in build/site'
 	@echo 'make release  dist/*.tar.gz and dist/*.whl, checked as an index would; nothing is uploaded'
 	@echo 'make clean    remove build outputs and caches; distclean: the environment and models too'
 	@echo 'All: CUDA=12 or CUDA=13 for an NVIDIA GPU, PYTHON=python3.12 for another interpreter'
@@ -74,6 +75,9 @@ lint: $(VENV)/.test$(CUDA)
 
 types: $(VENV)/.test$(CUDA)
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(VENV)/.test$(CUDA)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
@@ -109,6 +113,11 @@ $(VENV)/.run$(CUDA): pyproject.toml | $(BIN)/python
 $(VENV)/.test$(CUDA): pyproject.toml | $(BIN)/python
 	@echo 'Installing what the tests need'
 	$(PIP) -e '.[test$(if $(CUDA),$(comma)$(CUDA_EXTRA))]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	@echo 'Installing what the site needs'
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 # The official files of all-MiniLM-L6-v2, 84 MB; their sha256 is checked when they are read. What the

@@ -5,7 +5,9 @@ from typing import Literal
 
 Name = Literal["mosaic", "triton", "xla", "interpret", "mosaic_interpret"]
 Implementation = Name | Sequence[Name]
+"""What `implementation` takes, beside None: a name, or several of which the first that serves the call runs."""
 IMPLEMENTATIONS: tuple[Name, ...] = ("mosaic", "triton", "xla", "interpret", "mosaic_interpret")
+"""The names of all implementations."""
 
 
 def check_implementation(implementation: Implementation | None) -> tuple[Name, ...]:

@@ -20,6 +20,7 @@ from pallas_models.ops._checks import Array
 from pallas_models.ops.embedding import rows_of
 
 Params = dict[str, Any]
+"""Parameters: nested dicts, and lists of layers, of arrays."""
 LayerInput = Array | tuple[jax.Array, jax.Array] | None  # such as a mask, or cos and sin of a rotation
 Module = TypeVar("Module", bound=nnx.Module, covariant=True)
 

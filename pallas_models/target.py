@@ -62,7 +62,9 @@ class Architectures:
 
 
 AMPERE_ON = Architectures("an NVIDIA GPU from Ampere on", 8)
+"""For the kernels of Triton."""
 HOPPER = Architectures("a Hopper GPU", 9, 9)
+"""For the kernels of Mosaic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +100,8 @@ class Target:
         return architectures.first <= major and (architectures.last is None or major <= architectures.last)
 
 
-# Programs for it run on every GPU from Ampere on: the target where it is not known where they will run.
 ANY = Target(name="", capability=(8, 0), num_cores=108, shared_memory=_SMALL)
+"""Programs for it run on every GPU from Ampere on: the target where it is not known where they will run."""
 
 
 def start() -> None:

@@ -6,7 +6,7 @@ summary in one folder. The exit code is 0 if all went well, 1 if not, 2 if there
 The processes of the suite share the GPU's memory: a test that needs more than its part runs again with fewer
 beside it, in the end alone. Compiled programs are kept beside the folder, for other processes and the next run.
 
-`python -m parity campaign`, `sanitize`, `lowered` and `mutate` are programs of their own; each has `--help`.
+`python -m parity campaign`, `sanitize`, `lowered`, `mutate` and `support` are programs, each with `--help`.
 """
 
 import argparse
@@ -42,6 +42,7 @@ PROGRAMS = {
     "sanitize": "parity.support.sanitize",
     "lowered": "parity.support.lowered",
     "mutate": "parity.support.mutate",
+    "support": "parity.support.support_matrix",
 }
 
 DESCRIBE = """
@@ -97,9 +98,14 @@ def describe_gpu() -> str:
 
 
 def suite(
-    folder: Path, workers: int, memory: Memory, chosen: Sequence[str] = (), tests: Sequence[str] = ()
+    folder: Path,
+    workers: int,
+    memory: Memory,
+    chosen: Sequence[str] = (),
+    tests: Sequence[str] = (),
+    gpus: int = 1,
 ) -> Step:
-    """The suite, or those tests of it again, in so many processes."""
+    """The suite, or those tests of it again, in so many processes on each of the GPUs."""
     name = f"parity-{workers}" if tests else "parity"
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={folder / name}.xml"]
     if tests:  # too many for a command line
@@ -108,11 +114,15 @@ def suite(
         command += [f"@{given}"]
     else:
         command += chosen or [str(ROOT / "parity")]
-    if workers > 1:
-        command += ["-n", str(workers), "--dist", "worksteal"]
+    if workers * gpus > 1:
+        command += ["-n", str(workers * gpus), "--dist", "worksteal"]
     share = sharing.fraction(workers, memory.usable, memory.total)
-    compiled = str(folder.parent / "compilation")
-    return Step(name, command, environment={sharing.COMPILED: compiled, sharing.FRACTION: str(share)})
+    set_for_it = {
+        sharing.COMPILED: str(folder.parent / "compilation"),
+        sharing.FRACTION: str(share),
+        sharing.GPUS: str(gpus),
+    }
+    return Step(name, command, environment=set_for_it)
 
 
 def benchmarks(folder: Path) -> list[Step]:
@@ -194,11 +204,12 @@ def _property(case: ElementTree.Element, name: str) -> str | None:
 def fewer(workers: int, usable: float, cases: Iterable[ElementTree.Element]) -> int:
     """In how many processes tests run again that lacked memory: as many as have room for the largest.
 
-    How much a test takes is known where it said so before it began. If none did, a quarter of the processes run
-    again, until all tests fit.
+    How much a test takes is known where it said so before it began. If one did not, it is a quarter of the
+    processes at most, until all tests fit.
     """
-    sizes = [float(size) for case in cases if (size := _property(case, "needs_bytes"))]
-    return max(1, min(workers // 2, int(usable // max(sizes))) if sizes else workers // 4)
+    sizes = [_property(case, "needs_bytes") for case in cases]
+    room = min((int(usable // float(size)) for size in sizes if size), default=workers)
+    return max(1, min(workers // (4 if None in sizes else 2), room))
 
 
 def counts(paths: Sequence[Path]) -> str:
@@ -225,19 +236,23 @@ def slowest(paths: Sequence[Path]) -> str:
     return "".join(f"{seconds:7.1f} s  {name}\n" for name, seconds in found)
 
 
-def run_suite(folder: Path, workers: int, memory: Memory, chosen: Sequence[str]) -> tuple[int, list[str]]:
+def run_suite(
+    folder: Path, workers: int, memory: Memory, chosen: Sequence[str], gpus: int
+) -> tuple[int, list[str]]:
     """Runs the suite or what is chosen of it, and again what lacked memory; the exit code and lines to print."""
     code, lines, paths, tests = 0, [], [], []
     with sharing.watch() as most:
         while True:
-            step = suite(folder, workers, memory, chosen, tests)
+            step = suite(folder, workers, memory, chosen, tests, gpus)
             started = time.monotonic()
             status = run_step(step, folder)
             seconds = time.monotonic() - started
             paths.append(folder / f"{step.name}.xml")
             lacking = {name: case for case in outcomes(paths).values() if (name := needs_memory(case))}
             tests = list(lacking)
-            lines.append(said(step, status, f"{seconds:.0f} s, workers: {workers}", folder))
+            lines.append(
+                said(step, status, f"{seconds:.0f} s, workers: {workers}{' a GPU' if gpus > 1 else ''}", folder)
+            )
             code = code or int(status != 0)
             if not tests or workers == 1:
                 break
@@ -272,10 +287,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workers",
         type=int,
         metavar="N",
-        help="processes of the suite, where pytest-xdist is installed; one a core, if the GPU's memory has room",
+        help="processes of the suite a GPU, where pytest-xdist is installed; one a core, if its memory has room",
     )
     parser.add_argument(
         "--memory", type=float, metavar="GB", help="of the GPU's memory, how much the suite may use (all)"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="spread the suite over N GPUs, each process on one; tests of several GPUs need a run without",
     )
     args = parser.parse_args(arguments)
     try:
@@ -285,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     total = (sharing.gpu_memory() or (0.0, 80 * GB))[1]
     memory = Memory(min(total, args.memory * GB) if args.memory else total, total)
-    workers = args.workers or sharing.workers(len(os.sched_getaffinity(0)), memory.usable)
+    workers = args.workers or sharing.workers(len(os.sched_getaffinity(0)) // args.gpus, memory.usable)
     if not importlib.util.find_spec("xdist"):
         workers = 1  # which has all of the memory
     now = datetime.datetime.now()
@@ -294,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines, code = [f"{gpu}, {now:%Y-%m-%d %H:%M}"], 0
     try:
         if args.only != "bench":
-            code, found = run_suite(folder, workers, memory, args.tests)
+            code, found = run_suite(folder, workers, memory, args.tests, args.gpus)
             lines += found
         for step in benchmarks(folder) if args.only != "parity" else ():
             started = time.monotonic()

@@ -31,7 +31,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from parity.support import pallas_patches
+from parity.support import order, pallas_patches
 from parity.support.common import IMPLEMENTATIONS, KERNEL, ON_GPU
 from parity.support.tolerances import OP
 
@@ -71,12 +71,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"parity: kernels run as implementation={KERNEL!r}, {shapes} shapes, {patched}"
 
 
-# A process of its own computes for two minutes what its tests look at: begun last, all others would wait for it.
-_FIRST = "parity/dispatch/test_meshes.py"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
+    slow = order.SLOW_ON_GPU if ON_GPU else order.SLOW_ON_CPU
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = order.slow_first(items, lambda item: item.nodeid.startswith(slow), workers)
 
 
 def pytest_collection_finish() -> None:

@@ -22,7 +22,10 @@ def load_encoder(path_or_name: str | os.PathLike[str], *, dtype: DTypeLike | Non
       `minilm.Encoder` reads them.
 
     Raises:
-      As `weights.load_minilm`; CheckpointError where the model is of a family that embeds no sentences.
+      FileNotFoundError: a file or the name was not found.
+      CheckpointError: the model is of a family that embeds no sentences, or as for `weights.load_minilm`.
+      ImportError: the checkpoint is a .bin or .pt file and torch is not installed.
+      TypeError: `dtype` is none of the above.
     """
     path = hub.resolve(path_or_name)
     return loading.load(loading.find_encoder(path), path, dtype)

@@ -171,6 +171,7 @@ def axes_of(height: float, rows: Sequence[int] = (1,)) -> tuple[Any, Any]:
 
     with style():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.08)  # inches; the last tick has its number under it
         return figure, figure.subplots(len(rows), sharex=True, height_ratios=rows)
 
 
@@ -217,7 +218,7 @@ def bars(
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.margins(x=0.14, y=0.02)
-        axes.set_xlabel(label)
+        axes.set_xlabel(label, loc="right")  # under short axes it would reach past the edge
         axes.set_ylabel(key)
     legend(figure, 3)
     return figure, axes

@@ -398,7 +398,7 @@ def accuracy(result: Result, name: str) -> Plot | None:
         limits = [found.limit for _, found in pairs]
         axes.plot(limits, labels, "|", color=PALETTE[5], markersize=16, markeredgewidth=2.5, label="limit")
         axes.set(xscale="log", xlim=(min(values) / 10, max(*values, *limits) * 10))
-        axes.set_xlabel(textwrap.fill(f"largest {pairs[0][1].measure} (no unit)", 30))
+        axes.set_xlabel(textwrap.fill(f"largest {pairs[0][1].measure} (no unit)", 30), loc="right")
         axes.invert_yaxis()
         axes.grid(False, axis="y")
     legend(figure, 2)

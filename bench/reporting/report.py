@@ -1,6 +1,9 @@
 """Turns result files into pages: Markdown and HTML for each GPU, and the summary table of README.md."""
 
 import argparse
+import contextlib
+import functools
+import http.server
 import importlib.util
 import os
 import sys
@@ -28,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--readme", type=Path, default=README, help="file whose marked summary is rewritten")
     parser.add_argument("--no-readme", action="store_true", help="leave that file as it is")
     parser.add_argument("--no-html", action="store_true", help="make no HTML page and draw nothing")
+    parser.add_argument(
+        "--serve", type=int, nargs="?", const=8000, metavar="PORT", help="show the pages at this port; 8000"
+    )
 
 
 def load_all(folder: Path) -> tuple[list[Result], bool]:
@@ -145,4 +151,24 @@ def run(args: argparse.Namespace) -> int:
             good &= write_readme(args.readme, complete, folder)
     if not any_result:
         print(f"no result could be read under {args.results}", file=sys.stderr)
+    elif args.serve is not None:
+        serve(args.results, args.serve)
     return int(not (good and any_result))
+
+
+def serve(folder: Path, port: int) -> None:
+    """Shows the HTML pages under a folder to browsers of this machine, until an interrupt."""
+    handler = functools.partial(_Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        for page in sorted(folder.glob(f"*/{FOLDER}/index.html")):
+            path = page.relative_to(folder).parent.as_posix()
+            print(f"http://127.0.0.1:{server.server_port}/{path}/", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    """Prints no line for each file that is asked for."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args

@@ -75,7 +75,9 @@ def choose_backward(call: Call[F]) -> tuple[Backward[F], bool] | None:
     named = dict(_BACKENDS[name] for name in reversed(call.names) if name != "xla")
     for backward in call.op.backward:
         backend = backward.backend
-        runs = backend in named if call.names else call.target.runs(backward.architectures)
+        runs = call.target.runs(backward.architectures)
+        if call.names:
+            runs = backend in named and (named[backend] or not call.target.name or runs)
         serves = backend == "xla" or runs
         serves = serves and bool(call.names or backward.preferred(call.form, call.target))
         if serves and not backward.refuses(call.form, call.target):

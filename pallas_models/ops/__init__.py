@@ -8,7 +8,9 @@ Every op, and every model made of them, takes `implementation`:
   platforms, and where no kernel serves the call;
 - `"triton"`: Pallas Triton kernels, for NVIDIA GPUs from Ampere on; every op runs, some in the kernels of others;
 - `"mosaic"`: Pallas Mosaic GPU kernels, for Hopper GPUs; products with and without a norm, MLPs, encoder layers,
-  attention and the triangle update have them, for the calls that their docstrings say;
+  attention and the triangle update have them, for the calls that their docstrings say. Norms, softmax, rotary
+  positions, pooling and embedding have some that need nothing of Hopper's: JAX 0.11 takes them from Ampere on, but
+  they have been compiled for Hopper only;
 - `"xla"`: the same computation in plain JAX, which also defines the gradient of the kernels;
 - `"interpret"` and `"mosaic_interpret"`: the bodies of the Triton and Mosaic kernels in Pallas's interpreters, to
   try and to test them on any machine;

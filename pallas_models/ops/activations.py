@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,
 }
+"""Each activation by its name, as a function of float32 arrays."""
 
 
 def apply(activation: Activation | None, x: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.embedding import Form
+from pallas_models.kernels.mosaic import embedding as mosaic
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
@@ -31,7 +33,7 @@ def embed_tokens(
     token_type_ids: Array | None = None,
     position_ids: Array | None = None,
     epsilon: float = 1e-12,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `layer_norm(word[ids] + position[position_ids] + token_type[token_type_ids])`.
@@ -48,7 +50,7 @@ def embed_tokens(
       token_type_ids: (B, S), integers in [0, T); all 0 when None.
       position_ids: (B, S), integers in [0, P); 0 to S - 1 in every row when None.
       epsilon: added to the variance of the layer norm.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
+      config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -182,7 +184,16 @@ def _backward(
 _OP: Op[Form[Any]] = Op(
     name="embed_tokens",
     reference=reference,
-    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),),
+    kernels=(
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=mosaic.embed_tokens,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+        ),
+    ),
     backward=(Backward(backend="triton", call=_backward),),
     sharding=Sharding(equation="b S, b S, b S, V D, P D, T D, D, D -> b S D"),
 )

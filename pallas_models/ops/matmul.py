@@ -16,14 +16,15 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Activation, Algorithm, Form
+from pallas_models.kernels.mosaic import activation_backward as mosaic_activation
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.matmul_backward import unsupported as weight_gradient_unsupported
 from pallas_models.kernels.mosaic.matmul_backward import weight_gradient
 from pallas_models.kernels.mosaic.peer_reduction import sum_of_parts
+from pallas_models.kernels.triton import activation_backward as triton_activation
 from pallas_models.kernels.triton import matmul as triton
-from pallas_models.kernels.triton.activation_backward import activation_backward
 from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
 from pallas_models.target import AMPERE_ON, HOPPER, Target
@@ -122,19 +123,20 @@ def backward(
     config: Chooser | None,
     target: Target,
     interpret: bool,
-    in_kernel: bool = False,
+    epilogue: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients as XLA's products of x, w and the cotangent, each read as it lies in memory.
 
     Args:
       kept: what the activation was applied to, if there is one.
-      in_kernel: whether a Triton kernel computes the cotangent of what the activation was applied to.
+      epilogue: `activation_backward` of a backend, if a kernel is to compute the cotangent of what the activation
+        was applied to.
     """
     dout = cotangents[0]
     assert dout is not None
     dresidual = None if form.residual is None else dout.astype(form.residual.dtype)
-    if form.activation is not None and in_kernel:
-        dy, dbias = activation_backward(
+    if form.activation is not None and epilogue is not None:
+        dy, dbias = epilogue(
             kept[0], dout, activation=form.activation, config=config, target=target, interpret=interpret
         )
         dy = dy.astype(jnp.float32)
@@ -279,7 +281,16 @@ _OP: Op[Form[Any]] = Op(
         ),
         Backward(backend="xla", call=backward, refuses=_has_activation),
         Backward(
-            backend="triton", call=functools.partial(backward, in_kernel=True), keeps=-1, options=_PREACTIVATION
+            backend="triton",
+            call=functools.partial(backward, epilogue=triton_activation.activation_backward),
+            keeps=-1,
+            options=_PREACTIVATION,
+        ),
+        Backward(
+            backend="mosaic",
+            call=functools.partial(backward, epilogue=mosaic_activation.activation_backward),
+            keeps=-1,
+            options=_PREACTIVATION,
         ),
         Backward(backend="xla", call=backward, keeps=-1, options=_PREACTIVATION),
     ),

@@ -13,7 +13,9 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run, run_backward
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.norm import Form
-from pallas_models.kernels.mosaic import norm_backward as mosaic
+from pallas_models.kernels.mosaic import norm as mosaic
+from pallas_models.kernels.mosaic import norm_backward as mosaic_backward
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton import norm_backward as triton_backward
 from pallas_models.ops import _checks
@@ -31,7 +33,7 @@ def layer_norm(
     residual: Array | None = ...,
     return_residual: Literal[False] = ...,
     epsilon: float = ...,
-    config: triton.Config | Chooser | None = ...,
+    config: triton.Config | mosaic.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
@@ -45,7 +47,7 @@ def layer_norm(
     residual: Array | None = ...,
     return_residual: Literal[True],
     epsilon: float = ...,
-    config: triton.Config | Chooser | None = ...,
+    config: triton.Config | mosaic.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -58,7 +60,7 @@ def layer_norm(
     residual: Array | None = None,
     return_residual: bool = False,
     epsilon: float = 1e-5,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `(y - mean(y)) / sqrt(var(y) + epsilon) * scale + bias` with `y = x + residual`.
@@ -73,7 +75,7 @@ def layer_norm(
       residual: the shape of `x`, any float dtype, or None.
       return_residual: whether to return y too, the residual of the next layer.
       epsilon: added to the variance.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
+      config: block sizes of a kernel, Triton's or Mosaic's; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -94,7 +96,7 @@ def rms_norm(
     residual: Array | None = ...,
     return_residual: Literal[False] = ...,
     epsilon: float = ...,
-    config: triton.Config | Chooser | None = ...,
+    config: triton.Config | mosaic.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
@@ -107,7 +109,7 @@ def rms_norm(
     residual: Array | None = ...,
     return_residual: Literal[True],
     epsilon: float = ...,
-    config: triton.Config | Chooser | None = ...,
+    config: triton.Config | mosaic.Config | Chooser | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -119,7 +121,7 @@ def rms_norm(
     residual: Array | None = None,
     return_residual: bool = False,
     epsilon: float = 1e-6,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes `y / sqrt(mean(y**2) + epsilon) * scale` with `y = x + residual`.
@@ -134,7 +136,7 @@ def rms_norm(
       residual: the shape of `x`, any float dtype, or None.
       return_residual: whether to return y too, the residual of the next layer.
       epsilon: added to the mean of squares.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
+      config: block sizes of a kernel, Triton's or Mosaic's; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -153,7 +155,7 @@ def _norm(
     residual: Array | None,
     return_residual: bool,
     epsilon: float,
-    config: triton.Config | Chooser | None,
+    config: triton.Config | mosaic.Config | Chooser | None,
     implementation: Implementation | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     _checks.check_float("x", x)
@@ -324,15 +326,18 @@ _STATISTICS = {"return_statistics": True}  # for the gradient, of the forward pa
 _OP: Op[Form[Any]] = Op(
     name="norm",
     reference=reference,
-    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.norm, config=triton.Config),),
+    kernels=(
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.norm, config=triton.Config),
+        Kernel(backend="mosaic", architectures=PORTABLE, call=mosaic.norm, config=mosaic.Config),
+    ),
     backward=(
         Backward(
             backend="mosaic",
             architectures=HOPPER,
-            call=mosaic.norm_backward,
+            call=mosaic_backward.norm_backward,
             keeps=-1,
             options=_STATISTICS,
-            refuses=mosaic.unsupported,
+            refuses=mosaic_backward.unsupported,
         ),
         Backward(
             backend="triton",

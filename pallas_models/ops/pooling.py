@@ -14,7 +14,10 @@ from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
+from pallas_models.kernels.common.pooling import TINY
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
+from pallas_models.kernels.mosaic import pooling as mosaic
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -28,7 +31,7 @@ def mean_pool(
     *,
     normalize: bool = True,
     epsilon: float = 1e-12,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `m = sum_s x[:, s] * mask[:, s] / sum_s mask[:, s]`, then `m / max(|m|, epsilon)`.
@@ -41,7 +44,7 @@ def mean_pool(
       mask: (B, S), bool or integer, 1 for a token and 0 for padding; traced, anything but 0 is a token.
       normalize: whether to scale every row to unit L2 norm.
       epsilon: lower bound of the norm that is divided by.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
+      config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -66,7 +69,7 @@ def segment_mean_pool(
     num_segments: int,
     normalize: bool = True,
     epsilon: float = 1e-12,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `mean_pool` of the segments of packed rows: m_i is the mean of x over the tokens of segment i.
@@ -144,7 +147,7 @@ def _normalize(mean: jax.Array, epsilon: float) -> jax.Array:
     peak = jnp.where(peak == 0.0, 1.0, peak)
     mean /= peak
     square = jnp.sum(jnp.square(mean), axis=-1, keepdims=True)
-    return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), triton.TINY)))
+    return mean * jax.lax.rsqrt(jnp.maximum(square, jnp.maximum(jnp.square(epsilon / peak), TINY)))
 
 
 def _with_mean(kernel: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -153,7 +156,7 @@ def _with_mean(kernel: Callable[..., jax.Array]) -> Callable[..., Any]:
     def call(
         form: Form[jax.Array] | SegmentForm[jax.Array],
         *,
-        config: triton.Config | Chooser | None,
+        config: triton.Config | mosaic.Config | Chooser | None,
         target: Target,
         interpret: bool,
     ) -> Any:
@@ -213,6 +216,13 @@ _OP: Op[Form[Any]] = Op(
     reference=reference,
     kernels=(
         Kernel(backend="triton", architectures=AMPERE_ON, call=_with_mean(triton.mean_pool), config=triton.Config),
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=_with_mean(mosaic.mean_pool),
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+        ),
     ),
     sharding=Sharding(equation="b S N, b S -> b N, b N"),
     backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_mean": True}),),
@@ -226,6 +236,13 @@ _SEGMENTS: Op[SegmentForm[Any]] = Op(
             architectures=AMPERE_ON,
             call=_with_mean(triton.segment_mean_pool),
             config=triton.Config,
+        ),
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=_with_mean(mosaic.segment_mean_pool),
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
         ),
     ),
     sharding=Sharding(equation="B S N, B S -> M N, M N"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +15,11 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.rotary import Form
+from pallas_models.kernels.mosaic import rotary as mosaic
+from pallas_models.kernels.mosaic import rotary_backward as mosaic_backward
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import rotary as triton
-from pallas_models.kernels.triton.rotary_backward import rotary_backward
+from pallas_models.kernels.triton import rotary_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.target import AMPERE_ON, Target
@@ -56,7 +61,7 @@ def rotary(
     q_scale: Array | None = None,
     k_scale: Array | None = None,
     epsilon: float = 1e-6,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Rotates queries and keys by their positions, after RMS norm if scales are given; values stay as they are.
@@ -78,7 +83,7 @@ def rotary(
       q_scale: (head_dim,), scale of the RMS norm of each query, any float dtype; no norm when None.
       k_scale: (head_dim,), of each key; given where q_scale is.
       epsilon: added to the mean of squares.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
+      config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -150,6 +155,8 @@ def reference(form: Form[jax.Array]) -> jax.Array:
 
 
 def _backward(
+    kernel: Callable[..., jax.Array],
+    with_norm: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
     form: Form[jax.Array],
     kept: list[jax.Array],
     cotangents: list[jax.Array],
@@ -159,7 +166,12 @@ def _backward(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """The cotangent turned back by the same angles, and through the norm if there is one."""
+    """The cotangent turned back by the same angles, and through the norm if there is one.
+
+    Args:
+      kernel: `rotary` of a backend.
+      with_norm: its gradient where there is a norm.
+    """
     (dout,) = cotangents
     dcos, dsin = None, None
     if wanted[1] or wanted[2]:  # of a table that is learned; others are constants
@@ -170,15 +182,33 @@ def _backward(
         dcos, dsin = jax.vjp(of_table, form.cos, form.sin)[1](dout)
     if form.q_scale is None:
         back = form.replace(qkv=dout, sin=-form.sin)
-        return triton.rotary(back, config=config, target=target, interpret=interpret), dcos, dsin, None, None
-    dqkv, *dscales = rotary_backward(form, dout, config=config, target=target, interpret=interpret)
+        return kernel(back, config=config, target=target, interpret=interpret), dcos, dsin, None, None
+    dqkv, *dscales = with_norm(form, dout, config=config, target=target, interpret=interpret)
     return dqkv, dcos, dsin, *dscales
 
 
 _OP: Op[Form[Any]] = Op(
     name="rotary",
     reference=reference,
-    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),),
+    kernels=(
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=mosaic.rotary,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+        ),
+    ),
     sharding=Sharding(equation="b s F, b s C, b s C, D, D -> b s F"),
-    backward=(Backward(backend="triton", call=_backward),),
+    backward=(
+        Backward(
+            backend="triton", call=functools.partial(_backward, triton.rotary, triton_backward.rotary_backward)
+        ),
+        Backward(
+            backend="mosaic",
+            call=functools.partial(_backward, mosaic.rotary, mosaic_backward.rotary_backward),
+            refuses=mosaic.unsupported,
+        ),
+    ),
 )

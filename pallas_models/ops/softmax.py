@@ -14,6 +14,9 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.softmax import ALGORITHMS, Algorithm, Form
+from pallas_models.kernels.mosaic import softmax as mosaic
+from pallas_models.kernels.mosaic import softmax_backward as mosaic_backward
+from pallas_models.kernels.mosaic.common.backend import PORTABLE
 from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
@@ -29,7 +32,7 @@ def softmax(
     where: Array | None = None,
     scale: float | Array | None = None,
     algorithm: Algorithm | None = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `where * exp(y - m) / sum(where * exp(y - m))`, `y = x * scale`, `m` the maximum of y.
@@ -49,8 +52,9 @@ def softmax(
       algorithm: `"naive"` reads a row three times, for its maximum, its sum and to write; `"online"` twice,
         rescaling the sum when the maximum grows ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)),
         and splits few long rows between programs; `"fused"` once, holding the row in registers, at most
-        32768 columns. None chooses the fastest for the shape. Kernels only: ignored by `"xla"`.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
+        32768 columns. None chooses the fastest for the shape. Kernels only: ignored by `"xla"`. Mosaic's kernel
+        has no naive algorithm, and splits no rows.
+      config: block sizes of a kernel, Triton's or Mosaic's; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available.
 
     Returns:
@@ -140,7 +144,19 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
 _OP: Op[Form[Any]] = Op(
     name="softmax",
     reference=reference,
-    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),),
-    backward=(Backward(backend="triton", call=softmax_backward, keeps=1),),
+    kernels=(
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=mosaic.softmax,
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+        ),
+    ),
+    backward=(
+        Backward(backend="triton", call=softmax_backward, keeps=1),
+        Backward(backend="mosaic", architectures=PORTABLE, call=mosaic_backward.softmax_backward, keeps=1),
+    ),
     sharding=_sharding,
 )

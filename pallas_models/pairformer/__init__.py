@@ -25,6 +25,7 @@ from pallas_models.ops._checks import Array, check_float
 from pallas_models.ops.trimul import Residuals
 from pallas_models.pairformer import _configs
 from pallas_models.pairformer._numerics import Options
+from pallas_models.pairformer._transition import Transition, TransitionConfig
 from pallas_models.pairformer.attention import (
     AttentionConfig,
     AttentionPairBias,
@@ -45,7 +46,6 @@ from pallas_models.pairformer.blocks import (
     PairformerConfig,
 )
 from pallas_models.pairformer.msa import Normalization, OuterProductConfig, OuterProductMean, PairAveraging
-from pallas_models.pairformer.transition import Transition, TransitionConfig
 
 __all__ = [
     "MSA_MODULE",

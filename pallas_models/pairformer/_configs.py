@@ -8,10 +8,10 @@ from flax import nnx
 
 from pallas_models import training
 from pallas_models.ops.trimul import Residuals
+from pallas_models.pairformer._transition import TransitionConfig
 from pallas_models.pairformer.attention import AttentionConfig, EndingBias
 from pallas_models.pairformer.blocks import EvoformerConfig, PairConfig, PairformerConfig
 from pallas_models.pairformer.msa import Normalization, OuterProductConfig
-from pallas_models.pairformer.transition import TransitionConfig
 from pallas_models.trimul import config_of as trimul_config
 
 T = TypeVar("T")

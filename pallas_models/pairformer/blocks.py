@@ -14,6 +14,7 @@ from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.trimul import Residuals
 from pallas_models.pairformer._numerics import Options
+from pallas_models.pairformer._transition import Transition, TransitionConfig
 from pallas_models.pairformer.attention import (
     AttentionConfig,
     AttentionPairBias,
@@ -25,7 +26,6 @@ from pallas_models.pairformer.attention import (
     check_sequences,
 )
 from pallas_models.pairformer.msa import OuterProductConfig, OuterProductMean, PairAveraging
-from pallas_models.pairformer.transition import Transition, TransitionConfig
 from pallas_models.trimul import TriMul, TriMulConfig
 
 
@@ -126,6 +126,7 @@ MSA_MODULE = EvoformerConfig(
     outer_product_first=True,
     num_layers=4,
 )
+"""The sizes of AlphaFold 3's MSA module."""
 
 
 class _PairBlock(nnx.Module):

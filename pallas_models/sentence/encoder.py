@@ -69,7 +69,7 @@ class Encoder(EmbeddingModel):
 
         Args:
           sentences: one sentence or many: a list, an array of NumPy or pyarrow, a column of pandas, or another
-            iterable. An empty one is embedded as its special tokens, [CLS] [SEP].
+            iterable. An empty one is embedded as its special tokens, `[CLS] [SEP]`.
           prompt_name: the name of the prompt that is put before each sentence; the default prompt when None.
           prompt: the text to put before each sentence, in place of a named prompt.
           batch_size: bounds memory: a batch has no more tokens than so many sentences of `max_length` have. When

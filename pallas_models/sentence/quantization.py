@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import numpy as np
 
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+"""The dtypes of embeddings, as sentence-transformers calls them; the last two hold a bit a dimension."""
 
 
 def check_precision(precision: str) -> None:

@@ -11,7 +11,7 @@ from pallas_models import qwen3
 from parity import ROOT
 from parity.support.common import ON_GPU
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "bench/NOTES.md")]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
@@ -23,7 +23,12 @@ EXAMPLES = [
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_bytes()) < 15_000
+    assert len((ROOT / "README.md").read_bytes()) <= 12_000
+
+
+def slug(heading):
+    """The anchor that GitHub and mkdocs give a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
@@ -37,7 +42,7 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
         headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+        assert not anchor or anchor in map(slug, headings), link
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
@@ -70,7 +75,7 @@ def test_examples_run(monkeypatch, tmp_path, code):
 def test_every_op_and_model_is_listed():
     from pallas_models import ops
 
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("operations.md", "models.md"))
     operations = {name for name in ops.__all__ if callable(getattr(ops, name)) and name[0].islower()}
     helpers = {"rotary_table", "segment_ids_from_cu_seqlens", "stack_gate_up", "unstack_gate_up", "zigzag_order"}
     assert not [name for name in sorted(operations - helpers) if f"`{name}`" not in text]

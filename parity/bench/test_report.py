@@ -4,7 +4,10 @@ import dataclasses
 import html
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +17,7 @@ from bench import __main__ as cli
 from bench.measuring import results
 from bench.measuring.results import Accuracy, Case, Kernel, Result
 from bench.reporting import drawing, plots, readme, report, tables
+from parity import ROOT
 from parity.bench.test_bench import entry, make_result
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")
@@ -201,7 +205,7 @@ def look_at(page: str, width: int, folder: Path) -> str:
     options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [str(BROWSER), *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title and "CONSOLE" not in done.stderr
     return title[1]
 
@@ -348,3 +352,29 @@ def test_a_legend_fits_below_its_plot():
         for legend in plot.figure.legends:
             box = legend.get_window_extent()
             assert box.x0 >= 0 and box.x1 <= plot.figure.bbox.x1, plot.name
+
+
+def test_pages_are_served(tmp_path):
+    """By a process that an interrupt ends, at a free port of this machine."""
+    results.save(softmax_result(), tmp_path)
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "bench",
+        "report",
+        "--results",
+        str(tmp_path),
+        "--no-readme",
+        "--serve",
+        "0",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            url = next(line.strip() for line in program.stdout if line.startswith("http"))
+            assert url.startswith("http://127.0.0.1:") and url.endswith("/report/")
+            with urllib.request.urlopen(url) as page:
+                assert b"8192x4096" in page.read()
+        finally:
+            program.send_signal(signal.SIGINT)
+        assert program.wait(30) == 0

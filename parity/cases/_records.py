@@ -121,8 +121,8 @@ class Case:
       products: what computes the products of the forward pass where kernels run; "none" if there are no products.
       calls: small calls in any implementation but "mosaic", which together call every Triton kernel of the op.
         These calls are transformed, lowered, exported, made under JAX's settings and under the sanitizers.
-      hopper_calls: small calls that the Mosaic kernels serve, each of them called by one; tiles of 64 and half
-        precision. With `size` 1 the last tile reaches past the end where a kernel allows it.
+      hopper_calls: small calls that the Mosaic kernels serve, each of them called by one, kernels for all GPUs
+        too; tiles of 64, half precision. With `size` 1 the last tile reaches past the end where kernels allow it.
       large: calls at the sizes of real use, by name: arguments, by a function of the dtype, with arrays as their
         shapes. The shared memory that their kernels take is computed for every GPU.
       empty: calls with an axis of size 0.

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
-from parity.cases._records import Arrays, Call, Case, Empty, Spread, Without, shaped, sizes, zeros
+from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.support import bounded as b
 from parity.support.bounded import Array, Bounded
 from parity.support.common import array, normal
@@ -100,14 +100,13 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     return inputs, {"epsilon": pick.epsilon()}
 
 
+_CALLS = (Call("embed_tokens", ops.embed_tokens, _arguments, _small, 5, (5, 6), most={"s": 9}),)  # positions
 CASES = (
     Case(
         op=ops.embed_tokens,
         products="none",
-        calls=(
-            Call("embed_tokens", ops.embed_tokens, _arguments, _small, 5, (5, 6), most={"s": 9}),  # positions
-        ),
-        hopper_calls=Without("it has no kernel of Mosaic"),
+        calls=_CALLS,
+        hopper_calls=_CALLS,
         large={"embed-tokens": _large},
         empty=(
             Empty(

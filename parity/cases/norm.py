@@ -1,5 +1,6 @@
 """The cases of `ops.layer_norm` and `ops.rms_norm`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic.norm import Config
 from pallas_models.kernels.triton import norm as triton
-from parity.cases._records import Arrays, Call, Case, Empty, Spread, Without, shaped, sizes, zeros
+from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.support import bounded as b
 from parity.support.bounded import Array, Bounded
 from parity.support.common import normal
@@ -38,16 +40,21 @@ def _hopper(size: int, dtype: str) -> Arrays:
     return normal(rng, m, n, dtype=dtype), *(normal(rng, n, dtype=dtype, shift=shift) for shift in (1.0, 0.0))
 
 
-def _layer_norm(x: Any, residual: Any, scale: Any, bias: Any) -> dict[str, Any]:
-    return dict(x=x, scale=scale, bias=bias, residual=residual, epsilon=0.1)
+def _layer_norm(x: Any, residual: Any, scale: Any, bias: Any, **options: Any) -> dict[str, Any]:
+    return dict(x=x, scale=scale, bias=bias, residual=residual, epsilon=0.1) | options
 
 
-def _rms_norm(x: Any, residual: Any, scale: Any) -> dict[str, Any]:
-    return dict(x=x, scale=scale, residual=residual, epsilon=0.1)
+def _rms_norm(x: Any, residual: Any, scale: Any, **options: Any) -> dict[str, Any]:
+    return dict(x=x, scale=scale, residual=residual, epsilon=0.1) | options
 
 
-def _with_sum(*arrays: Any) -> dict[str, Any]:
-    return _rms_norm(*arrays) | dict(return_residual=True)
+def _with_sum(*arrays: Any, **options: Any) -> dict[str, Any]:
+    return _rms_norm(*arrays, **options) | dict(return_residual=True)
+
+
+# Rows of several warps in several steps, and of a part of a warp.
+_walked = functools.partial(_layer_norm, config=Config(threads=64, block_n=16, rows=2))
+_walked_rms = functools.partial(_with_sum, config=Config(threads=2, block_n=16))
 
 
 def _side_by_side(out: tuple[jax.Array, ...], *arrays: jax.Array) -> jax.Array:
@@ -99,14 +106,15 @@ def _formula(
 
 
 def _draw_rms(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
-    del mosaic
     m, n = pick.rows(), pick.rows()
     inputs = {"x": Input((m, n), dtype), "scale": Input((n,), pick.other(dtype), scale=0.3, shift=1.0)}
     options: dict[str, Any] = {"epsilon": pick.epsilon()}
     if pick.chance(0.5):
         inputs["residual"] = pick.stream(m, n, dtype)
         options |= {"return_residual": True} if pick.chance(0.4) else {}
-    if pick.chance(0.3):  # rows in several steps
+    if mosaic:
+        options |= {"config": pick.row_config()} if pick.chance(0.6) else {}
+    elif pick.chance(0.3):  # rows in several steps
         options["config"] = triton.Config(block_m=pick.of((1, 2, 4)), block_n=16, num_warps=pick.of((1, 4)))
     return inputs, options
 
@@ -129,12 +137,13 @@ CASES = (
             Call(
                 "layer_norm",
                 ops.layer_norm,
-                lambda x, scale, bias: dict(x=x, scale=scale, bias=bias),
+                lambda x, scale, bias: dict(x=x, scale=scale, bias=bias, epsilon=0.1),
                 _hopper,
                 3,
                 (0, 1),
-                implementation=lambda name: ("triton", name),  # Mosaic has the gradient alone
             ),
+            Call("layer_norm_short", ops.layer_norm, _layer_norm, _small, 4, (0, 1)),
+            Call("layer_norm_walked", ops.layer_norm, _walked, _small, 4, (0, 1)),
         ),
         large={"layer-norm": lambda dtype: _large(dtype) | dict(bias=shaped("float32", 4096))},
         empty=(Empty(dict(x=zeros(3, 0), scale=zeros(0), bias=zeros(0)), (3, 0)),),
@@ -150,7 +159,10 @@ CASES = (
             Call("rms_norm", ops.rms_norm, _rms_norm, _small_rms, 3, (0, 1)),
             Call("rms_norm_residual", ops.rms_norm, _with_sum, _small_rms, 3, (0, 1), result=_side_by_side),
         ),
-        hopper_calls=Without("Mosaic has the gradient of `layer_norm` alone"),
+        hopper_calls=(
+            Call("rms_norm_short", ops.rms_norm, _with_sum, _small_rms, 3, (0, 1), result=_side_by_side),
+            Call("rms_norm_walked", ops.rms_norm, _walked_rms, _small_rms, 3, (0, 1), result=_side_by_side),
+        ),
         large={"rms-norm": _large},
         empty=(Empty(dict(x=zeros(3, 0), scale=zeros(0)), (3, 0)),),
         spread=_spread_rms,

@@ -80,12 +80,24 @@ def _draw_segments(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     return inputs, {"num_segments": pick.of((1, 3, 6)), "normalize": pick.chance(0.7)}
 
 
+_CALLS = (Call("mean_pool", ops.mean_pool, lambda x, mask: dict(x=x, mask=mask), _small, 1, (0, 1)),)
+_SEGMENT_CALLS = (
+    Call(
+        "segment_mean_pool",
+        ops.segment_mean_pool,
+        _segments,
+        _small_segments,
+        1,
+        (0, 1),
+        symbols={7: "s"},  # the number of segments is a number, and here the batch's
+    ),
+)
 CASES = (
     Case(
         op=ops.mean_pool,
         products="none",
-        calls=(Call("mean_pool", ops.mean_pool, lambda x, mask: dict(x=x, mask=mask), _small, 1, (0, 1)),),
-        hopper_calls=Without("it has no kernel of Mosaic"),
+        calls=_CALLS,
+        hopper_calls=_CALLS,
         large={"mean-pool": lambda dtype: dict(x=shaped(dtype, 64, 512, 384), mask=shaped("int32", 64, 512))},
         empty=(Empty(dict(x=zeros(2, 0, 4), mask=zeros(2, 0, dtype="int32")), (2, 4)),),
         spread=_spread,
@@ -96,18 +108,8 @@ CASES = (
     Case(
         op=ops.segment_mean_pool,
         products="none",
-        calls=(
-            Call(
-                "segment_mean_pool",
-                ops.segment_mean_pool,
-                _segments,
-                _small_segments,
-                1,
-                (0, 1),
-                symbols={7: "s"},  # the number of segments is a number, and here the batch's
-            ),
-        ),
-        hopper_calls=Without("it has no kernel of Mosaic"),
+        calls=_SEGMENT_CALLS,
+        hopper_calls=_SEGMENT_CALLS,
         large={
             "segment-mean-pool": lambda dtype: dict(
                 x=shaped(dtype, 64, 64, 384), segment_ids=shaped("int32", 64, 64), num_segments=512

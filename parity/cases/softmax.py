@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
 from pallas_models.kernels.forms.softmax import ALGORITHMS
+from pallas_models.kernels.mosaic.softmax import Config as MosaicConfig
 from pallas_models.kernels.triton.softmax import Config
-from parity.cases._records import Arrays, Call, Case, Empty, Spread, Without, shaped, sizes, zeros
+from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.support import bounded as b
 from parity.support.bounded import Array, Bounded
 from parity.support.common import normal, random_mask
@@ -32,6 +33,9 @@ def _arguments(x: Any, mask: Any, **options: Any) -> dict[str, Any]:
 _split = functools.partial(
     _arguments, algorithm="online", config=Config(block_m=4, block_n=16, num_warps=1, splits=2)
 )
+
+# Rows of several warps in several steps.
+_walked = functools.partial(_arguments, config=MosaicConfig(threads=64, block_n=16, rows=2))
 
 
 def _spread(rng: np.random.Generator) -> Sequence[Spread]:
@@ -77,11 +81,14 @@ def _formula(
 
 
 def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
-    del mosaic
     shape = (pick.few(1, 2, 3), pick.size(), pick.rows())
     options: dict[str, Any] = {}
     if pick.chance(0.25):
         options["axis"] = pick.of((0, 1, -2))
+    elif mosaic:
+        options["algorithm"] = pick.of((None, "online", "fused"))
+        if options["algorithm"] != "fused" and pick.chance(0.6):
+            options["config"] = pick.row_config()
     elif pick.chance(0.6):
         options["algorithm"] = pick.of(ALGORITHMS)
         if options["algorithm"] != "fused" and pick.chance(0.5):
@@ -107,7 +114,10 @@ CASES = (
             Call("softmax", ops.softmax, _arguments, _small, 1, (0, 1), symbols=_SYMBOLS),
             Call("softmax_split", ops.softmax, _split, _small, 1, (0, 1), kernels=2, symbols=_SYMBOLS),
         ),
-        hopper_calls=Without("it has no kernel of Mosaic"),
+        hopper_calls=(
+            Call("softmax_short", ops.softmax, _arguments, _small, 1, (0, 1), symbols=_SYMBOLS),
+            Call("softmax_walked", ops.softmax, _walked, _small, 1, (0, 1), symbols=_SYMBOLS),
+        ),
         large={"softmax": lambda dtype: dict(x=shaped(dtype, 128, 65536))},
         empty=(
             Empty(dict(x=zeros(3, 0)), (3, 0)),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_models import ops
 from pallas_models.kernels.common.tiles import tile_order
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Form
+from pallas_models.kernels.mosaic import activation_backward as mosaic_epilogue
 from pallas_models.kernels.mosaic import matmul as mosaic
 from pallas_models.kernels.mosaic.common.staging import Staging
 from pallas_models.kernels.triton import matmul
@@ -35,6 +36,7 @@ from parity.support.common import (
     cuda_device,
     float64,
     gpu,
+    interprets_mosaic,
     normal,
     relative_error,
     traces,
@@ -254,9 +256,8 @@ def test_gradients_of_half_precision(reference, implementation, activation, dtyp
     def f(x, w, bias, residual):
         return ops.matmul(x, w, bias=bias, residual=residual, activation=activation, implementation=implementation)
 
-    # Mosaic's call names no Triton kernel, and gets none.
-    named = implementation == KERNEL and activation is not None
-    assert traces("activation_backward", jax.grad(lambda x: jnp.sum(f(x, *arrays[1:]))), arrays[0]) == named
+    has_kernel = traces("activation_backward", jax.grad(lambda x: jnp.sum(f(x, *arrays[1:]))), arrays[0])
+    assert has_kernel == (activation is not None)
     assert_gradients_close(f, arrays, cotangent, expected, OP[dtype])
 
 
@@ -301,6 +302,32 @@ def test_the_gradient_of_an_epilogue(reference, activation, config):
     dy, dbias = jax.jit(functools.partial(activation_backward, **options))(y, dout)
     assert_close(dy, expected, SHORT)
     assert_close(dbias, expected.sum(0), SHORT)
+
+
+@interprets_mosaic
+@pytest.mark.parametrize("config", [(1, 2, 3), (16, 1, 40), (128, 3, 1), None], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "sigmoid", "silu"])
+def test_the_gradient_of_an_epilogue_in_mosaic(activation, config):
+    rng = np.random.default_rng(32)
+    y, dout = normal(rng, 37, 90, scale=2.0), normal(rng, 37, 90)
+    y = y.at[0, :7].set(jnp.asarray([-1e4, -30.0, -8.0, 1e-3, 8.0, 30.0, 1e4]))
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    with jax.enable_x64(True):
+        f = exact if activation == "gelu" else getattr(jax.nn, activation.removesuffix("_tanh"))
+        (expected,) = jax.vjp(f, y.astype("float64"))[1](dout.astype("float64"))
+        expected = np.asarray(expected)
+    if config is not None:
+        config = mosaic_epilogue.Config(**dict(zip(("threads", "block_m", "splits"), config, strict=True)))
+    options = dict(activation=activation, config=config, target=gpu(), interpret=not ON_GPU)
+    dy, dbias = jax.jit(functools.partial(mosaic_epilogue.activation_backward, **options))(y, dout)
+    assert_close(dy, expected, SHORT)
+    assert_close(dbias, expected.sum(0), SHORT)
+
+
+@pytest.mark.parametrize("changes", [dict(splits=0), dict(block_m=0), dict(threads=3)], ids=str)
+def test_a_config_of_mosaics_epilogue_that_cannot_be_is_refused(changes):
+    with pytest.raises(ValueError, match="|".join(changes)):
+        mosaic_epilogue.Config(**{**dict(threads=8, block_m=1, splits=4), **changes})
 
 
 @pytest.mark.parametrize("changes", [dict(splits=0), dict(block_m=3), dict(num_warps=0)], ids=str)

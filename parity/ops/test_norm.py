@@ -39,6 +39,7 @@ SHAPES = by_device(
     cpu=[
         (5, 33),  # odd
         (2, 7, 384),  # MiniLM's width, leading dimensions
+        (3, 768),  # three chunks, which registers hold
         (3, 17000),  # wider than one block: two passes over the row
     ],
     gpu=[

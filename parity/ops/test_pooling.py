@@ -11,9 +11,11 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic import pooling as mosaic
 from pallas_models.kernels.triton.pooling import Config
 from parity.support.common import (
     KERNEL,
+    MOSAIC,
     ON_GPU,
     assert_close,
     assert_equal,
@@ -23,6 +25,7 @@ from parity.support.common import (
     cosines,
     cuda_device,
     float64,
+    interprets_mosaic,
     normal,
     random_mask,
 )
@@ -317,3 +320,25 @@ def test_gradient_of_segments():
 
     found = jax.grad(lambda x: jnp.sum(segments_kernel(x, ids, num_segments=len(mask)) * cotangent))(x)
     assert_close(found, jax.grad(lambda x: jnp.sum(padded(x) * cotangent))(x), GRADIENT)
+
+
+@interprets_mosaic
+@pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
+@pytest.mark.parametrize("shape, block_s", [((3, 37, 33), 2), ((2, 9, 384), None), ((2, 3, 1100), 4)], ids=str)
+def test_mosaic(dtype, shape, block_s, normalize):
+    x, mask = operands(shape, dtype)
+    x = jnp.where(mask[..., None] == 0, jnp.nan, x)  # padding is not read
+    config = None if block_s is None else mosaic.Config(block_s=block_s)
+    options = dict(normalize=normalize, config=config, implementation=MOSAIC)
+    expected = compiled.mean_pool(x.astype("float32"), mask, normalize=normalize, implementation="xla")
+    assert_close(compiled.mean_pool(x, mask, **options), expected, LONG)
+    segments = jnp.where(mask == 0, -1, jnp.arange(len(x))[:, None])
+    assert_close(compiled.segment_mean_pool(x, segments, num_segments=len(x), **options), expected, LONG)
+
+
+def test_mosaic_says_what_it_does_not_take():
+    x, mask = jnp.ones((1, 1, 16385)), jnp.ones((1, 1), jnp.int32)
+    with pytest.raises(NotImplementedError, match="takes rows of up to 16384 columns, not 16385"):
+        ops.mean_pool(x, mask, implementation="mosaic_interpret")
+    with pytest.raises(ValueError, match="block_s must be positive"):
+        mosaic.Config(block_s=0)

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from pallas_models import ops
 from pallas_models.kernels.forms.rotary import Form
+from pallas_models.kernels.mosaic import rotary as mosaic
+from pallas_models.kernels.mosaic import rotary_backward as mosaic_backward
 from pallas_models.kernels.triton.rotary import Config
 from pallas_models.kernels.triton.rotary_backward import Config as BackwardConfig
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops.rotary import reference as xla
 from parity.support.common import (
     KERNEL,
+    MOSAIC,
     ON_GPU,
     assert_close,
     assert_equal,
@@ -25,6 +28,7 @@ from parity.support.common import (
     compiled,
     float64,
     gpu,
+    interprets_mosaic,
     normal,
     traces,
 )
@@ -198,6 +202,73 @@ def test_every_config_of_the_gradient(config):
     expected = jax.vjp(lambda *arrays: xla(form(*arrays)), *arrays)[1](cotangent)
     for out, wanted in zip(pull(arrays, cotangent), (expected[0], *expected[3:]), strict=True):
         assert_close(out, wanted, GRADIENT)
+
+
+# Half of the last block of heads, several blocks of them, all in one; tokens past the end in the last step.
+MOSAIC_SHAPES = [(2, 5, 3, 2, 32), (1, 3, 16, 8, 128), (3, 3, 1, 1, 6), (2, 2, 5, 5, 80)]
+
+
+@interprets_mosaic
+@pytest.mark.parametrize("norm, by_row", [(False, True), (True, False)], ids=["positions-by-row", "norm"])
+@pytest.mark.parametrize("shape", MOSAIC_SHAPES, ids=str)
+def test_mosaic(dtype, tolerance, shape, norm, by_row):
+    batch, seq, heads, kv_heads, head_dim = shape
+    qkv, *scales = operands(shape, dtype, seed=11)
+    positions = jnp.arange(seq) + (5 * jnp.arange(batch)[:, None] if by_row else 3)
+    arrays = (qkv, *ops.rotary_table(positions, head_dim), *(scales if norm else ()))
+    cotangent = normal(np.random.default_rng(12), *qkv.shape, dtype=dtype)
+
+    def f(implementation, qkv, cos, sin, q_scale=None, k_scale=None):
+        options = dict(num_heads=heads, num_kv_heads=kv_heads, q_scale=q_scale, k_scale=k_scale)
+        return ops.rotary(qkv, cos, sin, **options, implementation=implementation)
+
+    wide = [x.astype("float32") for x in arrays]
+    out = jax.jit(functools.partial(f, MOSAIC))(*arrays)
+    assert_close(out, f("xla", *wide), tolerance)
+    assert_equal(heads_of(out, shape)[2], heads_of(qkv, shape)[2])  # values are untouched
+    expected = jax.vjp(functools.partial(f, "xla"), *wide)[1](cotangent.astype("float32"))
+    assert_gradients_close(functools.partial(f, MOSAIC), arrays, cotangent, expected, max(tolerance, GRADIENT))
+
+
+@interprets_mosaic
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
+def test_mosaic_is_mapped_over(axes):
+    rng = np.random.default_rng(13)
+    arrays = normal(rng, 2, 1, 3, 32), normal(rng, 2, 3, 4), normal(rng, 2, 3, 4)
+    given = [x[0] if axis is None else x for x, axis in zip(arrays, axes, strict=True)]
+
+    def f(implementation):
+        one = functools.partial(ops.rotary, num_heads=2, num_kv_heads=1, implementation=implementation)
+        return jax.vmap(one, axes)(*given)
+
+    assert_close(f(MOSAIC), f("xla"), SHORT)
+
+
+@interprets_mosaic
+@pytest.mark.parametrize("config", [(1, 1, 1), (3, 4, 2), (2, 2, 64)], ids=str)
+def test_every_config_of_mosaic(config):
+    qkv, q_scale, k_scale = operands(SHAPE, seed=9)
+    arrays = (qkv, *(t[None] for t in ops.rotary_table(jnp.arange(11), 32)), q_scale, k_scale)
+    cotangent = normal(np.random.default_rng(10), *qkv.shape)
+    block_s, vector, splits = config
+    options = dict(target=gpu(), interpret=not ON_GPU)
+
+    def form(*arrays):
+        return Form(**dict(zip(Form.OPERANDS, arrays, strict=True)), **SIZES, epsilon=0.1)
+
+    forward = mosaic.Config(block_s=block_s, vector=vector)
+    assert_close(mosaic.rotary(form(*arrays), config=forward, **options), xla(form(*arrays)), SHORT)
+    backward = mosaic_backward.Config(block_s=block_s, vector=vector, splits=splits)
+    found = mosaic_backward.rotary_backward(form(*arrays), cotangent, config=backward, **options)
+    expected = jax.vjp(lambda *arrays: xla(form(*arrays)), *arrays)[1](cotangent)
+    for out, wanted in zip(found, (expected[0], *expected[3:]), strict=True):
+        assert_close(out, wanted, GRADIENT)
+
+
+@pytest.mark.parametrize("changes", [dict(block_s=0), dict(vector=3), dict(splits=0)], ids=str)
+def test_a_config_of_mosaic_that_cannot_be_is_refused(changes):
+    with pytest.raises(ValueError, match="|".join(changes)):
+        mosaic_backward.Config(**{**dict(block_s=1, vector=1, splits=1), **changes})
 
 
 @pytest.mark.parametrize("changes", [dict(block_s=3), dict(block_h=0), dict(num_warps=3), dict(splits=0)], ids=str)

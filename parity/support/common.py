@@ -22,6 +22,11 @@ ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "triton" if ON_GPU else "interpret"
 ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
 MOSAIC = "mosaic" if ON_HOPPER else "mosaic_interpret"
+# Kernels of Mosaic for every generation run on Hopper GPUs here, and in the interpreter of JAX 0.11.
+interprets_mosaic = pytest.mark.skipif(
+    not ON_HOPPER and (ON_GPU or jax.__version_info__ < (0, 11)),
+    reason="needs a Hopper GPU, or a CPU with JAX 0.11, whose interpreter reads past the end of an array",
+)
 IMPLEMENTATIONS = ["xla", KERNEL, *([None] if ON_HOPPER else [])]
 
 # Of tests that stand in for a GPU where there is none: they lower kernels for CUDA and run nothing. The suite on a

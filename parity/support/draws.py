@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_models.kernels.mosaic.common.row_config import Config as RowConfig
 from parity.support.common import ON_GPU
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -74,6 +75,14 @@ class Pick:
     def rows(self) -> int:
         """A long axis now and then, a short one most of the time."""
         return int(self.of((1000, 1024, 2049, 4100))) if ON_GPU and self.chance(0.15) else self.size()
+
+    def row_config(self) -> RowConfig:
+        """A config of Mosaic's kernels of rows: a row in a thread, a warp or more, held, kept or walked."""
+        threads = int(self.of((1, 4, 16, 32, 64, 128, 256, 512)))
+        warpgroups = max(threads // 128, 1) if threads > 128 else int(self.of((1, 2)))
+        block_n = threads * int(self.of((1, 8, 24)))
+        rows, keep = int(self.of((1, 2))), self.chance(0.3)
+        return RowConfig(threads=threads, block_n=block_n, rows=rows, warpgroups=warpgroups, keep=keep)
 
     def product(self, mosaic: bool) -> tuple[int, int, int]:
         """Rows, depth and columns of a product, of sizes that kernels for Hopper take if `mosaic`."""

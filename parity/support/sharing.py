@@ -19,6 +19,8 @@ import pytest
 
 GB = 2**30
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# Over how many GPUs the processes are spread.
+GPUS = "PARITY_GPUS"
 # Names a folder for compiled programs. JAX's own variable would also reach the programs that tests start.
 COMPILED = "PARITY_COMPILED"
 # Bytes that a process takes beside its arrays: a CUDA context, loaded kernels, libraries' workspaces.
@@ -32,14 +34,14 @@ JAX_PART = 0.8
 def gpu_memory() -> tuple[float, float] | None:
     """Bytes in use, and in all, on the GPU that has the least in all, of those that CUDA_VISIBLE_DEVICES leaves.
 
-    None where there is none to ask.
+    Of equal ones it is the GPU with the most in use. None where there is none to ask.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
     query += [f"--id={visible}"] if visible else []
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-        return min((_mebibytes(line) for line in lines), key=lambda found: found[1])
+        return min((_mebibytes(line) for line in lines), key=lambda found: (found[1], -found[0]))
     except (OSError, subprocess.CalledProcessError, ValueError):
         return None
 
@@ -60,10 +62,13 @@ def fraction(count: int, memory: float, total: float) -> float:
 
 
 def limits() -> dict[str, str]:
-    """Variables that hold this process to its share of the GPU, if they are set before JAX starts.
+    """Variables that hold this process to its GPU and its share of that, if they are set before JAX starts.
 
     `python -m parity` has set the limit. A worker of pytest-xdist else takes its part of the whole.
     """
+    if (gpus := int(os.environ.get(GPUS, "1"))) > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+        return {"CUDA_VISIBLE_DEVICES": visible[int(worker.removeprefix("gw")) % len(visible)]}
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if FRACTION in os.environ or count == 1 or not (found := gpu_memory()):
         return {}

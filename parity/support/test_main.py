@@ -32,7 +32,7 @@ def programs(monkeypatch):
         code = f"folder = {str(folder)!r}\n{found[name]}"
         return check.Step(name, [sys.executable, "-c", code], needed=name != "report")
 
-    def suite(folder, workers, memory, chosen=(), tests=()):
+    def suite(folder, workers, memory, chosen=(), tests=(), gpus=1):
         return step(folder, f"parity-{workers}" if tests else "parity")
 
     monkeypatch.setattr(check, "describe_gpu", lambda: "NVIDIA Test")
@@ -171,7 +171,8 @@ def test_what_needs_more_memory_runs_again_with_fewer_beside_it(programs, tmp_pa
 @pytest.mark.parametrize(
     "workers, usable, sizes, expected",
     [
-        (16, 141, [9, None], 8),
+        (16, 141, [9, 5], 8),
+        (16, 141, [9, None], 4),
         (16, 40, [9, 5, None], 4),
         (13, 24, [9], 2),
         (2, 5, [9], 1),
@@ -185,6 +186,13 @@ def test_as_many_processes_as_have_room_for_the_largest_test(workers, usable, si
         return ElementTree.fromstring(f'<testcase><property name="needs_memory" value="a"/>{said}</testcase>')
 
     assert check.fewer(workers, usable * GB, [case(size) for size in sizes]) == expected
+
+
+def test_processes_on_several_gpus_share_each(tmp_path):
+    memory = check.Memory(24 * GB, 80 * GB)
+    step = check.suite(tmp_path, 8, memory, gpus=4)
+    assert step.command[step.command.index("-n") + 1] == "32" and step.environment[sharing.GPUS] == "4"
+    assert step.environment[sharing.FRACTION] == check.suite(tmp_path, 8, memory).environment[sharing.FRACTION]
 
 
 def test_tests_that_run_again_are_read_from_a_file(tmp_path):

@@ -42,6 +42,10 @@ def test_outcomes(monkeypatch, tmp_path, capsys, old, state, code):
     assert capsys.readouterr().out.startswith(state)
     assert f'"state": "{state}"' in output.read_text()
     assert (tmp_path / "two.py").read_text() == "two = 1 + 1  # comment\n"
+    skipped = "import pytest\n\n\n@pytest.mark.skip\ndef test_two():\n    pass\n"
+    (tmp_path / "parity" / "test_two.py").write_text(skipped)
+    assert check.main(["mutate", "--workers", "1"]) == 0
+    assert capsys.readouterr().out.endswith("1 mutants: 1 skipped\n")
     (tmp_path / "parity" / "test_two.py").write_text("def test_two():\n    assert False\n")
     assert check.main(["mutate", "--workers", "1"]) == 2
     assert "do not pass as it is:\nparity/test_two.py" in capsys.readouterr().err

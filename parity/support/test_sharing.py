@@ -65,6 +65,21 @@ def test_a_worker_takes_its_part(gpu, monkeypatch):
     assert sharing.limits() == {}  # what is set stays
 
 
+@pytest.mark.parametrize(
+    "visible, worker, expected",
+    [(None, "gw5", "1"), ("3,5,6,7", "gw5", "5"), ("3", "gw5", "3"), (None, None, None)],
+)
+def test_processes_are_spread_over_gpus(monkeypatch, visible, worker, expected):
+    given = {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "PYTEST_XDIST_WORKER": worker,
+        sharing.GPUS: "4",
+        sharing.FRACTION: "0.1",
+    }
+    monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value})
+    assert sharing.limits() == ({"CUDA_VISIBLE_DEVICES": expected} if expected else {})
+
+
 def test_a_process_alone_has_the_whole(gpu, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     assert sharing.limits() == {} and sharing.share() is None

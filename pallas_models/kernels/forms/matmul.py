@@ -10,6 +10,7 @@ from pallas_models.kernels import forms
 from pallas_models.kernels.forms import A
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu"]
+"""`"gelu"` is exact, with erf; `"gelu_tanh"` its approximation."""
 Algorithm = Literal["naive", "tiled", "pipelined", "split_k"]
 ALGORITHMS: tuple[Algorithm, ...] = ("naive", "tiled", "pipelined", "split_k")
 FLOAT32 = jnp.dtype(jnp.float32)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.pooling import SEGMENT, TINY, starts_and_lengths
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.triton.common import (
     block_size,
@@ -25,10 +26,6 @@ from pallas_models.kernels.triton.common import (
 )
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
-
-_SEGMENT = 32  # tokens of a packed sentence that blocks are chosen for; how many there are is not known then
-
-TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number: smaller ones count for 0 on a GPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +111,9 @@ def segment_mean_pool(
 ) -> jax.Array:
     """Mean of each segment of x (B, S, N)."""
     (batch, seq, n), num_segments = form.x.shape, form.num_segments
-    ids, index = form.segment_ids.ravel(), jnp.arange(batch * seq, dtype=jnp.int32)
-    starts = jnp.full(num_segments, batch * seq, jnp.int32).at[ids].min(index, mode="drop")
-    ends = jnp.zeros(num_segments, jnp.int32).at[ids].max(index + 1, mode="drop")
-    config = _choose(config, num_segments, min(seq, _SEGMENT), n, form.x.dtype, target)
+    config = _choose(config, num_segments, min(seq, SEGMENT), n, form.x.dtype, target)
     rows = form.x.reshape(batch * seq, n)
-    return _pool(form, num_segments, config, interpret)(rows, ids, starts, ends - starts)
+    return _pool(form, num_segments, config, interpret)(rows, form.segment_ids.ravel(), *starts_and_lengths(form))
 
 
 def _choose(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import custom_batching
+from jax.experimental import pallas as pl
 
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
@@ -28,22 +30,25 @@ def launch(
     num_warpgroups: int,
     interpret: bool,
     cluster: int = 1,
+    in_place: Mapping[str, jax.Array] | None = None,
     **compiler_params: Any,
 ) -> list[jax.Array]:
     """Runs `body` in each warpgroup of each CTA, whose indices are on the axes "warpgroup" and "cta".
 
     Args:
-      body: `body(refs)` sees operands, outputs and scratch memory as attributes.
+      body: `body(refs)` sees operands, arrays `in_place`, outputs and scratch memory as attributes.
       operands: arrays in device memory, None for those that a call does not have.
       out_type: the outputs of the kernel, None for those that a call does not ask for.
       scratch_types: shared memory and barriers of a CTA.
       cluster: CTAs in each cluster; where there are several, "cta" and `num_ctas` count clusters, and the axis
         "rank" the CTAs of one.
+      in_place: arrays that the kernel changes. Where nobody else uses one it is not copied.
       compiler_params: of Mosaic GPU, beside those that all kernels share.
 
     Returns:
-      The outputs that are not None.
+      The arrays that were changed, then the outputs that are not None.
     """
+    changed = in_place or {}
     present = {key: value for key, value in operands.items() if value is not None}
     outputs = {key: value for key, value in out_type.items() if value is not None}
 
@@ -51,7 +56,9 @@ def launch(
         if not interpret:
             plgpu.inline_mgpu()(functools.partial(_jax.prepare_mosaic_module, name=name))()
         absent = dict.fromkeys((*operands, *out_type))
-        refs = types.SimpleNamespace(**absent | dict(zip((*present, *outputs), arrays, strict=True)) | scratch)
+        refs = types.SimpleNamespace(
+            **absent | dict(zip((*present, *changed, *outputs), arrays, strict=True)) | scratch
+        )
         # JAX traces a kernel anew where it is mapped over, under the user's settings.
         with (
             jax.enable_x64(False),
@@ -62,7 +69,7 @@ def launch(
             body(refs)
 
     kernel.__name__ = name
-    results = plgpu.kernel(
+    call = plgpu.kernel(
         kernel,
         out_type=list(outputs.values()),
         scratch_types=dict(scratch_types),
@@ -75,5 +82,22 @@ def launch(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **compiler_params
         ),
         interpret=interpreter_params() if interpret else None,
-    )(*present.values())
+    )
+    if not changed:
+        results = call(*present.values())
+        return results if interpret else compiled_ahead(results)
+
+    # The references stay inside: transformations know nothing of them. JAX cannot map over that, so that
+    # the arrays of a batch are changed one after another.
+    @custom_batching.sequential_vmap
+    def change(given: list[jax.Array], before: list[jax.Array]) -> list[jax.Array]:
+        def run(refs: tuple[list[Ref], list[Ref]]) -> None:
+            for ref, result in zip(refs[0], call(*given, *refs[1]), strict=True):
+                ref[...] = result
+
+        empty = [jax.lax.empty(x.shape, x.dtype) for x in outputs.values()]
+        found, after = pl.run_state(run)((empty, before))
+        return [*after, *found]
+
+    results = change(list(present.values()), list(changed.values()))
     return results if interpret else compiled_ahead(results)

@@ -1,0 +1,82 @@
+"""What mkdocs does not do by itself: pages outside of docs/, notebooks, and links as GitHub reads them."""
+
+import json
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "bench/NOTES.md",
+    *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("bench/results/*/**/*"))),
+]
+# Where the site has what README.md and sources say on GitHub.
+ELSEWHERE = {
+    "README.md": "docs/index.md",
+    "docs": "docs/index.md",
+    "pallas_models/target.py": "docs/reference/machine.md",
+    "pallas_models/tuning/__init__.py": "docs/reference/machine.md",
+}
+LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
+SUMMARY = re.compile(r"<!-- bench:summary -->\n(.*?)<!-- /bench:summary -->", re.DOTALL)
+
+
+def on_files(files, config):
+    """Adds the pages and pictures outside of docs/ by their paths from the root, and takes notebooks for pages."""
+    for name in OUTSIDE:
+        if name.endswith((".md", ".png", ".json")):
+            files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        files.remove(file)
+        files.append(_Notebook(file.src_uri, config))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    here = page.file.src_uri if page.file.src_uri in OUTSIDE else f"docs/{page.file.src_uri}"
+    if page.file.src_uri == "benchmarks.md":
+        summary = SUMMARY.search((ROOT / "README.md").read_text("utf-8"))[1]
+        markdown = markdown.replace("<!-- summary -->", summary.replace("](bench/", "](../bench/"))
+    return LINK.sub(lambda link: _link(link, here, files), markdown)
+
+
+class _Notebook(File):
+    """A page of a notebook's cells: text as it is, code and what it printed in fences."""
+
+    def __init__(self, name, config):
+        super().__init__(name, config.docs_dir, config.site_dir, config.use_directory_urls)
+
+    def is_documentation_page(self):
+        return True
+
+    @property
+    def content_string(self):
+        return "\n\n".join(map(_markdown, json.loads(Path(self.abs_src_path).read_text("utf-8"))["cells"]))
+
+
+def _markdown(cell):
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return source
+    printed = "".join(line for output in cell["outputs"] for line in output["text"])
+    return f"```python\n{source}\n```\n" + (f"\n```{{ .text .printed }}\n{printed}```\n" if printed else "")
+
+
+def _link(link, here, files):
+    """A link between files of the repository, as one between pages of the site."""
+    opening, path, anchor, closing = link.groups(default="")
+    if not path or "://" in path:
+        return link[0]
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+    if target in ELSEWHERE:
+        target, anchor = ELSEWHERE[target], ""
+    page = target.removeprefix("docs/")
+    if files.get_file_from_path(page) is None:
+        return link[0]
+    start = posixpath.dirname(here if here in OUTSIDE else here.removeprefix("docs/"))
+    return f"{opening}{posixpath.relpath(page, start or '.')}{anchor}{closing}"

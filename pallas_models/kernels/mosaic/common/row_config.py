@@ -1,0 +1,79 @@
+"""How many threads share a row of a kernel for rows, and how much of it they hold."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_models.kernels.mosaic.common.vectors import vector_length
+
+WARP, WARPGROUP = 32, 128  # threads
+_MOST_THREADS = 1024  # of a CTA
+_KEPT = 128  # bytes of rows in a thread, beside what it computes from them
+_HELD, _WHOLE = 32, 512  # elements of a row in a thread, in float32, and threads that have registers for as many
+_BLOCK = 8192  # columns that threads have at a time of rows that they keep or walk
+LONGEST_HELD = 32768  # columns, in any number and dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`threads` threads share a row, and hold `block_n` columns of it at a time; each has a part of `rows` rows.
+
+    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless a row takes several. Rows of
+    more columns than `block_n` are read twice, unless threads `keep` what they have read, in its dtype.
+    """
+
+    threads: int
+    block_n: int
+    rows: int = 1
+    warpgroups: int = 1
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads not in (1 << i for i in range(_MOST_THREADS.bit_length())):
+            raise ValueError(f"{__name__}: threads={self.threads} must be a power of two up to {_MOST_THREADS}")
+        for name in ("block_n", "rows", "warpgroups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{__name__}: {name}={getattr(self, name)} must be positive")
+        if self.warpgroups > _MOST_THREADS // WARPGROUP:
+            raise ValueError(f"{__name__}: warpgroups={self.warpgroups} must be 8 or fewer")
+        if self.threads > WARPGROUP and self.threads != self.warpgroups * WARPGROUP:
+            raise ValueError(f"{self}: rows of over {WARPGROUP} threads take all warpgroups of a CTA")
+
+
+def heuristic(n: int, dtype: DTypeLike, arrays: int = 1, *, masked: bool = False) -> Config:
+    """Chooses 32 elements a thread, up to 512 threads; longer rows are kept where registers hold them, or walked.
+
+    Args:
+      arrays: how many arrays of such rows a kernel reads.
+      masked: whether it reads a mask, too.
+    """
+    vector, itemsize = vector_length(n, dtype), jnp.dtype(dtype).itemsize
+    if n <= _WHOLE * _HELD:
+        threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(pl.cdiv(n, vector)))
+        return Config(threads=threads, block_n=n, warpgroups=max(threads // WARPGROUP, 1))
+    num_bytes = arrays * pl.cdiv(n, _MOST_THREADS) * (4 if vector == 1 else itemsize)
+    has_room = num_bytes <= (_KEPT if arrays == 1 else _KEPT * 3 // 4)
+    is_whole = n % _BLOCK == 0 and not masked  # what is cut off takes registers, too
+    keep = has_room and (n <= LONGEST_HELD or is_whole)
+    threads = _MOST_THREADS if keep or (arrays > 1 and itemsize == 2) else _WHOLE
+    return Config(threads=threads, block_n=_BLOCK, warpgroups=threads // WARPGROUP, keep=keep)
+
+
+def configs(m: int, n: int, dtype: DTypeLike) -> Iterator[Config]:
+    """The configs worth measuring for rows (m, n): 8 to 64 elements a thread, rows held or walked."""
+    powers = [1 << i for i in range(_MOST_THREADS.bit_length())]
+    for threads, elements, rows, warpgroups in itertools.product(powers, (8, 16, 32, 64), (1, 2), (1, 2, 4, 8)):
+        block_n, is_alone = threads * elements, threads <= WARPGROUP
+        if warpgroups not in ((1, 2) if is_alone else (threads // WARPGROUP,)) or rows * elements > 64:
+            continue
+        least = max(n, threads * vector_length(n, dtype), 8)  # of which a half is too few
+        few = rows * warpgroups == 1 or rows * WARPGROUP * warpgroups <= m * threads
+        if block_n < 2 * least and (block_n >= n or not is_alone) and few:
+            config = Config(threads=threads, block_n=min(block_n, n), rows=rows, warpgroups=warpgroups)
+            yield config
+            if block_n < n and rows * pl.cdiv(n, threads) * jnp.dtype(dtype).itemsize <= _KEPT:
+                yield dataclasses.replace(config, keep=True)

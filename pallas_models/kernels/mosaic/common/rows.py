@@ -1,0 +1,311 @@
+"""Rows in the registers of threads: how threads share them, read and write them, and add up what they have.
+
+Nothing here is Hopper's: memory is read and written by loads and stores of up to 16 bytes, numbers of a row are
+exchanged by shuffles and through shared memory, and threads wait for one another at barriers that every GPU has.
+It has been compiled for Hopper only.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels.common.backend import Backend, Ref
+from pallas_models.kernels.common.primitives import meaning
+from pallas_models.kernels.mosaic.common import memory, rows_ptx
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.row_config import WARP, WARPGROUP, Config
+from pallas_models.kernels.mosaic.common.vectors import vector_length
+
+_arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
+
+Kind = Literal["add", "max"]
+
+
+def _interpreted_load(
+    self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None
+) -> jax.Array:
+    (rows, width), n = self.shape, ref.shape[-1]
+    first = jnp.minimum(j * width, max(n - width, 0))
+    columns = pl.ds(first, min(width, n))
+
+    def aligned(x: jax.Array, axis: int, size: int, distance: jax.Array) -> jax.Array:
+        """x, which was read from that many places before its beginning on, in an array of `size`."""
+        x = jnp.pad(x, [(0, size - x.shape[axis]) if a == axis else (0, 0) for a in range(x.ndim)])
+        kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < size - distance
+        return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.zeros((), x.dtype))
+
+    if len(ref.shape) == 1:
+        return jnp.broadcast_to(aligned(ref[columns], 0, width, j * width - first), self.shape)
+    if repeat is not None:
+        places = [jax.lax.rem(jax.lax.div(i * rows + r, repeat), ref.shape[0]) for r in range(rows)]
+        return aligned(jnp.stack([ref[place, columns] for place in places]), 1, width, j * width - first)
+    top = jnp.minimum(i * rows, max(self.m - rows, 0))
+    x = aligned(ref[pl.ds(top, min(rows, self.m)), columns], 0, rows, i * rows - top)
+    return aligned(x, 1, width, j * width - first)
+
+
+def _interpreted_store(self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, x: jax.Array) -> None:
+    """Blocks are whole, cut off or past the end."""
+    (rows, width), n = self.shape, ref.shape[-1]
+    for height in {rows, self.m % rows} - {0}:
+        for length in {width, n % width} - {0}:
+            left, below = n - j * width, self.m - i * rows
+            is_so = (jnp.minimum(below, rows) == height) & (jnp.minimum(left, width) == length)
+
+            @pl.when(is_so)
+            def _(height: int = height, length: int = length) -> None:
+                ref[pl.ds(i * rows, height), pl.ds(j * width, length)] = x[:height, :length]
+
+
+def _interpreted_store_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array, x: jax.Array) -> None:
+    rows = self.shape[0]
+    for height in {rows, self.m % rows} - {0}:
+
+        @pl.when(jnp.minimum(self.m - i * rows, rows) == height)
+        def _(height: int = height) -> None:
+            ref[row, pl.ds(i * rows, height)] = x.reshape(rows)[:height]
+
+
+def _interpreted_reduce(self: "Blocks", refs: Refs, slot: int, kind: "Kind", x: jax.Array) -> jax.Array:
+    """In the order of a GPU: the numbers of a thread, and then the threads'."""
+    add: Callable[..., jax.Array] = jnp.sum if kind == "add" else jnp.max
+    rows, pieces = self.shape[0], self.row_warpgroups
+    total = add(add(x.reshape(rows, -1, self.step), axis=1), axis=1)
+    if pieces > 1:
+        refs.sums[slot, jax.lax.axis_index("warpgroup")] = total
+        plgpu.barrier_arrive(refs.added.at[slot])
+        plgpu.barrier_wait(refs.added.at[slot])
+        total = add(jnp.stack([refs.sums[slot, piece] for piece in range(pieces)]), axis=0)
+    return total.reshape(self.numbers_shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """The blocks of rows (m, n) that warpgroups hold; block (i, j) has blocks of i times as many rows before it.
+
+    Attributes:
+      threads: of a row.
+      vector: elements that lie side by side in a thread.
+      rows: that a thread has a part of.
+      columns: vectors of a row that a thread has.
+      warpgroups: of a CTA.
+      keep: whether threads keep the blocks of all steps.
+    """
+
+    m: int
+    n: int
+    threads: int
+    vector: int
+    rows: int
+    columns: int
+    warpgroups: int
+    keep: bool
+
+    @classmethod
+    def of(cls, config: Config, x: jax.Array) -> "Blocks":
+        """The blocks of x (m, n)."""
+        m, n = x.shape
+        vector = vector_length(n, x.dtype)
+        return cls(
+            m=m,
+            n=n,
+            threads=config.threads,
+            vector=vector,
+            rows=config.rows,
+            columns=pl.cdiv(min(config.block_n, n), config.threads * vector),
+            warpgroups=config.warpgroups,
+            keep=config.keep,
+        )
+
+    @property
+    def row_warpgroups(self) -> int:
+        """Warpgroups that share a row."""
+        return max(self.threads // WARPGROUP, 1)
+
+    @property
+    def row_warps(self) -> int:
+        """Warps of a warpgroup that share a row."""
+        return max(min(self.threads, WARPGROUP) // WARP, 1)
+
+    @property
+    def row_lanes(self) -> int:
+        """Threads of a warp that share a row."""
+        return min(self.threads, WARP)
+
+    @property
+    def step(self) -> int:
+        """Columns of a row that a warpgroup has in one vector of each thread."""
+        return self.row_warps * self.row_lanes * self.vector
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that a warpgroup has in one vector of each thread."""
+        return WARPGROUP // (self.row_warps * self.row_lanes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of a block."""
+        return self.rows * self.rows_at_once, self.columns * self.step
+
+    @property
+    def numbers_shape(self) -> tuple[int, ...]:
+        """The shape of an array of a number for each row: () where it is one number; Mosaic has none of (1,)."""
+        rows = self.shape[0]
+        return () if rows == 1 else (rows,)
+
+    @property
+    def steps(self) -> int:
+        """Blocks of a row that each of its warpgroups has."""
+        return pl.cdiv(self.n, self.shape[1] * self.row_warpgroups)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether threads hold rows whole."""
+        return self.keep or self.steps == 1
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups, or sets of warpgroups that share rows, of a CTA."""
+        return self.warpgroups // self.row_warpgroups
+
+    @property
+    def num_ctas(self) -> int:
+        return pl.cdiv(self.m, self.shape[0] * self.groups)
+
+    @property
+    def layout(self) -> Any:
+        """Where a block lies: a step in all threads of its rows, then the next one."""
+        lanes = WARP // self.row_lanes, self.row_lanes * self.vector
+        tiles = (self.rows_at_once, self.step), lanes, (1, self.vector)
+        found = _arrays.TiledLayout(_arrays.Tiling(tiles), (-6, -5), (-4, -3), -1, _check_canonical=False)
+        found = found.canonicalize()
+        return plgpu.Layout.TILED(found.tiling, found.warp_dims, found.lane_dims, found.vector_dim)
+
+    @property
+    def numbers_layout(self) -> Any:
+        """Where a number for each row lies: in all threads that share the row."""
+        return self.layout.reduce(1) if self.numbers_shape else plgpu.Layout.WG_SPLAT
+
+    def place(self) -> jax.Array:
+        """The block of rows that this warpgroup has."""
+        group = jax.lax.div(jax.lax.axis_index("warpgroup"), self.row_warpgroups)
+        return jax.lax.axis_index("cta") * self.groups + group
+
+    def column(self, step: jax.Array | int) -> jax.Array:
+        """The block of columns that this warpgroup has in a step."""
+        return step * self.row_warpgroups + jax.lax.rem(jax.lax.axis_index("warpgroup"), self.row_warpgroups)
+
+    def inside(self, j: jax.Array) -> jax.Array | None:
+        """Which elements of a block lie before the end of their row; None where all do."""
+        width = self.shape[1]
+        if self.n % (width * self.row_warpgroups) == 0:
+            return None
+        return memory.iota(self.shape, 1, self.layout) < self.n - j * width
+
+    @meaning(lambda self, x: x)
+    def again(self, x: jax.Array) -> jax.Array:
+        """A block once more: what is computed from it is not what was computed before, and kept, but anew."""
+        result = plgpu.ShapeDtypeStruct(self.shape, x.dtype, layout=self.layout)
+        again = plgpu.inline_mgpu(arg_types=(self.layout,), return_type=result)
+        block: jax.Array = again(functools.partial(rows_ptx.again, self))(x)
+        return block
+
+    def full(self, value: float) -> jax.Array:
+        """A block of one number, float32."""
+        return memory.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """A number for each row as a block."""
+        return jax.lax.broadcast_in_dim(x, self.shape, range(x.ndim))
+
+    @meaning(_interpreted_load)
+    def load(self, ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None) -> jax.Array:
+        """Loads block (i, j) of rows (M, N), or columns j of a vector (N,) for each row; 0 past the end.
+
+        Args:
+          repeat: loads row `r // repeat` for row r, of W rows (W, N) that begin again after the last one.
+        """
+        result = plgpu.ShapeDtypeStruct(self.shape, ref.dtype, layout=self.layout)
+        splat = plgpu.Layout.WG_SPLAT
+        load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat), return_type=result)
+        block: jax.Array = load(functools.partial(rows_ptx.load, self, repeat))(ref, *_numbers(i, j))
+        return block
+
+    @meaning(_interpreted_store)
+    def store(self, ref: Ref, i: jax.Array, j: jax.Array, x: jax.Array) -> None:
+        """Stores block (i, j) of rows (M, N), as far as it lies inside."""
+        splat = plgpu.Layout.WG_SPLAT
+        store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, self.layout))
+        store(functools.partial(rows_ptx.store, self))(ref, *_numbers(i, j), x)
+
+    @meaning(_interpreted_store_numbers)
+    def store_numbers(self, ref: Ref, row: int, i: jax.Array, x: jax.Array) -> None:
+        """Stores a number for each row of block i, in a row of `ref`, (K, M), float32."""
+        splat = plgpu.Layout.WG_SPLAT
+        store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, self.numbers_layout))
+        store(functools.partial(rows_ptx.store_numbers, self, row))(ref, *_numbers(i), x)
+
+    def scratch_types(self, reductions: int, interpret: bool) -> dict[str, Any]:
+        """Shared memory for so many reductions, where threads of several warps share a row."""
+        rows, warps = self.shape[0], self.row_warps * self.row_warpgroups
+        if interpret and self.row_warpgroups > 1:
+            added = plgpu.Barrier(num_arrivals=self.row_warpgroups, num_barriers=reductions)
+            return dict(sums=plgpu.SMEM((reductions, self.row_warpgroups, rows), jnp.float32), added=added)
+        if interpret or warps == 1:
+            return {}
+        return dict(sums=plgpu.SMEM((reductions, self.groups, rows, warps), jnp.float32))
+
+    @meaning(_interpreted_reduce)
+    def reduce(self, refs: Refs, slot: int, kind: Kind, x: jax.Array) -> jax.Array:
+        """The sum or the maximum of every row of a block, float32; NaN where the row has one.
+
+        Args:
+          slot: a number of this reduction alone: a warp may read its sums while another stores the next ones.
+        """
+        result = plgpu.ShapeDtypeStruct(self.numbers_shape, jnp.float32, layout=self.numbers_layout)
+        if self.row_warps * self.row_warpgroups == 1:
+            reduce = plgpu.inline_mgpu(arg_types=(self.layout,), return_type=result)
+            alone: jax.Array = reduce(lambda _, x: rows_ptx.reduce(self, kind, x, None))(x)
+            return alone
+        reduce = plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()), return_type=result)
+        total: jax.Array = reduce(lambda _, x, sums: rows_ptx.reduce(self, kind, x, sums))(x, refs.sums.at[slot])
+        return total
+
+
+def _numbers(*values: jax.Array) -> list[jax.Array]:
+    return [jnp.asarray(value, jnp.int32) for value in values]
+
+
+class Reader:
+    """Blocks of some arrays of rows, None for those that a call does not have, in float32.
+
+    Rows that are held are read from memory once, all of them before anything else.
+    """
+
+    def __init__(self, blocks: Blocks, i: jax.Array, *refs: Ref | None) -> None:
+        self.blocks, self.i = blocks, i
+        self.refs = [ref for ref in refs if ref is not None]
+        self.held = [self._load(step) for step in range(blocks.steps)] if blocks.are_held else []
+
+    def _load(self, step: jax.Array | int) -> list[jax.Array]:
+        j = self.blocks.column(step)
+        return [self.blocks.load(ref, self.i, j) for ref in self.refs]
+
+    def read(self, step: Any) -> list[jax.Array]:
+        """The block of a step of each array."""
+        found = self.held[step] if self.held else self._load(step)
+        if len(self.held) > 1:  # float32 of all blocks would not fit
+            found = [self.blocks.again(x) for x in found]
+        return [x.astype(jnp.float32) for x in found]
+
+
+def sum_of(blocks: Iterable[jax.Array]) -> jax.Array:
+    """The sum of some blocks, of which there is one at least."""
+    return functools.reduce(operator.add, blocks)

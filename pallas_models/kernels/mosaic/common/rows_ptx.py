@@ -1,0 +1,202 @@
+"""Rows in the registers of threads: what threads run to read and write them, and to add up what they have."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.extend.mlir import ir
+
+from pallas_models.kernels.common.backend import Backend
+from pallas_models.kernels.mosaic.common import ptx as inline
+from pallas_models.kernels.mosaic.common.row_config import WARP, WARPGROUP
+from pallas_models.kernels.mosaic.common.vectors import address, load_vector, moves, store_vector
+
+if TYPE_CHECKING:
+    from pallas_models.kernels.mosaic.common.rows import Blocks, Kind
+else:
+    Blocks = Kind = Any
+
+_arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
+
+
+class _Thread:
+    """What a thread has of block (i, j): its rows and its columns, which it has in vectors."""
+
+    def __init__(self, blocks: Blocks, i: Any, j: Any) -> None:
+        self.blocks = blocks
+        lane, warp = inline.lane_and_warp()
+        arith = inline.utils.arith
+        divided = [
+            (arith.divui(number, inline.i32(size)), arith.remui(number, inline.i32(size)))
+            for number, size in ((warp, blocks.row_warps), (lane, blocks.row_lanes))
+        ]
+        (self.row_of_warp, self.warp_of_row), (row_of_lane, lane_of_row) = divided
+        self.lane = lane
+        (rows, width), lanes = blocks.shape, WARP // blocks.row_lanes
+        row = inline.add(inline.times(i, rows), inline.times(self.row_of_warp, lanes), row_of_lane)
+        self.rows = [inline.add(row, t * blocks.rows_at_once) for t in range(blocks.rows)]
+        if j is not None:
+            across = inline.times(self.warp_of_row, blocks.row_lanes * blocks.vector)
+            column = inline.add(inline.times(j, width), across, inline.times(lane_of_row, blocks.vector))
+            self.columns = [inline.add(column, u * blocks.step) for u in range(blocks.columns)]
+
+    def rows_inside(self) -> list[Any]:
+        """Whether each row is one; None where all are."""
+        blocks = self.blocks
+        is_whole = blocks.m % (blocks.shape[0] * blocks.groups) == 0
+        return [None if is_whole else _below(row, blocks.m) for row in self.rows]
+
+    def columns_inside(self) -> list[Any]:
+        """Whether each vector of columns lies in the row; None where all do."""
+        blocks = self.blocks
+        is_whole = blocks.n % (blocks.shape[1] * blocks.row_warpgroups) == 0
+        return [None if is_whole else _below(column, blocks.n) for column in self.columns]
+
+    def pointers(self, ref: Any, rows: Sequence[Any]) -> list[list[Any]]:
+        """Where the vectors of rows of an array lie."""
+        arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
+        kind = ir.MemRefType(ref.type)
+        size = inline.utils.bitwidth(kind.element_type) // 8
+        first, row_size = address(ref, self.columns[0]), inline.utils.c(size * kind.shape[-1], long)
+        begins = [
+            first if row is None else arith.addi(first, arith.muli(arith.extui(long, row), row_size))
+            for row in rows
+        ]
+        distances = [inline.utils.c(u * self.blocks.step * size, long) for u in range(self.blocks.columns)]
+        return [[arith.addi(begin, distance) for distance in distances] for begin in begins]
+
+
+def _below(value: Any, end: int) -> Any:
+    return inline.utils.arith.cmpi(inline.utils.arith.CmpIPredicate.ult, value, inline.i32(end))
+
+
+def _both(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else inline.utils.arith.andi(a, b)
+
+
+def load(blocks: Blocks, repeat: int | None, _: Any, ref: Any, i: Any, j: Any) -> Any:
+    thread = _Thread(blocks, i.registers.item(), j.registers.item())
+    kind = ir.MemRefType(ref.type)
+    if len(kind.shape) == 1:
+        loaded = [_load_row(thread, ref, None, None)] * blocks.rows
+    else:
+        rows = thread.rows
+        if repeat is not None:
+            arith = inline.utils.arith
+            turns = [arith.divui(row, inline.i32(repeat)) for row in rows]
+            rows = [arith.remui(turn, inline.i32(kind.shape[0])) for turn in turns]
+        loaded = [_load_row(thread, ref, *row) for row in zip(rows, thread.rows_inside(), strict=True)]
+    layout = blocks.layout.to_mgpu()
+    registers = np.array([x for row in loaded for x in row], dtype=object)
+    is_signed = True if isinstance(kind.element_type, ir.IntegerType) else None
+    registers = registers.reshape(layout.registers_shape(blocks.shape))
+    return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def _load_row(thread: _Thread, ref: Any, row: Any, is_inside: Any) -> list[Any]:
+    element = ir.MemRefType(ref.type).element_type
+    kind = ir.VectorType.get((thread.blocks.vector,), element)
+    (pointers,) = thread.pointers(ref, [row])
+    insides = [_both(is_inside, column) for column in thread.columns_inside()]
+    return [load_vector(kind, *place) for place in zip(pointers, insides, strict=True)]
+
+
+def store(blocks: Blocks, _: Any, ref: Any, i: Any, j: Any, x: Any) -> None:
+    thread = _Thread(blocks, i.registers.item(), j.registers.item())
+    registers = x.registers.reshape(blocks.rows, blocks.columns)
+    columns_inside = thread.columns_inside()
+    for vectors, pointers, row in zip(
+        registers, thread.pointers(ref, thread.rows), thread.rows_inside(), strict=True
+    ):
+        for vector, pointer, column in zip(vectors, pointers, columns_inside, strict=True):
+            store_vector(vector, pointer, _both(row, column))
+
+
+def again(blocks: Blocks, _: Any, x: Any) -> Any:
+    """The same registers, of which the compiler does not know that they are the same."""
+    llvm, num_bytes = inline.utils.llvm, blocks.vector * inline.utils.bitwidth(x.mlir_dtype) // 8
+    bits = 32 if num_bytes % 4 == 0 else 16 if num_bytes % 2 == 0 else 8
+    word = ir.IntegerType.get_signless(bits)
+    kind = ir.VectorType.get((8 * num_bytes // bits,), word)
+
+    def opaque(vector: Any) -> Any:
+        words = llvm.bitcast(kind, vector)
+        parts = [inline.item(words, k) for k in range(kind.shape[0])]
+        letter = "r" if bits == 32 else "h"
+        parts = [llvm.inline_asm(word, [part], "", f"={letter},0", has_side_effects=True) for part in parts]
+        return llvm.bitcast(vector.type, inline.utils.vector.from_elements(kind, parts))
+
+    registers = np.array([opaque(vector) for vector in x.registers.flat], dtype=object)
+    return _arrays.FragmentedArray(
+        _registers=registers.reshape(x.registers.shape), _layout=x.layout, _is_signed=x.is_signed
+    )
+
+
+def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
+    thread = _Thread(blocks, i.registers.item(), None)
+    arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
+    kind = ir.VectorType.get((1,), ir.F32Type.get())
+    for number, place, is_inside in zip(x.registers.flat, thread.rows, thread.rows_inside(), strict=True):
+        index = arith.addi(arith.extui(long, place), inline.utils.c(row * blocks.m, long))
+        store_vector(inline.utils.vector.broadcast(kind, number), address(ref, index), is_inside)
+
+
+def reduce(blocks: Blocks, kind: Kind, x: Any, sums: Any) -> Any:
+    arith = inline.utils.arith
+    combine = {"add": _arrays.addf, "max": arith.maximumf}[kind]  # the first contracts products and sums
+    totals = []
+    for vectors in x.registers.reshape(blocks.rows, blocks.columns):
+        total = _tree(combine, list(vectors))
+        total = _tree(combine, [inline.item(total, k) for k in range(blocks.vector)])
+        distance = blocks.row_lanes // 2
+        while distance:
+            total = combine(total, inline.utils.shfl_bfly(total, distance))
+            distance //= 2
+        totals.append(total)
+    if sums is not None:
+        totals = _over_warps(blocks, combine, totals, sums)
+    if not blocks.numbers_shape:
+        return _arrays.FragmentedArray.splat(totals[0], ())
+    layout = blocks.numbers_layout.to_mgpu()
+    kind_of_register = layout.registers_element_type(ir.F32Type.get())
+    registers = np.array(
+        [inline.utils.vector.broadcast(kind_of_register, total) for total in totals], dtype=object
+    )
+    registers = registers.reshape(layout.registers_shape(blocks.numbers_shape))
+    return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+    while len(values) > 1:
+        values = [functools.reduce(combine, values[k : k + 2]) for k in range(0, len(values), 2)]
+    return values[0]
+
+
+def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list[Any], sums: Any) -> list[Any]:
+    """Each warp leaves its numbers in shared memory, and all threads of a row read those of all its warps."""
+    arith, count = inline.utils.arith, blocks.row_warps * blocks.row_warpgroups
+    thread = _Thread(blocks, inline.i32(0), None)
+    warpgroup = arith.divui(inline.thread_of_cta(), inline.i32(WARPGROUP))
+    pieces = inline.i32(blocks.row_warpgroups)
+    group, piece = arith.divui(warpgroup, pieces), arith.remui(warpgroup, pieces)
+    base = inline.add(inline.address(sums), inline.times(group, 4 * blocks.shape[0] * count))
+    warp = inline.add(inline.times(piece, blocks.row_warps), thread.warp_of_row)
+    places = [inline.add(base, inline.times(row, 4 * count)) for row in thread.rows]
+    for total, place in zip(totals, places, strict=True):
+        text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }"
+        inline.asm(text, "r,f,r", inline.add(place, inline.times(warp, 4)), total, thread.lane)
+    if blocks.row_warpgroups > 1:
+        inline.asm("bar.sync 0;", "")
+    else:
+        inline.asm(f"bar.sync $0, {WARPGROUP};", "r", inline.add(warpgroup, 1))
+    return [_tree(combine, _load_shared(place, count)) for place in places]
+
+
+def _load_shared(place: Any, count: int) -> list[Any]:
+    """So many numbers that lie side by side in shared memory, the same ones in all threads of a row."""
+    llvm, number = inline.utils.llvm, ir.F32Type.get()
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
+    text = "".join(f"ld.shared{size}.f32 {names}, [${count} + {at}];" for at, size, names in moves(count))
+    found = llvm.inline_asm(struct, [place], text, "=&f," * count + "r", has_side_effects=True)
+    return [llvm.extractvalue(number, found, ir.DenseI64ArrayAttr.get([k])) for k in range(count)]

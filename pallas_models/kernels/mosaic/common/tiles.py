@@ -1,0 +1,284 @@
+"""Tiles of arrays in device memory, which a warpgroup loads straight into registers and stores from there.
+
+A thread loads neighbours in a row, wherever the rows of the tile lie, and nothing past the end of an array, which
+may have any number of rows and columns. Nothing here is Hopper's, but it has been compiled for Hopper only.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.extend.mlir import ir
+
+from pallas_models.kernels.common.backend import Backend, Ref
+from pallas_models.kernels.common.primitives import meaning
+from pallas_models.kernels.mosaic.common import memory
+from pallas_models.kernels.mosaic.common import ptx as inline
+from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.vectors import address, load_vector, store_vector
+
+_arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
+
+THREADS, _LANES, _WARPS = 128, 32, 4  # threads of a warpgroup and of a warp, warps of a warpgroup
+_MOST_COLUMNS = 16384  # of a row that a warpgroup holds, 128 numbers a thread
+
+
+def too_wide(width: int) -> str | None:
+    """Why a warpgroup does not hold a row of so many columns; None if it does."""
+    return f"takes rows of up to {_MOST_COLUMNS} columns, not {width}" if width > _MOST_COLUMNS else None
+
+
+def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:
+    is_row = (rows >= 0) & (rows < len(array))
+    found = array[jnp.where(is_row, rows, 0)]
+    return jnp.where(is_row.reshape(-1, *[1] * (array.ndim - 1)), found, jnp.zeros((), array.dtype))
+
+
+def _columns_of(array: jax.Array, column: jax.Array | int, count: int) -> jax.Array:
+    padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, count)])
+    return jax.lax.dynamic_slice_in_dim(padded, column, count, axis=-1)
+
+
+def _interpreted_load(self: "Tile", ref: Ref, rows: jax.Array, column: jax.Array | int = 0) -> jax.Array:
+    return _columns_of(_rows_of(ref[...], rows), column, self.columns)
+
+
+def _interpreted_load_row(self: "Tile", ref: Ref, column: jax.Array | int = 0) -> jax.Array:
+    return _columns_of(ref[...], column, self.columns)
+
+
+def _interpreted_gather(self: "Tile", ref: Ref, index: jax.Array) -> jax.Array:
+    return _rows_of(ref[...], index)
+
+
+def _interpreted_store(self: "Tile", ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
+    (m, n), column = ref.shape, jnp.asarray(column, jnp.int32)
+
+    @pl.loop(0, len(rows))
+    def _(i: jax.Array) -> None:
+        row, values = rows[i], jax.lax.dynamic_index_in_dim(x, i, keepdims=False).astype(ref.dtype)
+        for size in {min(self.columns, n), n % self.columns} - {0}:  # a whole piece of the row, and its last one
+
+            @pl.when((row >= 0) & (row < m) & (jnp.minimum(n - column, self.columns) == size))
+            def _(size: int = size) -> None:
+                ref.at[row, pl.ds(column, size)][...] = values[:size]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of (rows, columns) in the registers of a warpgroup: as many rows as threads allow.
+
+    Attributes:
+      threads: of a row, a power of two up to 128.
+      vector: neighbours in a row that a thread holds; the width of an array that is loaded is a multiple of it.
+      pieces: how many vectors of a row a thread holds.
+    """
+
+    threads: int
+    vector: int
+    pieces: int = 1
+
+    @staticmethod
+    def of_rows(width: int, vector: int, most: int = THREADS) -> "Tile":
+        """A tile of whole rows: in up to `most` threads, each with a vector or several."""
+        threads = max(min(pl.next_power_of_2(pl.cdiv(width, vector)), most), 2)  # Mosaic spreads no single column
+        return Tile(threads, vector, pl.cdiv(width, threads * vector))
+
+    @property
+    def rows(self) -> int:
+        """How many rows the threads hold together."""
+        return THREADS // self.threads
+
+    @property
+    def columns(self) -> int:
+        """How many numbers of a row its threads hold."""
+        return self.threads * self.vector * self.pieces
+
+    @property
+    def layout(self) -> Any:
+        """Which thread has which numbers."""
+        lanes = min(self.threads, _LANES)
+        tiles = (
+            (THREADS // self.threads, self.threads * self.vector),  # all threads
+            (_LANES // lanes, lanes * self.vector),  # a warp
+            (1, self.vector),  # a thread
+        )
+        found = _arrays.TiledLayout(_arrays.Tiling(tiles), (-6, -5), (-4, -3), -1, _check_canonical=False)
+        found = found.canonicalize()
+        return plgpu.Layout.TILED(found.tiling, found.warp_dims, found.lane_dims, found.vector_dim)
+
+    @property
+    def row_layout(self) -> Any:
+        """Which thread has which of the numbers for each row."""
+        return self.layout.reduce(1)
+
+    def index(self) -> jax.Array:
+        """The number of each row of the tile, (rows,) int32."""
+        return memory.iota((self.rows,), 0, self.row_layout)
+
+    def columns_before(self, end: int) -> jax.Array:
+        """Which numbers of the tile lie in the first `end` columns."""
+        return self.along(memory.iota((self.columns,), 0, self.layout.reduce(0))) < end
+
+    def full(self, value: float) -> jax.Array:
+        """A tile of one number, float32."""
+        return memory.layout_cast(jnp.full((self.rows, self.columns), value, jnp.float32), self.layout)
+
+    def across(self, x: jax.Array) -> jax.Array:
+        """A number for each row, (rows,), as a tile."""
+        return jax.lax.broadcast_in_dim(x, (self.rows, self.columns), [0])
+
+    def along(self, x: jax.Array) -> jax.Array:
+        """A number for each column, (columns,), as a tile."""
+        return jax.lax.broadcast_in_dim(x, (self.rows, self.columns), [1])
+
+    @meaning(_interpreted_load)
+    def load(self, ref: Ref, rows: jax.Array, column: jax.Array | int = 0) -> jax.Array:
+        """Loads rows of `ref` (M, N), from `column` on, a multiple of `columns`; 0 where there is no such place.
+
+        Args:
+          rows: (rows,), int32: which rows of `ref`; there are none below 0 and from M on.
+        """
+        kinds = plgpu.RefType(), self.row_layout, plgpu.Layout.WG_SPLAT
+        result = plgpu.ShapeDtypeStruct((self.rows, self.columns), ref.dtype, layout=self.layout)
+        load = plgpu.inline_mgpu(arg_types=kinds, return_type=result)(functools.partial(_load, self))
+        loaded: jax.Array = load(ref, rows, jnp.asarray(column, jnp.int32))
+        return loaded
+
+    @meaning(_interpreted_load_row)
+    def load_row(self, ref: Ref, column: jax.Array | int = 0) -> jax.Array:
+        """Loads (columns,) numbers of `ref` (N,), from `column` on; 0 past the end."""
+        kinds = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+        result = plgpu.ShapeDtypeStruct((self.columns,), ref.dtype, layout=self.layout.reduce(0))
+        load = plgpu.inline_mgpu(arg_types=kinds, return_type=result)(functools.partial(_load_row, self))
+        loaded: jax.Array = load(ref, jnp.asarray(column, jnp.int32))
+        return loaded
+
+    @meaning(_interpreted_gather)
+    def gather(self, ref: Ref, index: jax.Array) -> jax.Array:
+        """Loads a number for each row, of `ref` (M,) at `index`, (rows,) int32; 0 where there is no such place."""
+        # An array (1,) is the register that has it: MLIR drops the cast between them, and its layout with it.
+        shape, layout = ((), plgpu.Layout.WG_SPLAT) if self.rows == 1 else ((self.rows,), self.row_layout)
+        result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
+        load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.row_layout), return_type=result)(_gather)
+        loaded: jax.Array = load(ref, index)
+        if self.rows == 1:
+            loaded = memory.layout_cast(jax.lax.broadcast_in_dim(loaded, (1,), ()), self.row_layout)
+        return loaded
+
+    @property
+    def scratch(self) -> Any:
+        """The shared memory of `sum_rows`."""
+        return plgpu.SMEM((_WARPS, self.columns), jnp.float32)
+
+    @meaning(lambda self, x, scratch: jnp.sum(x, axis=0))
+    def sum_rows(self, x: jax.Array, scratch: Ref) -> jax.Array:
+        """The sums of the columns of x (rows, columns) float32, (columns,): of each warp, then over warps."""
+        result = plgpu.ShapeDtypeStruct((self.columns,), jnp.float32, layout=self.layout.reduce(0))
+        add = plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()), return_type=result)
+        sums: jax.Array = add(functools.partial(_sum_rows, self))(x, scratch)
+        return sums
+
+    @meaning(_interpreted_store)
+    def store(self, ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
+        """Stores x (rows, columns), in the dtype of `ref`, where `load` loads; nothing where there is no place."""
+        kinds = plgpu.RefType(), self.row_layout, self.layout, plgpu.Layout.WG_SPLAT
+        store = plgpu.inline_mgpu(arg_types=kinds)(functools.partial(_store, self))
+        store(ref, rows, x.astype(ref.dtype), jnp.asarray(column, jnp.int32))
+
+
+def _load(tile: Tile, _: Any, ref: Any, rows: Any, column: Any) -> Any:
+    layout, shape = tile.layout.to_mgpu(), (tile.rows, tile.columns)
+    kind = ir.VectorType.get((tile.vector,), ir.MemRefType(ref.type).element_type)
+    places = _places(tile, ref, rows.broadcast_in_dim(shape, (0,), layout), column)
+    return _fragment([load_vector(kind, *place) for place in places], layout, shape, kind)
+
+
+def _load_row(tile: Tile, _: Any, ref: Any, column: Any) -> Any:
+    layout, (size,) = tile.layout.reduce(0).to_mgpu(), ir.MemRefType(ref.type).shape
+    kind = ir.VectorType.get((tile.vector,), ir.MemRefType(ref.type).element_type)
+    registers = []
+    for (index,) in layout.thread_idxs((tile.columns,)):
+        place = _from(column, index)
+        is_there = None if size % tile.columns == 0 else _below(place, size)
+        registers.append(load_vector(kind, address(ref, place), is_there))
+    return _fragment(registers, layout, (tile.columns,), kind)
+
+
+def _gather(_: Any, ref: Any, index: Any) -> Any:
+    (size,) = ir.MemRefType(ref.type).shape
+    kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+    places = [inline.item(register, 0) for register in index.registers.flat]
+    registers = [load_vector(kind, address(ref, place), _below(place, size)) for place in places]
+    if index.shape == (1,):
+        return _arrays.FragmentedArray.splat(inline.item(registers[0], 0), (), is_signed=_is_signed(kind))
+    return _fragment(registers, index.layout, index.shape, kind)
+
+
+def _store(tile: Tile, _: Any, ref: Any, rows: Any, x: Any, column: Any) -> None:
+    places = _places(tile, ref, rows.broadcast_in_dim(x.shape, (0,), x.layout), column)
+    for vector, place in zip(x.registers.flat, places, strict=True):
+        store_vector(vector, *place)
+
+
+def _sum_rows(tile: Tile, _: Any, x: Any, scratch: Any) -> Any:
+    utils, layout = inline.utils, tile.layout.reduce(0).to_mgpu()
+    warps_of_row = max(tile.threads // _LANES, 1)
+    row_warps = _WARPS // warps_of_row
+    places = [index for (index,) in layout.thread_idxs((tile.columns,))]
+    sums = []
+    for total in x.registers.flat:
+        distance = tile.threads
+        while distance < _LANES:
+            total = utils.arith.addf(total, utils.shfl_bfly(total, distance))
+            distance *= 2
+        sums.append(total)
+    if row_warps > 1:
+        index = ir.IndexType.get()
+        warp = utils.arith.divui(inline.lane_and_warp()[1], inline.i32(warps_of_row))
+        utils.warpgroup_barrier()  # whoever reads earlier sums is done
+        for total, place in zip(sums, places, strict=True):
+            utils.vector.store(total, scratch, [utils.arith.index_cast(index, warp), place])
+        utils.warpgroup_barrier()
+        kind, rows = sums[0].type, [utils.c(i, index) for i in range(row_warps)]
+        parts = [[utils.vector.load(kind, scratch, [row, place]) for row in rows] for place in places]
+        sums = [functools.reduce(utils.arith.addf, part) for part in parts]
+    return _fragment(sums, layout, (tile.columns,), ir.VectorType(sums[0].type))
+
+
+def _places(tile: Tile, ref: Any, rows: Any, column: Any) -> Iterator[tuple[Any, Any]]:
+    """Where each register of the tile lies in `ref`, and whether there is such a place."""
+    (m, n), arith, long = ir.MemRefType(ref.type).shape, inline.utils.arith, ir.IntegerType.get_signless(64)
+    indices = tile.layout.to_mgpu().thread_idxs((tile.rows, tile.columns))
+    for register, (_, index) in zip(rows.registers.flat, indices, strict=True):
+        row, at = inline.item(register, 0), _from(column, index)
+        is_there = _below(row, m)
+        if n % tile.columns:
+            is_there = arith.andi(is_there, _below(at, n))
+        begin = arith.muli(arith.extui(long, row), inline.utils.c(n, long))
+        yield address(ref, arith.addi(begin, arith.extui(long, at))), is_there
+
+
+def _from(column: Any, index: Any) -> Any:
+    integer = inline.utils.arith.index_cast(ir.IntegerType.get_signless(32), index)
+    return inline.add(integer, column.registers.item())
+
+
+def _below(index: Any, size: int) -> Any:
+    """Whether an axis has an index: without its sign a negative one is large."""
+    arith = inline.utils.arith
+    return arith.cmpi(arith.CmpIPredicate.ult, index, inline.i32(size))
+
+
+def _fragment(registers: list[Any], layout: Any, shape: tuple[int, ...], kind: Any) -> Any:
+    array = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    return _arrays.FragmentedArray(_registers=array, _layout=layout, _is_signed=_is_signed(kind))
+
+
+def _is_signed(kind: Any) -> bool | None:
+    return True if isinstance(kind.element_type, ir.IntegerType) else None

@@ -1,0 +1,191 @@
+"""Rows in the registers of Mosaic's threads: the primitives, the configs, and the generations of GPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_models import ops
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
+from pallas_models.kernels.mosaic.common.rows import Blocks
+from parity.ops.test_lowering import DEVICES, every_device, lowered_for_cuda
+from parity.support.common import (
+    MOSAIC_CALL,
+    ON_GPU,
+    TRITON_CALL,
+    array,
+    assert_close,
+    cuda_device,
+    float64,
+    normal,
+    without_gpu,
+)
+from parity.support.primitives import all_called
+from parity.support.tolerances import SHORT
+
+ROWS = "mosaic" if ON_GPU else "mosaic_interpret"  # these kernels run on every GPU
+REPEAT = 2
+WAYS = [
+    Config(threads=1, block_n=16),  # walked
+    Config(threads=8, block_n=512, rows=2),  # held
+    Config(threads=32, block_n=64, warpgroups=2),
+    Config(threads=128, block_n=256, rows=2),
+    Config(threads=256, block_n=128, warpgroups=2),
+    Config(threads=512, block_n=512, warpgroups=4),
+    Config(threads=4, block_n=16, keep=True),  # held in steps
+    Config(threads=256, block_n=16, warpgroups=2, keep=True),
+]
+every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x{c.block_n}{c.keep * '-kept'}")
+
+
+def walking(refs: Refs, blocks: Blocks) -> None:
+    """Adds a vector to x where a mask is not 0; leaves the sum and the largest size of each row, too."""
+    i, total, peak = blocks.place(), blocks.full(0.0), blocks.full(0.0)
+    for step in range(blocks.steps):
+        j = blocks.column(step)
+        y = blocks.load(refs.x, i, j).astype(jnp.float32) + blocks.load(refs.vector, i, j)
+        y = jnp.where(blocks.load(refs.where, i, j, REPEAT) != 0, blocks.again(y), 0.0)
+        inside = blocks.inside(j)
+        if inside is not None:
+            y = jnp.where(inside, y, 0.0)
+        total, peak = total + y, jnp.maximum(peak, jnp.abs(y))
+        blocks.store(refs.o, i, j, y.astype(refs.o.dtype))
+    for k, number in enumerate((blocks.reduce(refs, 0, "add", total), blocks.reduce(refs, 1, "max", peak))):
+        blocks.store_numbers(refs.numbers, k, i, number)
+
+
+def walked(arrays: dict[str, jax.Array], *, config: Config, interpret: bool) -> list[jax.Array]:
+    x = arrays["x"]
+    blocks = Blocks.of(config, x)
+    return launch(
+        functools.partial(walking, blocks=blocks),
+        arrays,
+        dict(o=jax.ShapeDtypeStruct(x.shape, x.dtype), numbers=jax.ShapeDtypeStruct((2, x.shape[0]), jnp.float32)),
+        blocks.scratch_types(2, interpret),
+        name="walked",
+        num_ctas=blocks.num_ctas,
+        num_warpgroups=blocks.warpgroups,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
+
+
+def drawn(m: int, n: int, dtype: str, mask: str) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(80)
+    where = array(rng.integers(0, 2, (3, n)), mask)
+    return dict(x=normal(rng, m, n, dtype=dtype), vector=normal(rng, n), where=where)
+
+
+# Vectors of 16 bytes and of single elements; rows of a thread, a part of a warp, some warps, some warpgroups.
+WALKED = pytest.mark.parametrize(
+    "m, n, dtype, mask, config",
+    [
+        (9, 40, "float16", "int8", Config(threads=1, block_n=16)),
+        (150, 33, "float16", "uint8", Config(threads=4, block_n=64, rows=2, warpgroups=2)),
+        (7, 1002, "bfloat16", "int32", Config(threads=64, block_n=300, rows=3)),
+        (5, 516, "float32", "int8", Config(threads=128, block_n=1024, warpgroups=2)),
+        (3, 3000, "float32", "int16", Config(threads=256, block_n=1024, rows=2, warpgroups=2)),
+        (4, 2048, "bfloat16", "int8", Config(threads=512, block_n=4096, warpgroups=4)),
+    ],
+    ids=lambda value: str(value).replace("Config", ""),
+)
+
+
+@WALKED
+def test_rows_of_mosaic(m, n, dtype, mask, config):
+    arrays = drawn(m, n, dtype, mask)
+    with all_called("mosaic.common.rows"):
+        out, numbers = jax.jit(functools.partial(walked, config=config, interpret=not ON_GPU))(arrays)
+    kept = float64(arrays["where"])[np.arange(m) // REPEAT % 3] != 0
+    y = np.where(kept, float64(arrays["x"]) + float64(arrays["vector"]), 0.0)
+    np.testing.assert_array_equal(out, y.astype(np.float32).astype(dtype))
+    assert_close(numbers, np.stack([y.sum(1), np.abs(y).max(1)]), SHORT)
+
+
+@without_gpu
+@WALKED
+def test_rows_of_mosaic_lower(m, n, dtype, mask, config):
+    with cuda_device(*DEVICES[0]):
+        call = functools.partial(walked, config=config, interpret=False)
+        assert MOSAIC_CALL in lowered_for_cuda(call, jax.eval_shape(lambda: drawn(m, n, dtype, mask)))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(threads=48), "threads=48 must be a power of two up to 1024"),
+        (dict(threads=2048, warpgroups=16), "threads=2048 must be a power of two"),
+        (dict(block_n=0), "block_n=0 must be positive"),
+        (dict(rows=-1), "rows=-1 must be positive"),
+        (dict(warpgroups=9), "warpgroups=9 must be 8 or fewer"),
+        (dict(threads=256, warpgroups=4), "rows of over 128 threads take all warpgroups"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**dict(threads=32, block_n=64) | changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [1, 33, 384, 768, 4096, 20001, 32768, 65536, 1_000_003])
+def test_threads_hold_what_registers_have_room_for(n, dtype):
+    x = jax.ShapeDtypeStruct((5, n), dtype)
+    for arrays in (1, 2):
+        blocks = Blocks.of(heuristic(n, dtype, arrays), x)
+        assert blocks.columns * blocks.vector <= 32
+        longest = LONGEST_HELD * 4 // x.dtype.itemsize if arrays == 1 else LONGEST_HELD // 2
+        assert blocks.are_held == (n <= longest)
+        masked = Blocks.of(heuristic(n, dtype, arrays, masked=True), x)
+        assert masked.are_held == (n <= min(longest, LONGEST_HELD))
+    found = list(configs(5, n, dtype))
+    assert found and len(found) == len(set(found))
+    for config in found:
+        assert Blocks.of(config, x).columns * Blocks.of(config, x).vector * config.rows <= 128
+        assert not config.keep or config.rows * n * x.dtype.itemsize <= 128 * config.threads
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    x, scale = jax.ShapeDtypeStruct((40, 768), "bfloat16"), jax.ShapeDtypeStruct((768,), "float32")
+    return {
+        "layer_norm": (ops.layer_norm, x, scale, scale),
+        "rms_norm": (ops.rms_norm, x, scale),
+        "softmax": (ops.softmax, x),
+    }
+
+
+older = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has Mosaic for Hopper and later GPUs")
+
+
+@older
+@every_device
+@pytest.mark.parametrize("name", list(calls()))
+def test_rows_in_mosaic_are_for_every_gpu_and_named(device, name):
+    function, *arrays = calls()[name]
+
+    def gradient(implementation):
+        call = functools.partial(function, implementation=implementation)
+        return lambda x, *vectors: jax.vjp(call, x, *vectors)[1](x)
+
+    with cuda_device(*device):
+        named = lowered_for_cuda(gradient("mosaic"), *arrays)
+        best = lowered_for_cuda(gradient(None), *arrays)
+    assert MOSAIC_CALL in named and TRITON_CALL not in named
+    assert TRITON_CALL in best and MOSAIC_CALL not in best
+
+
+@older
+def test_a_gradient_that_is_named_runs_on_the_gpu_that_it_is_for():
+    """Long rows have a gradient for Hopper alone: what is named elsewhere has XLA's."""
+    x, scale = jax.ShapeDtypeStruct((40, 16384), "bfloat16"), jax.ShapeDtypeStruct((16384,), "float32")
+
+    def gradient(x, scale):
+        call = functools.partial(ops.rms_norm, implementation="mosaic")
+        return jax.vjp(call, x, scale)[1](x)
+
+    for device, kernels in zip(DEVICES, (2, 1), strict=True):
+        with cuda_device(*device):
+            assert lowered_for_cuda(gradient, x, scale).count(f"@{MOSAIC_CALL}") == kernels
