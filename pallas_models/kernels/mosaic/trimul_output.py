@@ -31,16 +31,10 @@ from pallas_models.target import Target
 
 _PIECE = 64  # channels that are multiplied at a time
 _WIDTHS = 64, 128
-_REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer, and of so many workers
+_WORKERS = 2  # with three each has too few registers: 255 us and not 229 at N = 1024 on an H200
+_REGISTERS = 40, 232  # of a thread of the producer, and of the workers
 _MOST_SLOTS = 6
 _OTHERS = 2048  # bytes of shared memory that barriers and alignment take
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """`workers` warpgroups, 2 or 3, take turns with tiles of 64 positions."""
-
-    workers: int = 3
 
 
 def unsupported(form: Form[Any]) -> str | None:
@@ -59,7 +53,6 @@ def output(
     form: Output[jax.Array],
     gating: Projection[jax.Array],
     *,
-    config: Config = Config(),
     target: Target,
     interpret: bool,
 ) -> jax.Array:
@@ -77,20 +70,20 @@ def output(
         gate_shift=gating.b_gate,
         out_shift=form.bias,
     )
-    buffers, slots = _buffers(form, gating, config, target)
+    buffers, slots = _buffers(form, gating, target)
     (out,) = launch(
-        _Kernel(form.abstract(), tiles, num_ctas, config.workers, slots, gating.epsilon),
+        _Kernel(form.abstract(), tiles, num_ctas, slots, gating.epsilon),
         dict(x=x, y=y, w_gate=gating.w_gate, w=form.w, bounds=jnp.max(form.bounds, axis=0), **vectors),
         dict(out=jax.ShapeDtypeStruct((form.batch, form.size, c), form.out_dtype)),
         dict(
             **{name: buffer.scratch_type for name, buffer in buffers.items()},
-            full=plgpu.Barrier(num_arrivals=1 + c // _PIECE, num_barriers=config.workers * slots),
+            full=plgpu.Barrier(num_arrivals=1 + c // _PIECE, num_barriers=_WORKERS * slots),
             free=plgpu.Barrier(num_barriers=slots),
             weights_full=plgpu.Barrier(num_arrivals=2),
         ),
         name="trimul_output",
         num_ctas=num_ctas,
-        num_warpgroups=config.workers + 1,
+        num_warpgroups=_WORKERS + 1,
         interpret=interpret,
         unsafe_no_auto_barriers=True,
         reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
@@ -99,14 +92,14 @@ def output(
 
 
 def _buffers(
-    form: Output[jax.Array], gating: Projection[jax.Array], config: Config, target: Target
+    form: Output[jax.Array], gating: Projection[jax.Array], target: Target
 ) -> tuple[dict[str, Buffer], int]:
     """The shared memory of a CTA, and how many tiles of x and of y it has."""
     (h, c), dtype, width = form.w.shape, form.w.dtype, ROW_BYTES // form.out_dtype.itemsize
     buffers = dict(
         w_gate_smem=Buffer(gating.w_gate.shape, dtype, ROW_BYTES),
         w_smem=Buffer((h, c), dtype, ROW_BYTES),
-        out_smem=Buffer((config.workers, c // width, ROWS, width), form.out_dtype, ROW_BYTES),
+        out_smem=Buffer((_WORKERS, c // width, ROWS, width), form.out_dtype, ROW_BYTES),
     )
     x_smem = Buffer((c // _PIECE, ROWS, _PIECE), gating.x.dtype, ROW_BYTES)
     tile = dict(x_smem=x_smem, y_smem=Buffer((h, ROWS), dtype, ROW_BYTES))
@@ -123,7 +116,6 @@ class _Kernel:
     form: Output[Any]
     tiles: Tiles
     num_ctas: int
-    workers: int
     slots: int
     x_epsilon: float
 
@@ -131,10 +123,10 @@ class _Kernel:
         warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
         steps = jax.lax.div(self.tiles.count - cta + self.num_ctas - 1, self.num_ctas)
         walk = _Walk(self, refs, cta, steps)
-        producer_registers, worker_registers = _REGISTERS[self.workers]
+        producer_registers, worker_registers = _REGISTERS
         specialize(
-            Role(range(self.workers, self.workers + 1), producer_registers, lambda _: walk.produce()),
-            Role(range(self.workers), worker_registers, lambda own: _Worker(walk, own).run()),
+            Role(range(_WORKERS, _WORKERS + 1), producer_registers, lambda _: walk.produce()),
+            Role(range(_WORKERS), worker_registers, lambda own: _Worker(walk, own).run()),
             warpgroup=warpgroup,
         )
 
@@ -172,7 +164,7 @@ class _Walk:
 
     def copy(self, step: jax.Array) -> None:
         """Copies the tile of a step."""
-        refs, ring = self.refs, self.ring(jax.lax.rem(step, self.kernel.workers))
+        refs, ring = self.refs, self.ring(jax.lax.rem(step, _WORKERS))
         slot, (item, rows) = ring.acquire(step), self.place(step)
         full = ring.first_full + slot
         for i, piece in enumerate(_pieces(refs.x.shape[2])):
@@ -184,7 +176,7 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Worker:
-    """A warpgroup that finishes the positions of every `workers`-th tile."""
+    """A warpgroup that finishes the positions of every `_WORKERS`-th tile."""
 
     walk: _Walk
     own: jax.Array
@@ -195,10 +187,10 @@ class _Worker:
 
     def run(self) -> None:
         """Finishes all tiles, and waits until they are stored."""
-        form, workers = self.walk.kernel.form, self.walk.kernel.workers
+        form = self.walk.kernel.form
         _, epsilon = trimul_scales.scaled_sums(self.bounds(), form.w.dtype, form.factor, form.epsilon)
         plgpu.barrier_wait(self.refs.weights_full)
-        steps = jax.lax.div(self.walk.steps - self.own + workers - 1, workers)
+        steps = jax.lax.div(self.walk.steps - self.own + _WORKERS - 1, _WORKERS)
         pl.loop(0, steps)(functools.partial(self.step, epsilon))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -211,7 +203,7 @@ class _Worker:
     def step(self, epsilon: jax.Array, i: jax.Array) -> None:
         """Finishes the i-th tile of this warpgroup, given the epsilon of the norm of y."""
         refs, kernel = self.refs, self.walk.kernel
-        step = i * kernel.workers + self.own
+        step = i * _WORKERS + self.own
         ring, (item, rows) = self.walk.ring(self.own), self.walk.place(step)
         slot = jax.lax.rem(step, kernel.slots)
         ring.wait(slot)

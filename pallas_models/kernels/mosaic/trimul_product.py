@@ -34,26 +34,29 @@ def unsupported(dtype: DTypeLike) -> str | None:
     return None
 
 
-def heuristic(n: int) -> Config:
-    """Chooses tiles for matrices (n, n); measured on an H200."""
+def heuristic(n: int, columns: int = 128) -> Config:
+    """Chooses tiles for matrices (n, n), which have a multiple of `columns` columns; measured on an H200."""
     if n <= 192:
         return Config(block_m=64, block_n=64 * pl.cdiv(n, 64), num_stages=6, ping_pong=True)
-    if n < 512 or pl.cdiv(n, 128) % 2:  # the latter would leave half of a tile of 256 columns empty
-        return Config(block_m=128, block_n=128, num_stages=6, ping_pong=True)
-    return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
+    narrow = Config(block_m=128, block_n=128, num_stages=6, ping_pong=True)
+    if n < 512:
+        return narrow
+    if pl.cdiv(n, 128) % 2 == 0:
+        return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
+    # 256 columns would leave half of a tile empty. At 1032 these took 486, 505 and 664 us, the first where right
+    # factors are transposed: the tensor cores read others 64 columns at a time.
+    choices = (
+        Config(block_m=128, block_n=208, num_stages=4, ping_pong=False),
+        Config(block_m=128, block_n=192, num_stages=4, ping_pong=True),
+        narrow,
+    )
+    fitting = [config for config in choices if config.block_n % columns == 0]
+    return min(fitting, key=lambda config: pl.cdiv(n, config.block_n) * config.block_n)
 
 
 def shared_memory(config: Config) -> int:
     """Bytes of shared memory that a CTA takes."""
-    return gemm.shared_memory(config, Staging.of(config, config.block_n // _parts(config), jnp.float16))
-
-
-def _parts(config: Config) -> int:
-    """In how many parts of the columns of a matrix a tile has its own.
-
-    Three warpgroups have too few registers for the columns of one instruction.
-    """
-    return 2 if config.num_consumers == 3 and config.block_n > 128 else 1
+    return gemm.shared_memory(config, Staging.of(config, config.block_n, jnp.float16))
 
 
 def product(
@@ -72,6 +75,7 @@ def product(
     """
     sides, n = form.sides, form.size
     matrices = form.batch * form.channels
+    columns = 16 if form.transpose_right and form.pieces == (1, 1) else 64
     if form.pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
@@ -83,30 +87,29 @@ def product(
             bucketed=("b", "n"),
             dtype=sides.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n),
+            heuristic=functools.partial(heuristic, n, columns),
             candidates=functools.partial(candidates, n, n, shared_memory, target),
             shared_memory=shared_memory,
         ),
         target,
     )
     check_divides(config, n, form.pieces)
-    width = config.block_n // _parts(config)
-    staging = Staging.of(config, width, sides.dtype)
-    columns = n if width == config.block_n else width * pl.cdiv(n, config.block_n)
-    kernel = _Matrices(form.abstract(), staging, columns, peers)
+    staging = Staging.of(config, config.block_n, sides.dtype)
+    kernel = _Matrices(form.abstract(), staging, peers)
     (y,) = gemm.gemm(
         dict(sides=sides, right=form.right),
         dict(y=kernel.out_type),
         gemm.Product(
             batch=matrices,
             m=n,
-            n=columns,
+            n=n,
             k=n,
             dtype=sides.dtype,
             a=kernel.left,
-            b=[functools.partial(kernel.right, i) for i in range(_parts(config))],
+            b=[kernel.right],
             transpose_a=form.transpose_left,
             transpose_b=form.transpose_right,
+            columns=columns,
         ),
         gemm.Epilogue(store=kernel.store, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
@@ -123,13 +126,11 @@ class _Matrices:
 
     Attributes:
       staging: shared memory through which the sums leave.
-      columns: in a part of a matrix: tiles have as many columns of each part.
       peers: the GPUs that the sums are stored to, a piece each; None for this GPU.
     """
 
     form: Product[Any]
     staging: Staging
-    columns: int
     peers: Peers | None
 
     @property
@@ -148,10 +149,15 @@ class _Matrices:
         rows, columns = self.piece
         return jax.lax.div(row, rows), jax.lax.div(column, columns)
 
+    def channel_of(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
+        """The item and the channel whose matrix a tile is of."""
+        channels = self.form.channels
+        return jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+
     def matrix(self, ref: Ref, tile: Tile, first: int, row: _Index, column: _Index) -> tuple[Ref, _Index, _Index]:
         """The piece with an element of a tile's matrix, in channels from `first` on, and the element's place."""
-        form, channels = self.form, self.form.channels
-        item, channel = jax.lax.div(tile.batch, channels), first + jax.lax.rem(tile.batch, channels)
+        form, (item, channel) = self.form, self.channel_of(tile)
+        channel = first + channel
         if form.by_rows:
             return ref.at[item, :, channel], row, column
         if form.pieces != (1, 1):
@@ -165,13 +171,8 @@ class _Matrices:
         places = (ks, tile.rows) if self.form.transpose_left else (tile.rows, ks)
         return self._side(refs.sides, tile, self.form.firsts[0], *places)
 
-    def part_of(self, part: int, tile: Tile) -> Tile:
-        """A tile with the columns of a part of it."""
-        return tile if part == 0 else dataclasses.replace(tile, column=tile.column + part * self.columns)
-
-    def right(self, part: int, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
-        """A part of the columns of a tile, at some third positions, of the right matrix."""
-        tile = self.part_of(part, tile)
+    def right(self, refs: Refs, tile: Tile, ks: pl.Slice) -> Ref:
+        """The columns of a tile, at some third positions, of the right matrix."""
         places = (tile.columns, ks) if self.form.transpose_right else (ks, tile.columns)
         ref = refs.sides if refs.right is None else refs.right
         return self._side(ref, tile, self.form.firsts[1], *places)
@@ -181,45 +182,36 @@ class _Matrices:
         return ref.at[pl.Slice(row, rows.size), pl.Slice(column, columns.size)]
 
     def store(self, refs: Refs, tile: Tile, sums: Sequence[jax.Array], warpgroup: jax.Array) -> None:
-        """Stores the sums of a tile, here or on the GPUs whose pieces its parts are in."""
-        for part, of_part in enumerate(sums):
-            self._store_part(refs, self.part_of(part, tile), of_part, warpgroup)
-
-    def _store_part(self, refs: Refs, tile: Tile, sums: jax.Array, warpgroup: jax.Array) -> None:
+        """Stores the sums of a tile, here or on the GPU whose piece it is in."""
 
         def value(block: Block, _: Ref) -> jax.Array:
-            return block.of(sums) * self.form.factor
+            return block.of(sums[0]) * self.form.factor
 
-        if self.peers is None:
-            y, row, column = self.matrix(refs.y, tile, 0, tile.row, tile.column)
-            # Blocks of tiles of other widths are no whole tiles of memory.
-            copy = None if tile.num_columns % 64 == 0 else self._copy_back(tile)
-            output = Output(refs.slots, warpgroup, y if copy is None else refs.y, value, copy)
-        else:
+        if self.peers is not None:
             i, j = self.piece_of(tile.row, tile.column)
             row, column = tile.row - i * self.piece[0], tile.column - j * self.piece[1]
             output = Output(refs.slots, warpgroup, refs.y, value, self._copy_to(self.peers, tile, i, j))
+        elif tile.num_columns % 64:
+            row, column = tile.row, tile.column
+            output = Output(refs.slots, warpgroup, refs.y, value, self._copy_back)
+        else:
+            y, row, column = self.matrix(refs.y, tile, 0, tile.row, tile.column)
+            output = Output(refs.slots, warpgroup, y, value)
         tile = dataclasses.replace(tile, row=row, column=column)
         store(tile, self.staging, output, wait=True)
 
-    def _copy_back(self, tile: Tile) -> Callable[[Ref, Ref, Block, Tile], None]:
-        """What copies a slot to a block that begins anywhere."""
-        channels, by_rows = self.form.channels, self.form.by_rows
-        item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
-
-        def copy(slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
-            row, column = tile.row + block.row, tile.column + block.column
-            first = (item, row, channel, column) if by_rows else (item, channel, row, column)
-            copy_back(slot, y, first, rows_axis=1 if by_rows else 2)
-
-        return copy
+    def _copy_back(self, slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
+        """Copies a slot to a block that is no whole tiles of memory."""
+        (item, channel), by_rows = self.channel_of(tile), self.form.by_rows
+        row, column = tile.row + block.row, tile.column + block.column
+        first = (item, row, channel, column) if by_rows else (item, channel, row, column)
+        copy_back(slot, y, first, rows_axis=1 if by_rows else 2)
 
     def _copy_to(
         self, peers: Peers, tile: Tile, i: jax.Array, j: jax.Array
     ) -> Callable[[Ref, Ref, Block, Tile], None]:
         """What copies a slot to the GPU that has piece (i, j)."""
-        channels = self.form.channels
-        item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+        item, channel = self.channel_of(tile)
 
         def copy(slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
             def there(y: Ref) -> Ref:

@@ -6,7 +6,6 @@ channel, which is how the product over third positions reads them.
 """
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,6 @@ from pallas_models.kernels.mosaic.trimul_project_parts import (
 from pallas_models.target import Target
 
 _MULTIPLIERS = 3  # warpgroups that multiply
-_SLOTS = (2, 2), (1, 2), (1, 1)  # of x, and of what it is normalised to: as many as fit
 _OTHERS = 3840  # bytes of shared memory that barriers, sums over rows and alignment take
 
 
@@ -60,23 +58,20 @@ def unsupported(form: Projection[jax.ShapeDtypeStruct], target: Target) -> str |
 def _buffers(
     form: Projection[jax.Array] | Projection[jax.ShapeDtypeStruct], target: Target
 ) -> dict[str, Buffer] | None:
-    """The shared memory of a CTA, with as many slots and columns on their way out as fit; None if none do."""
+    """The shared memory of a CTA, with as many columns on their way out as there is room for; None if none are."""
     c, piece, x_dtype, dtype = form.x.shape[2], _piece(form.x.shape[2]), form.x.dtype, form.w.dtype
     float32 = jnp.dtype(jnp.float32)
-    fixed = dict(
+    buffers = dict(
+        x_smem=Buffer((c // piece, ROWS, piece), x_dtype, _x_row_bytes(piece, x_dtype)),
+        z_smem=Buffer((ROWS, c), dtype, piece * dtype.itemsize),
+        factor_smem=Buffer((ROWS,), float32),
         norm_smem=Buffer((2, c), float32),
         w_smem=Buffer((Products.of(form).count, c, 2 * COLUMNS), dtype, piece * dtype.itemsize),
     )
-    for columns, (x_slots, z_slots) in itertools.product((COLUMNS, COLUMNS // 2), _SLOTS):
-        buffers = fixed | dict(
-            x_smem=Buffer((x_slots, c // piece, ROWS, piece), x_dtype, _x_row_bytes(piece, x_dtype)),
-            z_smem=Buffer((z_slots, ROWS, c), dtype, piece * dtype.itemsize),
-            factor_smem=Buffer((z_slots, ROWS), float32),
-            out_smem=staging(_MULTIPLIERS, columns, dtype),
-        )
-        if num_bytes(buffers.values()) <= available(target) - _OTHERS:
-            return buffers
-    return None
+    room = available(target) - _OTHERS - num_bytes(buffers.values())
+    stagings = (staging(_MULTIPLIERS, columns, dtype) for columns in (COLUMNS, COLUMNS // 2))
+    out_smem = next((buffer for buffer in stagings if buffer.num_bytes <= room), None)
+    return None if out_smem is None else buffers | dict(out_smem=out_smem)
 
 
 def _x_row_bytes(piece: int, x_dtype: jnp.dtype) -> int:
@@ -101,7 +96,7 @@ def project(
       (B', 2 H, M'), left and right, masked, or None for H = 0; and the gate, (B', G', M'), G' >= G, or None for
       G = 0. M' is M in whole `ROWS`, and left and right are 0 beyond M.
     """
-    size = form.x.shape[1]
+    size, c = form.x.shape[1:]
     if interpret:
         check_interpreted_sizes(positions=(size, ROWS))
     products, tiles, buffers = Products.of(form), Tiles.of(form), _buffers(form, target)
@@ -116,16 +111,16 @@ def project(
         b=arranged_biases(form),
     )
     num_ctas = min(num_cores(target, interpret), tiles.count)
-    (x_slots, pieces), z_slots = buffers["x_smem"].shape[:2], buffers["z_smem"].shape[0]
+    pieces = c // _piece(c)
     results = launch(
         _Kernel(products, tiles, num_ctas, form.epsilon, peers),
         operands,
         products.out_types(form),
         dict(
             **{name: buffer.scratch_type for name, buffer in buffers.items()},
-            x_full=plgpu.Barrier(num_arrivals=pieces, num_barriers=x_slots),
-            z_full=plgpu.Barrier(num_barriers=z_slots),
-            z_free=plgpu.Barrier(num_arrivals=_MULTIPLIERS, num_barriers=z_slots),
+            x_full=plgpu.Barrier(num_arrivals=pieces),
+            z_full=plgpu.Barrier(),
+            z_free=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
             weights_full=plgpu.Barrier(num_arrivals=3),
             **({} if peers is None else peers.scratch_types),
         ),
@@ -172,20 +167,6 @@ class _Walk:
         """Where the tile of a step is."""
         return self.kernel.tiles.place(self.cta + step * self.kernel.num_ctas)
 
-    @property
-    def x_slots(self) -> int:
-        """Slots of x."""
-        return int(self.refs.x_smem.shape[0])
-
-    @property
-    def z_slots(self) -> int:
-        """Slots of what it is normalised to."""
-        return int(self.refs.z_smem.shape[0])
-
-    def z_slot(self, step: jax.Array) -> jax.Array:
-        """The slot of the normalised positions of a step."""
-        return jax.lax.rem(step, self.z_slots)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Normalizer:
@@ -200,12 +181,12 @@ class _Normalizer:
     @property
     def piece(self) -> int:
         """Channels in a piece of x."""
-        return int(self.refs.x_smem.shape[3])
+        return int(self.refs.x_smem.shape[2])
 
     @property
     def pieces(self) -> list[pl.Slice]:
         """The channels of all pieces of x."""
-        return [pl.Slice(i, self.piece) for i in range(0, self.refs.z_smem.shape[2], self.piece)]
+        return [pl.Slice(i, self.piece) for i in range(0, self.refs.z_smem.shape[1], self.piece)]
 
     def run(self) -> None:
         """Copies the weights, and normalises the positions of all steps."""
@@ -213,35 +194,28 @@ class _Normalizer:
         plgpu.copy_gmem_to_smem(refs.norm_scale, refs.norm_smem.at[0], refs.weights_full)
         plgpu.copy_gmem_to_smem(refs.norm_bias, refs.norm_smem.at[1], refs.weights_full)
         plgpu.copy_gmem_to_smem(refs.w, refs.w_smem, refs.weights_full)
-        x_slots, first = self.walk.x_slots, jnp.int32(0)
-        for step in range(x_slots):
-            self.copy(jnp.int32(step))
-        xs = self.read(first)
+        self.copy(jnp.int32(0))
+        xs = self.read()
         plgpu.commit_smem()  # all have read
-        self.copy(jnp.int32(x_slots))
+        self.copy(jnp.int32(1))
         plgpu.barrier_wait(refs.weights_full)
-        jax.lax.fori_loop(0, self.walk.steps, self.step, (xs, self.fetch_mask(first)))
-        for ahead in range(x_slots):  # no copy may arrive after the end, and no round be left
-            plgpu.barrier_wait(refs.x_full.at[jax.lax.rem(self.walk.steps + 1 + ahead, x_slots)])
-
-        @pl.loop(jnp.maximum(self.walk.steps - self.walk.z_slots, 0), self.walk.steps)
-        def _(step: jax.Array) -> None:
-            plgpu.barrier_wait(refs.z_free.at[self.walk.z_slot(step)])
+        jax.lax.fori_loop(0, self.walk.steps, self.step, (xs, self.fetch_mask(jnp.int32(0))))
+        plgpu.barrier_wait(refs.x_full)  # no copy may arrive after the end, and no round be left
+        plgpu.barrier_wait(refs.z_free)
 
     def copy(self, step: jax.Array) -> None:
         """Starts copies of the positions of a step."""
         item, rows = self.walk.place(step)
         item = self.walk.kernel.tiles.source(item)
-        row_bytes, slot = _x_row_bytes(self.piece, self.refs.x.dtype), jax.lax.rem(step, self.walk.x_slots)
+        row_bytes = _x_row_bytes(self.piece, self.refs.x.dtype)
         for i, channels in enumerate(self.pieces):
-            piece = self.refs.x_smem.at[slot, i]
-            copy_rows(self.refs.x, item, rows, channels, piece, self.refs.x_full, slot, row_bytes=row_bytes)
+            slot, full = self.refs.x_smem.at[i], self.refs.x_full
+            copy_rows(self.refs.x, item, rows, channels, slot, full, row_bytes=row_bytes)
 
-    def read(self, step: jax.Array) -> list[jax.Array]:
-        """The positions of a step, piece by piece."""
-        slot = jax.lax.rem(step, self.walk.x_slots)
-        plgpu.barrier_wait(self.refs.x_full.at[slot])
-        return [load(self.refs.x_smem.at[slot, i], plgpu.Layout.WGMMA) for i in range(len(self.pieces))]
+    def read(self) -> list[jax.Array]:
+        """The positions that were copied, piece by piece."""
+        plgpu.barrier_wait(self.refs.x_full)
+        return [load(self.refs.x_smem.at[i], plgpu.Layout.WGMMA) for i in range(len(self.pieces))]
 
     def fetch_mask(self, step: jax.Array) -> jax.Array | None:
         """The mask of a step."""
@@ -253,31 +227,31 @@ class _Normalizer:
     def step(
         self, step: jax.Array, carry: tuple[list[jax.Array], jax.Array | None]
     ) -> tuple[list[jax.Array], jax.Array | None]:
-        """Normalises positions, given with their mask, reads the next ones, and has later ones copied."""
-        refs, (xs, factor), slot = self.refs, carry, self.walk.z_slot(step)
+        """Normalises positions, given with their mask, reads the next ones, and has those after them copied."""
+        refs, (xs, factor) = self.refs, carry
         following = self.fetch_mask(step + 1)
         if factor is not None:
             factor = factor.astype(jnp.float32)
         zs = self.normalized(xs, factor)
-        xs = self.read(step + 1)
+        xs = self.read()
         plgpu.commit_smem()  # all have read
-        self.copy(step + 1 + self.walk.x_slots)
+        self.copy(step + 2)
 
-        @pl.when(step >= self.walk.z_slots)
+        @pl.when(step > 0)
         def _() -> None:
-            plgpu.barrier_wait(refs.z_free.at[slot])
+            plgpu.barrier_wait(refs.z_free)
 
         for channels, z in zip(self.pieces, zs, strict=True):
-            refs.z_smem[slot, :, channels] = z
+            refs.z_smem[:, channels] = z
         if factor is not None:
-            refs.factor_smem[slot] = factor
+            refs.factor_smem[...] = factor
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.z_full.at[slot])
+        plgpu.barrier_arrive(refs.z_full)
         return xs, following
 
     def normalized(self, xs: list[jax.Array], factor: jax.Array | None) -> list[jax.Array]:
         """The layer norm of positions, finite where their factor of the mask is 0."""
-        c, piece = self.refs.z_smem.shape[2], self.piece
+        c, piece = self.refs.z_smem.shape[1], self.piece
         xs = [x.astype(jnp.float32) for x in xs]
         center = along_rows(mean(xs, c), piece)
         ds = [x - center for x in xs]
@@ -323,11 +297,10 @@ class _Multiplier:
         # Products go round; where a step ends with one of them, the next one goes on.
         first = jax.lax.rem(self.warpgroup + step * (-num_products % _MULTIPLIERS), _MULTIPLIERS)
         count = jax.lax.div(num_products - first + _MULTIPLIERS - 1, _MULTIPLIERS)
-        slot = self.walk.z_slot(step)
-        plgpu.barrier_wait(refs.z_full.at[slot])
+        plgpu.barrier_wait(refs.z_full)
         factor = None
         if refs.mask is not None:
-            factor = load(refs.factor_smem.at[slot], plgpu.Layout.WGMMA.reduce(1))
+            factor = load(refs.factor_smem, plgpu.Layout.WGMMA.reduce(1))
 
         def masked(side: jax.Array) -> jax.Array:
             return side if factor is None else side * along_rows(factor, COLUMNS)
@@ -335,11 +308,11 @@ class _Multiplier:
         @pl.loop(0, count)
         def _(i: jax.Array) -> None:
             j = first + i * _MULTIPLIERS
-            y = self.product(slot, j)
+            y = self.product(j)
 
             @pl.when(i == count - 1)
             def _() -> None:
-                plgpu.barrier_arrive(refs.z_free.at[slot])
+                plgpu.barrier_arrive(refs.z_free)
 
             if refs.b is not None:
                 shift = load(refs.b.at[j], plgpu.Layout.WGMMA.reduce(0))
@@ -348,14 +321,14 @@ class _Multiplier:
 
         @pl.when(count == 0)
         def _() -> None:
-            plgpu.barrier_arrive(refs.z_free.at[slot])
+            plgpu.barrier_arrive(refs.z_free)
 
-    def product(self, slot: jax.Array, j: jax.Array) -> jax.Array:
-        """Product j of the normalised positions of a slot and the weights."""
+    def product(self, j: jax.Array) -> jax.Array:
+        """Product j of the normalised positions and the weights."""
         refs = self.walk.refs
 
         def compute(sums: Ref) -> jax.Array:
-            plgpu.wgmma(sums, refs.z_smem.at[slot], refs.w_smem.at[j])
+            plgpu.wgmma(sums, refs.z_smem, refs.w_smem.at[j])
             plgpu.wgmma_wait(0)
             return sums[...]
 

@@ -6,7 +6,6 @@ multiply. It does not stop at the end of a tile, so the tensor cores find the op
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.gemm_config import Config
-from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, cluster_size, num_cores
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import tiled
 from pallas_models.kernels.mosaic.common.peers import Peers
@@ -44,6 +43,7 @@ class Product:
       transpose_a: whether `a` gives (block_k, block_m).
       transpose_b: whether `b` gives (block_n, block_k).
       first_k: the contraction of the first product of the batch where that is longer than `k`; see `TileWalk`.
+      columns: of which the columns of a tile are a multiple, for each part; fewer than 64 need `transpose_b`.
     """
 
     m: int
@@ -56,6 +56,7 @@ class Product:
     transpose_a: bool = False
     transpose_b: bool = False
     first_k: int | None = None
+    columns: int = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,13 +115,10 @@ def gemm(
       The outputs.
     """
     b_parts = len(product.b)
-    least = 8 if product.transpose_b else 64  # columns that a part has
-    if config.block_n % (least * b_parts):
+    if config.block_n % (product.columns * b_parts):
         raise ValueError(
-            f"block_n={config.block_n} must be a multiple of {least * b_parts}: it has {b_parts} parts"
+            f"block_n={config.block_n} must be a multiple of {product.columns * b_parts}: it has {b_parts} parts"
         )
-    if interpret:
-        config = dataclasses.replace(config, cluster=cluster_size(config.cluster, interpret))
     if config.split_n != epilogue.split_n:
         raise ValueError(f"{config} has {config.split_n=}; {name} needs {epilogue.split_n}")
     if config.resident and (product.batch > 1 or b_parts > 1 or product.first_k is not None):
@@ -131,7 +129,7 @@ def gemm(
         n=product.n,
         k=product.k,
         first_k=product.first_k,
-        block_m=config.block_m * config.cluster,
+        block_m=config.block_m,
         block_n=config.block_n // b_parts,
         block_k=config.block_k,
         # With `resident` there are as many CTAs as columns, or a multiple of them: row by row each stays in one.
@@ -140,11 +138,8 @@ def gemm(
     if interpret:
         check_interpreted_sizes(m=(walk.m, walk.block_m), n=(walk.n, walk.block_n), k=(walk.k, walk.block_k))
     tiles_m, tiles_n = walk.tiles
-    kernel, cores = _Kernel(config, product, epilogue, walk), num_cores(target, interpret) // config.cluster
-    if kernel.has_idle:  # each CTA gets its share of the tiles that take less
-        cores = next(count for count in range(cores, 0, -1) if math.gcd(count, tiles_m * tiles_n) == 1)
     return launch(
-        kernel,
+        _Kernel(config, product, epilogue, walk),
         operands,
         out_type,
         {
@@ -153,10 +148,9 @@ def gemm(
             **({} if epilogue.peers is None else epilogue.peers.scratch_types),
         },
         name=name,
-        num_ctas=config.num_ctas(walk.batch * tiles_m, tiles_n, cores),
+        num_ctas=config.num_ctas(walk.batch * tiles_m, tiles_n, num_cores(target, interpret)),
         num_warpgroups=config.num_consumers + 1,
         interpret=interpret,
-        cluster=config.cluster,
         unsafe_no_auto_barriers=True,  # stores and the ring have the barriers that are needed
     )
 
@@ -174,9 +168,6 @@ def _ring_types(config: Config, product: Product) -> dict[str, Any]:
     def slots(count: int, shape: tuple[int, int], transpose: bool, parts: int) -> Any:
         return tiled((count, parts, *(shape[::-1] if transpose else shape)), product.dtype)
 
-    barrier: Any = plgpu.Barrier  # at which the consumers of all CTAs arrive that a copy writes to
-    if config.cluster > 1:
-        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",))
     return dict(
         a_ring=slots(config.num_stages, (config.block_m, config.block_k), product.transpose_a, 1),
         b_ring=slots(b_stages, (config.block_k, config.block_n // b_parts), product.transpose_b, b_parts),
@@ -185,7 +176,7 @@ def _ring_types(config: Config, product: Product) -> dict[str, Any]:
             num_arrivals=1 if config.resident else 1 + b_parts,
             num_barriers=config.num_stages * (config.num_consumers if config.ping_pong else 1),
         ),
-        consumed=barrier(
+        consumed=plgpu.Barrier(
             num_arrivals=1 if config.ping_pong else config.num_consumers, num_barriers=config.num_stages
         ),
         turn=plgpu.Barrier(num_barriers=config.num_consumers),
@@ -211,24 +202,6 @@ class _Kernel:
             warpgroup=warpgroup,
         )
 
-    @property
-    def has_idle(self) -> bool:
-        """Whether warpgroups have no row of the output in some tiles, where others then have the tensor cores.
-
-        Only of a batch, of which all CTAs have many tiles.
-        """
-        config, m = self.config, self.product.m
-        shared = not (config.ping_pong or config.split_n) and self.product.batch > 1
-        return shared and self.walk.tiles[0] * self.walk.block_m - m >= config.rows
-
-    def tile(self, i: jax.Array) -> Tile:
-        """The i-th tile of this CTA."""
-        tile, block_m = self.walk.tile(i), self.config.block_m
-        if self.config.cluster == 1:
-            return tile
-        row = tile.row + jax.lax.axis_index("rank") * block_m
-        return dataclasses.replace(tile, row=row, num_rows=block_m)
-
     def ring(self, refs: Refs, warpgroup: jax.Array) -> Ring:
         """The ring as this consumer sees it: with barriers of its own if it has tiles of its own."""
         num_stages = self.config.num_stages
@@ -244,9 +217,8 @@ class _Kernel:
     def copy_tile(self, refs: Refs, i: jax.Array, first: jax.Array) -> jax.Array:
         """Copies the operands of the i-th tile to the slots from step `first` on. Returns the step after them."""
         config = self.config
-        tile = self.tile(i)
+        tile = self.walk.tile(i)
         ring = self.ring(refs, jax.lax.rem(i, config.num_consumers))
-        together = "rank" if config.cluster > 1 else None
 
         def copy_step(j: jax.Array, step: jax.Array) -> jax.Array:
             ks = pl.Slice(j * config.block_k, config.block_k)
@@ -262,8 +234,7 @@ class _Kernel:
 
             else:
                 for part, b in enumerate(self.product.b):
-                    b_slot = refs.b_ring.at[slot, part]
-                    plgpu.copy_gmem_to_smem(b(refs, tile, ks), b_slot, full, collective_axes=together)
+                    plgpu.copy_gmem_to_smem(b(refs, tile, ks), refs.b_ring.at[slot, part], full)
             return step + 1
 
         return jax.lax.fori_loop(0, self.walk.num_steps, copy_step, first)
@@ -295,7 +266,7 @@ class _Kernel:
     def finish(self, refs: Refs, i: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
         """Sums up the i-th of `count` tiles of this CTA, or this warpgroup's part of it, and stores it."""
         config = self.config
-        tile = self.tile(i)
+        tile = self.walk.tile(i)
         ring = self.ring(refs, warpgroup)
         rows: Any = slice(None)
         parts: list[Any] = list(range(len(self.product.b)))
@@ -307,16 +278,8 @@ class _Kernel:
             tile = dataclasses.replace(tile, row=tile.row + warpgroup * config.rows, num_rows=config.rows)
         accumulator = plgpu.ACC((config.rows, self.walk.block_n), jnp.float32)
         multiply = _TileSum(self, refs, ring, i, count, warpgroup, tile, rows, parts)
-
-        def finish() -> None:
-            sums = pl.run_scoped(multiply, *[accumulator] * len(parts))
-            self.epilogue.store(refs, tile, sums, warpgroup)
-
-        if self.has_idle:
-            pl.when(tile.row < self.product.m)(finish)
-            pl.when(tile.row >= self.product.m)(multiply.skip)
-        else:
-            finish()
+        sums = pl.run_scoped(multiply, *[accumulator] * len(parts))
+        self.epilogue.store(refs, tile, sums, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,16 +323,6 @@ class _TileSum:
         plgpu.wgmma_wait(0)
         self.ring.release(last)
         return [total[...] for total in sums] + totals
-
-    def skip(self) -> None:
-        """Waits for the operands and releases them: another warpgroup multiplies them."""
-        first, num_stages = self.i * self.kernel.walk.num_steps, self.kernel.config.num_stages
-
-        @pl.loop(0, self.kernel.walk.num_steps)
-        def _(j: jax.Array) -> None:
-            slot = jax.lax.rem(first + j, num_stages)
-            self.ring.wait(slot)
-            self.ring.release(slot)
 
     def prefetch(self) -> None:
         """Starts copies of what the epilogue reads."""

@@ -17,9 +17,8 @@ class Config:
     read operands most often; or, with `split_n`, its columns, a part of the right operand each. `group_m` row
     blocks are walked together before the next column block, so that CTAs running at the same time share operands
     in L2. With `resident` a CTA stays in one column block instead, whose right operand it reads once and keeps:
-    for short contractions, which fit. `cluster` CTAs have tiles below one another and read the right operand
-    together, each a part of it for all: for long contractions, which L2 limits. `num_slots` parts of outputs, of
-    64 rows and 128 bytes, may be on their way from shared memory, for each warpgroup.
+    for short contractions, which fit. `num_slots` parts of outputs, of 64 rows and 128 bytes, may be on their way
+    from shared memory, for each warpgroup.
     """
 
     block_m: int
@@ -32,7 +31,6 @@ class Config:
     num_consumers: int = 2
     split_n: bool = False
     resident: bool = False
-    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.num_consumers not in _REGISTERS:
@@ -47,10 +45,6 @@ class Config:
         widest = 256 * (self.num_consumers if self.split_n else 1)
         if self.block_n > widest:
             raise ValueError(f"{__name__}: block_n={self.block_n} must be at most {widest}")
-        if self.cluster < 1 or (self.cluster > 1 and (self.ping_pong or self.resident)):
-            raise ValueError(
-                f"{__name__}: cluster={self.cluster} must be 1, or more without ping_pong and resident"
-            )
         if self.ping_pong and self.split_n:
             raise ValueError(f"{__name__}: ping_pong and split_n: a warpgroup has tiles of its own or shares them")
         if self.num_stages < 2 or self.num_stages > 10:  # 32 barriers go together
