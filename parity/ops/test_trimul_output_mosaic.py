@@ -171,7 +171,12 @@ def test_lowers(n, x_dtype, gate_after):
     y = jax.ShapeDtypeStruct((rows, 128, columns), form.w.dtype)
     form = form.replace(ys=(y,), size=n, rows=(n, rows))
     gating = gating.replace(x=jax.ShapeDtypeStruct((n, n, 128), x_dtype))
-    assert lowered_calls(program((form, gating), interpret=False), form.operands, gating.operands) == 1
+
+    def f(*operands: Any) -> jax.Array:
+        out: jax.Array = program((form, gating), interpret=False)(*operands)
+        return out
+
+    assert lowered_calls(f, form.operands, gating.operands) == 1
 
 
 @pytest.mark.parametrize(
