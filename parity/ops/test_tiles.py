@@ -13,7 +13,15 @@ from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.tiles import Tile
 from pallas_models.kernels.mosaic.common.vectors import vector_length
 from parity.ops.test_lowering import HOPPER
-from parity.support.common import MOSAIC, MOSAIC_CALL, assert_close, cuda_device, interprets_mosaic, normal
+from parity.support.common import (
+    MOSAIC,
+    MOSAIC_CALL,
+    assert_close,
+    cuda_device,
+    float64,
+    interprets_mosaic,
+    normal,
+)
 from parity.support.primitives import all_called
 from parity.support.tolerances import LONG
 
@@ -43,6 +51,12 @@ def moving(refs: Refs, *, tile: Tile) -> None:
     for i, value in enumerate((None, 2)):
         bits = tile.bits(refs.marks, 3, 3 + marks_before_end(tile), value, tile.most_bits)
         tile.store(refs.bits, tile.index() + i * tile.rows, tile.across(bits))
+    marked = tile.sum_marked(refs.x, 1, bits, rows_to_add(tile)) + tile.across(tile.count_bits(bits))
+    tile.store(refs.marked, tile.index(), marked)
+
+
+def rows_to_add(tile: Tile) -> int:
+    return 2 if 1 + 2 * tile.rows <= M else 1
 
 
 def marks_before_end(tile: Tile) -> int:
@@ -59,6 +73,7 @@ def moved(arrays: dict[str, jax.Array], *, tile: Tile, interpret: bool) -> list[
             sums=jax.ShapeDtypeStruct((1, N), jnp.float32),
             count=jax.ShapeDtypeStruct((1, N), jnp.float32),
             bits=jax.ShapeDtypeStruct((2 * tile.rows, N), jnp.int32),
+            marked=jax.ShapeDtypeStruct((tile.rows, N), jnp.float32),
         ),
         dict(
             left=plgpu.SMEM((tile.row_warps, tile.columns), jnp.float32),
@@ -92,7 +107,7 @@ def test_tiles(tile, dtype):
     arrays = operands(tile, dtype)
     with all_called("mosaic.common.tiles"):
         call = functools.partial(moved, tile=tile, interpret=MOSAIC != "mosaic")
-        y, sums, count, bits = jax.jit(call)(arrays)
+        y, sums, count, bits, added = jax.jit(call)(arrays)
     x = np.concatenate([arrays["x"], np.zeros((1, N), dtype)])
     numbers = np.append(np.asarray(arrays["numbers"])[: tile.rows - 1][::-1], 0)  # what lies at -1 reads as 0
     expected = x[numbers + 1]
@@ -104,6 +119,11 @@ def test_tiles(tile, dtype):
     for found, is_marked in zip(np.split(np.asarray(bits[:, 0]), 2), (marks != 0, marks == 2), strict=True):
         packed = sum(is_marked[k].astype(np.uint32) << np.uint32(k) for k in range(tile.most_bits))
         np.testing.assert_array_equal(found.astype(np.uint32), packed)
+    whole = np.sum(is_marked, axis=0)[:, None] + np.zeros((1, min(tile.columns, N)))
+    for k in range(rows_to_add(tile)):
+        rows = float64(arrays["x"])[1 + k * tile.rows :][: tile.rows, : whole.shape[1]]
+        whole += np.where(is_marked[k][:, None], rows, 0.0)
+    assert_close(added[:, : whole.shape[1]], whole, LONG)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

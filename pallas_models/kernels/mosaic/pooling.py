@@ -89,11 +89,8 @@ def _kernel(refs: Refs, *, tile: Tile, config: Config, sentences: int, normalize
         total, tokens = carry
         first = start + (s * config.warpgroups + warpgroup) * (block_s * tile.rows)
         bits = tile.bits(refs.mask, first, start + length, segment, block_s)
-        valid = [(bits & (1 << k)) != 0 for k in range(block_s)]
-        # Padding is not read at all: there is no row below 0.
-        places = [jnp.where(v, first + k * tile.rows + tile.index(), -1) for k, v in enumerate(valid)]
-        loaded = [tile.load(refs.x, rows).astype(jnp.float32) for rows in places]
-        return functools.reduce(jnp.add, loaded, total), tokens + sum(v.astype(jnp.float32) for v in valid)
+        # Padding is not read at all.
+        return total + tile.sum_marked(refs.x, first, bits, block_s), tokens + tile.count_bits(bits)
 
     none = tile.index().astype(jnp.float32) * 0.0
     tokens_of_step = block_s * tile.rows * config.warpgroups

@@ -6,6 +6,7 @@ may have any number of rows and columns. Nothing here is Hopper's, but it has be
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,12 @@ def _interpreted_bits(
     numbers = _rows_of(ref[...], place.ravel()).reshape(k.shape)
     counts = (numbers != 0 if value is None else numbers == value) & (place < jnp.minimum(end, ref.shape[0]))
     return jnp.sum(jnp.left_shift(counts.astype(jnp.int32), k), axis=1)
+
+
+def _interpreted_sum_marked(self: "Tile", ref: Ref, first: jax.Array, bits: jax.Array, count: int) -> jax.Array:
+    rows = jnp.arange(self.rows, dtype=jnp.int32)
+    places = [jnp.where((bits >> k) & 1 != 0, first + k * self.rows + rows, -1) for k in range(count)]
+    return sum(_interpreted_load(self, ref, rows).astype(jnp.float32) for rows in places)
 
 
 def _interpreted_leave_sums(self: "Tile", ref: Ref, x: jax.Array) -> None:
@@ -205,6 +212,29 @@ class Tile:
         find = plgpu.inline_mgpu(arg_types=kinds, return_type=self._numbers_type(jnp.int32))
         return self._numbers(find(functools.partial(_bits, self, count))(ref, *given))
 
+    @meaning(lambda self, bits: jax.lax.population_count(bits).astype(jnp.float32))
+    def count_bits(self, bits: jax.Array) -> jax.Array:
+        """How many bits of each row are set, (rows,) float32."""
+        count = plgpu.inline_mgpu(arg_types=(self.row_layout,), return_type=self._numbers_type(jnp.float32))
+        return self._numbers(count(functools.partial(_count_bits, self))(bits))
+
+    @meaning(_interpreted_sum_marked)
+    def sum_marked(self, ref: Ref, first: jax.Array, bits: jax.Array, count: int) -> jax.Array:
+        """Adds up rows `first + k * rows + r` of `ref` (M, N) for the bits k of row r that are set, in float32.
+
+        Other rows are not read. All loads are under way before the first sum.
+
+        Args:
+          bits: of `bits`; `count` as there.
+        """
+        kinds = plgpu.RefType(), plgpu.Layout.WG_SPLAT, self.row_layout
+        result = plgpu.ShapeDtypeStruct((self.rows, self.columns), jnp.float32, layout=self.layout)
+        add = plgpu.inline_mgpu(arg_types=kinds, return_type=result)
+        total: jax.Array = add(functools.partial(_sum_marked, self, count))(
+            ref, jnp.asarray(first, jnp.int32), bits
+        )
+        return total
+
     def _numbers_type(self, dtype: Any) -> Any:
         # An array (1,) is the register that has it: MLIR drops the cast between them, and its layout with it.
         shape, layout = ((), plgpu.Layout.WG_SPLAT) if self.rows == 1 else ((self.rows,), self.row_layout)
@@ -292,10 +322,45 @@ def _bits(tile: Tile, count: int, _: Any, ref: Any, first: Any, end: Any, *value
     if tile.threads < _LANES:
         first_lane = inline.times(arith.remui(row, inline.i32(_LANES // tile.threads)), tile.threads)
         found = arith.andi(arith.shrui(found, first_lane), inline.i32((1 << tile.threads) - 1))
+    return _of_row(tile, found, is_signed=True)
+
+
+def _count_bits(tile: Tile, _: Any, bits: Any) -> Any:
+    word, arith = ir.IntegerType.get_signless(32), inline.utils.arith
+    text = "popc.b32 $0, $1;"
+    found = inline.utils.llvm.inline_asm(word, [_word(bits)], text, "=r,r", has_side_effects=False)
+    return _of_row(tile, arith.sitofp(ir.F32Type.get(), found), is_signed=None)
+
+
+def _sum_marked(tile: Tile, count: int, _: Any, ref: Any, first: Any, bits: Any) -> Any:
+    arith, word, long = inline.utils.arith, *map(ir.IntegerType.get_signless, (32, 64))
+    (_, n), layout, shape = ir.MemRefType(ref.type).shape, tile.layout.to_mgpu(), (tile.rows, tile.columns)
+    kind = ir.VectorType.get((tile.vector,), ir.MemRefType(ref.type).element_type)
+    columns = [arith.index_cast(word, index) for _, index in layout.thread_idxs(shape)]
+    row = inline.add(first.registers.item(), arith.divui(inline.thread(), inline.i32(tile.threads)))
+    loaded = []
+    for k in range(count):
+        is_marked = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(_word(bits), inline.i32(1 << k)), inline.i32(0))
+        begin = arith.muli(arith.extui(long, inline.add(row, k * tile.rows)), inline.utils.c(n, long))
+        for column in columns:
+            is_there = is_marked if n % tile.columns == 0 else arith.andi(is_marked, _below(column, n))
+            loaded.append(load_vector(kind, address(ref, arith.addi(begin, arith.extui(long, column))), is_there))
+    parts = [loaded[i : i + len(columns)] for i in range(0, len(loaded), len(columns))]
+    wide = [_fragment(part, layout, shape, kind).astype(ir.F32Type.get()) for part in parts]
+    return functools.reduce(operator.add, wide)
+
+
+def _word(bits: Any) -> Any:
+    """The bits of a thread's row."""
+    return inline.item(bits.registers.flat[0], 0)
+
+
+def _of_row(tile: Tile, number: Any, *, is_signed: bool | None) -> Any:
+    """An array of a number for each row, which each thread has of its own row."""
     if tile.rows == 1:
-        return _arrays.FragmentedArray.splat(found, (), is_signed=True)
-    layout, kind = tile.row_layout.to_mgpu(), ir.VectorType.get((1,), word)
-    return _fragment([inline.utils.vector.broadcast(kind, found)], layout, (tile.rows,), kind)
+        return _arrays.FragmentedArray.splat(number, (), is_signed=is_signed)
+    layout, kind = tile.row_layout.to_mgpu(), ir.VectorType.get((1,), number.type)
+    return _fragment([inline.utils.vector.broadcast(kind, number)], layout, (tile.rows,), kind)
 
 
 def _leave_sums(tile: Tile, _: Any, x: Any, ref: Any, warpgroup: Any) -> None:
