@@ -83,7 +83,8 @@ def _interpreted_bits(
 def _interpreted_sum_marked(self: "Tile", ref: Ref, first: jax.Array, bits: jax.Array, count: int) -> jax.Array:
     rows = jnp.arange(self.rows, dtype=jnp.int32)
     places = [jnp.where((bits >> k) & 1 != 0, first + k * self.rows + rows, -1) for k in range(count)]
-    return sum(_interpreted_load(self, ref, rows).astype(jnp.float32) for rows in places)
+    loaded = (_interpreted_load(self, ref, rows).astype(jnp.float32) for rows in places)
+    return functools.reduce(jnp.add, loaded)
 
 
 def _interpreted_leave_sums(self: "Tile", ref: Ref, x: jax.Array) -> None:
