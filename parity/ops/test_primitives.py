@@ -144,6 +144,7 @@ def transposing(refs: Refs) -> None:
     vectors = dict(rows=[load_vector(refs.scale_tile, 0)], columns=[load_vector(refs.shift_tile, 1)])
     (y,) = elementwise(affine, x, index, **vectors)
     memory.commit_reads()
+    memory.meet(refs)
     memory.store_transposed(refs.o_tile, y)
     refs.t_tile[...] = memory.load_transposed(refs.x_tile, layout)
     plgpu.commit_smem()
@@ -165,6 +166,7 @@ def transposed(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
             o_tile=memory.tiled((N, M), dtype),
             t_tile=memory.tiled((N, M), dtype),
             full=plgpu.Barrier(num_arrivals=3),
+            **memory.meeting(1, interpret),
         ),
         name="transposed",
         num_ctas=1,
