@@ -24,7 +24,7 @@ from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
 from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic.common.interpreter import cluster_size
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.row_copies import copy_rows
+from pallas_models.kernels.mosaic.common.row_copies import copy_back, copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.triton import common as triton
@@ -154,6 +154,7 @@ def transposing(refs: Refs) -> None:
     vectors = dict(rows=[load_vector(refs.scale_tile, 0)], columns=[load_vector(refs.shift_tile, 1)])
     (y,) = elementwise(affine, x, index, **vectors)
     memory.commit_reads()
+    memory.meet(refs)
     memory.store_transposed(refs.o_tile, y)
     refs.t_tile[...] = memory.load_transposed(refs.x_tile, layout)
     plgpu.commit_smem()
@@ -175,6 +176,7 @@ def transposed(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
             o_tile=memory.tiled((N, M), dtype),
             t_tile=memory.tiled((N, M), dtype),
             full=plgpu.Barrier(num_arrivals=3),
+            **memory.meeting(1, interpret),
         ),
         name="transposed",
         num_ctas=1,
@@ -241,21 +243,61 @@ def copied(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
     )
 
 
+# Mosaic: a tile, and two beside one another, to blocks that begin anywhere and end with the array.
+def leaving(refs: Refs) -> None:
+    for tile, source in ((refs.one_tile, refs.x.at[:, pl.ds(0, N // 2)]), (refs.two_tiles, refs.x)):
+        plgpu.copy_gmem_to_smem(source, tile, refs.full)
+        plgpu.barrier_wait(refs.full)
+
+    @pl.loop(1, 2)
+    def _(i: jax.Array) -> None:
+        copy_back(refs.one_tile, refs.items, (i, 8 * i, 16))
+        copy_back(refs.two_tiles, refs.channels, (0, 5 * i, 3, 8 * i))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def left(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
+    dtype = arrays["x"].dtype
+    return launch(
+        leaving,
+        arrays,
+        dict(
+            items=jax.ShapeDtypeStruct((2, 13, N), dtype),
+            channels=jax.ShapeDtypeStruct((1, M + 5, 4, N + 8), dtype),
+        ),
+        dict(
+            one_tile=memory.tiled((M, N // 2), dtype),
+            two_tiles=memory.tiled((M, N), dtype),
+            full=plgpu.Barrier(),
+        ),
+        name="left",
+        num_ctas=1,
+        num_warpgroups=1,
+        interpret=interpret,
+    )
+
+
 @pytest.mark.skipif(OLD, reason="JAX 0.10 does not interpret what lies past the end of an array")
 def test_copies_of_rows_past_the_end():
     x = normal(np.random.default_rng(75), 2, 13, N, dtype="float16")
+    back = normal(np.random.default_rng(76), M, N, dtype="float16")
     with all_called("mosaic.common.row_copies"):
         one, two = jax.jit(functools.partial(copied, interpret=MOSAIC != "mosaic"))(dict(x=x))
+        items, channels = jax.jit(functools.partial(left, interpret=MOSAIC != "mosaic"))(dict(x=back))
     expected = np.zeros((M, N), np.float16)
     expected[:5] = x[1, 8:]
     there = slice(None) if MOSAIC == "mosaic" else slice(5)  # only a GPU says what lies past the end
     np.testing.assert_array_equal(one[there], expected[there, : N // 2])
     np.testing.assert_array_equal(two[there], expected[there])
+    np.testing.assert_array_equal(items[1, 8:, 16 : 16 + N // 2], back[:5, : N // 2])
+    np.testing.assert_array_equal(channels[0, 5:, 3, 8:], back)
 
 
 @pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
 def test_copies_of_rows_past_the_end_lower():
     assert MOSAIC_CALL in lowered(copied, dict(x=jax.ShapeDtypeStruct((2, 13, N), jnp.float16)))
+    assert MOSAIC_CALL in lowered(left, dict(x=jax.ShapeDtypeStruct((M, N), jnp.float16)))
 
 
 # Mosaic: rows from registers to items of an array, the last one first, and the sums of their columns.

@@ -699,7 +699,9 @@ def test_temporaries_are_bounded(implementation, n):
     tensor, weight = 2 * n * padded * h, 2**18
     params, x = random_params(trimul.TriMulConfig(channels=c, hidden=h)), pairs(n, n, c)
     f = functools.partial(op_of(params, gate_after=False), direction="outgoing", implementation=implementation)
-    assert abs(temporaries(f, x) - 4 * tensor) < 0.1 * tensor + weight
+    computed_again = implementation == "mosaic_interpret" and jax.__version_info__ >= (0, 11)
+    tensors = 3 if computed_again else 4  # left, right, their product, and the gate
+    assert abs(temporaries(f, x) - tensors * tensor) < 0.1 * tensor + weight
     # y; and beside it left, right and y of 32 channels, or of 64, or left and right of all
     for most, least in ((1.8, 1.7), (2.55, 2.45), (3.1, 2.9)):
         taken = temporaries(functools.partial(f, max_temporary_bytes=int(most * tensor)), x)

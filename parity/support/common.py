@@ -35,6 +35,7 @@ without_gpu = pytest.mark.skipif(ON_GPU, reason="only lowers, as the suite on a 
 
 TRITON_CALL = "__gpu$xla.gpu.triton"  # the custom call that a Triton kernel is lowered to
 MOSAIC_CALL = "mosaic_gpu_v2"
+HOPPER = "NVIDIA H200", 132  # a device to lower for
 
 
 @functools.cache
@@ -252,6 +253,12 @@ def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[
     """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def lowered_calls(f: Callable[..., Any], *args: Any) -> int:
+    """How many kernels of Mosaic GPU there are in `f` lowered for a Hopper GPU."""
+    with cuda_device(*HOPPER):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text().count(f"@{MOSAIC_CALL}")
 
 
 def gpu(num_cores: int = 132, shared_memory: int = 227 * 1024) -> Target:

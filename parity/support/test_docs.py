@@ -19,19 +19,7 @@ import pytest
 
 import pallas_models
 import weights
-from pallas_models import (
-    cuequivariance,
-    gpt2,
-    minilm,
-    modernbert,
-    ops,
-    pairformer,
-    quantization,
-    qwen3,
-    target,
-    training,
-    tuning,
-)
+from pallas_models import gpt2, ops, target, tuning
 from parity import ROOT
 from parity.support import notebooks
 
@@ -155,22 +143,7 @@ def test_docstrings(function):
         assert re.search(r"float|bool|int|dtype|as in `|as `|As `", doc), f"no dtypes in {function.__qualname__}"
 
 
-OURS = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (
-        cuequivariance,
-        gpt2,
-        minilm,
-        modernbert,
-        ops,
-        pairformer,
-        quantization,
-        qwen3,
-        training,
-        tuning,
-        weights,
-    )
-}
+OURS = {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
 
 
 def calls():
