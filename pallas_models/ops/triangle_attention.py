@@ -72,11 +72,11 @@ def triangle_attention(
       scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q is
         scaled and rounded to its dtype first.
       precision: of float32 products, as in `matmul`.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: as `pallas_models.ops` has it; None for the best available, which is Triton's. `"mosaic"`
-        serves half precisions, D of 32, N of 64 to 512 in multiples of 64 and a positive scale; its gradients
-        are XLA's, or with `("mosaic", "triton")` Triton's. It copies the mask of columns, whose bias it takes
-        from JAX 0.11 on.
+      config: block sizes of the kernel; chosen as `pallas_models.tuning` says when None.
+      implementation: as `pallas_models.ops` has it; None for the best available: Mosaic's where it serves a call
+        with a bias, and Triton's, whose gradients both have. `"mosaic"` serves half precisions, D of 32, N in
+        multiples of 64 and a positive scale; its gradients are XLA's, or with `("mosaic", "triton")` Triton's. It
+        copies the mask and the bias of columns.
 
     Returns:
       As q.
