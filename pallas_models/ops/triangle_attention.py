@@ -75,8 +75,8 @@ def triangle_attention(
       config: block sizes of the kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available: Mosaic's where it serves a call
         with a bias, and Triton's, whose gradients both have. `"mosaic"` serves half precisions, D of 32, N in
-        multiples of 64 and a positive scale; its gradients are XLA's, or with `("mosaic", "triton")` Triton's. It
-        copies the mask and the bias of columns.
+        multiples of 64 (before JAX 0.11 up to 512) and a positive scale; its gradients are XLA's, or with
+        `("mosaic", "triton")` Triton's. It copies the mask and the bias of columns.
 
     Returns:
       As q.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_models import _jax
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.attention_kernel import attention_kernel
 from pallas_models.kernels.mosaic.attention_plan import Plan
@@ -62,6 +63,10 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
         )
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
+    if form.item_axis is not None and not _jax.since(
+        0, 11
+    ):  # whose interpreter waits for ever for lines past the end
+        return f"needs JAX 0.11 or newer for pairs, not {jax.__version__}"
     return None
 
 
