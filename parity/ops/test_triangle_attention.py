@@ -461,7 +461,8 @@ def test_mosaic_kernel_lowers_and_is_the_default_with_a_bias(n, bias_dtype, dire
         text = lowered_for_cuda(f("mosaic"), *pairs, bias, mask)
         default = lowered_for_cuda(f(None), *pairs, bias, mask)
     assert text.count(f"@{MOSAIC_CALL}") == 1 and TRITON_CALL not in text
-    chosen, other = (MOSAIC_CALL, TRITON_CALL) if bias is not None and _jax.since(0, 11) else (TRITON_CALL, MOSAIC_CALL)
+    mosaic_first = bias is not None and _jax.since(0, 11)
+    chosen, other = (MOSAIC_CALL, TRITON_CALL) if mosaic_first else (TRITON_CALL, MOSAIC_CALL)
     assert default.count(chosen) == 1 and other not in default
 
 
