@@ -481,6 +481,24 @@ def test_sampled_rows(implementation):
     assert_close(out[rows], rows_in_float32(params, x, rows, piece), 1.5e-2)
 
 
+# Compiled by ptxas for sm_80 and sm_89: channels, hidden channels, gate after the product, stages, bytes.
+SHARED_MEMORY = [
+    (128, 128, True, 1, 49_152),
+    (128, 128, True, 3, 81_920),
+    (128, 128, False, 1, 49_152),
+    (128, 128, False, 2, 81_920),
+    (128, 128, False, 3, 114_688),
+    (64, 64, True, 3, 32_768),
+    (64, 64, False, 3, 49_152),
+]
+
+
+@pytest.mark.parametrize("c, h, gate_after, num_stages, taken", SHARED_MEMORY)
+def test_the_end_takes_the_shared_memory_that_was_thought(c, h, gate_after, num_stages, taken):
+    config = trimul_output.Config(block_m=64, block_n=64, programs_per_core=2, num_warps=4, num_stages=num_stages)
+    assert trimul_output.shared_memory(config, h, c, "bfloat16", gate_after=gate_after) == taken
+
+
 # Projections in several blocks of columns
 
 
