@@ -10,19 +10,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.records import Backward, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms import attention as attention_forms
 from pallas_models.kernels.forms.triangle_attention import DIRECTIONS, Direction, Form
 from pallas_models.kernels.mosaic import attention as mosaic
-from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops.attention import attend_to_all
-from pallas_models.target import AMPERE_ON, HOPPER
+from pallas_models.ops.attention import KERNELS, attend_to_all
 from pallas_models.tuning import Chooser
 
 
@@ -173,31 +171,7 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
 OP: Op[Form[Any]] = Op(
     name="triangle_attention",
     reference=reference,
-    kernels=(
-        Kernel(
-            backend="mosaic",
-            architectures=HOPPER,
-            call=mosaic.attention,
-            config=mosaic.Config,
-            refuses=mosaic.unsupported,
-            preferred=mosaic.prefer,
-        ),
-        Kernel(
-            backend="mosaic",
-            architectures=HOPPER,
-            call=mosaic_resident.attention,
-            config=None,
-            refuses=mosaic_resident.unsupported,
-            preferred=mosaic_resident.prefer,
-        ),
-        Kernel(
-            backend="triton",
-            architectures=AMPERE_ON,
-            call=triton.attention,
-            config=triton.Config,
-            refuses=triton.unsupported,
-        ),
-    ),
+    kernels=KERNELS,
     backward=(
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),

@@ -248,8 +248,8 @@ def check(reference, module, calls: dict[str, tuple[Part, Data]], dtype="float32
     operands = {name: (part.params(dtype), *part.arrays(given, masked)) for name, (part, given) in calls.items()}
     found = together(
         {
-            name: (part.call(**options), (params, mask, *floats))
-            for (name, (part, _)), (params, floats, mask) in zip(calls.items(), operands.values(), strict=True)
+            name: (calls[name][0].call(**options), (params, mask, *floats))
+            for name, (params, floats, mask) in operands.items()
         }
     )
     for name, (params, floats, mask) in operands.items():

@@ -63,9 +63,7 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
         )
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
-    if form.item_axis is not None and not _jax.since(
-        0, 11
-    ):  # whose interpreter waits for ever for lines past the end
+    if form.item_axis is not None and not _jax.since(0, 11):  # before, the interpreter waits for ever
         return f"needs JAX 0.11 or newer for pairs, not {jax.__version__}"
     return None
 
@@ -73,9 +71,9 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
 def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
     del target
-    # Triton's tiles are smaller, so that it skips more of what masks rule out.
     if form.item_axis is not None:
         return form.bias is not None
+    # Triton's tiles are smaller, so that it skips more of what masks rule out.
     if form.head_dim == 64 and form.has_masks:
         return False
     if form.window is not None and form.window < (1024 if form.head_dim == 64 else 128):

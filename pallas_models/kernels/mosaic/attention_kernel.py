@@ -29,9 +29,8 @@ from pallas_models.kernels.mosaic.common.warp_specialization import Role, specia
 
 _REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}  # of a thread that computes and of one that copies
 _Sums = tuple[Ref, ...]  # of the values by their weights, and of the weights if tensor cores add those up
-_Carry = tuple[
-    jax.Array, jax.Array, jax.Array | None, jax.Array
-]  # weights, maxima, sums of rows; slot of the keys
+# Weights, maxima and sums of rows, slot of the keys.
+_Carry = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
 
 
 def _rings(refs: Refs, plan: Plan) -> tuple[Ring, Ring]:

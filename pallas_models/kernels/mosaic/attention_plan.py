@@ -1,7 +1,6 @@
 """What is known of a launch of `attention` on Hopper beforehand, and the tiles that each CTA walks over."""
 
 import dataclasses
-import math
 from typing import Any, Self
 
 import jax
@@ -21,6 +20,7 @@ from pallas_models.kernels.mosaic.common.attention_walk import (
 )
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, tiled
+from pallas_models.kernels.mosaic.common.scores import exponent_scale
 
 div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
 
@@ -107,11 +107,7 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """The factor of exponents to the base 2, which are the GPU's own.
-
-        Scores stay unscaled up to them, where there is no bias to be added.
-        """
-        return (self.form.sm_scale if self.form.bias is None else 1.0) * math.log2(math.e)
+        return exponent_scale(self.form)
 
     @property
     def row_bytes(self) -> int:

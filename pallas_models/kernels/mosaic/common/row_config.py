@@ -15,10 +15,8 @@ _MOST_THREADS = 1024  # of a CTA
 _KEPT = 128  # bytes of rows in a thread, beside what it computes from them
 _HELD, _WHOLE = 32, 512  # elements of a row in a thread, in float32, and threads that have registers for as many
 _BLOCK = 8192  # columns that threads have at a time of rows that they keep or walk
-_FEWER, _MANY = (
-    128,
-    8192,
-)  # threads of a row of which each may hold half as much; rows that are worth taking by twos
+_FEWER = 128  # threads of a row: each of these may hold half as much
+_MANY = 8192  # rows: so many are worth taking by twos
 LONGEST_HELD = 32768  # columns, in any number and dtype
 
 
