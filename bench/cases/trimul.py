@@ -338,7 +338,7 @@ TUNABLES = {
     for kernel, implementation in {
         "trimul_project": {"implementation": "triton"},  # Mosaic's has no tiles to choose
         "trimul_product": {},
-        "trimul_output": {},
+        "trimul_output": {"implementation": "triton"},  # nor has Mosaic's
     }.items()
 } | {
     kernel: Tunable(

@@ -395,34 +395,37 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     )
 
 
+# Of triangle attention, too: its form has all that they ask of one.
+KERNELS: tuple[Kernel[Any], ...] = (
+    Kernel(
+        backend="mosaic",
+        architectures=HOPPER,
+        call=mosaic.attention,
+        config=mosaic.Config,
+        refuses=mosaic.unsupported,
+        preferred=mosaic.prefer,
+    ),
+    Kernel(
+        backend="mosaic",
+        architectures=HOPPER,
+        call=mosaic_resident.attention,
+        config=None,
+        refuses=mosaic_resident.unsupported,
+        preferred=mosaic_resident.prefer,
+    ),
+    Kernel(
+        backend="triton",
+        architectures=AMPERE_ON,
+        call=triton.attention,
+        config=triton.Config,
+        refuses=triton.unsupported,
+    ),
+)
+
 OP: Op[Form[Any]] = Op(
     name="attention",
     reference=reference,
-    kernels=(
-        Kernel(
-            backend="mosaic",
-            architectures=HOPPER,
-            call=mosaic.attention,
-            config=mosaic.Config,
-            refuses=mosaic.unsupported,
-            preferred=mosaic.prefer,
-        ),
-        Kernel(
-            backend="mosaic",
-            architectures=HOPPER,
-            call=mosaic_resident.attention,
-            config=None,
-            refuses=mosaic_resident.unsupported,
-            preferred=mosaic_resident.prefer,
-        ),
-        Kernel(
-            backend="triton",
-            architectures=AMPERE_ON,
-            call=triton.attention,
-            config=triton.Config,
-            refuses=triton.unsupported,
-        ),
-    ),
+    kernels=KERNELS,
     backward=(
         Backward(
             backend="mosaic",

@@ -14,7 +14,7 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.mosaic import embedding as mosaic
-from pallas_models.kernels.mosaic.common.backend import PORTABLE
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
@@ -185,14 +185,15 @@ _OP: Op[Form[Any]] = Op(
     name="embed_tokens",
     reference=reference,
     kernels=(
-        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),
         Kernel(
             backend="mosaic",
             architectures=PORTABLE,
             call=mosaic.embed_tokens,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
+            preferred=prefer_nowhere,
         ),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),
     ),
     backward=(Backward(backend="triton", call=_backward),),
     sharding=Sharding(equation="b S, b S, b S, V D, P D, T D, D, D -> b S D"),

@@ -18,6 +18,7 @@ from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Activation, Algorithm, Form
 from pallas_models.kernels.mosaic import activation_backward as mosaic_activation
 from pallas_models.kernels.mosaic import matmul as mosaic
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.matmul_backward import unsupported as weight_gradient_unsupported
@@ -281,14 +282,16 @@ _OP: Op[Form[Any]] = Op(
         ),
         Backward(backend="xla", call=backward, refuses=_has_activation),
         Backward(
-            backend="triton",
-            call=functools.partial(backward, epilogue=triton_activation.activation_backward),
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=functools.partial(backward, epilogue=mosaic_activation.activation_backward),
             keeps=-1,
             options=_PREACTIVATION,
+            preferred=prefer_nowhere,
         ),
         Backward(
-            backend="mosaic",
-            call=functools.partial(backward, epilogue=mosaic_activation.activation_backward),
+            backend="triton",
+            call=functools.partial(backward, epilogue=triton_activation.activation_backward),
             keeps=-1,
             options=_PREACTIVATION,
         ),

@@ -15,7 +15,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic import norm as mosaic
 from pallas_models.kernels.mosaic import norm_backward as mosaic_backward
-from pallas_models.kernels.mosaic.common.backend import PORTABLE
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton import norm_backward as triton_backward
 from pallas_models.ops import _checks
@@ -327,8 +327,14 @@ _OP: Op[Form[Any]] = Op(
     name="norm",
     reference=reference,
     kernels=(
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=mosaic.norm,
+            config=mosaic.Config,
+            preferred=prefer_on_hopper,
+        ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.norm, config=triton.Config),
-        Kernel(backend="mosaic", architectures=PORTABLE, call=mosaic.norm, config=mosaic.Config),
     ),
     backward=(
         Backward(

@@ -17,7 +17,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.pooling import TINY
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.mosaic import pooling as mosaic
-from pallas_models.kernels.mosaic.common.backend import PORTABLE
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -215,14 +215,15 @@ _OP: Op[Form[Any]] = Op(
     name="mean_pool",
     reference=reference,
     kernels=(
-        Kernel(backend="triton", architectures=AMPERE_ON, call=_with_mean(triton.mean_pool), config=triton.Config),
         Kernel(
             backend="mosaic",
             architectures=PORTABLE,
             call=_with_mean(mosaic.mean_pool),
             config=mosaic.Config,
             refuses=mosaic.unsupported,
+            preferred=prefer_nowhere,
         ),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=_with_mean(triton.mean_pool), config=triton.Config),
     ),
     sharding=Sharding(equation="b S N, b S -> b N, b N"),
     backward=(Backward(backend="xla", call=_backward, keeps=-1, options={"return_mean": True}),),
@@ -232,17 +233,18 @@ _SEGMENTS: Op[SegmentForm[Any]] = Op(
     reference=segment_reference,
     kernels=(
         Kernel(
-            backend="triton",
-            architectures=AMPERE_ON,
-            call=_with_mean(triton.segment_mean_pool),
-            config=triton.Config,
-        ),
-        Kernel(
             backend="mosaic",
             architectures=PORTABLE,
             call=_with_mean(mosaic.segment_mean_pool),
             config=mosaic.Config,
             refuses=mosaic.unsupported,
+            preferred=prefer_nowhere,
+        ),
+        Kernel(
+            backend="triton",
+            architectures=AMPERE_ON,
+            call=_with_mean(triton.segment_mean_pool),
+            config=triton.Config,
         ),
     ),
     sharding=Sharding(equation="B S N, B S -> M N, M N"),

@@ -17,7 +17,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.mosaic import rotary as mosaic
 from pallas_models.kernels.mosaic import rotary_backward as mosaic_backward
-from pallas_models.kernels.mosaic.common.backend import PORTABLE
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton import rotary_backward as triton_backward
 from pallas_models.ops import _checks
@@ -191,24 +191,26 @@ _OP: Op[Form[Any]] = Op(
     name="rotary",
     reference=reference,
     kernels=(
-        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),
         Kernel(
             backend="mosaic",
             architectures=PORTABLE,
             call=mosaic.rotary,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
+            preferred=prefer_nowhere,
         ),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),
     ),
     sharding=Sharding(equation="b s F, b s C, b s C, D, D -> b s F"),
     backward=(
         Backward(
-            backend="triton", call=functools.partial(_backward, triton.rotary, triton_backward.rotary_backward)
-        ),
-        Backward(
             backend="mosaic",
             call=functools.partial(_backward, mosaic.rotary, mosaic_backward.rotary_backward),
             refuses=mosaic.unsupported,
+            preferred=prefer_nowhere,
+        ),
+        Backward(
+            backend="triton", call=functools.partial(_backward, triton.rotary, triton_backward.rotary_backward)
         ),
     ),
 )

@@ -16,7 +16,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.softmax import ALGORITHMS, Algorithm, Form
 from pallas_models.kernels.mosaic import softmax as mosaic
 from pallas_models.kernels.mosaic import softmax_backward as mosaic_backward
-from pallas_models.kernels.mosaic.common.backend import PORTABLE
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import softmax as triton
 from pallas_models.kernels.triton.softmax_backward import softmax_backward
 from pallas_models.ops import _checks
@@ -145,18 +145,25 @@ _OP: Op[Form[Any]] = Op(
     name="softmax",
     reference=reference,
     kernels=(
-        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),
         Kernel(
             backend="mosaic",
             architectures=PORTABLE,
             call=mosaic.softmax,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
+            preferred=mosaic.prefer,
         ),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.softmax, config=triton.Config),
     ),
     backward=(
+        Backward(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=mosaic_backward.softmax_backward,
+            keeps=1,
+            preferred=prefer_on_hopper,
+        ),
         Backward(backend="triton", call=softmax_backward, keeps=1),
-        Backward(backend="mosaic", architectures=PORTABLE, call=mosaic_backward.softmax_backward, keeps=1),
     ),
     sharding=_sharding,
 )

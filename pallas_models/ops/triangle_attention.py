@@ -10,18 +10,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_models._implementation import Implementation
-from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models.dispatch.records import Backward, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms import attention as attention_forms
 from pallas_models.kernels.forms.triangle_attention import DIRECTIONS, Direction, Form
-from pallas_models.kernels.mosaic import attention_resident as mosaic_resident
+from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
-from pallas_models.ops.attention import attend_to_all
-from pallas_models.target import AMPERE_ON, HOPPER
+from pallas_models.ops.attention import KERNELS, attend_to_all
 from pallas_models.tuning import Chooser
 
 
@@ -35,7 +34,7 @@ def triangle_attention(
     direction: Direction,
     scale: float | Array | None = None,
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | Chooser | None = None,
+    config: mosaic.Config | triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the attention of AlphaFold's triangles, between the pairs of a row or between those of a column.
@@ -71,11 +70,11 @@ def triangle_attention(
       scale: factor on the scores; 1 / sqrt(D) when None. Where it is an array of one number, as when traced, q is
         scaled and rounded to its dtype first.
       precision: of float32 products, as in `matmul`.
-      config: block sizes of the Triton kernel; chosen as `pallas_models.tuning` says when None.
-      implementation: as `pallas_models.ops` has it; None for the best available, which is Triton's. `"mosaic"`
-        serves half precisions, D of 32, N of 64 to 512 in multiples of 64 and a positive scale; its gradients
-        are XLA's, or with `("mosaic", "triton")` Triton's. It copies the mask of columns, whose bias it takes
-        from JAX 0.11 on.
+      config: block sizes of the kernel; chosen as `pallas_models.tuning` says when None.
+      implementation: as `pallas_models.ops` has it; None for the best available: Mosaic's where it serves a call
+        with a bias, and Triton's, whose gradients both have. `"mosaic"` serves half precisions, D of 32, N in
+        multiples of 64 (before JAX 0.11 up to 512) and a positive scale; its gradients are XLA's, or with
+        `("mosaic", "triton")` Triton's. It copies the mask and the bias of columns.
 
     Returns:
       As q.
@@ -172,23 +171,7 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
 OP: Op[Form[Any]] = Op(
     name="triangle_attention",
     reference=reference,
-    kernels=(
-        Kernel(
-            backend="mosaic",
-            architectures=HOPPER,
-            call=mosaic_resident.attention,
-            config=None,
-            refuses=mosaic_resident.unsupported,
-            preferred=mosaic_resident.prefer,
-        ),
-        Kernel(
-            backend="triton",
-            architectures=AMPERE_ON,
-            call=triton.attention,
-            config=triton.Config,
-            refuses=triton.unsupported,
-        ),
-    ),
+    kernels=KERNELS,
     backward=(
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),

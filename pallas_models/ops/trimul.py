@@ -92,7 +92,9 @@ def triangle_update(
     its own; but on Hopper GPUs, under `jax.jit` and where N is no multiple of 64, as many as there are pairs.
 
     Beside x and the result kernels take (3 H + G) P s bytes, where P is all pairs, with N in multiples of 64, and
-    s the bytes of `compute_dtype`. Where `max_temporary_bytes` is less, they compute left, right and y for h of
+    s the bytes of `compute_dtype`. G is 0 here on Hopper GPUs where C and H are 64 or 128 and products have 16
+    bits: the last kernel computes the gate, where no gradient wants to keep it.
+    Where `max_temporary_bytes` is less, they compute left, right and y for h of
     the hidden channels at a time, and then gate and result for r rows: the largest h, a divisor of H and multiple
     of 32, or H, and the largest r, G in multiples of 128, for which
 

@@ -357,24 +357,21 @@ def test_a_legend_fits_below_its_plot():
 def test_pages_are_served(tmp_path):
     """By a process that an interrupt ends, at a free port of this machine."""
     results.save(softmax_result(), tmp_path)
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "bench",
-        "report",
-        "--results",
-        str(tmp_path),
-        "--no-readme",
-        "--serve",
-        "0",
-    ]
+    arguments = ["report", "--results", str(tmp_path), "--no-readme", "--serve", "0"]
+    code = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+from bench.__main__ import main
+raise SystemExit(main({arguments!r}))
+"""
+    command = [sys.executable, "-u", "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         try:
             url = next(line.strip() for line in program.stdout if line.startswith("http"))
             assert url.startswith("http://127.0.0.1:") and url.endswith("/report/")
             with urllib.request.urlopen(url) as page:
                 assert b"8192x4096" in page.read()
-        finally:
             program.send_signal(signal.SIGINT)
-        assert program.wait(30) == 0
+            assert program.wait(30) == 0
+        finally:
+            program.kill()  # or leaving would wait for it

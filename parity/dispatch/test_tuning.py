@@ -361,7 +361,7 @@ class TestBadTables:
 
     def test_a_config_of_another_kind(self):
         config = norm.Config(block_m=1, block_n=128, num_warps=1)
-        expected = r"expected .*softmax\.Config or .*row_config\.Config, a tuning\.Table or None"
+        expected = r"expected .*row_config\.Config or .*softmax\.Config, a tuning\.Table or None"
         with pytest.raises(TypeError, match=f"config is a Config; {expected}"):
             ops.softmax(jnp.ones((2, 3)), config=config, implementation="interpret")
 

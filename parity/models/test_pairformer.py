@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -26,7 +27,6 @@ from pallas_models.pairformer import (
 from pallas_models.trimul import TriMulConfig
 from parity.ops.test_lowering import DEVICES, lowered_for_cuda
 from parity.support.common import (
-    IMPLEMENTATIONS,
     KERNEL,
     ON_GPU,
     array,
@@ -36,9 +36,11 @@ from parity.support.common import (
     cuda_device,
     float64,
     kernel_calls,
+    naming,
     normal,
     random_params,
     relative_error,
+    together,
 )
 from parity.support.tolerances import CHAIN, LONG, MODEL, MODEL_GRADIENT, SAME
 
@@ -241,40 +243,41 @@ PARTS = {
 every_part = pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 
 
-@functools.cache
-def compiled(part: Part, implementation: str | None, **options: Any) -> Callable[..., jax.Array]:
-    return jax.jit(part.call(implementation=implementation, **options))
+def check(reference, module, calls: dict[str, tuple[Part, Data]], dtype="float32", masked=True, **options) -> None:
+    """Parts with their inputs, by names, against torch."""
+    operands = {name: (part.params(dtype), *part.arrays(given, masked)) for name, (part, given) in calls.items()}
+    found = together(
+        {
+            name: (calls[name][0].call(**options), (params, mask, *floats))
+            for name, (params, floats, mask) in operands.items()
+        }
+    )
+    for name, (params, floats, mask) in operands.items():
+        with naming(name):
+            assert found[name].dtype == floats[0].dtype
+            expected = reference.compute(calls[name][0].in_torch(module), params, mask, *floats)
+            compute_dtype = options.get("compute_dtype", dtype)
+            assert_close(found[name], expected, MODEL[compute_dtype])
+            if compute_dtype != dtype:  # or it would compute in its own
+                assert relative_error(found[name], expected) > LONG
 
 
-def check(reference, module, part: Part, given: Data, implementation, dtype="float32", masked=True, **options):
-    params, (floats, mask) = part.params(dtype), part.arrays(given, masked)
-    out = compiled(part, implementation, **options)(params, mask, *floats)
-    assert out.dtype == floats[0].dtype
-    expected = reference.compute(part.in_torch(module), params, mask, *floats)
-    assert_close(out, expected, MODEL[dtype])
+def test_parts(reference, torch_pairformer, implementation, dtype):
+    calls = {name: (part, data(dtype=dtype)) for name, part in PARTS.items()}
+    check(reference, torch_pairformer, calls, dtype, implementation=implementation)
 
 
-@every_part
-def test_parts(reference, torch_pairformer, part, implementation, dtype):
-    check(reference, torch_pairformer, part, data(dtype=dtype), implementation, dtype)
-
-
-@every_part
 @pytest.mark.parametrize("n", SIZES)
-def test_parts_of_any_size_without_a_mask(reference, torch_pairformer, part, n):
+def test_parts_of_any_size_without_a_mask(reference, torch_pairformer, n):
     for batch in (1, 3) if n < 9 else (1,):
-        check(reference, torch_pairformer, part, data(n, batch=batch), KERNEL if ON_GPU else "xla", masked=False)
+        calls = {name: (part, data(n, batch=batch)) for name, part in PARTS.items()}
+        check(reference, torch_pairformer, calls, masked=False, implementation=KERNEL if ON_GPU else "xla")
 
 
-@every_part
-def test_products_in_half_precision_of_float32(reference, torch_pairformer, part):
-    for compute_dtype in ("bfloat16", "float16"):
-        params, (floats, mask) = part.params(), part.arrays(data())
-        out = compiled(part, "xla", compute_dtype=compute_dtype)(params, mask, *floats)
-        assert out.dtype == "float32"
-        expected = reference.compute(part.in_torch(torch_pairformer), params, mask, *floats)
-        assert relative_error(out, expected) > LONG  # or it would compute in float32
-        assert_close(out, expected, MODEL[compute_dtype])
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
+def test_products_in_half_precision_of_float32(reference, torch_pairformer, compute_dtype):
+    calls = {name: (part, data()) for name, part in PARTS.items()}
+    check(reference, torch_pairformer, calls, implementation="xla", compute_dtype=compute_dtype)
 
 
 def gradients_in_torch(reference, function: Callable[..., Any], params: Any, mask: Any, floats, cotangent):
@@ -317,21 +320,25 @@ def of_relu(error: float) -> float:
 OF_RELU = {"float32": 0.0, "bfloat16": of_relu(2.0**-9)}
 
 
-@every_part
 @pytest.mark.parametrize("dtype", GRADIENT)
-def test_gradients_of_parts(reference, torch_pairformer, part, implementation, dtype):
-    params, (floats, mask) = part.params(dtype), part.arrays(data(dtype=dtype))
-    call = part.call(implementation=implementation)
-    shape = jax.eval_shape(call, params, mask, *floats)
-    cotangent = normal(np.random.default_rng(5), *shape.shape, dtype=dtype)
+def test_gradients_of_parts(reference, torch_pairformer, implementation, dtype):
+    calls, expected = {}, {}
+    for name, part in PARTS.items():
+        params, (floats, mask) = part.params(dtype), part.arrays(data(dtype=dtype))
+        call = part.call(implementation=implementation)
+        shape = jax.eval_shape(call, params, mask, *floats)
+        cotangent = normal(np.random.default_rng(5), *shape.shape, dtype=dtype)
+        calls[name] = functools.partial(pull, call), (cotangent, params, mask, *floats)
+        in_torch = part.in_torch(torch_pairformer)
+        expected[name] = gradients_in_torch(reference, in_torch, params, mask, floats, cotangent)
+    for name, gradients in together(calls).items():
+        tolerance = max(GRADIENT[dtype], OF_RELU[dtype] if name == "relu" else 0.0)
+        with naming(name):
+            assert_gradients(gradients, expected[name], tolerance)
 
-    @jax.jit
-    def pull(params, cotangent, *floats):
-        return jax.vjp(lambda params, *floats: call(params, mask, *floats), params, *floats)[1](cotangent)
 
-    expected = gradients_in_torch(reference, part.in_torch(torch_pairformer), params, mask, floats, cotangent)
-    tolerance = max(GRADIENT[dtype], OF_RELU[dtype] if part is PARTS["relu"] else 0.0)
-    assert_gradients(pull(params, cotangent, *floats), expected, tolerance)
+def pull(call: Callable[..., jax.Array], cotangent: jax.Array, params: Any, mask: Any, *floats: jax.Array) -> Any:
+    return jax.vjp(lambda params, *floats: call(params, mask, *floats), params, *floats)[1](cotangent)
 
 
 @every_part
@@ -362,11 +369,10 @@ def block_call(config: Any, n: int = N, dtype: str = "float32"):
     return pairformer.evoformer_block, (given.msa, given.pair), masks, variant
 
 
-every_block = pytest.mark.parametrize(
-    "config",
-    [*BLOCKS.values(), *EVOFORMERS.values()],
-    ids=[f"block of {name}" for name in BLOCKS] + [f"evoformer of {name}" for name in EVOFORMERS],
-)
+EVERY_BLOCK = {f"block of {name}": config for name, config in BLOCKS.items()} | {
+    f"evoformer of {name}": config for name, config in EVOFORMERS.items()
+}
+every_block = pytest.mark.parametrize("config", EVERY_BLOCK.values(), ids=EVERY_BLOCK)
 
 
 def expected_of(reference, module, config: Any, params: Any, arrays: Any, masks: Any, variant: Any) -> list[Any]:
@@ -380,62 +386,57 @@ def expected_of(reference, module, config: Any, params: Any, arrays: Any, masks:
     return [None if x is None else x.cpu().numpy() for x in out]
 
 
-@every_block
-def test_blocks(reference, torch_pairformer, config, implementation):
-    if (
-        ON_GPU
-        and implementation != IMPLEMENTATIONS[-1]
-        and config not in (BLOCKS["alphafold3"], EVOFORMERS["alphafold2"])
-    ):
-        pytest.skip(
-            "on a GPU two blocks run in each implementation, as all parts do, and the others in the default"
-        )
-    for dtype in ("float32", "bfloat16"):
-        if (dtype, implementation) == ("bfloat16", "interpret"):
-            continue  # the parts have it
+def test_blocks(reference, torch_pairformer, implementation):
+    calls, expected = {}, {}
+    dtypes = ("float32",) if implementation == "interpret" else ("float32", "bfloat16")  # the parts have it
+    for dtype, (name, config) in itertools.product(dtypes, EVERY_BLOCK.items()):
         function, arrays, masks, variant = block_call(config, dtype=dtype)
         params = params_of(config, dtype)
         call = functools.partial(function, implementation=implementation, **variant)
-        out = jax.jit(call)(params, *arrays, **masks)
-        for x, wanted, given in zip(
-            out,
-            expected_of(reference, torch_pairformer, config, params, arrays, masks, variant),
-            arrays,
-            strict=True,
-        ):
-            assert (x is None) == (wanted is None)
-            if x is not None:
-                assert x.dtype == given.dtype
-                assert_close(x, wanted, MODEL[dtype])
+        calls[name, dtype] = functools.partial(with_masks, call), (masks, params, *arrays)
+        expected[name, dtype] = expected_of(reference, torch_pairformer, config, params, arrays, masks, variant)
+    for (name, dtype), out in together(calls).items():
+        for x, wanted in zip(out, expected[name, dtype], strict=True):
+            with naming(f"{name}, {dtype}"):
+                assert (x is None) == (wanted is None)
+                if x is not None:
+                    assert x.dtype == dtype
+                    assert_close(x, wanted, MODEL[dtype])
 
 
-@every_block
-def test_gradients_of_blocks(reference, torch_pairformer, config):
+def with_masks(call: Callable[..., Any], masks: dict[str, jax.Array], params: Any, *arrays: Any) -> Any:
+    return call(params, *arrays, **masks)
+
+
+def test_gradients_of_blocks(reference, torch_pairformer):
     import torch
 
-    function, arrays, masks, variant = block_call(config)
-    params = params_of(config)
-    kept = [x for x in arrays if x is not None]
-    rng = np.random.default_rng(6)
-    cotangents = [normal(rng, *x.shape) for x in kept]
-    leaves, tree = jax.tree.flatten(params)
-
-    def pull(params, *arrays):
+    calls, expected = {}, {}
+    for name, config in EVERY_BLOCK.items():
+        function, arrays, masks, variant = block_call(config)
+        params = params_of(config)
+        kept = [x for x in arrays if x is not None]
+        rng = np.random.default_rng(6)
+        cotangents = [normal(rng, *x.shape) for x in kept]
+        leaves, tree = jax.tree.flatten(params)
         call = functools.partial(function, implementation=KERNEL if ON_GPU else "xla", **variant, **masks)
-        return jax.vjp(lambda params, *arrays: jax.tree.leaves(call(params, *arrays)), params, *arrays)[1](
-            cotangents
+        calls[name] = functools.partial(pull_all, call, cotangents), (params, *kept)
+        in_torch = torch_pairformer.block if function is pairformer.block else torch_pairformer.evoformer_block
+        tensors = [reference.tensor(x).requires_grad_() for x in (*leaves, *kept)]
+        out = in_torch(
+            tree.unflatten(tensors[: len(leaves)]), *tensors[len(leaves) :], **reference.tensor(masks), **variant
         )
+        out = [x for x in out if x is not None]
+        gradients = torch.autograd.grad(out, tensors, [*map(reference.tensor, cotangents)])
+        expected[name] = [g.cpu().numpy() for g in gradients]
+    for name, gradients in together(calls).items():
+        has_relu = EVERY_BLOCK[name].pair.transition.kind == "relu"
+        with naming(name):
+            assert_gradients(gradients, expected[name], max(MODEL_GRADIENT, of_relu(CHAIN) if has_relu else 0.0))
 
-    in_torch = torch_pairformer.block if function is pairformer.block else torch_pairformer.evoformer_block
-    tensors = [reference.tensor(x).requires_grad_() for x in (*leaves, *kept)]
-    out = in_torch(
-        tree.unflatten(tensors[: len(leaves)]), *tensors[len(leaves) :], **reference.tensor(masks), **variant
-    )
-    out = [x for x in out if x is not None]
-    expected = [g.cpu().numpy() for g in torch.autograd.grad(out, tensors, [*map(reference.tensor, cotangents)])]
-    has_relu = config.pair.transition.kind == "relu"
-    tolerance = max(MODEL_GRADIENT, of_relu(CHAIN) if has_relu else 0.0)
-    assert_gradients(jax.jit(pull)(params, *kept), expected, tolerance)
+
+def pull_all(call: Callable[..., Any], cotangents: list[jax.Array], params: Any, *arrays: jax.Array) -> Any:
+    return jax.vjp(lambda params, *arrays: jax.tree.leaves(call(params, *arrays)), params, *arrays)[1](cotangents)
 
 
 @every_block

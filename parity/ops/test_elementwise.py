@@ -151,6 +151,9 @@ def execute(text: str, words: dict[str, Any]) -> dict[str, Any]:
             words[target] = tuple(dtype(value(x)) for x in reversed(operands))
         elif name == "cvt":
             words[target] = np.float32(value(operands[0]))
+        elif name in ("shl", "and"):  # numbers in bfloat16 are the upper halves of their float32
+            assert operands[1] == {"shl": "16", "and": "65536"}[name]
+            words[target] = np.float32(value(operands[0])[name == "and"])
         else:
             words[target] = PTX[name](*map(value, operands))
     return words

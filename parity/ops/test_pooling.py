@@ -25,6 +25,7 @@ from parity.support.common import (
     cosines,
     cuda_device,
     float64,
+    gpu,
     interprets_mosaic,
     normal,
     random_mask,
@@ -324,11 +325,19 @@ def test_gradient_of_segments():
 
 @interprets_mosaic
 @pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
-@pytest.mark.parametrize("shape, block_s", [((3, 37, 33), 2), ((2, 9, 384), None), ((2, 3, 1100), 4)], ids=str)
-def test_mosaic(dtype, shape, block_s, normalize):
+@pytest.mark.parametrize(
+    "shape, config",
+    [
+        ((3, 37, 33), mosaic.Config(block_s=2)),
+        ((3, 37, 33), mosaic.Config(block_s=2, warpgroups=2)),
+        ((2, 9, 384), None),
+        ((2, 3, 1100), mosaic.Config(block_s=4, warpgroups=3)),
+    ],
+    ids=str,
+)
+def test_mosaic(dtype, shape, config, normalize):
     x, mask = operands(shape, dtype)
     x = jnp.where(mask[..., None] == 0, jnp.nan, x)  # padding is not read
-    config = None if block_s is None else mosaic.Config(block_s=block_s)
     options = dict(normalize=normalize, config=config, implementation=MOSAIC)
     expected = compiled.mean_pool(x.astype("float32"), mask, normalize=normalize, implementation="xla")
     assert_close(compiled.mean_pool(x, mask, **options), expected, LONG)
@@ -342,3 +351,21 @@ def test_mosaic_says_what_it_does_not_take():
         ops.mean_pool(x, mask, implementation="mosaic_interpret")
     with pytest.raises(ValueError, match="block_s must be positive"):
         mosaic.Config(block_s=0)
+    with pytest.raises(ValueError, match="warpgroups must be 1 to 8"):
+        mosaic.Config(block_s=1, warpgroups=9)
+
+
+@pytest.mark.parametrize(
+    "sentences, seq, n, expected",
+    [
+        (64, 128, 384, (16, 4)),  # all tokens in one step
+        (512, 128, 384, (16, 1)),
+        (1, 16, 384, (8, 1)),
+        (64, 32, 384, (16, 1)),
+        (4, 512, 4096, (4, 2)),  # more would leave sums more shared memory than they are worth
+    ],
+)
+def test_few_sentences_have_many_warpgroups(sentences, seq, n, expected):
+    found = mosaic.heuristic(sentences, seq, n, "float16", gpu())
+    assert (found.block_s, found.warpgroups) == expected
+    assert found in mosaic.configs(seq, n, "float16")

@@ -24,10 +24,11 @@ from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
 from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic.common.interpreter import cluster_size
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.row_copies import copy_rows
+from pallas_models.kernels.mosaic.common.row_copies import copy_back, copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
+from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.triton import common as triton
-from pallas_models.kernels.triton.attention_blocks import exp2_of
+from pallas_models.kernels.triton.attention_blocks import biased, exp2_of
 from pallas_models.kernels.triton.softmax import _row_sums
 from pallas_models.kernels.triton.trimul_project import tanh
 from parity.ops.test_lowering import HOPPER
@@ -84,6 +85,15 @@ FUNCTIONS = (
     Function(lambda x, y, z: triton.exp2(4.0 * x), lambda x, y, z: np.exp2(4 * x), EXPONENTIAL),
     Function(lambda x, y, z: exp2_of(x, FACTOR, y), lambda x, y, z: np.exp2(FACTOR * x + y), EXPONENTIAL),
     Function(exp2_of, lambda x, y, z: np.exp2(x * y + z), EXPONENTIAL),
+    *(
+        Function(
+            lambda x, y, z, dtype=dtype: biased(x, FACTOR, y.astype(dtype)),
+            lambda x, y, z, dtype=dtype: FACTOR * x + np.asarray(y, dtype).astype(float),
+            2.0**-23,
+            lambda x, y, z: abs(FACTOR * x) + abs(y) * (1 + 2.0**-8),
+        )
+        for dtype in ("float32", "float16", jnp.bfloat16)
+    ),
     Function(lambda x, y, z: tanh(x), lambda x, y, z: np.tanh(x), 2.0**-10),  # it has 11 bits
     Function(lambda x, y, z: _row_sums(x * x), lambda x, y, z: np.sum(x * x, 1), 256 * 2.0**-24),
 )
@@ -144,6 +154,7 @@ def transposing(refs: Refs) -> None:
     vectors = dict(rows=[load_vector(refs.scale_tile, 0)], columns=[load_vector(refs.shift_tile, 1)])
     (y,) = elementwise(affine, x, index, **vectors)
     memory.commit_reads()
+    memory.meet(refs)
     memory.store_transposed(refs.o_tile, y)
     refs.t_tile[...] = memory.load_transposed(refs.x_tile, layout)
     plgpu.commit_smem()
@@ -165,6 +176,7 @@ def transposed(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
             o_tile=memory.tiled((N, M), dtype),
             t_tile=memory.tiled((N, M), dtype),
             full=plgpu.Barrier(num_arrivals=3),
+            **memory.meeting(1, interpret),
         ),
         name="transposed",
         num_ctas=1,
@@ -231,21 +243,61 @@ def copied(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
     )
 
 
+# Mosaic: a tile, and two beside one another, to blocks that begin anywhere and end with the array.
+def leaving(refs: Refs) -> None:
+    for tile, source in ((refs.one_tile, refs.x.at[:, pl.ds(0, N // 2)]), (refs.two_tiles, refs.x)):
+        plgpu.copy_gmem_to_smem(source, tile, refs.full)
+        plgpu.barrier_wait(refs.full)
+
+    @pl.loop(1, 2)
+    def _(i: jax.Array) -> None:
+        copy_back(refs.one_tile, refs.items, (i, 8 * i, 16))
+        copy_back(refs.two_tiles, refs.channels, (0, 5 * i, 3, 8 * i))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def left(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
+    dtype = arrays["x"].dtype
+    return launch(
+        leaving,
+        arrays,
+        dict(
+            items=jax.ShapeDtypeStruct((2, 13, N), dtype),
+            channels=jax.ShapeDtypeStruct((1, M + 5, 4, N + 8), dtype),
+        ),
+        dict(
+            one_tile=memory.tiled((M, N // 2), dtype),
+            two_tiles=memory.tiled((M, N), dtype),
+            full=plgpu.Barrier(),
+        ),
+        name="left",
+        num_ctas=1,
+        num_warpgroups=1,
+        interpret=interpret,
+    )
+
+
 @pytest.mark.skipif(OLD, reason="JAX 0.10 does not interpret what lies past the end of an array")
 def test_copies_of_rows_past_the_end():
     x = normal(np.random.default_rng(75), 2, 13, N, dtype="float16")
+    back = normal(np.random.default_rng(76), M, N, dtype="float16")
     with all_called("mosaic.common.row_copies"):
         one, two = jax.jit(functools.partial(copied, interpret=MOSAIC != "mosaic"))(dict(x=x))
+        items, channels = jax.jit(functools.partial(left, interpret=MOSAIC != "mosaic"))(dict(x=back))
     expected = np.zeros((M, N), np.float16)
     expected[:5] = x[1, 8:]
     there = slice(None) if MOSAIC == "mosaic" else slice(5)  # only a GPU says what lies past the end
     np.testing.assert_array_equal(one[there], expected[there, : N // 2])
     np.testing.assert_array_equal(two[there], expected[there])
+    np.testing.assert_array_equal(items[1, 8:, 16 : 16 + N // 2], back[:5, : N // 2])
+    np.testing.assert_array_equal(channels[0, 5:, 3, 8:], back)
 
 
 @pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
 def test_copies_of_rows_past_the_end_lower():
     assert MOSAIC_CALL in lowered(copied, dict(x=jax.ShapeDtypeStruct((2, 13, N), jnp.float16)))
+    assert MOSAIC_CALL in lowered(left, dict(x=jax.ShapeDtypeStruct((M, N), jnp.float16)))
 
 
 # Mosaic: rows from registers to items of an array, the last one first, and the sums of their columns.
@@ -359,3 +411,10 @@ def test_sums_of_a_cluster(count):
 def test_sums_of_a_cluster_lower(count):
     arrays = dict(x=jax.ShapeDtypeStruct((STEPS, ROW), jnp.float32))
     assert MOSAIC_CALL in lowered(functools.partial(sums, count=count), arrays)
+
+
+@pytest.mark.parametrize("consumers, registers, most", [(2, 248, 504), (3, 168, 512), (4, 120, 480)])
+def test_roles_have_no_more_registers_than_warpgroups_begin_with(consumers, registers, most):
+    roles = Role(range(consumers), registers, print), Role(range(consumers, consumers + 1), 32, print)
+    with pytest.raises(ValueError, match=f"{consumers + 1} warpgroups have {most}"):
+        specialize(*roles, warpgroup=jnp.int32(0))

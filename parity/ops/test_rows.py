@@ -12,7 +12,8 @@ from pallas_models import ops
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
 from pallas_models.kernels.mosaic.common.rows import Blocks
-from parity.ops.test_lowering import DEVICES, every_device, lowered_for_cuda
+from pallas_models.kernels.triton import softmax
+from parity.ops.test_lowering import DEVICES, HOPPER, every_device, lowered_for_cuda
 from parity.support.common import (
     MOSAIC_CALL,
     ON_GPU,
@@ -135,17 +136,34 @@ def test_a_config_that_cannot_be_is_refused(changes, message):
 def test_threads_hold_what_registers_have_room_for(n, dtype):
     x = jax.ShapeDtypeStruct((5, n), dtype)
     for arrays in (1, 2):
-        blocks = Blocks.of(heuristic(n, dtype, arrays), x)
+        blocks = Blocks.of(heuristic(5, n, dtype, arrays), x)
         assert blocks.columns * blocks.vector <= 32
         longest = LONGEST_HELD * 4 // x.dtype.itemsize if arrays == 1 else LONGEST_HELD // 2
         assert blocks.are_held == (n <= longest)
-        masked = Blocks.of(heuristic(n, dtype, arrays, masked=True), x)
+        masked = Blocks.of(heuristic(5, n, dtype, arrays, masked=True), x)
         assert masked.are_held == (n <= min(longest, LONGEST_HELD))
     found = list(configs(5, n, dtype))
     assert found and len(found) == len(set(found))
     for config in found:
         assert Blocks.of(config, x).columns * Blocks.of(config, x).vector * config.rows <= 128
         assert not config.keep or config.rows * n * x.dtype.itemsize <= 128 * config.threads
+
+
+@pytest.mark.parametrize(
+    "m, n, dtype, arrays, expected",
+    [  # what was fastest on an H200, or as fast as any
+        (8192, 384, "bfloat16", 1, [(16, 1), (16, 2)]),
+        (8192, 768, "bfloat16", 1, [(32, 1), (32, 2)]),
+        (32768, 1024, "bfloat16", 1, [(64, 1), (32, 2)]),
+        (8192, 4096, "bfloat16", 1, [(256, 1), (128, 2)]),
+        (8192, 4096, "bfloat16", 2, [(256, 1), (128, 1)]),
+        (8192, 4096, "float32", 1, [(256, 1), (128, 1)]),
+        (40, 4096, "bfloat16", 1, [(256, 1), (128, 1)]),
+    ],
+)
+def test_threads_of_a_row_and_their_rows(m, n, dtype, arrays, expected):
+    found = [heuristic(m, n, dtype, arrays, reductions=reductions) for reductions in (1, 3)]
+    assert [(config.threads, config.rows) for config in found] == expected
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
@@ -163,7 +181,7 @@ older = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has 
 @older
 @every_device
 @pytest.mark.parametrize("name", list(calls()))
-def test_rows_in_mosaic_are_for_every_gpu_and_named(device, name):
+def test_rows_in_mosaic_are_for_every_gpu_and_named_elsewhere_than_on_hopper(device, name):
     function, *arrays = calls()[name]
 
     def gradient(implementation):
@@ -174,7 +192,39 @@ def test_rows_in_mosaic_are_for_every_gpu_and_named(device, name):
         named = lowered_for_cuda(gradient("mosaic"), *arrays)
         best = lowered_for_cuda(gradient(None), *arrays)
     assert MOSAIC_CALL in named and TRITON_CALL not in named
-    assert TRITON_CALL in best and MOSAIC_CALL not in best
+    is_default = device == HOPPER
+    assert (MOSAIC_CALL in best) == is_default
+    assert (TRITON_CALL in best) == (not is_default or name != "softmax")  # short norms have Triton's gradient
+
+
+FAST = jax.ShapeDtypeStruct((40, 768), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(), MOSAIC_CALL),
+        (dict(x=jax.ShapeDtypeStruct((1, 7, 65536), "float16")), MOSAIC_CALL),
+        (dict(x=jax.ShapeDtypeStruct((40, 768), "float32")), TRITON_CALL),  # not timed
+        (dict(x=jax.ShapeDtypeStruct((40, 771), "bfloat16")), TRITON_CALL),  # not timed
+        (dict(where=jax.ShapeDtypeStruct((40, 768), "bool")), TRITON_CALL),  # not timed
+        (dict(algorithm="online"), MOSAIC_CALL),
+        (dict(algorithm="naive"), TRITON_CALL),
+        (dict(implementation="triton"), TRITON_CALL),
+        (dict(implementation=("triton", "mosaic")), TRITON_CALL),
+        (dict(config=softmax.Config(block_m=1, block_n=1024, num_warps=4)), TRITON_CALL),
+        (dict(config=Config(threads=32, block_n=768), x=jax.ShapeDtypeStruct((40, 771), "float32")), MOSAIC_CALL),
+    ],
+    ids=str,
+)
+def test_softmax_on_hopper_is_mosaics_where_it_was_timed(options, expected):
+    arrays = {name: options[name] for name in ("x", "where") if name in options}
+    call = functools.partial(ops.softmax, **{k: v for k, v in options.items() if k not in arrays})
+    if jax.__version_info__ < (0, 11) and "config" not in options:
+        expected = TRITON_CALL
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(lambda arrays: call(**arrays), dict(x=FAST) | arrays)
+    assert {c for c in (MOSAIC_CALL, TRITON_CALL) if c in text} == {expected}
 
 
 @older

@@ -481,6 +481,24 @@ def test_sampled_rows(implementation):
     assert_close(out[rows], rows_in_float32(params, x, rows, piece), 1.5e-2)
 
 
+# Compiled by ptxas for sm_80 and sm_89: channels, hidden channels, gate after the product, stages, bytes.
+SHARED_MEMORY = [
+    (128, 128, True, 1, 49_152),
+    (128, 128, True, 3, 81_920),
+    (128, 128, False, 1, 49_152),
+    (128, 128, False, 2, 81_920),
+    (128, 128, False, 3, 114_688),
+    (64, 64, True, 3, 32_768),
+    (64, 64, False, 3, 49_152),
+]
+
+
+@pytest.mark.parametrize("c, h, gate_after, num_stages, taken", SHARED_MEMORY)
+def test_the_end_takes_the_shared_memory_that_was_thought(c, h, gate_after, num_stages, taken):
+    config = trimul_output.Config(block_m=64, block_n=64, programs_per_core=2, num_warps=4, num_stages=num_stages)
+    assert trimul_output.shared_memory(config, h, c, "bfloat16", gate_after=gate_after) == taken
+
+
 # Projections in several blocks of columns
 
 
@@ -699,7 +717,9 @@ def test_temporaries_are_bounded(implementation, n):
     tensor, weight = 2 * n * padded * h, 2**18
     params, x = random_params(trimul.TriMulConfig(channels=c, hidden=h)), pairs(n, n, c)
     f = functools.partial(op_of(params, gate_after=False), direction="outgoing", implementation=implementation)
-    assert abs(temporaries(f, x) - 4 * tensor) < 0.1 * tensor + weight
+    computed_again = implementation == "mosaic_interpret" and jax.__version_info__ >= (0, 11)
+    tensors = 3 if computed_again else 4  # left, right, their product, and the gate
+    assert abs(temporaries(f, x) - tensors * tensor) < 0.1 * tensor + weight
     # y; and beside it left, right and y of 32 channels, or of 64, or left and right of all
     for most, least in ((1.8, 1.7), (2.55, 2.45), (3.1, 2.9)):
         taken = temporaries(functools.partial(f, max_temporary_bytes=int(most * tensor)), x)

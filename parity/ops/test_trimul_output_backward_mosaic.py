@@ -15,6 +15,7 @@ from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic import trimul_output_backward
 from parity.support.common import (
+    HOPPER,
     MOSAIC,
     MOSAIC_CALL,
     array,
@@ -31,7 +32,6 @@ from parity.support.races import finds_races, no_races
 from parity.support.tolerances import OP
 
 INTERPRET = MOSAIC != "mosaic"
-HOPPER = "NVIDIA H200", 132
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 is refused")
 FLOAT16 = dict(dtype="float16", dout_dtype="float32")
 both_gates = pytest.mark.parametrize("gate_after", [True, False], ids=["after", "before"])

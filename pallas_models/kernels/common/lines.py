@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.attention import Form
@@ -31,9 +32,12 @@ class Lines:
 
     def __getitem__(self, index: tuple[Any, ...]) -> Any:
         line, position, *rest = index
+        several = isinstance(line, pl.Slice)  # of one item of the batch
+        first = line.start if several else line
         count = self.ref.shape[self.axis]
         # Unlike // and %, these spend nothing on negative numbers.
-        batch, line = jax.lax.div(line, count), jax.lax.rem(line, count)
+        batch, first = jax.lax.div(first, count), jax.lax.rem(first, count)
+        line = pl.Slice(first, line.size) if several else first
         pair = (line, position) if self.axis == 1 else (position, line)
         return self.ref.at[batch, *pair, *rest]
 

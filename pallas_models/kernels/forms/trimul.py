@@ -238,7 +238,7 @@ class Output(forms.Form, Generic[A]):
     Attributes:
       ys: y, (B, H, M), in equal parts of its channels: the sums over third positions times `factor` and, as left
         and right are scaled, times both scales.
-      gate: (B, G', M), G' >= G: G is C where `gate_after`, else H.
+      gate: (B, G', M), G' >= G: G is C where `gate_after`, else H; None where the kernel computes it.
       bounds: (parts, 5), of left and right, from which both scales follow.
       scale: (H,), float32, of the layer norm.
       shift: (H,), float32, its bias.
@@ -256,7 +256,7 @@ class Output(forms.Form, Generic[A]):
     OPERANDS: ClassVar = ("ys", "gate", "bounds", "scale", "shift", "w", "bias")
 
     ys: tuple[A, ...]
-    gate: A
+    gate: A | None
     bounds: A
     scale: A
     shift: A

@@ -41,14 +41,14 @@ class Config:
 
 
 def heuristic(m: int, n: int, dtype: DTypeLike, target: Target) -> Config:
-    """Chooses the columns of which the least is past the end, more rows a thread where fewer threads share one.
+    """Chooses the columns of which the least is past the end, and a vector a step in 8 CTAs a multiprocessor.
 
-    There are 4 CTAs for each multiprocessor.
+    On an H200 that took 5% less time for 3072 columns and 8% for 1536 than several vectors a step in half as many
+    CTAs. Twice as many CTAs take 3% more.
     """
     vectors = pl.cdiv(n, vector_length(n, dtype))
     threads = min((128, 64, 32, 16), key=lambda t: (pl.cdiv(vectors, t) * t, -t))
-    block_m = min(2 * THREADS // threads, 4)
-    return Config(threads=threads, block_m=block_m, splits=_splits(4, m, n, threads, block_m, dtype, target))
+    return Config(threads=threads, block_m=1, splits=_splits(8, m, n, threads, 1, dtype, target))
 
 
 def configs(m: int, n: int, dtype: DTypeLike, target: Target) -> Iterator[Config]:

@@ -13,29 +13,37 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_models import _jax
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.mosaic.attention_kernel import Plan, attention_kernel
+from pallas_models.kernels.mosaic.attention_kernel import attention_kernel
+from pallas_models.kernels.mosaic.attention_plan import Plan
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` in the ring."""
+    """Tiles of `block_q` queries, 64 a warpgroup, against `block_kv` keys a step, `num_stages` in the ring.
+
+    Where lines of pairs share a bias, a tile may be of several `lines`, with warpgroups for each.
+    """
 
     block_q: int
     block_kv: int
     num_stages: int
+    lines: int = 1
 
     def __post_init__(self) -> None:
         if self.block_q not in (ROWS, 2 * ROWS, 3 * ROWS):
             raise ValueError(f"{__name__}: block_q={self.block_q} must be 64, 128 or 192")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{__name__}: block_kv={self.block_kv} must be 64 or 128")
+        if not 1 <= self.lines <= (3 if self.block_q == ROWS else 1):
+            raise ValueError(f"{__name__}: lines={self.lines} must be 1, or with blocks of 64 queries up to 3")
         if self.num_stages < 2:
             raise ValueError(f"{__name__}: num_stages={self.num_stages} must be at least 2")
 
@@ -46,16 +54,25 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     head_dim, sm_scale = form.head_dim, form.sm_scale
     if form.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {form.dtype}"
-    if head_dim not in (64, 128):
+    if form.item_axis is None and head_dim not in (64, 128):
         return f"takes heads of 64 and 128, not {head_dim=}"
+    if form.item_axis is not None and (head_dim != 32 or form.seq % ROWS or form.seq < 2 * ROWS):
+        least = 2 * ROWS
+        return (
+            f"takes pairs with heads of 32 in multiples of {ROWS} from {least} on, not {head_dim=} and {form.seq}"
+        )
     if sm_scale <= 0.0:
         return f"takes positive scales, not {sm_scale=}"
+    if form.item_axis is not None and not _jax.since(0, 11):  # before, the interpreter waits for ever
+        return f"needs JAX 0.11 or newer for pairs, not {jax.__version__}"
     return None
 
 
 def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     """Whether it is the faster kernel for a call that it serves, as measured on an H200."""
     del target
+    if form.item_axis is not None:
+        return form.bias is not None
     # Triton's tiles are smaller, so that it skips more of what masks rule out.
     if form.head_dim == 64 and form.has_masks:
         return False
@@ -72,6 +89,12 @@ def _bias_itemsize(form: Form[Any]) -> int:
 def heuristic(form: Form[Any], target: Target) -> Config:
     """Chooses blocks, as measured on an H200."""
     head_dim, bias_itemsize = form.head_dim, _bias_itemsize(form)
+    if form.item_axis is not None:  # of three lines scores of 64 x 128 fit in the registers
+        config = Config(block_q=ROWS, block_kv=64 if form.seq % 128 else 128, num_stages=3, lines=3)
+        if form.seq >= 768 and form.seq % (3 * ROWS) == 0:
+            config = Config(block_q=3 * ROWS, block_kv=128, num_stages=2)
+        fits = shared_memory(config, head_dim, bias_itemsize) <= target.shared_memory
+        return config if fits else dataclasses.replace(config, num_stages=2)
     masked = form.causal or form.window is not None or form.has_masks
     if form.batch * form.num_heads * pl.cdiv(form.seq, 2 * ROWS) < target.num_cores:
         config = Config(block_q=ROWS, block_kv=128, num_stages=2)
@@ -85,18 +108,23 @@ def heuristic(form: Form[Any], target: Target) -> Config:
     return config if fits else dataclasses.replace(config, block_kv=64)
 
 
-def candidates(seq: int) -> Iterator[Config]:
+def candidates(form: Form[Any]) -> Iterator[Config]:
     """The blocks worth measuring."""
+    of_lines = form.item_axis is not None
     for consumers, block_kv, num_stages in itertools.product((1, 2, 3), (64, 128), (2, 3, 4)):
-        if (consumers - 1) * ROWS < seq:
+        if (consumers - 1) * ROWS < form.seq:
             yield Config(block_q=consumers * ROWS, block_kv=block_kv, num_stages=num_stages)
+        if of_lines and consumers > 1:
+            yield Config(block_q=ROWS, block_kv=block_kv, num_stages=num_stages, lines=consumers)
 
 
 def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
     keys = config.num_stages * config.block_kv
-    tiles = 2 * head_dim * 2 * (config.block_q + keys) + config.block_q * keys * bias_itemsize
-    return tiles + 8 * (config.block_q + keys) + 2048
+    rows = config.lines * (config.block_q + keys)
+    ones = 2 * TILE_ROWS * config.block_kv if head_dim == 32 else 0
+    masks = (4 if config.lines > 1 else 8) * rows  # lines of pairs are not packed: they have no segments
+    return 2 * head_dim * 2 * rows + config.block_q * keys * bias_itemsize + ones + masks + 2048
 
 
 def attention(
@@ -114,34 +142,39 @@ def attention(
             dtype=form.dtype,
             config=Config,
             heuristic=functools.partial(heuristic, call, target),
-            candidates=functools.partial(candidates, form.seq),
+            candidates=functools.partial(candidates, call),
             shared_memory=functools.partial(shared_memory, head_dim=form.head_dim, bias_itemsize=bias_itemsize),
         ),
         target,
     )
+    if config.lines > 1 and form.item_axis is None:
+        raise ValueError(f"config: lines={config.lines} are for pairs, whose lines share a bias")
     block_q, block_kv = config.block_q, config.block_kv
     found = searched(form, block_q=block_q, block_kv=block_kv)
-    padded = [pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)]
-    q, k, v = form.replace(qkv=tuple(padded)).arrays
-    rows, kv_rows = q.shape[1], k.shape[1]
+    if form.item_axis is None:
+        padded = [pad_rows(x, max(ROWS, block_kv) if form.is_fused or i else ROWS) for i, x in enumerate(form.qkv)]
+        q, k, v = form.replace(qkv=tuple(padded)).arrays
+        rows, kv_rows = q.shape[1], k.shape[1]
+    else:
+        q, k, v = form.arrays
+        rows, kv_rows = form.seq, form.kv_seq
     masks = padded_masks(form, rows, kv_rows)
     bias = form.bias
     if bias is not None:
         columns = ROW_BYTES // bias_itemsize  # of a tile of shared memory, which is copied as a whole
         more = pl.cdiv(kv_rows, columns) * columns - form.kv_seq
-        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, rows - form.seq), (0, more)))
+        bias = bias.swapaxes(-2, -1) if form.item_axis == 2 else bias
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, max(rows, block_q) - form.seq), (0, more)))
     if interpret:
         check_interpreted_sizes(queries=(rows, block_q), keys=(kv_rows, block_kv))
-    plan = Plan.of(
-        call, block_q=block_q, block_kv=block_kv, num_stages=config.num_stages, num_cores=target.num_cores
-    )
-    width, heads = form.num_heads * form.head_dim, (form.batch, form.num_heads)
-    lse_type = jax.ShapeDtypeStruct((*heads, plan.q_blocks * block_q), jnp.float32)
+    plan = Plan.of(call, num_cores=target.num_cores, **dataclasses.asdict(config))
+    ones = jnp.ones((TILE_ROWS, block_kv), form.dtype) if plan.tensor_sums else None
+    lse_type = jax.ShapeDtypeStruct((*form.lse_shape[:-1], plan.q_blocks * block_q), jnp.float32)
     out, *lse = launch(
         functools.partial(attention_kernel, plan=plan),
-        dict(q=q, k=k, v=v, bias=bias, **masks, found=found),
+        dict(q=q, k=k, v=v, ones=ones, bias=bias, **masks, found=found),
         dict(
-            o=jax.ShapeDtypeStruct((form.batch, rows, width), form.dtype),
+            o=jax.ShapeDtypeStruct(q.shape[:-1] + form.out_shape[-1:], form.dtype),
             lse=lse_type if form.return_lse else None,
         ),
         plan.scratch_types(),
@@ -151,4 +184,5 @@ def attention(
         interpret=interpret,
         reduction_scratch_bytes=0,
     )
-    return (out[:, : form.seq], lse[0][..., : form.seq]) if form.return_lse else out[:, : form.seq]
+    out = out if form.item_axis is not None else out[:, : form.seq]
+    return (out, lse[0][..., : form.seq]) if form.return_lse else out

@@ -23,7 +23,7 @@ from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, load_transposed, tiled
 from pallas_models.kernels.mosaic.common.products import multiply, product, put, with_sums
-from pallas_models.kernels.mosaic.common.scores import load_across, masked, softmax_weights
+from pallas_models.kernels.mosaic.common.scores import exponent_scale, load_across, masked, softmax_weights
 from pallas_models.target import Target
 
 _ROWS = 64  # queries of a tile: the rows of one instruction of the tensor cores
@@ -92,11 +92,7 @@ class _Plan:
 
     @property
     def scale(self) -> float:
-        """The factor of exponents to the base 2, which are the GPU's own.
-
-        Scores stay unscaled up to them, where there is no bias to be added.
-        """
-        return (self.form.sm_scale if self.form.bias is None else 1.0) * math.log2(math.e)
+        return exponent_scale(self.form)
 
     @property
     def has_keys_first(self) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -327,8 +327,8 @@ class _Epilogue:
             receiver, there = peers.turn(tile.row, self.config.block_m)
             tile = dataclasses.replace(tile, row=there)
 
-            def copy(slot: Ref, o: Ref, at: Callable[[Ref], Ref]) -> None:
-                peers.store(slot, o, receiver, lambda o: at(o.at[peers.index]))
+            def copy(slot: Ref, o: Ref, block: Block, tile: Tile) -> None:
+                peers.store(slot, o, receiver, lambda o: block.at(o.at[peers.index], tile))
 
         output = Output(refs.slots, warpgroup, refs.o, value, copy)
         if kept is None:

@@ -143,6 +143,7 @@ def norm(form: Form[jax.Array], *, config: Config | Chooser | None, target: Targ
     """
     x, residual = form.x, form.residual
     m, n = x.shape
+    numbers = 3 if form.subtract_mean else 1
     returns_sum = form.return_residual and residual is not None
     variant = {} if residual is None else {"residual": 1}
     config = choose(
@@ -154,13 +155,15 @@ def norm(form: Form[jax.Array], *, config: Config | Chooser | None, target: Targ
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, x.dtype, 1 if residual is None else 2),
+            heuristic=functools.partial(
+                heuristic, m, n, x.dtype, 1 if residual is None else 2, reductions=numbers
+            ),
             candidates=functools.partial(configs, m, n, x.dtype),
         ),
         target,
     )
     blocks = Blocks.of(config, x)
-    rows, numbers = jax.ShapeDtypeStruct((m, n), x.dtype), 3 if form.subtract_mean else 1
+    rows = jax.ShapeDtypeStruct((m, n), x.dtype)
     statistics = jax.ShapeDtypeStruct((numbers, m), jnp.float32) if form.return_statistics else None
     out, *others = launch(
         lambda refs: _norm(refs, blocks, form),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.forms.softmax import Form
+from pallas_models.kernels.mosaic.common.backend import prefer_on_hopper
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
 from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
@@ -26,6 +27,11 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     if form.algorithm == "fused" and n > LONGEST_HELD:
         return f"holds rows of up to {LONGEST_HELD} columns with algorithm='fused', not {n}"
     return None
+
+
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether `softmax` is the fastest kernel for a call: with a mask it has not been timed on a Hopper GPU."""
+    return form.where is None and prefer_on_hopper(form, target)
 
 
 class _Rows:
@@ -121,7 +127,7 @@ def softmax(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, x.dtype, masked=form.where is not None),
+            heuristic=functools.partial(heuristic, m, n, x.dtype, masked=form.where is not None),
             candidates=functools.partial(configs, m, n, x.dtype),
         ),
         target,

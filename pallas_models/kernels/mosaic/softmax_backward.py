@@ -70,7 +70,7 @@ def softmax_backward(
             bucketed=("m",),
             dtype=out.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n, out.dtype, 2),
+            heuristic=functools.partial(heuristic, m, n, out.dtype, 2, reductions=1),
             candidates=functools.partial(configs, m, n, out.dtype),
         ),
         target,

@@ -18,6 +18,7 @@ from pallas_models.kernels.mosaic.common.gemm_config import Config
 from pallas_models.kernels.mosaic.common.gemm_heuristic import candidates
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.peers import Peers
+from pallas_models.kernels.mosaic.common.row_copies import copy_back
 from pallas_models.kernels.mosaic.common.staging import Block, Output, Staging, store
 from pallas_models.kernels.mosaic.common.tile_walk import Tile
 from pallas_models.target import Target
@@ -33,13 +34,24 @@ def unsupported(dtype: DTypeLike) -> str | None:
     return None
 
 
-def heuristic(n: int) -> Config:
-    """Chooses tiles for matrices (n, n); measured on an H200."""
+def heuristic(n: int, columns: int = 128) -> Config:
+    """Chooses tiles for matrices (n, n), which have a multiple of `columns` columns; measured on an H200."""
     if n <= 192:
         return Config(block_m=64, block_n=64 * pl.cdiv(n, 64), num_stages=6, ping_pong=True)
-    if n < 512 or pl.cdiv(n, 128) % 2:  # the latter would leave half of a tile of 256 columns empty
-        return Config(block_m=128, block_n=128, num_stages=6, ping_pong=True)
-    return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
+    narrow = Config(block_m=128, block_n=128, num_stages=6, ping_pong=True)
+    if n < 512:
+        return narrow
+    if pl.cdiv(n, 128) % 2 == 0:
+        return Config(block_m=128, block_n=256, num_stages=4, ping_pong=False)
+    # 256 columns would leave half of a tile empty. At 1032 these took 486, 505 and 664 us, the first where right
+    # factors are transposed: the tensor cores read others 64 columns at a time.
+    choices = (
+        Config(block_m=128, block_n=208, num_stages=4, ping_pong=False),
+        Config(block_m=128, block_n=192, num_stages=4, ping_pong=True),
+        narrow,
+    )
+    fitting = [config for config in choices if config.block_n % columns == 0]
+    return min(fitting, key=lambda config: pl.cdiv(n, config.block_n) * config.block_n)
 
 
 def shared_memory(config: Config) -> int:
@@ -63,6 +75,7 @@ def product(
     """
     sides, n = form.sides, form.size
     matrices = form.batch * form.channels
+    columns = 16 if form.transpose_right and form.pieces == (1, 1) else 64
     if form.pieces != (1, 1) and not isinstance(config, Config):
         config = heuristic(n)  # tiles of tables need not divide pieces
     config = choose(
@@ -74,7 +87,7 @@ def product(
             bucketed=("b", "n"),
             dtype=sides.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, n),
+            heuristic=functools.partial(heuristic, n, columns),
             candidates=functools.partial(candidates, n, n, shared_memory, target),
             shared_memory=shared_memory,
         ),
@@ -96,6 +109,7 @@ def product(
             b=[kernel.right],
             transpose_a=form.transpose_left,
             transpose_b=form.transpose_right,
+            columns=columns,
         ),
         gemm.Epilogue(store=kernel.store, scratch_types=dict(slots=staging.scratch_type), peers=peers),
         config=config,
@@ -135,10 +149,15 @@ class _Matrices:
         rows, columns = self.piece
         return jax.lax.div(row, rows), jax.lax.div(column, columns)
 
+    def channel_of(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
+        """The item and the channel whose matrix a tile is of."""
+        channels = self.form.channels
+        return jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+
     def matrix(self, ref: Ref, tile: Tile, first: int, row: _Index, column: _Index) -> tuple[Ref, _Index, _Index]:
         """The piece with an element of a tile's matrix, in channels from `first` on, and the element's place."""
-        form, channels = self.form, self.form.channels
-        item, channel = jax.lax.div(tile.batch, channels), first + jax.lax.rem(tile.batch, channels)
+        form, (item, channel) = self.form, self.channel_of(tile)
+        channel = first + channel
         if form.by_rows:
             return ref.at[item, :, channel], row, column
         if form.pieces != (1, 1):
@@ -168,26 +187,35 @@ class _Matrices:
         def value(block: Block, _: Ref) -> jax.Array:
             return block.of(sums[0]) * self.form.factor
 
-        if self.peers is None:
-            y, row, column = self.matrix(refs.y, tile, 0, tile.row, tile.column)
-            output = Output(refs.slots, warpgroup, y, value)
-        else:
+        if self.peers is not None:
             i, j = self.piece_of(tile.row, tile.column)
             row, column = tile.row - i * self.piece[0], tile.column - j * self.piece[1]
             output = Output(refs.slots, warpgroup, refs.y, value, self._copy_to(self.peers, tile, i, j))
+        elif tile.num_columns % 64:
+            row, column = tile.row, tile.column
+            output = Output(refs.slots, warpgroup, refs.y, value, self._copy_back)
+        else:
+            y, row, column = self.matrix(refs.y, tile, 0, tile.row, tile.column)
+            output = Output(refs.slots, warpgroup, y, value)
         tile = dataclasses.replace(tile, row=row, column=column)
         store(tile, self.staging, output, wait=True)
 
+    def _copy_back(self, slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
+        """Copies a slot to a block that is no whole tiles of memory."""
+        (item, channel), by_rows = self.channel_of(tile), self.form.by_rows
+        row, column = tile.row + block.row, tile.column + block.column
+        first = (item, row, channel, column) if by_rows else (item, channel, row, column)
+        copy_back(slot, y, first, rows_axis=1 if by_rows else 2)
+
     def _copy_to(
         self, peers: Peers, tile: Tile, i: jax.Array, j: jax.Array
-    ) -> Callable[[Ref, Ref, Callable[[Ref], Ref]], None]:
+    ) -> Callable[[Ref, Ref, Block, Tile], None]:
         """What copies a slot to the GPU that has piece (i, j)."""
-        channels = self.form.channels
-        item, channel = jax.lax.div(tile.batch, channels), jax.lax.rem(tile.batch, channels)
+        item, channel = self.channel_of(tile)
 
-        def copy(slot: Ref, y: Ref, at: Callable[[Ref], Ref]) -> None:
+        def copy(slot: Ref, y: Ref, block: Block, tile: Tile) -> None:
             def there(y: Ref) -> Ref:
-                return at(y.at[item * peers.count + peers.index, channel])
+                return block.at(y.at[item * peers.count + peers.index, channel], tile)
 
             peers.store(slot, y, i * self.form.pieces[1] + j, there)
 

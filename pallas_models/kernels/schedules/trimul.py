@@ -9,7 +9,7 @@ between kernels, or the kernels themselves store what they compute where it is n
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.common.trimul_scales import scales, sums_factor
 from pallas_models.kernels.forms.trimul import Form, Output, Product, Projection
+from pallas_models.kernels.mosaic import trimul_output as mosaic_output
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
 from pallas_models.kernels.mosaic import trimul_project_wide as mosaic_project_wide
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.schedules import trimul_slices
+from pallas_models.kernels.schedules.trimul_kernels import Kernels, Project
 from pallas_models.kernels.triton import trimul_bounds, trimul_output, trimul_product, trimul_project
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
@@ -41,44 +43,6 @@ class Config:
     project: trimul_project.Config | Chooser | None = None
     product: trimul_product.Config | Chooser | None = None
     output: trimul_output.Config | Chooser | None = None
-
-
-class _Project(Protocol):
-    def __call__(
-        self, form: Projection[jax.Array], *, target: Target, interpret: bool
-    ) -> tuple[jax.Array | None, jax.Array | None]: ...
-
-
-class _Multiply(Protocol):
-    def __call__(self, form: Product[jax.Array], *, target: Target, interpret: bool) -> jax.Array: ...
-
-
-class _Finish(Protocol):
-    def __call__(self, form: Output[jax.Array], *, target: Target, interpret: bool) -> jax.Array: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """The kernels of an update.
-
-    Attributes:
-      project: normalises x and writes left, right and the gate, each once.
-      multiply: sums over third positions.
-      finish: normalises the sums, gates and projects them.
-      by_rows: whether the first two have the channels of a row side by side, (B, N, channels, N), and not
-        (B, channels, N, N).
-      tile: of the rows and columns of a matrix that the second copies, where it wants whole ones; only `by_rows`.
-      norms_before: whether the first is Triton's, which has a kernel for the norm of x where that is not narrow.
-      store_to_peers: whether the first two store to the GPUs that share the pairs, where their results are needed.
-    """
-
-    project: _Project
-    multiply: _Multiply
-    finish: _Finish
-    by_rows: bool = False
-    tile: tuple[int, int] = (1, 1)
-    norms_before: bool = False
-    store_to_peers: bool = False
 
 
 def triton_kernels(config: Config | Chooser | None, *, by_rows: bool = False) -> Kernels:
@@ -132,7 +96,7 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 
 
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
-    """The update with products for Hopper GPUs, and projections, if they serve; the rest in Triton kernels."""
+    """The update with products for Hopper GPUs, and projections and an end where they serve, else Triton's."""
     n, peers = form.x.shape[1], _peers(form, target)
     by_rows = not form.is_split and (n <= _BY_ROWS or n % ROW_TILE[1] > 0)
     kernels = mosaic_kernels(form, config, target, by_rows=by_rows)
@@ -143,6 +107,8 @@ def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, int
             multiply=functools.partial(mosaic_product.product, config=config, peers=peers),
             store_to_peers=True,
         )
+    if not form.is_split and mosaic_output.unsupported(form) is None:
+        kernels = dataclasses.replace(kernels, finish_with_gate=mosaic_output.output)
 
     def update(*operands: Any) -> jax.Array:
         return _update(form.of(operands), kernels, target=target, interpret=interpret)
@@ -184,7 +150,7 @@ def batchable(update: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def mosaic_projection(form: Form[Any], target: Target, groups: int) -> _Project | None:
+def mosaic_projection(form: Form[Any], target: Target, groups: int) -> Project | None:
     """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
     b, rows, columns, c = form.x.shape
     shaped = jax.ShapeDtypeStruct
@@ -310,8 +276,7 @@ class Update:
         return sums_factor(self.form.x.shape[1] * self.by_channels.grid[0])
 
     def end(self, ys: Sequence[jax.Array], gate: jax.Array | None) -> Output[jax.Array]:
-        """The end of the update, from the sums over third positions and the gate."""
-        assert gate is not None
+        """The end of the update, from the sums over third positions and the gate, if that was computed before."""
         form, projection = self.form, self.projection
         return Output(
             ys=tuple(ys),
@@ -353,9 +318,13 @@ class Update:
         )
         return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
 
-    def finish(self, output: Output[jax.Array]) -> jax.Array:
-        """The result for the items of an `end`."""
-        return self.kernels.finish(output, target=self.target, interpret=self.interpret)
+    def finish(self, output: Output[jax.Array], gating: Projection[jax.Array]) -> jax.Array:
+        """The result for the items of an `end`, whose gate is that of `gating` if it was not computed before."""
+        run = self.kernels.finish
+        if output.gate is None:
+            assert self.kernels.finish_with_gate is not None
+            run = functools.partial(self.kernels.finish_with_gate, gating=gating)
+        return run(output, target=self.target, interpret=self.interpret)
 
     def alone(self) -> tuple[list[jax.Array], jax.Array | None]:
         """The sums and the gate where this device has all pairs."""
@@ -365,6 +334,8 @@ class Update:
     def sums(self, projection: Projection[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         """The sums of the hidden channels of a projection, (B, rows, H, columns) or (B, H, N, N); and the gate."""
         b, n, _ = self.shape
+        if self.kernels.finish_with_gate is not None:
+            projection = _without_gate(projection)
         sides, gate = self.project(projection)
         matrices = (b, projection.padded_rows, -1, sides.shape[-1]) if self.kernels.by_rows else (b, -1, n, n)
         return self.multiply(sides.reshape(matrices), projection.hidden), gate
@@ -380,8 +351,7 @@ class Update:
 
         def sums_of(take: trimul_slices.Take) -> jax.Array:
             bias = None if whole.bias is None else take(whole.bias, -1)
-            group = whole.replace(w=take(whole.w, -1), bias=bias, w_gate=whole.w_gate[:, :0], b_gate=None)
-            return self.sums(group)[0]
+            return self.sums(_without_gate(whole).replace(w=take(whole.w, -1), bias=bias))[0]
 
         def end_of(take: trimul_slices.Take) -> jax.Array:
             x = take(self.form.x, 1)
@@ -398,8 +368,9 @@ class Update:
                 padded=None if padded == (kept, size) else padded,
             )
             ys = of_y.reshape(b * padded[0], -1, padded[1])
-            end = self.end([ys], self.project(gate)[1]).replace(rows=(kept, padded[0]), size=size)
-            return self.finish(end).reshape(x.shape)
+            known = None if self.kernels.finish_with_gate is not None else self.project(gate)[1]
+            end = self.end([ys], known).replace(rows=(kept, padded[0]), size=size)
+            return self.finish(end, gate).reshape(x.shape)
 
         y = trimul_slices.in_parts(whole.hidden, slices.channels, 2 if by_rows else 1, sums_of)
         return trimul_slices.in_parts(n, slices.rows, 1, end_of)
@@ -416,7 +387,7 @@ class Update:
         arrived, sums, gate = [], [], None
         for i, group in enumerate(self.grouped(_GROUPS)):
             if i < _GROUPS - 1:  # the gate comes with the last group
-                group = group.replace(w_gate=projection.w_gate[:, :0], b_gate=None)
+                group = _without_gate(group)
             sides, gate = self.project(group, beside if i else self.target)
             sides = sides.reshape(b, 2, -1, size)[:, :, : group.hidden].reshape(b, -1, size)
             sides = by_channels.swap(sides, 1)
@@ -462,7 +433,12 @@ def _update(form: Form[jax.Array], kernels: Kernels, *, target: Target, interpre
         ys, gate = update.by_stores()
     else:
         ys, gate = update.with_others()
-    return update.finish(update.end(ys, gate)).reshape(form.x.shape)
+    return update.finish(update.end(ys, gate), update.projection).reshape(form.x.shape)
+
+
+def _without_gate(projection: Projection[jax.Array]) -> Projection[jax.Array]:
+    """The projections of left and right alone."""
+    return projection.replace(w_gate=projection.w_gate[:, :0], b_gate=None)
 
 
 def _slices(update: Update) -> trimul_slices.Slices | None:
@@ -479,7 +455,7 @@ def _slices(update: Update) -> trimul_slices.Slices | None:
         padded=(projection.padded_rows, padded[1]) if by_rows else (n, n),
         channels=c,
         hidden=form.hidden,
-        gates=projection.gates,
+        gates=0 if update.kernels.finish_with_gate is not None else projection.gates,
         itemsizes=(
             form.x.dtype.itemsize,
             form.compute_dtype.itemsize,

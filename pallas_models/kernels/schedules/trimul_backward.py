@@ -21,12 +21,12 @@ from pallas_models.kernels.mosaic import trimul_project_backward as mosaic_proje
 from pallas_models.kernels.mosaic import trimul_weights_backward as mosaic_weights
 from pallas_models.kernels.schedules.trimul import (
     ROW_TILE,
-    Kernels,
     Update,
     batchable,
     mosaic_kernels,
     triton_kernels,
 )
+from pallas_models.kernels.schedules.trimul_kernels import Kernels
 from pallas_models.kernels.triton import (
     trimul_output_backward,
     trimul_output_scales,
@@ -174,7 +174,7 @@ def _with_residuals(
     """The update of x (B, N, N, C), and what the gradient keeps."""
     update = Update.of(form, kernels, target=target, interpret=interpret)
     found = _residuals(update)
-    return update.finish(_end(update, found)).reshape(form.x.shape), found
+    return update.finish(_end(update, found), update.projection).reshape(form.x.shape), found
 
 
 def _residuals(update: Update) -> Residuals:

@@ -20,6 +20,7 @@ from pallas_models.kernels.triton.attention_blocks import (
     MOST_HEAD_DIM,
     arranged_bias,
     bias_index,
+    biased,
     block_of_head,
     every,
     exp2_of,
@@ -33,7 +34,6 @@ from pallas_models.kernels.triton.common import (
     block_size,
     check_powers_of_two,
     exp2,
-    fma,
     in_bounds,
     launch,
     load,
@@ -177,7 +177,8 @@ def configs(form: Form[Any]) -> Iterator[Config]:
         )
 
 
-_Carry = tuple[jax.Array, jax.Array, jax.Array]  # of each row: weighted sum of values, maximum, sum of weights
+# Of each row: weighted sum of values, maximum, its exponent to the base 2, sum of weights.
+_Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,9 +251,11 @@ class _Queries:
         q = load(refs.q.at[self.batch, self.rows, q_columns], tile_mask(self.row_mask, self.depth))
         projection = self.projection(head)
         step = functools.partial(self.step, q, k_columns, v_columns)
+        peak = jnp.full((config.block_q,), lowest_score(self.late, with_bias=refs.bias is not None), jnp.float32)
         carry = (
             jnp.zeros((config.block_q, self.block_d), jnp.float32),
-            jnp.full((config.block_q,), lowest_score(self.late, with_bias=refs.bias is not None), jnp.float32),
+            peak,
+            exponents(peak, self.late)[1],
             jnp.zeros((config.block_q, 1 if self.ones is None else self.ones.shape[1]), jnp.float32),
         )
         return step, carry, projection
@@ -260,7 +263,7 @@ class _Queries:
     def finish(self, head: jax.Array, carry: _Carry, projection: list[tuple[pl.Slice, jax.Array]]) -> None:
         """Writes the results of a head, given its sums over all keys."""
         refs = self.refs
-        acc, peak, totals = carry
+        acc, peak, _, totals = carry
         total = jnp.max(totals, axis=1)
         empty = total == 0.0  # no key took part
         self.write(head, acc * jnp.where(empty, 0.0, 1.0 / total)[:, None], projection)
@@ -281,16 +284,13 @@ class _Queries:
     ) -> _Carry:
         """Adds block `s` of the keys, of which each query sees each where it is `full`; `bias` gives theirs."""
         refs, block_kv, kv_seq = self.refs, self.config.block_kv, self.form.kv_seq
-        acc, peak, totals = carry
+        acc, peak, old_shift, totals = carry
         key = s * block_kv
         keys, in_range = span(key, block_kv), None if full else in_bounds(key, block_kv, kv_seq)
         kv_mask = tile_mask(in_range, self.depth)
         k = load(refs.k.at[self.batch, keys, k_columns], kv_mask)
         scores = self.dot(q, k, trans_b=True)
-        if bias is None:
-            scores = scores * self.early
-        else:
-            scores = fma(scores, jnp.full(scores.shape, self.early, jnp.float32), bias(keys, in_range))
+        scores = scores * self.early if bias is None else biased(scores, self.early, bias(keys, in_range))
         valid = None if full else self.valid_pairs(key, in_range)
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
@@ -298,17 +298,17 @@ class _Queries:
         factor, shift = exponents(new_peak, self.late)
         factor = factor if isinstance(factor, float) else factor[:, None]
         p = exp2_of(scores, factor, -shift[:, None])
-        correction = exp2(exponents(peak, self.late)[1] - shift)[:, None]
+        correction = exp2(old_shift - shift)[:, None]
         v = load(refs.v.at[self.batch, keys, v_columns], kv_mask)
         acc = acc * correction + self.dot(p.astype(v.dtype), v)
-        return acc, new_peak, totals * correction + self.row_sum(p)
+        return acc, new_peak, shift, totals * correction + self.row_sum(p)
 
     def bias(self, head: jax.Array, keys: pl.Slice, in_range: jax.Array | None) -> jax.Array:
         """The bias of a block of keys."""
         ref = self.refs.bias
         assert ref is not None
         where = bias_index(self.form, ref.shape, self.batch, head)
-        return load(ref.at[*where, self.rows, keys], tile_mask(self.row_mask, in_range)).astype(jnp.float32)
+        return load(ref.at[*where, self.rows, keys], tile_mask(self.row_mask, in_range))
 
     def valid_pairs(self, key: Index, in_range: jax.Array | None) -> jax.Array | None:
         """Which queries see which keys of a block, None if all see all; broadcast to (block_q, block_kv)."""

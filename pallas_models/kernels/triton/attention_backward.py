@@ -202,7 +202,7 @@ def _bias_kernel(*refs: Ref, form: Form[Any], config: Config) -> None:
     if form.item_axis is not None:  # all lines have the bias of their element of the batch, and each head its own
         first = own // heads * form.items
         block = Blocks(inputs, form, block_q, block_kv, first, keys_first=False)
-        bias = block.bias(query, key, own % heads)
+        bias = block.bias(query, key, own % heads).astype(jnp.float32)  # once for all lines
 
     def add(i: Index, total: jax.Array) -> jax.Array:
         b, head = (own // heads, own % heads)

@@ -14,13 +14,14 @@ from pallas_models.kernels.common.lines import of_pairs, of_rows
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.attention_blocks import (
     bias_index,
+    biased,
     block_of_head,
     every,
     exp2_of,
     is_shared,
     narrowed,
 )
-from pallas_models.kernels.triton.common import fma, in_bounds, load, plgpu, span, tile_mask
+from pallas_models.kernels.triton.common import in_bounds, load, plgpu, span, tile_mask
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Blocks:
         scores = products(q, k)
         if self.refs.bias is not None:  # as in the forward pass
             bias = self.bias(query, key, head) if bias is None else bias
-            scores = fma(scores, jnp.full(scores.shape, self.form.sm_scale, jnp.float32), bias)
+            scores = biased(scores, self.form.sm_scale, bias)
             scale = math.log2(math.e)
         elif scale <= 0:
             scores, scale = scores * scale, 1.0
@@ -172,7 +173,7 @@ class Blocks:
         return p, p * (products(dout, v) - row(delta))
 
     def bias(self, query: Index, key: Index, head: Index) -> jax.Array:
-        """The bias of the pairs, in float32."""
+        """The bias of the pairs; in float32 where keys come first: to unpack it there by `biased` takes longer."""
         ref, form, block_q, block_kv = self.refs.bias, self.form, self.block_q, self.block_kv
         assert ref is not None
         where = bias_index(form, ref.shape, self.batch, head)
@@ -180,5 +181,6 @@ class Blocks:
         masks = in_bounds(query, block_q, form.seq), in_bounds(key, block_kv, form.kv_seq)
         order = -1 if self.keys_first and is_shared(form) else 1
         spans, mask = (rows, keys)[::order], tile_mask(*masks[::order])
-        bias = load(ref.at[*where, *spans], mask).astype(jnp.float32)
+        bias = load(ref.at[*where, *spans], mask)
+        bias = bias.astype(jnp.float32) if self.keys_first else bias
         return bias.T if self.keys_first and order == 1 else bias

@@ -13,7 +13,7 @@ from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Index, Runs
 from pallas_models.kernels.common.primitives import meaning
 from pallas_models.kernels.forms.attention import Form
-from pallas_models.kernels.triton.common import block_size, plgpu
+from pallas_models.kernels.triton.common import block_size, fma, plgpu
 
 # Blocks: from here on, masks are searched beforehand for blocks that they rule out. Lines of pairs are many.
 _SEARCHED, _SEARCHED_OF_PAIRS = 16, 8
@@ -130,5 +130,29 @@ def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array) -> jax.Arr
         constraints="=f,f,f" + ",f" * len(factors),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return y
+
+
+def _biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
+    return scores * scale + bias.astype(jnp.float32)
+
+
+@meaning(_biased)
+def biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
+    """`scores * scale + bias`, float32, rounded once.
+
+    A bias in bfloat16 has two numbers a register, each the upper half of a float32: a shift and a mask unpack it.
+    """
+    if bias.dtype != jnp.bfloat16:
+        return fma(scores, jnp.full(scores.shape, scale, jnp.float32), bias.astype(jnp.float32))
+    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
+    (y,) = plgpu.elementwise_inline_asm(
+        "{ .reg .b32 low, high; shl.b32 low, $4, 16; and.b32 high, $4, 0xffff0000; "
+        f"fma.rn.f32 $0, $2, {factor}, low; fma.rn.f32 $1, $3, {factor}, high; }}",
+        args=[scores, bias],
+        constraints="=f,=f,f,f,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(scores.shape, jnp.float32)],
     )
     return y

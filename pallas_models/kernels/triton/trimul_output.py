@@ -66,7 +66,7 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
 def heuristic(form: Output[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target."""
     h, c = form.w.shape
-    size = functools.partial(shared_memory, h=h, c=c, dtype=form.w.dtype)
+    size = functools.partial(shared_memory, h=h, c=c, dtype=form.w.dtype, gate_after=form.gate_after)
     return fitted(_measured(form, target), size, target)
 
 
@@ -91,12 +91,17 @@ def configs(dtype: DTypeLike) -> Iterator[Config]:
         yield _config(block_m, block_n, programs, 4, num_stages)
 
 
-def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike) -> int:
-    """Bytes of shared memory for weights and for the blocks that are loaded ahead."""
+def shared_memory(config: Config, h: int, c: int, dtype: DTypeLike, *, gate_after: bool) -> int:
+    """Bytes of shared memory for weights and for the blocks that are loaded ahead.
+
+    As ptxas has it from Ampere to Blackwell, or up to 8 KiB more: of y a block a stage, and of a gate before the
+    product, which y is multiplied by in registers, a block for each stage ahead.
+    """
     block_h = block_size(h, 16, 1024)
     weights = block_h * pl.cdiv(c, config.block_n) * config.block_n * jnp.dtype(dtype).itemsize
     held = weights if weights <= _HELD_BYTES else config.num_stages * block_h * config.block_n * 2
-    return held + 2 * (config.num_stages - 1) * block_h * config.block_m * jnp.dtype(dtype).itemsize
+    blocks = config.num_stages if gate_after else 2 * config.num_stages - 1
+    return held + blocks * block_h * config.block_m * jnp.dtype(dtype).itemsize
 
 
 def scaled(bounds_ref: Ref, form: Output[Any]) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +219,7 @@ def output(
             config=Config,
             heuristic=functools.partial(heuristic, form, target),
             candidates=functools.partial(configs, dtype),
-            shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=dtype),
+            shared_memory=functools.partial(shared_memory, h=h, c=c, dtype=dtype, gate_after=form.gate_after),
         ),
         target,
     )

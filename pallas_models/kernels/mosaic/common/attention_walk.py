@@ -1,5 +1,7 @@
 """Which blocks of keys a tile of attention needs, by band and masks, and how many heads go together."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ from pallas_models.kernels.common.band import Runs
 from pallas_models.kernels.forms.attention import Form
 
 ROWS = 64  # of a warpgroup: the rows of one instruction of the tensor cores
-SEARCHED = 8  # blocks: from here on, masks are searched beforehand for blocks that they rule out
+# Blocks: from here on, masks are searched beforehand for blocks that they rule out. Lines of pairs are many.
+SEARCHED, _SEARCHED_OF_PAIRS = 8, 4
 _CACHE = 16 * 2**20  # bytes of keys and values that stay in the L2 cache, of two parts with 25 MB each
 
 
@@ -44,7 +47,8 @@ def group_of_heads(runs: Runs, heads: int, tiles: int, in_cache: int, num_ctas: 
 
 def searched(form: Form[jax.Array], *, block_q: int, block_kv: int, keys_first: bool = False) -> jax.Array | None:
     """The `Runs` of blocks that masks leave, as `band.searched` finds them; None where there are few blocks."""
-    return band.searched(form, block_q=block_q, block_kv=block_kv, least=SEARCHED, keys_first=keys_first)
+    least = SEARCHED if form.item_axis is None else _SEARCHED_OF_PAIRS
+    return band.searched(form, block_q=block_q, block_kv=block_kv, least=least, keys_first=keys_first)
 
 
 def narrowed(
@@ -65,6 +69,13 @@ def narrowed(
     return least(first, some), most(end, some_end), least(full, all_), most(full_end, all_end)
 
 
+def joined(runs: Sequence[Runs]) -> Runs:
+    """The `Runs` of blocks that one line or another needs, and the blocks that all of them need without a mask."""
+    firsts, ends, fulls, full_ends = zip(*runs, strict=True)
+    least, most = (functools.partial(functools.reduce, f) for f in (jnp.minimum, jnp.maximum))
+    return least(firsts), most(ends), most(fulls), least(full_ends)
+
+
 def pad_rows(x: jax.Array, least: int) -> jax.Array:
     """x (B, S, columns) with as many rows as copies want.
 
@@ -81,7 +92,7 @@ def padded_masks(form: Form[jax.Array], rows: int, kv_rows: int) -> dict[str, ja
         return None if x is None else jnp.pad(x, ((0, 0), (0, size - x.shape[1])))
 
     return dict(
-        mask=padded(form.mask, kv_rows),
+        mask=padded(form.mask_by_item, kv_rows),
         segments=padded(form.segment_ids, rows),
         kv_segments=padded(form.kv_segment_ids, kv_rows),
     )

@@ -224,6 +224,10 @@ class _Code:
             (result,) = self._new(1)
             self._lines.append(f"cvt.rn.{_HALVES[target]}x2.f32 {result}, {value[1]}, {value[0]};")
             return (result,)
+        if source == jnp.bfloat16:  # the upper half of a float32
+            numbers = self._new()
+            self._lines.append(f"shl.b32 {numbers[0]}, {value[0]}, 16; and.b32 {numbers[1]}, {value[0]}, -65536;")
+            return numbers
         self._lines.append(f"mov.b32 {_braced('h0', 'h1')}, {value[0]};")
         return self._each(f"cvt.f32.{_HALVES[source]}", ("h0", "h1"))
 

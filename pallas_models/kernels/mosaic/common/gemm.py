@@ -43,6 +43,7 @@ class Product:
       transpose_a: whether `a` gives (block_k, block_m).
       transpose_b: whether `b` gives (block_n, block_k).
       first_k: the contraction of the first product of the batch where that is longer than `k`; see `TileWalk`.
+      columns: of which the columns of a tile are a multiple, for each part; fewer than 64 need `transpose_b`.
     """
 
     m: int
@@ -55,6 +56,7 @@ class Product:
     transpose_a: bool = False
     transpose_b: bool = False
     first_k: int | None = None
+    columns: int = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,8 +115,10 @@ def gemm(
       The outputs.
     """
     b_parts = len(product.b)
-    if config.block_n % (64 * b_parts):
-        raise ValueError(f"block_n={config.block_n} must be a multiple of {64 * b_parts}: it has {b_parts} parts")
+    if config.block_n % (product.columns * b_parts):
+        raise ValueError(
+            f"block_n={config.block_n} must be a multiple of {product.columns * b_parts}: it has {b_parts} parts"
+        )
     if config.split_n != epilogue.split_n:
         raise ValueError(f"{config} has {config.split_n=}; {name} needs {epilogue.split_n}")
     if config.resident and (product.batch > 1 or b_parts > 1 or product.first_k is not None):

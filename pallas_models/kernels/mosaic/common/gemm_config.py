@@ -37,7 +37,7 @@ class Config:
             raise ValueError(f"{__name__}: num_consumers={self.num_consumers} must be 2 or 3")
         for name, value, multiple in (
             ("block_m", self.block_m, 64 if self.ping_pong or self.split_n else 64 * self.num_consumers),
-            ("block_n", self.block_n, 64 * self.num_consumers if self.split_n else 64),
+            ("block_n", self.block_n, 64 * self.num_consumers if self.split_n else 16),
             ("block_k", self.block_k, 64),
         ):
             if value < multiple or value % multiple:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.primitives import meaning
+from pallas_models.kernels.mosaic.common import ptx as inline
 from pallas_models.kernels.mosaic.common.backend import plgpu
 
 ROW_BYTES = 128  # of a row of a tile of shared memory
@@ -85,3 +86,25 @@ def _store_transposed(ref: Ref, x: jax.Array) -> None:
 def store_transposed(ref: Ref, x: jax.Array) -> None:
     """Stores the transpose of x, which threads hold as tensor cores leave it, in `tiled` memory."""
     ref.T[...] = x
+
+
+def _interpreted_meet(refs: Any) -> None:
+    plgpu.barrier_arrive(refs.met)
+    plgpu.barrier_wait(refs.met)
+
+
+def meeting(num_warpgroups: int, interpret: bool) -> dict[str, Any]:
+    """What `meet` needs in the scratch memory of a CTA."""
+    return dict(met=plgpu.Barrier(num_arrivals=num_warpgroups)) if interpret else {}
+
+
+@meaning(_interpreted_meet)
+def meet(refs: Any) -> None:
+    """All threads of a CTA wait for one another, and see what others have left in shared memory."""
+    del refs
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        inline.utils.gpu.barrier()
+
+    wait()

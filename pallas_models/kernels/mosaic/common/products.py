@@ -55,14 +55,16 @@ def in_layout(sums: Ref, pending: int = 0) -> jax.Array:
     return layout_cast(sums_but_for(sums, pending), plgpu.Layout.WGMMA)
 
 
-def product(a: Operand, b: Ref, *, transpose_b: bool = False, then: Callable[[], None] | None = None) -> jax.Array:
-    """a @ b in float32. The one product that `then` begins may go on."""
+def product(
+    a: Operand, b: Ref, *, transpose_b: bool = False, then: Callable[[], None] | None = None, pending: int = 1
+) -> jax.Array:
+    """a @ b in float32. The products that `then` begins, `pending` of them, may go on."""
 
     def compute(sums: Ref) -> jax.Array:
         multiply(sums, a, b, transpose_b=transpose_b)
         if then is not None:
             then()
-        return sums_but_for(sums, 0 if then is None else 1)
+        return sums_but_for(sums, 0 if then is None else pending)
 
     return with_sums(compute, (a.shape[0], b.shape[0 if transpose_b else 1]))
 

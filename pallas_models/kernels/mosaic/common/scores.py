@@ -1,14 +1,17 @@
 """Scores of attention as the tensor cores leave them: which are masked, and weights made of them."""
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.scores import exponents
+from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.memory import layout_cast, load
 
@@ -29,6 +32,14 @@ def load_across(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
 def masked(scores: jax.Array, valid: Sequence[jax.Array]) -> jax.Array:
     """The scores where all that is `valid` holds; -inf elsewhere."""
     return jnp.where(functools.reduce(operator.and_, valid), scores, -jnp.inf)
+
+
+def exponent_scale(form: Form[Any]) -> float:
+    """The factor on scores of exponents to the base 2, which are the GPU's own.
+
+    Scores stay unscaled up to them, where there is no bias to be added.
+    """
+    return (form.sm_scale if form.bias is None else 1.0) * math.log2(math.e)
 
 
 def softmax_weights(scores: jax.Array, peak: jax.Array, scale: float) -> jax.Array:

@@ -1,7 +1,6 @@
 """How outputs leave registers: block by block through slots in shared memory, from which they are copied."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -63,8 +62,8 @@ class Staging:
     ) -> Self:
         """The staging for `num_columns` columns of the rows that a warpgroup has of a tile.
 
-        Blocks have 64 rows of 128 bytes. Where there is a slot for each of them, blocks beside one another are
-        one: fewer copies, and much less code.
+        Blocks have 64 rows of 128 bytes; where columns are no multiple of that, the last two overlap. Where there
+        is a slot for each of them, blocks beside one another are one: fewer copies, and much less code.
 
         Args:
           whole: whether there is a slot for each block, as for a residual that waits there.
@@ -73,12 +72,12 @@ class Staging:
         """
         dtype = jnp.dtype(dtype)
         width = ROW_BYTES // dtype.itemsize
-        most = config.rows * num_columns // (_ROWS * width)
+        most = config.rows // _ROWS * pl.cdiv(num_columns, width)
         num_slots = most if whole else min(most, config.num_slots)
         if joined and num_slots * width * _ROWS == config.rows * num_columns:
             width = num_columns
         blocks = [
-            Block(row, column, width)
+            Block(row, min(column, num_columns - width), width)
             for column in range(0, num_columns, width)
             for row in range(0, config.rows, _ROWS)
         ]
@@ -102,25 +101,25 @@ class Output:
 
     Attributes:
       slots: the memory of a `Staging`.
-      copy: `copy(slot, ref, at)` copies a slot to `at(ref)`; on this GPU when None.
+      copy: `copy(slot, ref, block, tile)` copies a slot to a block of a tile; `block.at(ref, tile)` when None.
     """
 
     slots: Ref
     warpgroup: jax.Array
     ref: Ref
     value: Callable[[Block, Ref], jax.Array]
-    copy: Callable[[Ref, Ref, Callable[[Ref], Ref]], None] | None = None
+    copy: Callable[[Ref, Ref, Block, Tile], None] | None = None
 
     def slot(self, i: int) -> Ref:
         """The slot of the i-th block."""
         return self.slots.at[self.warpgroup, i % self.slots.shape[1]]
 
-    def leave(self, i: int, at: Callable[[Ref], Ref]) -> None:
-        """Copies the slot of the i-th block to `at(ref)`."""
+    def leave(self, i: int, block: Block, tile: Tile) -> None:
+        """Copies the slot of the i-th block of a tile."""
         if self.copy is None:
-            plgpu.copy_smem_to_gmem(self.slot(i), at(self.ref))
+            plgpu.copy_smem_to_gmem(self.slot(i), block.at(self.ref, tile))
         else:
-            self.copy(self.slot(i), self.ref, at)
+            self.copy(self.slot(i), self.ref, block, tile)
 
 
 def store(tile: Tile, staging: Staging, *outputs: Output, wait: bool) -> None:
@@ -139,4 +138,4 @@ def store(tile: Tile, staging: Staging, *outputs: Output, wait: bool) -> None:
             slot[...] = output.value(block, slot).astype(output.ref.dtype)
         plgpu.commit_smem()
         for output in outputs:
-            output.leave(i, functools.partial(block.at, tile=tile))
+            output.leave(i, block, tile)

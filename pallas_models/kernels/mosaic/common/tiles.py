@@ -6,6 +6,7 @@ may have any number of rows and columns. Nothing here is Hopper's, but it has be
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,31 @@ def _interpreted_store(self: "Tile", ref: Ref, rows: jax.Array, x: jax.Array, co
             @pl.when((row >= 0) & (row < m) & (jnp.minimum(n - column, self.columns) == size))
             def _(size: int = size) -> None:
                 ref.at[row, pl.ds(column, size)][...] = values[:size]
+
+
+def _interpreted_bits(
+    self: "Tile", ref: Ref, first: jax.Array, end: jax.Array, value: jax.Array | None, count: int
+) -> jax.Array:
+    k = jax.lax.broadcasted_iota(jnp.int32, (self.rows, count), 1)
+    place = first + k * self.rows + jax.lax.broadcasted_iota(jnp.int32, k.shape, 0)
+    numbers = _rows_of(ref[...], place.ravel()).reshape(k.shape)
+    counts = (numbers != 0 if value is None else numbers == value) & (place < jnp.minimum(end, ref.shape[0]))
+    return jnp.sum(jnp.left_shift(counts.astype(jnp.int32), k), axis=1)
+
+
+def _interpreted_sum_marked(self: "Tile", ref: Ref, first: jax.Array, bits: jax.Array, count: int) -> jax.Array:
+    rows = jnp.arange(self.rows, dtype=jnp.int32)
+    places = [jnp.where((bits >> k) & 1 != 0, first + k * self.rows + rows, -1) for k in range(count)]
+    loaded = (_interpreted_load(self, ref, rows).astype(jnp.float32) for rows in places)
+    return functools.reduce(jnp.add, loaded)
+
+
+def _interpreted_leave_sums(self: "Tile", ref: Ref, x: jax.Array) -> None:
+    total = jnp.sum(x, axis=0).reshape(1, -1)
+    others = jnp.zeros((self.row_warps - 1, total.shape[1]), x.dtype)
+    ref.at[pl.ds(jax.lax.axis_index("warpgroup") * self.row_warps, self.row_warps)][...] = jnp.concatenate(
+        [total, others]
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,27 +188,79 @@ class Tile:
     @meaning(_interpreted_gather)
     def gather(self, ref: Ref, index: jax.Array) -> jax.Array:
         """Loads a number for each row, of `ref` (M,) at `index`, (rows,) int32; 0 where there is no such place."""
-        # An array (1,) is the register that has it: MLIR drops the cast between them, and its layout with it.
-        shape, layout = ((), plgpu.Layout.WG_SPLAT) if self.rows == 1 else ((self.rows,), self.row_layout)
-        result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
-        load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.row_layout), return_type=result)(_gather)
-        loaded: jax.Array = load(ref, index)
-        if self.rows == 1:
-            loaded = memory.layout_cast(jax.lax.broadcast_in_dim(loaded, (1,), ()), self.row_layout)
-        return loaded
+        kinds = plgpu.RefType(), self.row_layout
+        load = plgpu.inline_mgpu(arg_types=kinds, return_type=self._numbers_type(ref.dtype))(_gather)
+        return self._numbers(load(ref, index))
 
     @property
-    def scratch(self) -> Any:
-        """The shared memory of `sum_rows`."""
-        return plgpu.SMEM((_WARPS, self.columns), jnp.float32)
+    def most_bits(self) -> int:
+        """Threads of a row in a warp."""
+        return min(self.threads, _LANES)
 
-    @meaning(lambda self, x, scratch: jnp.sum(x, axis=0))
-    def sum_rows(self, x: jax.Array, scratch: Ref) -> jax.Array:
-        """The sums of the columns of x (rows, columns) float32, (columns,): of each warp, then over warps."""
-        result = plgpu.ShapeDtypeStruct((self.columns,), jnp.float32, layout=self.layout.reduce(0))
-        add = plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()), return_type=result)
-        sums: jax.Array = add(functools.partial(_sum_rows, self))(x, scratch)
-        return sums
+    @meaning(_interpreted_bits)
+    def bits(self, ref: Ref, first: jax.Array, end: jax.Array, value: jax.Array | None, count: int) -> jax.Array:
+        """Bit k of row r is whether number `first + k * rows + r` of `ref` (M,) counts, (rows,) int32.
+
+        All of them are loaded at once: of bits that are numbers each, ptxas loads one after another.
+
+        Args:
+          end: where numbers end that count.
+          value: what those are; None for anything but 0.
+          count: how many bits a row has, up to `most_bits`.
+        """
+        given = [jnp.asarray(x, jnp.int32) for x in (first, end) + (() if value is None else (value,))]
+        kinds = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(given)
+        find = plgpu.inline_mgpu(arg_types=kinds, return_type=self._numbers_type(jnp.int32))
+        return self._numbers(find(functools.partial(_bits, self, count))(ref, *given))
+
+    @meaning(lambda self, bits: jax.lax.population_count(bits).astype(jnp.float32))
+    def count_bits(self, bits: jax.Array) -> jax.Array:
+        """How many bits of each row are set, (rows,) float32."""
+        count = plgpu.inline_mgpu(arg_types=(self.row_layout,), return_type=self._numbers_type(jnp.float32))
+        return self._numbers(count(functools.partial(_count_bits, self))(bits))
+
+    @meaning(_interpreted_sum_marked)
+    def sum_marked(self, ref: Ref, first: jax.Array, bits: jax.Array, count: int) -> jax.Array:
+        """Adds up rows `first + k * rows + r` of `ref` (M, N) for the bits k of row r that are set, in float32.
+
+        Other rows are not read. All loads are under way before the first sum.
+
+        Args:
+          bits: of `bits`; `count` as there.
+        """
+        kinds = plgpu.RefType(), plgpu.Layout.WG_SPLAT, self.row_layout
+        result = plgpu.ShapeDtypeStruct((self.rows, self.columns), jnp.float32, layout=self.layout)
+        add = plgpu.inline_mgpu(arg_types=kinds, return_type=result)
+        total: jax.Array = add(functools.partial(_sum_marked, self, count))(
+            ref, jnp.asarray(first, jnp.int32), bits
+        )
+        return total
+
+    def _numbers_type(self, dtype: Any) -> Any:
+        # An array (1,) is the register that has it: MLIR drops the cast between them, and its layout with it.
+        shape, layout = ((), plgpu.Layout.WG_SPLAT) if self.rows == 1 else ((self.rows,), self.row_layout)
+        return plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+
+    def _numbers(self, found: jax.Array) -> jax.Array:
+        if self.rows == 1:
+            found = memory.layout_cast(jax.lax.broadcast_in_dim(found, (1,), ()), self.row_layout)
+        return found
+
+    @property
+    def row_warps(self) -> int:
+        """How many sums of its rows a warpgroup leaves: one for each warp, or for the warps that share a row."""
+        return _WARPS // max(self.threads // _LANES, 1)
+
+    @meaning(_interpreted_leave_sums)
+    def leave_sums(self, ref: Ref, x: jax.Array) -> None:
+        """Leaves sums over rows in shared memory, `row_warps` for each warpgroup, of float32.
+
+        Args:
+          ref: (parts, columns) for x (rows, columns); (parts, 1) for a number for each row, (rows,).
+        """
+        layout, splat = self.row_layout if x.ndim == 1 else self.layout, plgpu.Layout.WG_SPLAT
+        leave = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), splat))(functools.partial(_leave_sums, self))
+        leave(x, ref, jax.lax.axis_index("warpgroup"))
 
     @meaning(_interpreted_store)
     def store(self, ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
@@ -226,29 +304,79 @@ def _store(tile: Tile, _: Any, ref: Any, rows: Any, x: Any, column: Any) -> None
         store_vector(vector, *place)
 
 
-def _sum_rows(tile: Tile, _: Any, x: Any, scratch: Any) -> Any:
-    utils, layout = inline.utils, tile.layout.reduce(0).to_mgpu()
-    warps_of_row = max(tile.threads // _LANES, 1)
-    row_warps = _WARPS // warps_of_row
-    places = [index for (index,) in layout.thread_idxs((tile.columns,))]
-    sums = []
-    for total in x.registers.flat:
+def _bits(tile: Tile, count: int, _: Any, ref: Any, first: Any, end: Any, *value: Any) -> Any:
+    (size,), arith = ir.MemRefType(ref.type).shape, inline.utils.arith
+    kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+    thread, lanes = inline.thread(), min(tile.threads, _LANES)
+    row, k = arith.divui(thread, inline.i32(tile.threads)), arith.remui(thread, inline.i32(lanes))
+    place = inline.add(first.registers.item(), inline.times(k, tile.rows), row)
+    is_there = arith.andi(_below(k, count), _below(place, size))
+    is_there = arith.andi(is_there, arith.cmpi(arith.CmpIPredicate.slt, place, end.registers.item()))
+    number = inline.item(load_vector(kind, address(ref, place), is_there), 0)
+    if value:
+        counts = arith.cmpi(arith.CmpIPredicate.eq, number, value[0].registers.item())
+    else:
+        counts = arith.cmpi(arith.CmpIPredicate.ne, number, inline.i32(0))
+    word = ir.IntegerType.get_signless(32)
+    text = "vote.sync.ballot.b32 $0, $1, 0xffffffff;"
+    found = inline.utils.llvm.inline_asm(word, [arith.andi(counts, is_there)], text, "=r,b", has_side_effects=True)
+    if tile.threads < _LANES:
+        first_lane = inline.times(arith.remui(row, inline.i32(_LANES // tile.threads)), tile.threads)
+        found = arith.andi(arith.shrui(found, first_lane), inline.i32((1 << tile.threads) - 1))
+    return _of_row(tile, found, is_signed=True)
+
+
+def _count_bits(tile: Tile, _: Any, bits: Any) -> Any:
+    word, arith = ir.IntegerType.get_signless(32), inline.utils.arith
+    text = "popc.b32 $0, $1;"
+    found = inline.utils.llvm.inline_asm(word, [_word(bits)], text, "=r,r", has_side_effects=False)
+    return _of_row(tile, arith.sitofp(ir.F32Type.get(), found), is_signed=None)
+
+
+def _sum_marked(tile: Tile, count: int, _: Any, ref: Any, first: Any, bits: Any) -> Any:
+    arith, word, long = inline.utils.arith, *map(ir.IntegerType.get_signless, (32, 64))
+    (_, n), layout, shape = ir.MemRefType(ref.type).shape, tile.layout.to_mgpu(), (tile.rows, tile.columns)
+    kind = ir.VectorType.get((tile.vector,), ir.MemRefType(ref.type).element_type)
+    columns = [arith.index_cast(word, index) for _, index in layout.thread_idxs(shape)]
+    row = inline.add(first.registers.item(), arith.divui(inline.thread(), inline.i32(tile.threads)))
+    loaded = []
+    for k in range(count):
+        is_marked = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(_word(bits), inline.i32(1 << k)), inline.i32(0))
+        begin = arith.muli(arith.extui(long, inline.add(row, k * tile.rows)), inline.utils.c(n, long))
+        for column in columns:
+            is_there = is_marked if n % tile.columns == 0 else arith.andi(is_marked, _below(column, n))
+            loaded.append(load_vector(kind, address(ref, arith.addi(begin, arith.extui(long, column))), is_there))
+    parts = [loaded[i : i + len(columns)] for i in range(0, len(loaded), len(columns))]
+    wide = [_fragment(part, layout, shape, kind).astype(ir.F32Type.get()) for part in parts]
+    return functools.reduce(operator.add, wide)
+
+
+def _word(bits: Any) -> Any:
+    """The bits of a thread's row."""
+    return inline.item(bits.registers.flat[0], 0)
+
+
+def _of_row(tile: Tile, number: Any, *, is_signed: bool | None) -> Any:
+    """An array of a number for each row, which each thread has of its own row."""
+    if tile.rows == 1:
+        return _arrays.FragmentedArray.splat(number, (), is_signed=is_signed)
+    layout, kind = tile.row_layout.to_mgpu(), ir.VectorType.get((1,), number.type)
+    return _fragment([inline.utils.vector.broadcast(kind, number)], layout, (tile.rows,), kind)
+
+
+def _leave_sums(tile: Tile, _: Any, x: Any, ref: Any, warpgroup: Any) -> None:
+    utils, index = inline.utils, ir.IndexType.get()
+    warp = utils.arith.divui(inline.lane_and_warp()[1], inline.i32(_WARPS // tile.row_warps))
+    part = inline.add(inline.times(warpgroup.registers.item(), tile.row_warps), warp)
+    places = [utils.c(0, index)]
+    if len(x.shape) == 2:
+        places = [place for (place,) in tile.layout.reduce(0).to_mgpu().thread_idxs((tile.columns,))]
+    for total, place in zip(x.registers.flat, places, strict=True):
         distance = tile.threads
         while distance < _LANES:
             total = utils.arith.addf(total, utils.shfl_bfly(total, distance))
             distance *= 2
-        sums.append(total)
-    if row_warps > 1:
-        index = ir.IndexType.get()
-        warp = utils.arith.divui(inline.lane_and_warp()[1], inline.i32(warps_of_row))
-        utils.warpgroup_barrier()  # whoever reads earlier sums is done
-        for total, place in zip(sums, places, strict=True):
-            utils.vector.store(total, scratch, [utils.arith.index_cast(index, warp), place])
-        utils.warpgroup_barrier()
-        kind, rows = sums[0].type, [utils.c(i, index) for i in range(row_warps)]
-        parts = [[utils.vector.load(kind, scratch, [row, place]) for row in rows] for place in places]
-        sums = [functools.reduce(utils.arith.addf, part) for part in parts]
-    return _fragment(sums, layout, (tile.columns,), ir.VectorType(sums[0].type))
+        utils.vector.store(total, ref, [utils.arith.index_cast(index, part), place])
 
 
 def _places(tile: Tile, ref: Any, rows: Any, column: Any) -> Iterator[tuple[Any, Any]]:

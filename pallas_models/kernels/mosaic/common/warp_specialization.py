@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 
 from pallas_models.kernels.mosaic.common.backend import plgpu
 
-_REGISTERS = 512  # of a multiprocessor, for each thread of a warpgroup
+# Of a multiprocessor, for each thread of a warpgroup; and threads have a multiple of so many.
+_REGISTERS, _UNIT = 512, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,11 +34,18 @@ def specialize(*roles: Role, warpgroup: jax.Array | None = None) -> None:
 
     Args:
       warpgroup: the number of the warpgroup that runs this, where it is known.
+
+    Raises:
+      ValueError: roles have more registers than warpgroups begin with: on a GPU some would wait for them forever.
     """
     if warpgroup is None:
         warpgroup = jax.lax.axis_index("warpgroup")
     most = max(role.registers for role in roles)
-    share = _REGISTERS // sum(len(role.warpgroups) for role in roles)
+    count = sum(len(role.warpgroups) for role in roles)
+    share = _REGISTERS // count // _UNIT * _UNIT
+    registers = sum(len(role.warpgroups) * role.registers for role in roles)
+    if registers > count * share:
+        raise ValueError(f"roles have {registers} registers; {count} warpgroups have {count * share}")
     for role in roles:
         first, end = role.warpgroups.start, role.warpgroups.stop
         if first == 0:
