@@ -66,6 +66,8 @@ AMPERE_ON = Architectures("an NVIDIA GPU from Ampere on", 8)
 """For the kernels of Triton."""
 HOPPER = Architectures("a Hopper GPU", 9, 9)
 """For the kernels of Mosaic."""
+BLACKWELL = Architectures("a Blackwell GPU of the datacenter", 10, 10)
+"""For blocks of Triton's kernels: an RTX 50xx or RTX PRO 6000 has those of an Ada GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +136,8 @@ _GEFORCE = {
 }
 
 
-# JAX lowers Triton's kernels for GPUs whose names it knows, and for the one that is here: these are of
-# architectures of
-# which it does not know all.
+# JAX lowers Triton's kernels for GPUs whose names it knows, and for the one that is here: it does not know all
+# GPUs of these architectures.
 _KNOWN_TO_JAX = {(8, 6): "NVIDIA A10", (8, 9): "NVIDIA L4", (12, 0): "NVIDIA RTX PRO 6000"}
 
 
@@ -174,8 +175,7 @@ def lowering_for(gpu: Target) -> contextlib.AbstractContextManager[Any]:
     ```
 
     Inside, `current` can have the name of another GPU of the same architecture, one that JAX lowers Triton's
-    kernels
-    for; all else is the GPU's own.
+    kernels for; all else is the GPU's own.
 
     Args:
       gpu: one of `GPUS`, or any other that has a name.
@@ -236,8 +236,7 @@ GPUS = {
     **{f"RTX {number}": _named(f"NVIDIA GeForce RTX {number}", n) for number, n in _GEFORCE.items()},
 }
 """GPUs by their short names, `"A100"` or `"RTX 4090"`, with what NVIDIA publishes of each: to lower programs for
-one
-that is not here, with `lowering_for`, or to ask what a kernel may use of it."""
+one that is not here, with `lowering_for`, or to ask what a kernel may use of it."""
 
 
 @functools.cache

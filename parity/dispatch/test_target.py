@@ -59,6 +59,7 @@ def test_devices_are_known_by_name(device):
     )
     assert (found.abstract_device.device_kind, found.abstract_device.num_cores) == device
     assert found.runs(target.HOPPER) == (capability == (9, 0))
+    assert found.runs(target.BLACKWELL) == (capability[0] == 10)
 
 
 @pytest.mark.parametrize("gpu", target.GPUS.values(), ids=target.GPUS.keys())

@@ -1,10 +1,8 @@
 """Kernels compiled for GPUs that are not here: what ptxas says of each, for `python -m parity compiled`.
 
-A process of `python -m parity.support.compiling GENERATION FILE` compiles the programs of one GPU one after
-another
-and adds lines of JSON to a file, when each begins and when it is done. LLVM ends the process at an instruction
-that a
-GPU lacks: the next process goes on after that program. The CUDA plugin of JAX has the compilers; ptxas comes with
+A process of `python -m parity.support.compiling GENERATION FILE` compiles the programs of one GPU, one by one, and
+adds lines of JSON to a file, when each begins and when it is done. LLVM ends the process at an instruction that
+the GPU lacks: the next process goes on after that program. JAX's CUDA plugin has the compilers; ptxas comes with
 it.
 """
 

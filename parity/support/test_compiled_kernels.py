@@ -1,5 +1,6 @@
 """`python -m parity compiled`: its page says what fits, and a program compiles where the CUDA plugin is."""
 
+import dataclasses
 import json
 
 import jax
@@ -18,11 +19,16 @@ ROW = ("softmax", "softmax", "triton", "float32")
 
 
 def test_every_kernel_of_the_page_fits():
-    rows = compiled.parsed(compiled.PAGE.read_text("utf-8"))
+    text = compiled.PAGE.read_text("utf-8")
+    rows = compiled.parsed(text)
     assert list(compiled.problems(rows)) == []
     with_kernels = {name for name, case in OPS.items() if not isinstance(case.calls, Without)}
     assert {op for op, *_ in rows} >= {program.op for program in compiling.programs()} & with_kernels
     assert {generation for found in rows.values() for generation in found} == GENERATIONS.keys()
+    assert (
+        compiled.page(rows, counted=compiled.counts(dict.fromkeys(GENERATIONS, len(list(compiling.programs())))))
+        == text
+    )
 
 
 def test_what_does_not_fit_is_a_problem(monkeypatch):
@@ -34,8 +40,21 @@ def test_what_does_not_fit_is_a_problem(monkeypatch):
     assert found() == found(shared_memory=99 * 1024) == []
     assert found(shared_memory=99 * 1024 + 1)[0].endswith("101377 bytes of shared memory, of 101376")
     assert found(spills=8) == ["sm_86, softmax softmax triton float32: spills 8 bytes"]
-    monkeypatch.setattr(compiled, "EXCEPTIONS", (compiled.Spills("soft.*", "float32", "sm_86", "a test"),))
-    assert found(spills=8) == [] and found()[0].startswith("no kernel spills as the exceptions say")
+    allowed = compiled.Spills("softmax", "triton", "float32", ("sm_86",), 8, "a test")
+    monkeypatch.setattr(compiled, "EXCEPTIONS", (allowed,))
+    assert found(spills=8) == []
+    assert found()[0].startswith("sm_86: no kernel spills as the exceptions say")
+    assert found(spills=12)[0].endswith("spills 12 bytes")
+
+
+@pytest.mark.parametrize(
+    "other", [dict(kernel="rotary"), dict(backend="mosaic"), dict(dtype="bfloat16"), dict(generations=("sm_89",))]
+)
+def test_an_exception_is_of_one_kernel_on_named_architectures(other):
+    allowed = compiled.Spills("softmax", "triton", "float32", ("sm_86", "sm_90"), 8, "a test")
+    assert allowed.covers(ROW, "sm_86", 8) and allowed.covers(ROW, "sm_90", 4)
+    assert not allowed.covers(ROW, "sm_80", 8)
+    assert not dataclasses.replace(allowed, **other).covers(ROW, "sm_86", 8)
 
 
 def test_what_ptxas_says_is_read():

@@ -43,7 +43,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.target import HOPPER, Target
+from pallas_models.target import BLACKWELL, HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -142,6 +142,8 @@ def heuristic(form: Form[Any], target: Target, *, projected: bool = False) -> Co
     size = functools.partial(shared_memory, head_dim=form.head_dim, itemsize=itemsize)
     if 2 * size(config) > target.shared_memory:
         config = dataclasses.replace(config, num_stages=2)
+    if block_d > 64 and target.runs(BLACKWELL):  # registers do not hold what is loaded ahead, too
+        config = dataclasses.replace(config, num_stages=1)
     while size(config) > target.shared_memory:
         config = dataclasses.replace(config, block_kv=config.block_kv // 2)
     return config

@@ -39,7 +39,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.target import HOPPER, Target
+from pallas_models.target import BLACKWELL, HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -71,7 +71,8 @@ def heuristic(
     is_hopper = target.runs(HOPPER)
     if itemsize == 4:  # as in the forward pass
         own = 32 if is_hopper or keys_first or block_d <= 64 else 16
-        other, num_warps, num_stages = 32 if is_hopper and block_d <= 64 else 16, 4, 1
+        other, num_stages = 32 if is_hopper and block_d <= 64 else 16, 1
+        num_warps = 8 if keys_first and not is_hopper else 4
     elif block_d <= 64:
         own, other, num_warps, num_stages = 64, 64, 4, 3
     elif block_d > 128:
@@ -82,6 +83,8 @@ def heuristic(
         own, other, num_warps, num_stages = 128, 32, 8, 3
     if keys_first and itemsize < 4 and 32 < block_d <= 128 and not is_hopper:
         other = 32
+    if itemsize < 4 and block_d <= 128 and target.runs(BLACKWELL):
+        num_stages = 1  # registers do not hold what is loaded ahead, too
     length, other_length = (kv_seq, seq) if keys_first else (seq, kv_seq)
     own, other = block_size(length, 16, own), block_size(other_length, 16, other)
     block_q, block_kv = (other, own) if keys_first else (own, other)

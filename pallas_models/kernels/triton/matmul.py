@@ -27,7 +27,7 @@ from pallas_models.kernels.triton.product import (
     shared_memory,
     steps_per_part,
 )
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -134,6 +134,8 @@ def heuristic(
     ]
     chosen, split = min(choices, key=time_us)
     stages = min(chosen.config.num_stages, max(steps_per_part(k, chosen.config, split), 2))
+    if itemsize == 4 and not target.runs(HOPPER):  # a third stage spills registers of an A10 and an L4
+        stages = min(stages, 2)
     return dataclasses.replace(chosen.config, splits=split, num_stages=stages)
 
 

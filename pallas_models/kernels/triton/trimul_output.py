@@ -27,7 +27,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _HELD_BYTES = 96 * 1024  # weights up to this size stay in shared memory for all blocks of positions of a program
@@ -64,10 +64,15 @@ def _config(block_m: int, block_n: int, programs_per_core: int, num_warps: int, 
 
 
 def heuristic(form: Output[Any], target: Target) -> Config:
-    """Chooses blocks that fit into the shared memory of a target."""
-    h, c = form.w.shape
-    size = functools.partial(shared_memory, h=h, c=c, dtype=form.w.dtype, gate_after=form.gate_after)
-    return fitted(_measured(form, target), size, target)
+    """Chooses blocks that fit into the shared memory of a target, and off Hopper into registers."""
+    (h, c), dtype = form.w.shape, form.w.dtype
+    config = _measured(form, target)
+    if not target.runs(HOPPER) and dtype.itemsize == 4:
+        config = _config(16, 16, 4, 8, 1)
+    elif not target.runs(HOPPER) and h > 128:
+        config = dataclasses.replace(config, num_warps=8)
+    size = functools.partial(shared_memory, h=h, c=c, dtype=dtype, gate_after=form.gate_after)
+    return fitted(config, size, target)
 
 
 def _measured(form: Output[Any], target: Target) -> Config:

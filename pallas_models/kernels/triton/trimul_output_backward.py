@@ -28,7 +28,7 @@ from pallas_models.kernels.triton.common import (
 )
 from pallas_models.kernels.triton.trimul_output import scaled
 from pallas_models.kernels.triton.trimul_places import Places
-from pallas_models.target import Target
+from pallas_models.target import BLACKWELL, HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -52,8 +52,12 @@ def _config(block_m: int, programs_per_core: int, num_warps: int, num_stages: in
 
 
 def heuristic(form: Output[Any], target: Target) -> Config:
-    """Chooses blocks that fit into the shared memory of a target."""
-    config = _config(16, 1, 4, 1) if form.w.dtype.itemsize == 4 else _config(64, 1, 8, 2)
+    """Chooses blocks that fit into the shared memory of a target, and off Hopper into registers."""
+    is_hopper = target.runs(HOPPER)
+    if form.w.dtype.itemsize == 4:
+        config = _config(16, 1, 4 if is_hopper else 16, 1)
+    else:  # elsewhere products have their operands in registers, too
+        config = _config(64 if is_hopper or target.runs(BLACKWELL) else 16, 1, 8, 2)
     return fitted(config, functools.partial(shared_memory, form=form), target)
 
 

@@ -70,6 +70,8 @@ def heuristic(form: Projection[Any], target: Target) -> Config:
     """Chooses blocks that fit into the shared memory of a target, and whose sums fit into registers."""
     if form.w.dtype.itemsize == 4:
         config = _config(16, 16, 1, 4, 1)
+    elif not target.runs(HOPPER):  # operands of products are in registers, too
+        config = _config(32, 32, 1, 8, 2)
     else:  # float16 has two sums
         config = _config(64 if form.w.dtype == jnp.float16 else 128, 64, 1, 8, 2)
     return fitted(config, functools.partial(shared_memory, form=form, target=target), target)

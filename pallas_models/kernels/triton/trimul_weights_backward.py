@@ -31,7 +31,7 @@ from pallas_models.kernels.triton.common import (
     tile_mask,
 )
 from pallas_models.kernels.triton.trimul_project_backward import Rows, Side
-from pallas_models.target import Target
+from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 
@@ -68,9 +68,10 @@ def _config(
 
 
 def heuristic(form: Projection[Any], target: Target) -> Config:
-    """Chooses blocks that fit into the shared memory of a target."""
+    """Chooses blocks that fit into the shared memory of a target, and off Hopper into registers."""
     of = functools.partial(_config, form, target)
-    config = of(16, 16, 2, 4, 1) if form.w.dtype.itemsize == 4 else of(128, 64, 1, 8, 2)
+    block_n = 64 if target.runs(HOPPER) else 32
+    config = of(16, 16, 2, 4, 1) if form.w.dtype.itemsize == 4 else of(128, block_n, 1, 8, 2)
     return fitted(config, functools.partial(shared_memory, form=form), target)
 
 
