@@ -543,7 +543,7 @@ def test_projections_take_no_more_shared_memory_than_thought(
         (HOPPER, 98, 64, 64, "float16", "float16", 64, 1),
         (HOPPER, 64, 64, 64, "bfloat16", "float32", 128, 2),
         (HOPPER, 50, 50, 50, "bfloat16", "float32", 128, 2),
-        (ADA, 64, 64, 64, "float16", "float32", 64, 2),
+        (ADA, 64, 64, 64, "float16", "float32", 32, 2),
     ],
 )
 def test_projections_load_ahead_where_it_fits(device, c, h, g, dtype, x_dtype, block_m, num_stages):

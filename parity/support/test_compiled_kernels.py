@@ -19,16 +19,18 @@ ROW = ("softmax", "softmax", "triton", "float32")
 
 
 def test_every_kernel_of_the_page_fits():
-    text = compiled.PAGE.read_text("utf-8")
-    rows = compiled.parsed(text)
+    rows = compiled.parsed(compiled.PAGE.read_text("utf-8"))
     assert list(compiled.problems(rows)) == []
     with_kernels = {name for name, case in OPS.items() if not isinstance(case.calls, Without)}
     assert {op for op, *_ in rows} >= {program.op for program in compiling.programs()} & with_kernels
     assert {generation for found in rows.values() for generation in found} == GENERATIONS.keys()
-    assert (
-        compiled.page(rows, counted=compiled.counts(dict.fromkeys(GENERATIONS, len(list(compiling.programs())))))
-        == text
-    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the page has programs that JAX 0.10 has not")
+def test_the_page_is_of_every_program_for_every_generation():
+    text, number = compiled.PAGE.read_text("utf-8"), len(list(compiling.programs()))
+    counted = compiled.counts(dict.fromkeys(GENERATIONS, number))
+    assert compiled.page(compiled.parsed(text), counted=counted) == text
 
 
 def test_what_does_not_fit_is_a_problem(monkeypatch):
