@@ -73,9 +73,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = order.SLOW_ON_GPU if ON_GPU else order.SLOW_ON_CPU
+    slow, slowest = (order.SLOW_ON_GPU, order.SLOWEST_ON_GPU) if ON_GPU else (order.SLOW_ON_CPU, ())
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    items[:] = order.slow_first(items, lambda item: item.nodeid.startswith(slow), workers)
+    items[:] = order.slow_first(
+        items, lambda item: item.nodeid.startswith(slow), lambda item: item.nodeid.startswith(slowest), workers
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -78,13 +78,17 @@ def draw(
 def gradients(operands: dict[str, jax.Array], cotangent: jax.Array, **options: Any) -> dict[str, jax.Array]:
     """The gradients of the operands that have one."""
     moving = {name: x for name, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    still = {name: x for name, x in operands.items() if name not in moving}
+    replaced = target.current, backward_schedules._triton
+    return pulled(moving, still, cotangent, options=tuple(options.items()), replaced=replaced)
 
-    @jax.jit
-    def pulled(moving: dict[str, jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
-        out, pull = jax.vjp(lambda moving: ops.triangle_update(**operands | moving, **options), moving)
-        return pull(cotangent.astype(out.dtype))[0]
 
-    return pulled(moving, cotangent)
+@functools.partial(jax.jit, static_argnames=("options", "replaced"))
+def pulled(moving: Any, still: Any, cotangent: jax.Array, *, options: tuple[Any, ...], replaced: tuple[Any, ...]):
+    """One program for all values of the operands, and one of its own for what a test has `replaced`."""
+    del replaced
+    out, pull = jax.vjp(lambda moving: ops.triangle_update(**still, **moving, **dict(options)), moving)
+    return pull(cotangent.astype(out.dtype))[0]
 
 
 def exact(operands: dict[str, jax.Array], cotangent: jax.Array, *, direction: str, gate_after: bool, **_: Any):
