@@ -28,6 +28,12 @@ def since(*version: int) -> bool:
 
 
 @functools.cache
+def has_triton() -> bool:
+    """Whether JAX has Pallas's Triton backend. It deprecates it from 0.11 on, and says that it will be removed."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+@functools.cache
 def quiet(params: type) -> type:
     """The class of `compiler_params` of our Triton kernels, made from Pallas's: JAX lowers them without a warning.
 

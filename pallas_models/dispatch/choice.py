@@ -1,15 +1,18 @@
 """Which kernel, if any, computes a call, and which kernel its gradient."""
 
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 
+from pallas_models import _jax
 from pallas_models.dispatch.records import Backward, Call, Kernel
 from pallas_models.kernels.forms import Form
 from pallas_models.tuning import Chooser
 
 F = TypeVar("F", bound=Form)
+R = TypeVar("R", Kernel[Any], Backward[Any])
 
 # The backend of each name of an implementation, and whether its interpreter runs the kernel.
 _BACKENDS = {
@@ -41,14 +44,13 @@ def choose(call: Call[F]) -> tuple[Kernel[F], bool] | None:
     if obstacle == "":
         return None
     if not call.names:
-        for kernel in takers:
-            if obstacle or not target.runs(kernel.architectures) or kernel.refuses(form, target):
-                continue
-            if by_hand or kernel.preferred(form, target):
-                return kernel, False
-        return None
+        able = (k for k in takers if target.runs(k.architectures) and not k.refuses(form, target))
+        best = None if obstacle else _best(able, lambda k: by_hand or k.preferred(form, target))
+        return None if best is None else (best, False)
 
     def refusal(kernel: Kernel[F], interpret: bool) -> str | None:
+        if not _is_there(kernel):
+            return f"needs jax.experimental.pallas.triton, which JAX {jax.__version__} does not have"
         if kernel not in takers:
             takes = "no config" if kernel.config is None else f"a Config of {kernel.config.__module__}"
             return f"takes {takes}, not {type(config).__module__}.{type(config).__name__}"
@@ -72,17 +74,41 @@ def choose(call: Call[F]) -> tuple[Kernel[F], bool] | None:
 
 def choose_backward(call: Call[F]) -> tuple[Backward[F], bool] | None:
     """The gradient for a call that a kernel serves, and whether an interpreter runs its kernels; or None."""
+    form, target = call.form, call.target
     named = dict(_BACKENDS[name] for name in reversed(call.names) if name != "xla")
-    for backward in call.op.backward:
+
+    def serves(backward: Backward[F]) -> bool:
         backend = backward.backend
-        runs = call.target.runs(backward.architectures)
+        runs = target.runs(backward.architectures)
         if call.names:
-            runs = backend in named and (named[backend] or not call.target.name or runs)
-        serves = backend == "xla" or runs
-        serves = serves and bool(call.names or backward.preferred(call.form, call.target))
-        if serves and not backward.refuses(call.form, call.target):
-            return backward, named.get(backend, False)
+            runs = backend in named and (named[backend] or not target.name or runs)
+        return (backend == "xla" or runs) and not backward.refuses(form, target)
+
+    best = _best(filter(serves, call.op.backward), lambda b: bool(call.names) or b.preferred(form, target))
+    return None if best is None else (best, named.get(best.backend, False))
+
+
+def _best(serving: Iterable[R], is_preferred: Callable[[R], bool]) -> R | None:
+    """The first that is preferred of those that serve a call.
+
+    Where JAX lacks its backend, it is another that serves the call, though it is slower.
+    """
+    other, is_missing = None, False
+    for record in serving:
+        if not _is_there(record):
+            is_missing = is_missing or is_preferred(record)
+        elif is_missing or is_preferred(record):
+            return record
+        else:
+            other = record
+        if is_missing and other:
+            return other
     return None
+
+
+def _is_there(record: Kernel[Any] | Backward[Any]) -> bool:
+    """Whether JAX has the backend of a kernel or a gradient."""
+    return record.backend != "triton" or _jax.has_triton()
 
 
 def has_kernel(call: Call[F]) -> bool:

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_models import minilm, ops
+from pallas_models import _jax, minilm, ops
 from pallas_models.target import Target
 
 K = TypeVar("K", bound=Hashable)
@@ -278,6 +279,26 @@ def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[
     """Lowering inside of this is for CUDA device `kind`, whatever this machine has."""
     device = AbstractDevice(device_kind=kind, num_cores=num_cores, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+@contextlib.contextmanager
+def without_triton() -> Iterator[None]:
+    """JAX as it will be when it no longer has Pallas's Triton backend, which it has deprecated."""
+    name = "jax.experimental.pallas.triton"
+
+    def forget() -> None:
+        _jax.has_triton.cache_clear()
+        jax.clear_caches()
+
+    before = {name: sys.modules[name]} if name in sys.modules else {}
+    sys.modules[name] = None  # type: ignore[assignment]  # as Python has it for a module that cannot be imported
+    forget()
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        sys.modules.update(before)
+        forget()
 
 
 def lowered_calls(f: Callable[..., Any], *args: Any) -> int:

@@ -1,7 +1,7 @@
-"""`python -m parity support`: writes the table of docs/support.md, which kernels serve each op on each generation.
+"""`python -m parity support`: writes the tables of docs/support.md, which kernels serve which op on which GPUs.
 
-Each op is called at a size of real use and lowered for a GPU of each generation, as its records choose: the table
-says what the lowered programs hold, forward and with the gradient.
+Each op is called at a size of real use and lowered for a GPU of each generation, as its records choose: the tables
+say what the lowered programs hold, forward and with the gradient. The second is of a JAX without Triton.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import numpy as np
 from pallas_models import files
 from parity import ROOT
 from parity.cases import OPS, Case, Without
-from parity.support.common import MOSAIC_CALL, TRITON_CALL, cuda_device
+from parity.support.common import MOSAIC_CALL, TRITON_CALL, cuda_device, without_triton
 from parity.support.lowered import squares
 
 PAGE = ROOT / "docs" / "support.md"
@@ -29,6 +29,7 @@ GENERATIONS = {
 DTYPES = ("bfloat16", "float16", "float32")
 
 BEGIN, END = "<!-- support -->\n", "<!-- /support -->\n"
+BEGIN_WITHOUT, END_WITHOUT = "<!-- without triton -->\n", "<!-- /without triton -->\n"
 
 
 def call_of(case: Case, dtype: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
@@ -79,15 +80,27 @@ def split(case: Case) -> str:
 def rows(cases: Iterable[Case] = OPS.values()) -> Iterator[tuple[str, ...]]:
     """The cells of each op: its name, forward and gradient by generation, and the axes that can be split."""
     for case in cases:
-        calls = {dtype: call for dtype in DTYPES if (call := call_of(case, dtype))}
-        if not calls:
-            continue
-        cells = []
-        for device in GENERATIONS.values():
-            for of in (lambda function, _: function, gradient):
-                found = {dtype: kernels(of(*call), call[1], device) for dtype, call in calls.items()}
-                cells.append(cell(found))
-        yield f"`{case.name}`", *cells, split(case)
+        if found := cells(case):
+            yield f"`{case.name}`", *found, split(case)
+
+
+def rows_without_triton(cases: Iterable[Case] = OPS.values()) -> Iterator[tuple[str, ...]]:
+    """The cells of each op where JAX has no Triton: its name, forward and gradient by generation."""
+    for case in cases:
+        with without_triton():
+            found = cells(case)
+        if found:
+            yield f"`{case.name}`", *found
+
+
+def cells(case: Case) -> list[str]:
+    """Whose kernels an op has by generation, forward and with the gradient; none for one that cannot be called."""
+    calls = {dtype: call for dtype in DTYPES if (call := call_of(case, dtype))}
+    found = []
+    for device in GENERATIONS.values() if calls else ():
+        for of in (lambda function, _: function, gradient):
+            found.append(cell({dtype: kernels(of(*call), call[1], device) for dtype, call in calls.items()}))
+    return found
 
 
 def line(cells: Iterable[str]) -> str:
@@ -96,11 +109,18 @@ def line(cells: Iterable[str]) -> str:
 
 
 def page() -> str:
-    """The text of docs/support.md with the table of now."""
-    columns = [f"{name}, {way}" for name in GENERATIONS for way in ("forward", "with gradient")]
-    table = [("operation", *columns, "split"), ("---",) * (len(columns) + 2), *rows()]
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    return before + BEGIN + "".join(map(line, table)) + END + rest.partition(END)[2]
+    """The text of docs/support.md with the tables of now."""
+    columns = ["operation", *(f"{name}, {way}" for name in GENERATIONS for way in ("forward", "with gradient"))]
+    text = _with_table(PAGE.read_text("utf-8"), (BEGIN, END), [*columns, "split"], rows())
+    return _with_table(text, (BEGIN_WITHOUT, END_WITHOUT), columns, rows_without_triton())
+
+
+def _with_table(text: str, marks: tuple[str, str], columns: Sequence[str], found: Iterable[Sequence[str]]) -> str:
+    """A text with another table between two marks."""
+    begin, end = marks
+    before, _, rest = text.partition(begin)
+    table = [columns, ["---"] * len(columns), *found]
+    return before + begin + "".join(map(line, table)) + end + rest.partition(end)[2]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,6 +14,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from pallas_models import _jax
+from pallas_models.kernels.common import trimul_scales
 from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.common.trimul_scales import scales, sums_factor
 from pallas_models.kernels.forms.trimul import Form, Output, Product, Projection
@@ -49,6 +51,7 @@ def triton_kernels(config: Config | Chooser | None, *, by_rows: bool = False) ->
     """Triton's kernels."""
     configs = config if isinstance(config, Config) else Config(project=config, product=config, output=config)
     return Kernels(
+        bounds=trimul_bounds.bounds,
         project=functools.partial(trimul_project.project, config=configs.project),
         multiply=functools.partial(trimul_product.product, config=configs.product),
         finish=functools.partial(trimul_output.output, config=configs.output),
@@ -63,6 +66,7 @@ def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, b
     project = mosaic_projection(form, target, _GROUPS if form.is_split else 1)
     return dataclasses.replace(
         kernels,
+        bounds=trimul_bounds.bounds if _jax.has_triton() else trimul_scales.bounds,
         project=kernels.project if project is None else project,
         multiply=functools.partial(mosaic_product.product, config=config),
         # Products copy whole tiles. The projections fill them up, if they write row by row.
@@ -92,7 +96,21 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
     """Why `mosaic` does not serve a call; None if it does."""
     if form.is_split and not _in_tiles(*form.x.shape[1:3]):
         return f"takes a part of the pairs in multiples of {_TILE}, not {form.x.shape[1:3]}"
-    return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
+    return (
+        unsupported(form, target)
+        or mosaic_product.unsupported(form.compute_dtype)
+        or (None if _jax.has_triton() else unsupported_without_triton(form, target))
+    )
+
+
+def unsupported_without_triton(form: Form[Any], target: Target) -> str | None:
+    """Why Mosaic's kernels do not serve a call without some of Triton's; None if they do."""
+    missing = f"is Triton's, which JAX {jax.__version__} does not have"
+    if form.is_split:
+        return f"has a part of the pairs, whose end {missing}"
+    if mosaic_projection(form, target, 1) is None:
+        return f"has {form.x.shape[3]} channels and {form.hidden} hidden channels, whose projection {missing}"
+    return mosaic_output.unsupported(form)
 
 
 def mosaic(form: Form[jax.Array], *, config: Chooser | None, target: Target, interpret: bool) -> jax.Array:
@@ -150,11 +168,11 @@ def batchable(update: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def mosaic_projection(form: Form[Any], target: Target, groups: int) -> Project | None:
-    """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
+def abstract_projection(form: Form[Any], groups: int = 1) -> Projection[jax.ShapeDtypeStruct]:
+    """The projections of an update, for a group of its hidden channels."""
     b, rows, columns, c = form.x.shape
     shaped = jax.ShapeDtypeStruct
-    projection: Projection[Any] = Projection(
+    return Projection(
         x=shaped((b, rows * columns, c), form.x.dtype),
         mask=None,
         norm_scale=form.norm_scale,
@@ -166,6 +184,11 @@ def mosaic_projection(form: Form[Any], target: Target, groups: int) -> Project |
         epsilon=form.epsilon,
         precision=form.precision,
     )
+
+
+def mosaic_projection(form: Form[Any], target: Target, groups: int) -> Project | None:
+    """Mosaic's projections that serve an update, a group of its hidden channels at a time; None if none do."""
+    projection = abstract_projection(form, groups)
     modules = mosaic_project, mosaic_project_wide
     serving = (module.project for module in modules if module.unsupported(projection, target) is None)
     return next(serving, None)
@@ -225,7 +248,7 @@ class Update:
         mask, factors = form.mask, form.factors
         if mask is not None:
             mask = mask.astype(mask.dtype if factors is not None else form.compute_dtype).reshape(lead, size)
-        bounds = trimul_bounds.bounds(
+        bounds = kernels.bounds(
             None if factors is None else mask,
             form.norm_scale,
             form.norm_bias,

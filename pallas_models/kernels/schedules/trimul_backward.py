@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from pallas_models import _jax
 from pallas_models.kernels.common.trimul_scales import powers_of_two
 from pallas_models.kernels.forms.trimul import Form, Output, Product
 from pallas_models.kernels.forms.trimul_backward import GATED, Given
+from pallas_models.kernels.mosaic import trimul_output as mosaic_end
 from pallas_models.kernels.mosaic import trimul_output_backward as mosaic_output
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project_backward as mosaic_project
@@ -22,9 +24,11 @@ from pallas_models.kernels.mosaic import trimul_weights_backward as mosaic_weigh
 from pallas_models.kernels.schedules.trimul import (
     ROW_TILE,
     Update,
+    abstract_projection,
     batchable,
     mosaic_kernels,
     triton_kernels,
+    unsupported_without_triton,
 )
 from pallas_models.kernels.schedules.trimul_kernels import Kernels
 from pallas_models.kernels.triton import (
@@ -71,7 +75,23 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
 
 def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `mosaic` does not serve a call; None if it does."""
-    return unsupported(form, target) or mosaic_product.unsupported(form.compute_dtype)
+    return (
+        unsupported(form, target)
+        or mosaic_product.unsupported(form.compute_dtype)
+        or (None if _jax.has_triton() else _unsupported_without_triton(form, target))
+    )
+
+
+def _unsupported_without_triton(form: Form[Any], target: Target) -> str | None:
+    """Why Mosaic's kernels do not serve a call without some of Triton's; None if they do."""
+    if form.compute_dtype == jnp.float16:
+        return f"has scales in float16 that Triton finds, which JAX {jax.__version__} does not have"
+    projection = abstract_projection(form)
+    return (
+        unsupported_without_triton(form, target)
+        or mosaic_project.unsupported(projection, target)
+        or mosaic_weights.unsupported(projection, target)
+    )
 
 
 def keeping_tiles(form: Form[Any]) -> dict[str, Any]:
@@ -125,6 +145,8 @@ def mosaic_with_residuals(
 
     def update(*operands: Any) -> tuple[jax.Array, Residuals]:
         kernels = _mosaic(form, config, target).forward
+        if not _jax.has_triton():  # whose end reads the gate that is kept; this one computes it again
+            kernels = dataclasses.replace(kernels, finish_with_gate=mosaic_end.output)
         return _with_residuals(form.of(operands), kernels, target=target, interpret=interpret)
 
     out: tuple[jax.Array, Residuals] = batchable(update)(*form.operands)
@@ -174,7 +196,10 @@ def _with_residuals(
     """The update of x (B, N, N, C), and what the gradient keeps."""
     update = Update.of(form, kernels, target=target, interpret=interpret)
     found = _residuals(update)
-    return update.finish(_end(update, found), update.projection).reshape(form.x.shape), found
+    end = _end(update, found)
+    if kernels.finish_with_gate is not None:
+        end = end.replace(gate=None)
+    return update.finish(end, update.projection).reshape(form.x.shape), found
 
 
 def _residuals(update: Update) -> Residuals:

@@ -9,6 +9,19 @@ from pallas_models.kernels.forms.trimul import Output, Product, Projection
 from pallas_models.target import Target
 
 
+class _Bounds(Protocol):
+    def __call__(
+        self,
+        mask: jax.Array | None,
+        norm_scale: jax.Array,
+        norm_bias: jax.Array,
+        w: jax.Array,
+        bias: jax.Array | None,
+        *,
+        interpret: bool,
+    ) -> jax.Array: ...
+
+
 class Project(Protocol):
     def __call__(
         self, form: Projection[jax.Array], *, target: Target, interpret: bool
@@ -34,6 +47,7 @@ class Kernels:
     """The kernels of an update.
 
     Attributes:
+      bounds: how large left and right can be.
       project: normalises x and writes left, right and the gate, each once.
       multiply: sums over third positions.
       finish: normalises the sums, gates and projects them.
@@ -45,6 +59,7 @@ class Kernels:
       store_to_peers: whether the first two store to the GPUs that share the pairs, where their results are needed.
     """
 
+    bounds: _Bounds
     project: Project
     multiply: _Multiply
     finish: _Finish
