@@ -149,6 +149,7 @@ def test_no_backend_imports_another(backend, other):
 def test_pallas_triton_is_imported_by_triton_kernels_alone():
     """JAX will remove it one day; all else has to run without it."""
     found = {module for module, path in MODULES.items() if "jax.experimental.pallas.triton" in set(imports(path))}
+    found.remove("pallas_models._jax")  # which asks whether JAX has it
     assert found and all(module.startswith("pallas_models.kernels.triton") for module in found), found
 
 
