@@ -17,6 +17,8 @@ from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, varying_alike
 from pallas_models.kernels.forms.linear_cross_entropy import Form, Loss
+from pallas_models.kernels.mosaic import linear_cross_entropy as mosaic
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -45,7 +47,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction | None = "mean",
     precision: jax.lax.PrecisionLike = None,
-    config: triton.Config | Chooser | None = None,
+    config: triton.Config | mosaic.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `-sum_j target_j log(softmax(y)_j)` for each token, `y = x @ w + bias`, and their mean or sum.
@@ -288,9 +290,9 @@ def reference(form: Form[jax.Array]) -> Any:
 
 
 def _with_kernel(
-    form: Form[jax.Array], *, config: triton.Config | Chooser | None, target: Target, interpret: bool
+    cross_entropy: Callable[..., Any], form: Form[jax.Array], *, config: Any, target: Target, interpret: bool
 ) -> Any:
-    """`reference`, with the Triton kernel for what follows the logits."""
+    """`reference`, with the kernel of a backend for what follows the logits."""
     axis, vocab = 0 if form.transpose_w else 1, form.vocab
     padded = form
     if vocab % 8:  # rows of logits that begin at multiples of 16 bytes are read in whole vectors
@@ -298,7 +300,7 @@ def _with_kernel(
         widths[axis] = (0, -vocab % 128)
         padded = form.replace(w=jnp.pad(form.w, widths))
     rows = functools.partial(
-        triton.cross_entropy,
+        cross_entropy,
         vocab=vocab,
         loss=form.loss,
         gradient=form.gradient,
@@ -315,6 +317,7 @@ def _with_kernel(
 
 
 def _backward(
+    cross_entropy: Callable[..., Any],
     form: Form[jax.Array],
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
@@ -330,7 +333,7 @@ def _backward(
     """
     weights = jnp.where(form.weights == 0.0, 0.0, cotangents[0])
     gradient = form.replace(weights=weights, gradient=True)
-    _, dx, dw, dbias = _with_kernel(gradient, config=config, target=target, interpret=interpret)
+    _, dx, dw, dbias = _with_kernel(cross_entropy, gradient, config=config, target=target, interpret=interpret)
     return (
         dx.astype(form.x.dtype),
         dw.astype(form.w.dtype),
@@ -347,8 +350,34 @@ def _refuses_backward(form: Form[jax.ShapeDtypeStruct], target: Target) -> str |
 _OP: Op[Form[Any]] = Op(
     name="linear_cross_entropy",
     reference=reference,
-    kernels=(Kernel(backend="triton", architectures=AMPERE_ON, call=_with_kernel, config=triton.Config),),
-    backward=(Backward(backend="triton", call=_backward, refuses=_refuses_backward),),
+    kernels=(
+        Kernel(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=functools.partial(_with_kernel, mosaic.cross_entropy),
+            config=mosaic.Config,
+            refuses=mosaic.unsupported,
+            preferred=prefer_nowhere,
+        ),
+        Kernel(
+            backend="triton",
+            architectures=AMPERE_ON,
+            call=functools.partial(_with_kernel, triton.cross_entropy),
+            config=triton.Config,
+        ),
+    ),
+    backward=(
+        Backward(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=functools.partial(_backward, mosaic.cross_entropy),
+            refuses=_refuses_backward,
+            preferred=prefer_nowhere,
+        ),
+        Backward(
+            backend="triton", call=functools.partial(_backward, triton.cross_entropy), refuses=_refuses_backward
+        ),
+    ),
     sharding=Sharding(equation="t D, D V, V, t, t -> t, t D, D V, V"),
     derivative=reference,  # whose gradient then keeps its operands alone, where XLA computes it too
 )

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
-from parity.cases._records import Arrays, Call, Case, Empty, Spread, Without, shaped, sizes, zeros
+from pallas_models.kernels.mosaic.linear_cross_entropy import Config as MosaicConfig
+from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.support import bounded as b
 from parity.support.bounded import Array, Bounded
 from parity.support.common import array, normal
@@ -84,8 +85,10 @@ def _formula(
     z_loss: float = 0.0,
     reduction: str | None = "mean",
     precision: str | None = None,
+    config: Any = None,
 ) -> Bounded:
     """The cross entropy of softmax(x @ w + bias), weighted, and its sum or mean."""
+    del config
     given = np.ones(labels.shape) if weights is None else weights
     counts = given != 0
     x = np.where(counts[..., None], x, 0.0)
@@ -116,11 +119,12 @@ def _formula(
 
 
 def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
-    del mosaic
     m, k, v = pick.size(), pick.size(), pick.rows()
     options: dict[str, Any] = pick.precision(dtype) | {"reduction": pick.of(("mean", "sum", None))}
     if pick.chance(0.4):
         options["transpose_w"] = True
+    if mosaic and pick.chance(0.5):
+        options["config"] = MosaicConfig(block_n=pick.of((16, 512, 2048)), warpgroups=pick.of((1, 2, 4)))
     for name, values in (("label_smoothing", (0.1, 1.0)), ("logit_softcap", (5.0, 30.0)), ("z_loss", (1e-3, 0.1))):
         if pick.chance(0.3):
             options[name] = pick.of(values)
@@ -156,7 +160,7 @@ CASES = (
                 result=_for_every_label,
             ),
         ),
-        hopper_calls=Without("it has no w of Mosaic"),
+        hopper_calls=(Call("linear_cross_entropy_rows", _OP, _arguments, _small, 4, (0, 3, 4)),),
         large={
             "linear-cross-entropy": lambda dtype: dict(
                 x=shaped(dtype, 8192, 768), w=shaped(dtype, 768, 50257), labels=shaped("int32", 8192)

@@ -13,11 +13,16 @@ from jax import export
 
 from pallas_models import ops
 from pallas_models.kernels.forms.linear_cross_entropy import Loss
+from pallas_models.kernels.mosaic import linear_cross_entropy as mosaic
 from pallas_models.kernels.triton.linear_cross_entropy import Config, configs, cross_entropy, heuristic
+from parity.ops.test_lowering import every_device, lowered_for_cuda
+from parity.ops.test_rows import ROWS
 from parity.support import sharing
 from parity.support.common import (
     KERNEL,
+    MOSAIC_CALL,
     ON_GPU,
+    TRITON_CALL,
     assert_close,
     assert_equal,
     assert_gradients_close,
@@ -26,6 +31,7 @@ from parity.support.common import (
     cuda_device,
     float64,
     gpu,
+    interprets_mosaic,
     kernel_calls,
     normal,
     relative_error,
@@ -52,7 +58,9 @@ FORMS = {
     "all": dict(transpose_w=True, label_smoothing=0.2, logit_softcap=4.0, z_loss=0.01),
 }
 REDUCTIONS = ["mean", "sum", None]
-every_implementation = pytest.mark.parametrize("implementation", ["xla", KERNEL])
+every_implementation = pytest.mark.parametrize(
+    "implementation", ["xla", KERNEL, pytest.param(ROWS, marks=interprets_mosaic)]
+)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 
 
@@ -433,6 +441,50 @@ def test_heuristic(vocab, gradient):
     assert vocab < 1000 or config in configs(vocab)
 
 
+@interprets_mosaic
+@pytest.mark.parametrize("block_n, warpgroups", [(16, 1), (150, 1), (64, 2), (256, 4)])
+@pytest.mark.parametrize("form", ["plain", "all"])
+def test_every_config_in_mosaic(form, block_n, warpgroups):
+    """A row in one block and in several, in one warpgroup and in several, against plain XLA."""
+    options = FORMS[form]
+    x, w, bias, weights, labels = draw(9, 33, 150, transpose_w=options.get("transpose_w", False))
+    config = mosaic.Config(block_n=block_n, warpgroups=warpgroups)
+
+    def derived(implementation, config=None):
+        function = loss(labels, config=config, implementation=implementation, **options)
+        return jax.jit(jax.value_and_grad(function, (0, 1, 2, 3)))(x, w, bias, weights)
+
+    found, wanted = derived(ROWS, config), derived("xla")
+    assert_close(found[0], wanted[0], SHORT)
+    for gradient, expected in zip(found[1], wanted[1], strict=True):
+        assert_close(gradient, expected, GRADIENT)
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 1000, 8192, 50304, 151_936, 10**6])
+def test_heuristic_of_mosaic(vocab):
+    config = mosaic.heuristic(vocab)
+    assert config.block_n <= vocab and config.block_n <= 16 * 128 * config.warpgroups
+    assert config in mosaic.configs(vocab)
+
+
+@without_gpu
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="has Mosaic for Hopper alone")
+@every_device
+@pytest.mark.parametrize("form, vocab, dtype", [("all", 50257, "bfloat16"), ("plain", 32768, "float32")])
+def test_lowers_to_mosaic_on_every_generation(form, vocab, dtype, device):
+    shape = (vocab, 768) if FORMS[form].get("transpose_w") else (768, vocab)
+    arrays = [jax.ShapeDtypeStruct(s, dtype) for s in ((8192, 768), shape, (vocab,))]
+    labels = jax.ShapeDtypeStruct((8192,), jnp.int32)
+
+    def step(x, w, bias, labels):
+        function = loss(labels, implementation="mosaic", **FORMS[form])
+        return jax.value_and_grad(function, (0, 1, 2))(x, w, bias)
+
+    with cuda_device(*device):
+        text = lowered_for_cuda(step, *arrays, labels)
+    assert text.count(f"@{MOSAIC_CALL}") == 1 and TRITON_CALL not in text
+
+
 @pytest.mark.parametrize(
     "tokens, vocab, chunk",
     [
@@ -470,7 +522,10 @@ def test_lowers_to_triton(form, vocab, dtype):
     assert kernel_calls(text) == 1
 
 
-def test_padding_of_logits_does_not_count():
+@pytest.mark.parametrize(
+    "cross_entropy", [cross_entropy, pytest.param(mosaic.cross_entropy, marks=interprets_mosaic)]
+)
+def test_padding_of_logits_does_not_count(cross_entropy):
     logits = normal(np.random.default_rng(0), 5, 64)
     labels, weights = jnp.asarray([0, 49, 50, 63, 7]), jnp.ones(5)
     options = dict(vocab=50, loss=Loss(label_smoothing=0.1, logit_softcap=None, z_loss=0.0), config=None)
