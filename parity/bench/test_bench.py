@@ -26,6 +26,8 @@ from pallas_models import minilm
 from pallas_models.minilm import MiniLMConfig
 from parity.support.common import KERNEL
 
+# Not what was measured in this checkout.
+COMMITTED = [path for path in results.stored(results.DEFAULT_FOLDER) if path.suffix == ".gz"]
 TINY = MiniLMConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=24
 )
@@ -358,7 +360,7 @@ class TestResults:
         path.write_text(json.dumps(data if version == 1 else data | {"kernels": ["k"]}))
         assert results.load(path) == make_result()
 
-    @pytest.mark.parametrize("path", results.stored(results.DEFAULT_FOLDER), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
     def test_committed(self, path):
         assert results.load(path).cases
 
@@ -503,7 +505,7 @@ class TestReport:
         missing = [name for name in cli.BENCHMARKS if not hasattr(cli.module_of(name), "SHOWN")]
         assert not missing
 
-    @pytest.mark.parametrize("path", results.stored(results.DEFAULT_FOLDER), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
     def test_committed_results_have_the_case(self, path):
         result = results.load(path)
         assert readme.headline(result).case == cli.module_of(result.benchmark).SHOWN

@@ -8,9 +8,9 @@ from bench import __main__ as cli
 from bench.cases import startup, sts
 from bench.measuring import results
 from bench.reporting import readme, reasons, report, tables
-from parity.bench.test_bench import entry, make_result
+from parity.bench.test_bench import COMMITTED, entry, make_result
 
-FOLDERS = sorted({path.parent for path in results.stored(results.DEFAULT_FOLDER)})
+FOLDERS = sorted({path.parent for path in COMMITTED})
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

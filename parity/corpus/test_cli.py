@@ -20,6 +20,7 @@ import weights.__main__
 from pallas_models import _processes, files
 from pallas_models.__main__ import main
 from pallas_models._processes import run_program
+from pallas_models.corpus import command
 from pallas_models.corpus.command import EXAMPLES
 from pallas_models.corpus.writing import convert
 from pallas_models.minilm import Encoder
@@ -82,9 +83,9 @@ def test_table_and_file_both(folder, examples, tmp_path, capsys):
 def test_nothing_is_embedded_in_place_of_what_is_piped(folder, tmp_path, capsys, monkeypatch):
     """The `-` or the file's name is forgotten."""
     for options, message in [
-        (["--output", "out.npy"], "error: --output is given and no FILE; expected files or folders, or - for"),
-        (["--column", "text"], "error: --column is given and no FILE"),
-        (["--input-format", "csv"], "error: --input-format is given and no FILE"),
+        (["--output", "out.npy"], "error: --output is given but no FILE; expected files or folders, or - for"),
+        (["--column", "text"], "error: --column is given but no FILE"),
+        (["--input-format", "csv"], "error: --input-format is given but no FILE"),
     ]:
         assert embed(folder, *options) == 1
         assert message in capsys.readouterr().err
@@ -92,7 +93,7 @@ def test_nothing_is_embedded_in_place_of_what_is_piped(folder, tmp_path, capsys,
     with (tmp_path / "text.txt").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert embed(folder) == 1
-        assert "error: standard input is a pipe or a file and no FILE" in capsys.readouterr().err
+        assert "error: standard input is a pipe or a file but no FILE" in capsys.readouterr().err
         assert embed(folder, "-") == 0
         assert "a man" in capsys.readouterr().out
     with open(os.devnull) as nothing:
@@ -118,6 +119,20 @@ def test_table_of_many_sentences_is_cut(folder, tmp_path, capsys):
     assert main(["embed", str(text), "--model", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "first 12 of 30" in out and "a man 0" in out and "a man 29" not in out
+
+
+def test_a_narrow_terminal_cuts_sentences_and_no_numbers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
+    monkeypatch.setenv("NO_COLOR", "1")
+    angles = np.arange(len(EXAMPLES)) * 0.7
+    embeddings = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    command._print_similarities(EXAMPLES, embeddings)
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    for i, (number, sentence, *values) in enumerate(rows):
+        assert number.strip() == str(i + 1) and EXAMPLES[i].startswith(sentence.strip().rstrip("…"))
+        assert [float(value) for value in values] == [round(x, 2) for x in (embeddings @ embeddings[i]).tolist()]
+    assert len(rows) == len(EXAMPLES)
 
 
 @pytest.mark.parametrize("content, rows", [("", 0), ("\n", 1), ("a", 1), ("a\n", 1), ("a\r\nb\r\n", 2)])

@@ -204,8 +204,12 @@ def main(arguments: Sequence[str]) -> int:
         "--results", type=Path, default=ROOT / "build" / "compiled", metavar="FOLDER", help="kept between runs"
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time (2)")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="programs whose names have this in them")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="programs whose names have it; with --output"
+    )
     args = parser.parse_args(arguments)
+    if args.only and args.output == PAGE:
+        parser.error(f"--only needs --output: {PAGE.relative_to(ROOT)} is of all programs")
     compile_all(args.results, args.workers, args.only)
     rows, failed = taken(args.results)
     done = {generation: len(read(args.results / f"{generation}.jsonl")) for generation in GENERATIONS}
