@@ -50,7 +50,7 @@ def ring_attention(
     float32; the other parts of the keys are sent again.
 
     ```
-    mesh = jax.make_mesh((jax.device_count(),), ("seq",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("seq",))
     spread = jax.sharding.PartitionSpec(None, "seq")
     attend = functools.partial(ops.ring_attention, axis_name="seq")
     y = jax.shard_map(attend, mesh=mesh, in_specs=spread, out_specs=spread)(*[jnp.ones((2, 16, 4, 32))] * 3)
