@@ -10,7 +10,8 @@ it added. There is no dropout. Masks are bool, integer or float: not 0 for what 
 allowed. What is masked has no part in the update of anything else, and its own is finite.
 
 Norms, softmax and sums are float32. `**options` are those of `Options`: `compute_dtype`, `precision` and
-`implementation`.
+`implementation`. Gradients keep what the gradients of the ops do that a function is made of, and three float32
+numbers for each that is gated.
 """
 
 from typing import Any, Unpack
@@ -160,6 +161,9 @@ def block(
     nodes, and the transition of the pairs; the attention with pair bias and the transition of the single
     representation.
 
+    With `residuals="save"` the gradient keeps at most 17 kB a pair in bfloat16 at the default sizes: of two
+    triangle updates, two triangle attentions and a transition of 128 channels.
+
     Args:
       params: nested dict of arrays, one of the layers of `init`. Without `single_attention` it is a block of pairs
         alone.
@@ -236,7 +240,7 @@ def evoformer_block(
 
     Algorithm 6 of AlphaFold 2 or 8 of AlphaFold 3. Of the alignment: the row attention with pair bias or the
     averaging by pairs, the column attention, the transition, each if `params` have it; the outer product mean,
-    after or before them; then what a block of the Pairformer does to pairs.
+    after or before them; then what a block of the Pairformer does to pairs, whose gradient keeps as much as there.
 
     Args:
       params: nested dict of arrays, one of the layers of `init`.
@@ -248,17 +252,13 @@ def evoformer_block(
         Protenix and OpenFold 3, and not as in AlphaFold 2 and Boltz.
       normalization: as in `outer_product_mean`.
       ending_bias: as in `triangle_attention`.
-      residuals: `"save"` or `"recompute"`: whether the gradient of a triangle update keeps results of the forward
-        pass, as in `ops.triangle_update`.
-      epsilon: added to the variances of layer norms.
+      residuals, epsilon: as in `block`.
 
     Returns:
       The alignment and the pairs, in their dtypes.
 
     Raises:
-      TypeError: an array has another dtype.
-      ValueError: shapes do not fit, an option is unknown, or `params` are not those of a block or do not fit
-        together (all that do not are listed).
+      TypeError, ValueError: as `block`.
     """
     params = _configs.as_dict(params)
     config = _configs.found(
@@ -287,6 +287,8 @@ def triangle_attention(
         starting:  a[i, j] = softmax over k of (q[i, j] . k[i, k] / sqrt(D) + b[j, k]), times v[i, k]
         ending:    a[i, j] = softmax over k of (q[i, j] . k[k, j] / sqrt(D) + b[k, i]), times v[k, j]
         out = (sigmoid(gate) * a) @ w_out + b_out
+
+    The gradient keeps y, q, k, v, b, a, and gates as three float32 arrays of the shape of a.
 
     Args:
       params: nested dict of arrays, as `["tri_att_start"]` of a block.
@@ -321,7 +323,7 @@ def attention_pair_bias(
 ) -> jax.Array:
     """Computes gated self-attention along a sequence, biased by its pairs.
 
-    Algorithm 24 of AlphaFold 3, without conditioning.
+    Algorithm 24 of AlphaFold 3, without conditioning. The gradient keeps as much as in `triangle_attention`.
 
     Args:
       params: nested dict of arrays, as `["single_attention"]` of a block.
@@ -403,7 +405,7 @@ def pair_averaging(
     """Computes means of an alignment's values over its positions, weighted by pairs: Algorithm 10 of AlphaFold 3.
 
     Position i takes the values of positions j by softmax over j of layer_norm(pair[i, j]) @ pair_bias, the same in
-    every sequence; they are gated and projected.
+    every sequence; they are gated and projected. The gradient keeps weights (B, H, N, N), values and gates.
 
     Args:
       params: nested dict of arrays, as `["pair_averaging"]` of a block.
@@ -424,7 +426,8 @@ def transition(
     """Computes a layer norm and an MLP of each vector: Algorithm 11 of AlphaFold 3, or 9 and 15 of AlphaFold 2.
 
     With y = layer_norm(x): `(silu(y @ gate) * (y @ up)) @ down`, or `relu(y @ up + b_up) @ down + b_down` where
-    `params` have `up` in place of `gate_up`. Masks are nothing to it: padding changes only itself.
+    `params` have `up` in place of `gate_up`. Masks are nothing to it: padding changes only itself. The gradient
+    keeps y, both products or the argument of relu, and the hidden values.
 
     Args:
       params: nested dict of arrays, as `["pair_transition"]` of a block.
@@ -463,7 +466,7 @@ def outer_product_mean(
         clamped:  out = outer @ w_out / max(count, 1) + b_out
 
     Outer products are of `compute_dtype`, and exist for a block of i at a time, forward and, computed again,
-    backward: at most 2**27 elements.
+    backward: at most 2**27 elements. Where that is all of them, the gradient keeps them.
 
     Args:
       params: nested dict of arrays, as `["outer_product_mean"]` of a block.
