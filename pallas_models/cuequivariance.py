@@ -67,8 +67,8 @@ def triangle_multiplicative_update(
         out = sigmoid(z @ g_out_weight.T + g_out_bias) * (layer_norm(y) @ p_out_weight.T + p_out_bias)
 
     It is `ops.triangle_update` with `gate_after` and a `compute_dtype` of the dtype of x, which says what is
-    rounded, how it is differentiated and what of it is kept. Where D_out is not C it is computed once for every C
-    columns of the result.
+    rounded, how it is differentiated and what the gradient keeps. Where D_out is not C it is computed once for
+    every C columns of the result.
 
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.

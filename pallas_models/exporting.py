@@ -108,6 +108,9 @@ def lower(
 def deserialize(data: bytes) -> Artefact:
     """Makes an artefact of the bytes that `Artefact.serialize` gave.
 
+    Args:
+      data: all of them.
+
     Raises:
       ImportError: the package flatbuffers is not installed.
       ValueError: the data are no artefact, or were cut short.

@@ -475,7 +475,8 @@ def solve(
 ) -> jax.Array:
     """Computes a block of GPT-2 small, without causal mask, on weights in one flat buffer.
 
-    To call it often, `unpack` once and call `block`: here the slices of the buffer are copied every time.
+    To call it often, `unpack` once and call `block`: here the slices of the buffer are copied every time, and the
+    gradient keeps them beside what the gradient of `block` does.
 
     Args:
       x: (S, 768), float32, or the half precision that flat_weights has too.

@@ -67,7 +67,11 @@ def unstack_layers(params: Mapping[str, Any]) -> Params:
 
 
 def is_stacked(params: Mapping[Any, Any]) -> bool:
-    """Whether `stack_layers` stacked the layers of the parameters."""
+    """Whether `stack_layers` stacked the layers of the parameters.
+
+    Args:
+      params: nested dict of arrays of a model, or a part of it.
+    """
     layers = params.get("layers")
     return isinstance(layers, Mapping) and not all(str(name).isdecimal() for name in layers)
 

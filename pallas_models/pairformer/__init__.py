@@ -91,8 +91,12 @@ def init(
 ) -> Params:
     """Draws random parameters: a nested dict of arrays, as `stack` or `evoformer_stack` takes it.
 
-    `["layers"]["0"]` is one of `block` or `evoformer_block`. Kernels are of `dtype`, (in, out); biases and norm
-    scales are float32.
+    `["layers"]["0"]` is one of `block` or `evoformer_block`.
+
+    Args:
+      key: of `jax.random.key`.
+      config: sizes and variant of the stack.
+      dtype: of kernels, (in, out): float16, bfloat16 or float32. Biases and norm scales are float32.
     """
     return init_params(Pairformer if isinstance(config, PairformerConfig) else Evoformer, config, key, dtype)
 
@@ -103,7 +107,7 @@ def init_block(
     *,
     dtype: DTypeLike = jnp.float32,
 ) -> Params:
-    """Draws the random parameters of one block, with those of its parts, such as `["tri_att_start"]`."""
+    """Draws the random parameters of one block, with those of its parts; arguments as in `init`."""
     return init_params(Block if isinstance(config, PairformerConfig) else EvoformerBlock, config, key, dtype)
 
 
@@ -172,8 +176,7 @@ def block(
       pair_mask: (B, N, N); all are there when None.
       single_mask: (B, N), of the keys of the attention with pair bias; all are there when None.
       ending_bias: as in `triangle_attention`.
-      residuals: `"save"` or `"recompute"`: whether the gradient of a triangle update keeps results of the forward
-        pass, as in `ops.triangle_update`.
+      residuals: of both triangle updates, `"save"` or `"recompute"`, as in `ops.triangle_update`.
       epsilon: added to the variances of layer norms.
 
     Returns:
@@ -251,8 +254,7 @@ def evoformer_block(
       outer_product_first: whether the outer product mean begins the block, as in AlphaFold-Multimer, AlphaFold 3,
         Protenix and OpenFold 3, and not as in AlphaFold 2 and Boltz.
       normalization: as in `outer_product_mean`.
-      ending_bias: as in `triangle_attention`.
-      residuals, epsilon: as in `block`.
+      ending_bias, residuals, epsilon: as in `block`.
 
     Returns:
       The alignment and the pairs, in their dtypes.
@@ -360,7 +362,7 @@ def msa_row_attention(
 ) -> jax.Array:
     """Computes gated self-attention along each sequence of an alignment, biased by pairs.
 
-    Algorithm 7 of AlphaFold 2.
+    Algorithm 7 of AlphaFold 2. The gradient keeps as much as in `triangle_attention`.
 
     Args:
       params: nested dict of arrays, as `["row_attention"]` of a block.
@@ -386,8 +388,8 @@ def msa_column_attention(
 ) -> jax.Array:
     """Computes gated self-attention of each position of an alignment over its sequences.
 
-    Algorithm 8 of AlphaFold 2. `params` are as `["column_attention"]` of a block; the rest is as in
-    `msa_row_attention`, without pairs.
+    Algorithm 8 of AlphaFold 2. `params` are as `["column_attention"]` of a block; all other arguments, errors and
+    what the gradient keeps are as in `msa_row_attention`, without pairs.
     """
     return _attention(ColumnAttention, params, epsilon)(msa, mask, residual=residual, **options)
 
