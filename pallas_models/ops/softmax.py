@@ -42,7 +42,7 @@ def softmax(
     left, as is every gradient there. Otherwise infinities and NaN do as in torch: -inf counts
     for 0, and a row whose kept entries are all -inf, or hold +inf or NaN, is NaN wherever it is kept.
 
-    Beside the operands the gradient keeps the result, which is all of them that it reads but for `where`.
+    Beside the operands the gradient keeps the result; of the operands it reads `where` alone.
 
     ```
     x, where = jnp.ones((2, 8)), jnp.arange(8) < 5

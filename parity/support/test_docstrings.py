@@ -35,7 +35,7 @@ WITHOUT = {
     "similarity.check": "raises or not",
     "target.start": "for programs that a person waits for",
     "tuning.choose": "kernels call it",
-    "weights.load_pairformer": "takes a checkpoint of a whole model: docs/pairformer.md",
+    "weights.load_pairformer": "takes a checkpoint of a whole model: docs/alphafold.md",
 }
 # What an example needs that a test on a CPU does not have.
 COMPILED_ONLY = {
