@@ -278,8 +278,11 @@ def _relative_bias(table: jax.Array, length: int) -> jax.Array:
 def init(key: jax.Array, config: EncoderConfig = MiniLMConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws random parameters: a nested dict of arrays, as `encode` and `embed` take it.
 
-    Matrices are of `dtype`; biases and norm scales are float32, which costs nothing and halves the error
-    of a bfloat16 model.
+    Args:
+      key: of `jax.random.key`.
+      config: the model's sizes.
+      dtype: of the matrices, float16, bfloat16 or float32. Biases and norm scales are float32,
+        which costs nothing and halves the error of a bfloat16 model.
     """
     return init_params(MiniLM, config, key, dtype)
 
@@ -297,6 +300,8 @@ def encode(
     """Computes the hidden states of the last layer.
 
     The forward pass runs at the length given: pad a batch to its longest sentence, not to a fixed size.
+
+    The gradient keeps what the gradients of `ops.embed_tokens` and `ops.post_norm_layers` do.
 
     Args:
       params: nested dict of arrays, from `init` or `weights.load_minilm`. The computation has the dtype of the
@@ -341,7 +346,7 @@ def embed(
 ) -> jax.Array:
     """Computes sentence embeddings: `encode`, the mean over the tokens of a sentence, unit L2 norm.
 
-    Arguments and errors are as in `encode`.
+    Arguments and errors are as in `encode`. The gradient keeps the means too, 4 hidden_size bytes a sentence.
 
     Returns:
       (B, hidden_size) float32 with unit norm; zeros for a row whose mask is all zero. The cosine of two
@@ -366,7 +371,8 @@ def embed_packed(
     """Computes the embeddings of sentences of any lengths that are joined in rows, without padding each.
 
     The values are the same as with `embed`. Rows of a length that is known beforehand, filled by
-    `sentence.packing.pack`, need one program for whatever sentences.
+    `sentence.packing.pack`, need one program for whatever sentences. The gradient keeps what the
+    gradient of `embed` does.
 
     Args:
       params, token_type_ids, config, implementation: as in `encode`.
@@ -416,6 +422,9 @@ def contrastive_loss(
     4.4, on cosines, as sentence-transformers has it (MultipleNegativesRankingLoss): the mean over the anchors of
     the cross entropy of `softmax(scale * cosines)`, over the cosines of an anchor with all positives and
     negatives, of which its own positive is the right one.
+
+    The gradient keeps what the gradient of `embed` does, with `remat="block"` the input of each layer alone in
+    place of what the layer keeps; and the gradients of the embeddings, in float32.
 
     Args:
       params: nested dict of arrays, from `init` or `weights.load_minilm`, with layers stacked or not, and cast by

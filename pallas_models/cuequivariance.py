@@ -67,8 +67,8 @@ def triangle_multiplicative_update(
         out = sigmoid(z @ g_out_weight.T + g_out_bias) * (layer_norm(y) @ p_out_weight.T + p_out_bias)
 
     It is `ops.triangle_update` with `gate_after` and a `compute_dtype` of the dtype of x, which says what is
-    rounded, how it is differentiated and what of it is kept. Where D_out is not C it is computed once for every C
-    columns of the result.
+    rounded, how it is differentiated and what the gradient keeps. Where D_out is not C it is computed once for
+    every C columns of the result.
 
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.
@@ -173,7 +173,7 @@ def triangle_attention(
 
     A row without a valid key gets the mean of v, as -1e9 in all places has it. The kernels read heads beside their
     channels, so that XLA transposes q, k, v and the result where it cannot compute them that way. Gradients are as
-    in `ops.attention`.
+    in `ops.triangle_attention`, or `ops.attention` where Q is not K or N is 1, and keep what those do, transposed.
 
     Args:
       q: (B, N, H, Q, D), float16, bfloat16 or float32.
@@ -267,7 +267,8 @@ def attention_pair_bias(
         out = (sigmoid(g) * softmax(attn_scale * q @ k.T + z) @ v) @ w_proj_o.T + b_proj_o
 
     Algorithm 24 of [AlphaFold 3](https://doi.org/10.1038/s41586-024-07487-w) without its conditioning. M single
-    representations may share a pair representation.
+    representations may share a pair representation. The gradient keeps what the gradients of
+    norms, products and attention do, and three float32 arrays of the size of q.
 
     Args:
       single_repr: (B * M, N, C), float16, bfloat16 or float32; the M of a pair representation one after another.

@@ -62,10 +62,10 @@ def export(
     """Lowers `jax.jit(function)` for the shapes of `args`.
 
     ```
-    artefact = export(functools.partial(minilm.embed, params), ids, mask)
-    Path("embed.bin").write_bytes(artefact.serialize())
+    artefact = exporting.export(functools.partial(ops.softmax, axis=0), jnp.ones((8, 64)))
+    Path("softmax.bin").write_bytes(artefact.serialize())
     # on another machine
-    deserialize(Path("embed.bin").read_bytes()).call(ids, mask)
+    y = exporting.deserialize(Path("softmax.bin").read_bytes()).call(jnp.ones((8, 64)))
     ```
 
     Args:
@@ -107,6 +107,9 @@ def lower(
 
 def deserialize(data: bytes) -> Artefact:
     """Makes an artefact of the bytes that `Artefact.serialize` gave.
+
+    Args:
+      data: all of them.
 
     Raises:
       ImportError: the package flatbuffers is not installed.

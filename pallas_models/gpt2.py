@@ -256,13 +256,16 @@ class GPT2(nnx.Module):
 def init(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws random parameters: a nested dict of arrays, as `logits` takes it; `["layers"]["0"]` is one of `block`.
 
-    Matrices are of `dtype`, (in, out); biases and norm scales are float32.
+    Args:
+      key: of `jax.random.key`.
+      config: the model's sizes.
+      dtype: of the matrices, float16, bfloat16 or float32. They are (in, out); biases and norm scales are float32.
     """
     return init_params(GPT2, config, key, dtype)
 
 
 def init_block(key: jax.Array, config: GPT2Config = GPT2Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
-    """Draws the random parameters of one block, as `block` takes them."""
+    """Draws the random parameters of one block, as `block` takes them; arguments are as in `init`."""
     return init_params(Block, config, key, dtype)
 
 
@@ -304,6 +307,11 @@ def group_heads(params: Params, config: GPT2Config, groups: int) -> tuple[Params
     Each group has its queries, keys and values side by side, so that an equal part of the columns is whole heads.
     The model computes the same. To save or export parameters, take it back with a `groups` of 1.
 
+    Args:
+      params: as in `logits`.
+      config: the sizes, of a model with groups too.
+      groups: how many, 1 for none.
+
     Returns:
       The parameters, and their config.
 
@@ -332,6 +340,9 @@ def block(
 
     `y = x + attention(layer_norm(x))`, then `y + mlp(layer_norm(y))`: seven kernels, with biases, activation and
     the two residuals in the epilogues of the matrix products.
+
+    Beside x and the parameters the gradient keeps for each token 7 H + 2 I numbers of the dtype of x, with I the
+    width of the MLP, and 6 + `num_heads` in float32.
 
     Args:
       params: nested dict of arrays, from `init_block`, `unpack`, `weights.load_gpt2_block`, or
@@ -378,6 +389,8 @@ def logits(
 ) -> jax.Array:
     """Computes the logits of the tokens that follow each token.
 
+    The gradient keeps what each block does and its input, and the inputs of the last norm and of the head.
+
     Args:
       params: nested dict of arrays, from `init` or `weights.load_gpt2`. The computation has the dtype of the
         matrices, float16, bfloat16 or float32; sums and statistics are float32.
@@ -418,6 +431,9 @@ def loss(
 ) -> jax.Array:
     """Computes the cross entropy of each token given those before it, without the logits of the whole batch.
 
+    The gradient keeps what each block does and its input, with `remat="block"` the input alone, H numbers a token;
+    and of the head what `ops.linear_cross_entropy` does.
+
     Args:
       params: as in `logits`, or with layers stacked by `training.stack_layers`, which are compiled once. For
         mixed precision give what `training.cast` returns.
@@ -428,8 +444,7 @@ def loss(
       label_smoothing: the share of a label that is spread over the vocabulary.
       reduction: "mean" divides the sum by the sum of the weights; the loss is 0 where all weights are.
       remat: what a layer keeps for the backward pass, as in `training.checkpointed`. The names of a block's
-        values: "attention_norm", "qkv", "attention", "residual" (after attention), "mlp_norm", "mlp_up"
-          (activated).
+        values: "attention_norm", "qkv", "attention", "residual" (after attention), "mlp_norm", "mlp_up" (hidden).
 
     Returns:
       A float32 scalar, in nats.
@@ -460,7 +475,8 @@ def solve(
 ) -> jax.Array:
     """Computes a block of GPT-2 small, without causal mask, on weights in one flat buffer.
 
-    To call it often, `unpack` once and call `block`: here the slices of the buffer are copied every time.
+    To call it often, `unpack` once and call `block`: here the slices of the buffer are copied every time, and the
+    gradient keeps them beside what the gradient of `block` does.
 
     Args:
       x: (S, 768), float32, or the half precision that flat_weights has too.

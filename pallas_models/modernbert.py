@@ -178,7 +178,11 @@ def init(
 ) -> Params:
     """Draws random parameters: a nested dict of arrays, as `encode` takes it.
 
-    Matrices are of `dtype`, (in, out), and norm scales float32. The kernel of gate and up is (in, 2, out).
+    Args:
+      key: of `jax.random.key`.
+      config: the model's sizes.
+      dtype: of the matrices, float16, bfloat16 or float32. They are (in, out), of gate and up
+        (in, 2, out); norm scales are float32.
     """
     return init_params(ModernBert, config, key, dtype)
 
@@ -193,6 +197,9 @@ def encode(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the hidden states after the last norm.
+
+    The gradient keeps what the gradients of the ops of each layer do: `ops.layer_norm`, `ops.matmul`,
+    `ops.rotary`, `ops.attention_qkv` and `ops.gated_mlp`.
 
     Args:
       params: nested dict of arrays, from `init` or `weights.load_encoder`. The computation has the dtype of the

@@ -254,13 +254,17 @@ def _table(positions: Array | None, shape: tuple[int, ...], config: Qwen3Config)
 def init(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws random parameters: a nested dict of arrays, as `logits` takes it; `["layers"]["0"]` is one of `layer`.
 
-    Matrices are of `dtype`, (in, out), and norm scales float32. The kernel of gate and up is (in, 2, out).
+    Args:
+      key: of `jax.random.key`.
+      config: the model's sizes.
+      dtype: of the matrices, float16, bfloat16 or float32. They are (in, out), of gate and up
+        (in, 2, out); norm scales are float32.
     """
     return init_params(Qwen3, config, key, dtype)
 
 
 def init_layer(key: jax.Array, config: Qwen3Config = Qwen3Config(), *, dtype: DTypeLike = jnp.float32) -> Params:
-    """Draws the random parameters of one layer, as `layer` takes them."""
+    """Draws the random parameters of one layer, as `layer` takes them; arguments are as in `init`."""
     return init_params(Layer, config, key, dtype)
 
 
@@ -281,6 +285,11 @@ def group_heads(params: Params, config: Qwen3Config, groups: int) -> tuple[Param
 
     Each group has its queries, keys and values side by side, so that an equal part of the columns is whole heads.
     The model computes the same. To save or export parameters, take it back with a `groups` of 1.
+
+    Args:
+      params: as in `logits`.
+      config: the sizes, of a model with groups too.
+      groups: how many, 1 for none.
 
     Returns:
       The parameters, and their config.
@@ -310,6 +319,10 @@ def layer(
     and values in one product, per-head norm and rotation in place, causal grouped-query attention, its
     projection with the residual, gate and up in one product with `silu(gate) * up` as its epilogue, and down
     with the residual.
+
+    Beside x and the parameters the gradient keeps for each token 3 H + 2 Q + A + 3 I numbers of the dtype of x,
+    with Q the width of queries, keys and values, A of all queries and I of the MLP, and 2 + `num_heads` in
+    float32.
 
     Args:
       params: nested dict of arrays, from `init_layer`, or `["layers"]["0"]` of a whole model's.
@@ -344,6 +357,8 @@ def encode(
 ) -> jax.Array:
     """Computes the hidden states after the last norm; an encoder of sentences pools the last token's.
 
+    The gradient keeps what each layer does, and its input.
+
     Args:
       params: nested dict of arrays, from `init` or `weights.load_encoder`.
       ids: (B, S), integers in [0, vocab_size); S at most `config.max_positions`.
@@ -375,6 +390,8 @@ def logits(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the logits of the tokens that follow each token of whole prompts.
+
+    The gradient keeps what each layer does and its input, and the inputs of the last norm and of the head.
 
     Args:
       params: nested dict of arrays, from `init` or `weights.load_qwen3`. The computation has the dtype of the
@@ -415,6 +432,9 @@ def loss(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes the cross entropy of each token given those before it, without the logits of the whole batch.
+
+    The gradient keeps what each layer does and its input, with `remat="block"` the input alone, H numbers a token;
+    and of the head what `ops.linear_cross_entropy` does.
 
     Args:
       params: as in `logits`, or with layers stacked by `training.stack_layers`, which are compiled once. For

@@ -171,7 +171,7 @@ def lowering_for(gpu: Target) -> contextlib.AbstractContextManager[Any]:
 
     ```
     with target.lowering_for(target.GPUS["L40S"]):
-        lowered = jax.jit(ops.softmax).trace(x).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(ops.softmax).trace(jnp.ones((8, 64))).lower(lowering_platforms=("cuda",))
     ```
 
     Inside, `current` can have the name of another GPU of the same architecture, one that JAX lowers Triton's

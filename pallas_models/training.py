@@ -50,6 +50,12 @@ def stack_layers(params: Mapping[str, Any]) -> Params:
 def unstack_layers(params: Mapping[str, Any]) -> Params:
     """Undoes `stack_layers`; `weights.save` takes layers one by one.
 
+    Args:
+      params: what `stack_layers` returned, or gradients in that tree.
+
+    Returns:
+      What `stack_layers` took: parameters with layers by their numbers.
+
     Raises:
       ValueError: the layers are not stacked.
     """
@@ -61,7 +67,11 @@ def unstack_layers(params: Mapping[str, Any]) -> Params:
 
 
 def is_stacked(params: Mapping[Any, Any]) -> bool:
-    """Whether `stack_layers` stacked the layers of the parameters."""
+    """Whether `stack_layers` stacked the layers of the parameters.
+
+    Args:
+      params: nested dict of arrays of a model, or a part of it.
+    """
     layers = params.get("layers")
     return isinstance(layers, Mapping) and not all(str(name).isdecimal() for name in layers)
 
@@ -71,11 +81,15 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
 
     Embeddings, biases and scales keep their dtype: gradients of embeddings are sums over many tokens, which
     float32 holds and bfloat16 does not, and biases and scales are too few to matter. Inside of a function that
-    is differentiated, the gradients have the dtype that the parameters had before the cast.
+    is differentiated, the gradients have the dtype that the parameters had before the cast. A model's gradient
+    keeps the kernels in `dtype`, beside the parameters.
 
     Args:
       params: nested dict of arrays of any model.
       dtype: float16, bfloat16 or float32.
+
+    Returns:
+      The parameters, kernels in `dtype` and all else as it was.
     """
     return jax.tree.map_with_path(
         lambda path, leaf: leaf.astype(dtype) if path[-1].key == "kernel" else leaf, params

@@ -102,8 +102,12 @@ def _bias(linear: Projection) -> jax.Array | None:
 def init(key: jax.Array, config: TriMulConfig = TriMulConfig(), *, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws random parameters: a nested dict of arrays, as `trimul` takes it.
 
-    Matrices are of `dtype`, (in, out), the four projections side by side as `projections`: left, its gate, right,
-    its gate. The gate is `gate_before` or `gate_after`. Biases and norm scales are float32.
+    Args:
+      key: of `jax.random.key`.
+      config: sizes and variant.
+      dtype: of the matrices, float16, bfloat16 or float32. They are (in, out), the four projections
+        side by side as `projections`: left, its gate, right, its gate. The gate is `gate_before` or `gate_after`.
+        Biases and norm scales are float32.
     """
     return init_params(TriMul, config, key, dtype)
 
@@ -158,7 +162,15 @@ def trimul(
 
 
 def config_of(params: Params, epsilon: float) -> TriMulConfig:
-    """The config that `params` were made for."""
+    """The config that `params` were made for.
+
+    Args:
+      params: as in `trimul`.
+      epsilon: of the config, as parameters do not tell it.
+
+    Raises:
+      ValueError: `params` are those of something else.
+    """
     try:
         (channels,), (hidden,) = params["norm"]["scale"].shape, params["out_norm"]["scale"].shape
         use_bias = "bias" in params["out"]

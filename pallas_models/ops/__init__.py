@@ -2,6 +2,9 @@
 
 `Array` in what they take is a `jax.Array` or a NumPy array; they give a `jax.Array`.
 
+Between forward and backward pass a gradient keeps the operands and what each docstring says; under `jax.jit` XLA
+drops what is not read again. So it is where kernels compute the results; of plain XLA, JAX keeps what it needs.
+
 Every op, and every model made of them, takes `implementation`:
 
 - None: the best kernel for the target GPU, which is decided where a program is lowered; plain XLA on other

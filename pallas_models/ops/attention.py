@@ -100,6 +100,13 @@ def attention(
     cumulative lengths are `attention(q[None], k[None], v[None], segment_ids=ids[None])[0]` with
     `ids = segment_ids_from_cu_seqlens(cu_seqlens, total)`.
 
+    Beside the operands the gradient keeps the result and the log-sum-exp, (B, Hq, Sq) float32.
+
+    ```
+    q, k, v = (jax.random.normal(key, (2, 16, 4, 32)) for key in jax.random.split(jax.random.key(0), 3))
+    y = ops.attention(q, k, v, causal=True)  # (2, 16, 4, 32)
+    ```
+
     Args:
       q: (B, Sq, Hq, D), float16, bfloat16 or float32. Kernels take D up to 256; powers of two are fastest.
       k: (B, Skv, Hkv, D) in the dtype of q. Hq is a multiple of Hkv: head h of q attends to head
@@ -199,6 +206,12 @@ def attention_qkv(
     The heads are read in place from the fused buffer and written to the merged layout; nothing is split,
     transposed or merged.
 
+    Beside the operands the gradient keeps the result and the log-sum-exp, (B, num_heads, S) float32.
+
+    ```
+    y = ops.attention_qkv(jnp.ones((2, 16, 3 * 4 * 32)), num_heads=4, causal=True)  # (2, 16, 128)
+    ```
+
     Args:
       qkv: (B, S, (num_heads + 2 * num_kv_heads) * head_dim): the queries of all heads, then the keys, then
         the values.
@@ -238,6 +251,10 @@ def attention_qkv(
 
 def segment_ids_from_cu_seqlens(cu_seqlens: Array, total: int) -> jax.Array:
     """The segment ids of sequences joined in one row, from their cumulative lengths.
+
+    ```
+    ids = ops.segment_ids_from_cu_seqlens(jnp.array([0, 3, 5]), 6)  # [0, 0, 0, 1, 1, 2]
+    ```
 
     Args:
       cu_seqlens: (N + 1,), integers: 0 and the end of each sequence, not descending.

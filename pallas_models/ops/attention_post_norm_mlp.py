@@ -46,6 +46,17 @@ def attention_post_norm_mlp(
     kernels has attention and the product with `w_out`. Elsewhere, and where it is differentiated, it is
     `attention_qkv` and `post_norm_mlp`.
 
+    Beside the operands the gradient keeps for each token what `post_norm_mlp` says, the result of attention, K
+    numbers of the dtype of `qkv`, and its log-sum-exp, `num_heads` numbers in float32.
+
+    ```
+    names = {"w_out": (64, 64), "w_up": (64, 256), "w_down": (256, 64)}
+    weights = {name: jnp.ones(shape) for name, shape in names.items()}
+    weights |= {name: jnp.ones(64) for name in ("scale_out", "offset_out", "scale", "offset")}
+    x, qkv = jnp.ones((2, 8, 64)), jnp.ones((2, 8, 192))
+    y = ops.attention_post_norm_mlp(qkv, x, num_heads=2, **weights)  # (2, 8, 64)
+    ```
+
     Args:
       qkv: (B, S, 3 K), the queries, keys and values of all heads, as in `attention_qkv`; float16, bfloat16 or
         float32.

@@ -40,6 +40,13 @@ def embed_tokens(
 
     This is the input of [BERT](https://arxiv.org/abs/1810.04805).
 
+    The gradient keeps the operands alone, and looks the tokens up again.
+
+    ```
+    word, position, token_type = jnp.ones((100, 64)), jnp.ones((16, 64)), jnp.ones((2, 64))
+    y = ops.embed_tokens(jnp.ones((2, 16), int), word, position, token_type, jnp.ones(64), jnp.zeros(64))
+    ```
+
     Args:
       ids: (B, S), integers in [0, V).
       word: (V, D), float16, bfloat16 or float32.

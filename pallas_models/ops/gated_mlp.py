@@ -30,7 +30,18 @@ EQUATION = "mk,kgn->mgn"
 
 
 def stack_gate_up(gate: Any, up: Any) -> Any:
-    """The (K, 2, N) that `gated_matmul` takes, of gate and up, (K, N) each; NumPy arrays give a NumPy array.
+    """The (K, 2, N) that `gated_matmul` takes, of gate and up; NumPy arrays give a NumPy array.
+
+    ```
+    w_gate_up = ops.stack_gate_up(jnp.ones((64, 128)), jnp.ones((64, 128)))  # (64, 2, 128)
+    ```
+
+    Args:
+      gate: (K, N), of any dtype.
+      up: as gate.
+
+    Returns:
+      (K, 2, N) in that dtype: gate, then up.
 
     Raises:
       ValueError: gate and up differ in shape.
@@ -54,8 +65,12 @@ def gated_matmul(
 
     With silu this is SwiGLU, with gelu GEGLU, with sigmoid GLU, with None bilinear
     (https://arxiv.org/abs/2002.05202). Sums, biases, activation and the product of the two are float32;
-    the result is rounded once. For the gradient kernels keep both products in the dtype of `x`: where float16 does
-    not hold one, beyond 65504, gradients are infinite or NaN.
+    the result is rounded once. Beside the operands the gradient keeps both products, (..., N) each in the dtype of
+    `x`: where float16 does not hold one, beyond 65504, gradients are infinite or NaN.
+
+    ```
+    y = ops.gated_matmul(jnp.ones((8, 64)), jnp.ones((64, 2, 128)), activation="silu")  # (8, 128)
+    ```
 
     Args:
       x: (..., K), float16, bfloat16 or float32.
@@ -172,6 +187,14 @@ def gated_mlp(
     Two kernels: `gated_matmul`, whose result is rounded to the dtype of `x`, and `matmul`. In float16 a hidden
     value beyond 65504 is infinite, and makes its row of the result infinite, or NaN where it meets a 0 of `w_down`
     or an infinity of the other sign. bfloat16 has the range of float32.
+
+    Beside the operands the gradient keeps both products and the hidden values: 3 N numbers a row, of the dtype of
+    `x`.
+
+    ```
+    x, w_gate_up, w_down = jnp.ones((8, 64)), jnp.ones((64, 2, 128)), jnp.ones((128, 64))
+    y = ops.gated_mlp(x, w_gate_up, w_down, residual=x)  # (8, 64)
+    ```
 
     Args:
       x: (..., K), float16, bfloat16 or float32.

@@ -55,6 +55,13 @@ def matmul(
     The product is accumulated in `acc_dtype`; bias, activation and residual are applied in float32
     before the single rounding to `out_dtype`.
 
+    With an activation the gradient keeps its argument beside the operands: (..., N) in the dtype of `x`.
+
+    ```
+    x, w, bias = jnp.ones((8, 64)), jnp.ones((64, 128)), jnp.zeros(128)
+    y = ops.matmul(x, w, bias=bias, activation="gelu")  # (8, 128)
+    ```
+
     Args:
       x: (..., K), or (..., M, K) if `w` has batch axes, float16, bfloat16 or float32.
       w: (K, N), the dtype of `x`; or (..., K, N), whose leading axes are broadcast against the axes of `x`, as in

@@ -44,8 +44,14 @@ def matmul_layer_norm(
     The sum is normalised in float32. Where a CTA, or on Hopper GPUs a cluster, holds whole output rows it is never
     written; few or wide rows take two kernels, of which the first may split the contraction for parallelism.
 
-    Where it is differentiated, product and norm are two kernels. They keep `x @ w + bias`, rounded to the dtype of
-    `x`, and three float32 numbers a row; `residual` is added in float32 both times, however far from 0 it is.
+    Where it is differentiated, product and norm are two kernels. Beside the operands the gradient keeps
+    `x @ w + bias`, (..., N) rounded to the dtype of `x`, and three float32 numbers a row; `residual` is added in
+    float32 both times, however far from 0 it is.
+
+    ```
+    x, w, scale, offset = jnp.ones((8, 64)), jnp.eye(64, 128), jnp.ones(128), jnp.zeros(128)
+    y = ops.matmul_layer_norm(x, w, scale, offset)  # (8, 128)
+    ```
 
     Args:
       x: (..., K), float16, bfloat16 or float32.

@@ -48,6 +48,14 @@ def mlp(
     float16 as in `gated_mlp`, and `jax.checkpoint` knows them as `mlp_up`. In the gradient of half precisions on
     Hopper, the activation's derivative is part of the product that gives the gradient of the hidden values.
 
+    Beside the operands the gradient keeps the hidden values before and after the activation: twice (..., N) in the
+    dtype of `x`.
+
+    ```
+    x, w_up, w_down = jnp.ones((8, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
+    y = ops.mlp(x, w_up, w_down, residual=x)  # (8, 64)
+    ```
+
     Args:
       x: (..., K), float16, bfloat16 or float32.
       w_up: (K, N), the dtype of `x`.

@@ -68,6 +68,12 @@ def layer_norm(
     Mean and (biased) variance run over the last axis, in float32
     ([Layer Normalization](https://arxiv.org/abs/1607.06450)). y itself is not rounded before it is normalised.
 
+    Beside the operands the gradient keeps three float32 numbers a row, 12 bytes.
+
+    ```
+    y = ops.layer_norm(jax.random.normal(jax.random.key(0), (8, 64)), jnp.ones(64), jnp.zeros(64))  # (8, 64)
+    ```
+
     Args:
       x: (..., D), float16, bfloat16 or float32; any D.
       scale: (D,), any float dtype.
@@ -129,6 +135,13 @@ def rms_norm(
     The mean runs over the last axis ([Root Mean Square Layer Normalization](https://arxiv.org/abs/1910.07467)).
     Everything is float32 and rounded once, to the result, as in torch's `rms_norm`. Hugging Face's LLaMA and
     Qwen3 round y before and the normalised y after, once more each: a difference of about a rounding.
+
+    Beside the operands the gradient keeps a float32 number a row, 4 bytes.
+
+    ```
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    y, x = ops.rms_norm(x, jnp.ones(64), residual=x, return_residual=True)  # (8, 64) each
+    ```
 
     Args:
       x: (..., D), float16, bfloat16 or float32; any D.

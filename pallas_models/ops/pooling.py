@@ -39,6 +39,12 @@ def mean_pool(
     This is the pooling of sentence-transformers ([Sentence-BERT](https://arxiv.org/abs/1908.10084)).
     Values at padding positions never reach the result, NaN and infinities included.
 
+    Beside the operands the gradient keeps the means, (B, D) float32; it does not read `x`.
+
+    ```
+    y = ops.mean_pool(jnp.ones((2, 16, 64)), jnp.arange(16) < jnp.array([[16], [5]]))  # (2, 64)
+    ```
+
     Args:
       x: (B, S, D), float16, bfloat16 or float32.
       mask: (B, S), bool or integer, 1 for a token and 0 for padding; traced, anything but 0 is a token.
@@ -73,6 +79,13 @@ def segment_mean_pool(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `mean_pool` of the segments of packed rows: m_i is the mean of x over the tokens of segment i.
+
+    Beside the operands the gradient keeps the means, (num_segments, D) float32; it does not read `x`.
+
+    ```
+    ids = jnp.repeat(jnp.arange(4), 8).reshape(2, 16)
+    y = ops.segment_mean_pool(jnp.ones((2, 16, 64)), ids, num_segments=4)  # (4, 64)
+    ```
 
     Args:
       x: (B, S, D), float16, bfloat16 or float32.

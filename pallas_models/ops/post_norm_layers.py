@@ -49,6 +49,17 @@ def post_norm_layers(
     On Hopper one kernel computes all of it for the few tokens of a short sentence. Elsewhere, and where it is
     differentiated, it is `matmul` and `attention_post_norm_mlp`.
 
+    Beside the weights the gradient keeps for each layer and token 8 N + 2 F numbers of the dtype of `x`, and
+    6 + `num_heads` in float32: the input, `qkv` and what `attention_post_norm_mlp` says.
+
+    ```
+    shapes = {"w_qkv": (64, 192), "w_out": (64, 64), "w_up": (64, 256), "w_down": (256, 64)}
+    shapes |= {"bias_qkv": 192, "bias_out": 64, "bias_up": 256, "bias_down": 64}
+    shapes |= dict.fromkeys(("scale_out", "offset_out", "scale", "offset"), 64)
+    layer = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    y = ops.post_norm_layers(jnp.ones((2, 8, 64)), [layer, layer], num_heads=2)  # (2, 8, 64)
+    ```
+
     Args:
       x: (B, S, N), float16, bfloat16 or float32.
       layers: one or more, each with all arrays by name. In the dtype of `x` are `w_qkv` (N, 3N), `w_out` (N, N),

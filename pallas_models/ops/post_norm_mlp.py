@@ -58,6 +58,16 @@ def post_norm_mlp(
     rounded to the dtype of `x` all the same. Elsewhere, and where it is differentiated, it is `matmul_layer_norm`,
     `matmul` and `matmul_layer_norm` again.
 
+    Beside the operands the gradient keeps for each row 3 N + 2 F numbers of the dtype of `x` and 6 in float32:
+    `z`, both products before their norms, the hidden values before and after the activation, and statistics.
+
+    ```
+    names = {"w_out": (64, 64), "w_up": (64, 256), "w_down": (256, 64)}
+    weights = {name: jnp.ones(shape) for name, shape in names.items()}
+    weights |= {name: jnp.ones(64) for name in ("scale_out", "offset_out", "scale", "offset")}
+    y = ops.post_norm_mlp(jnp.ones((8, 64)), jnp.ones((8, 64)), **weights)  # (8, 64)
+    ```
+
     Args:
       y: (..., K), the result of attention; float16, bfloat16 or float32.
       x: (..., N), the input of the layer, in the dtype of `y`.

@@ -46,6 +46,16 @@ def ring_attention(
 
     With `causal` the tokens are in the order of `zigzag_order`, so that all devices have as much to do.
 
+    The gradient keeps on each device its own q, k and v, its part of the result, and the log-sum-exp, (B, Sq, Hq)
+    float32; the other parts of the keys are sent again.
+
+    ```
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("seq",))
+    spread = jax.sharding.PartitionSpec(None, "seq")
+    attend = functools.partial(ops.ring_attention, axis_name="seq")
+    y = jax.shard_map(attend, mesh=mesh, in_specs=spread, out_specs=spread)(*[jnp.ones((2, 16, 4, 32))] * 3)
+    ```
+
     Args:
       q: (B, Sq, Hq, D), the queries of this device, as in `attention`.
       k: (B, Skv, Hkv, D), its keys.
@@ -109,6 +119,10 @@ def zigzag_order(length: int, num_devices: int) -> np.ndarray:
     each of n devices has an early chunk, whose queries see few keys, and a late one, whose queries see many.
     `x[:, zigzag_order(length, n)]` puts tokens in this order, and `y[:, np.argsort(zigzag_order(length, n))]`
     back. Rotary and learned positions are the positions of the tokens: the values given.
+
+    ```
+    ops.zigzag_order(8, 2)  # [0, 1, 6, 7, 2, 3, 4, 5]
+    ```
 
     Args:
       length: of the sequence.

@@ -29,6 +29,10 @@ from pallas_models.tuning import Chooser
 def rotary_table(positions: Array, head_dim: int, *, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:
     """Computes cos and sin of `positions * theta ** (-2 i / head_dim)` for i below head_dim / 2.
 
+    ```
+    cos, sin = ops.rotary_table(jnp.arange(16), 32)  # (16, 16) each
+    ```
+
     Args:
       positions: (S,) or (B, S), integers.
       head_dim: width of a head, even.
@@ -71,6 +75,14 @@ def rotary(
     layout of Hugging Face's LLaMA and Qwen, which pairs element i with i + head_dim / 2, not with its neighbour.
     All is float32 and rounded once; Hugging Face rounds the normalised and the scaled head, cos, sin and both
     products to the dtype of the model.
+
+    The gradient keeps the operands alone, and without scales does not read `qkv`. It takes the memory of the
+    cotangent.
+
+    ```
+    qkv = jnp.ones((2, 16, (4 + 2 * 2) * 32))
+    y = ops.rotary(qkv, *ops.rotary_table(jnp.arange(16), 32), num_heads=4, num_kv_heads=2)  # (2, 16, 256)
+    ```
 
     Args:
       qkv: (B, S, (num_heads + 2 num_kv_heads) * head_dim), float16, bfloat16 or float32: the queries of all

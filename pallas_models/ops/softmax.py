@@ -42,6 +42,13 @@ def softmax(
     left, as is every gradient there. Otherwise infinities and NaN do as in torch: -inf counts
     for 0, and a row whose kept entries are all -inf, or hold +inf or NaN, is NaN wherever it is kept.
 
+    Beside the operands the gradient keeps the result; of the operands it reads `where` alone.
+
+    ```
+    x, where = jnp.ones((2, 8)), jnp.arange(8) < 5
+    y = ops.softmax(x, where=where, scale=0.5)  # 0.2 five times, then zeros
+    ```
+
     Args:
       x: any shape but (), float16, bfloat16 or float32. Any axis but the last costs two transpositions.
       axis: the axis that sums to 1.

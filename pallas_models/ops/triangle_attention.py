@@ -57,6 +57,13 @@ def triangle_attention(
     lines for the gradient of the bias too: the same operands give the same bits. Where the bias is small for the
     GPU, parts of that sum are held in float32, as many as fill it.
 
+    Beside the operands the gradient keeps the result and the log-sum-exp, a float32 for each pair and head.
+
+    ```
+    q, k, v = (jnp.ones((8, 8, 4, 32)) for _ in range(3))
+    y = ops.triangle_attention(q, k, v, bias=jnp.zeros((4, 8, 8)), direction="starting")  # (8, 8, 4, 32)
+    ```
+
     Args:
       q: (..., N, N, H, D), float16, bfloat16 or float32. Kernels take D up to 256; powers of two are fastest. Of
         the lines, rows for "starting" and columns for "ending", there may be fewer: those of one device.

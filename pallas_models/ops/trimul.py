@@ -106,6 +106,12 @@ def triangle_update(
     pairs: it computes some rows of y at a time, and right again for each; a row takes 16 (2 C + 4 H + G) P / N
     bytes. The gradient has no bound; where the forward pass has one, it is as with `"recompute"`.
 
+    ```
+    x, square, ones = jnp.ones((8, 8, 32)), jnp.eye(32), jnp.ones(32)
+    w_in = jnp.stack([square] * 4, axis=1)
+    y = ops.triangle_update(x, ones, ones, w_in, ones, ones, square, square, direction="outgoing")  # (8, 8, 32)
+    ```
+
     Args:
       x: (..., N, N, C), float16, bfloat16 or float32.
       norm_scale: (C,), scale of the layer norm of x, any float dtype, like all other weights.

@@ -10,7 +10,8 @@ it added. There is no dropout. Masks are bool, integer or float: not 0 for what 
 allowed. What is masked has no part in the update of anything else, and its own is finite.
 
 Norms, softmax and sums are float32. `**options` are those of `Options`: `compute_dtype`, `precision` and
-`implementation`.
+`implementation`. Gradients keep what the gradients of the ops do that a function is made of, and three float32
+numbers for each that is gated.
 """
 
 from typing import Any, Unpack
@@ -90,8 +91,12 @@ def init(
 ) -> Params:
     """Draws random parameters: a nested dict of arrays, as `stack` or `evoformer_stack` takes it.
 
-    `["layers"]["0"]` is one of `block` or `evoformer_block`. Kernels are of `dtype`, (in, out); biases and norm
-    scales are float32.
+    `["layers"]["0"]` is one of `block` or `evoformer_block`.
+
+    Args:
+      key: of `jax.random.key`.
+      config: sizes and variant of the stack.
+      dtype: of kernels, (in, out): float16, bfloat16 or float32. Biases and norm scales are float32.
     """
     return init_params(Pairformer if isinstance(config, PairformerConfig) else Evoformer, config, key, dtype)
 
@@ -102,7 +107,7 @@ def init_block(
     *,
     dtype: DTypeLike = jnp.float32,
 ) -> Params:
-    """Draws the random parameters of one block, with those of its parts, such as `["tri_att_start"]`."""
+    """Draws the random parameters of one block, with those of its parts; arguments as in `init`."""
     return init_params(Block if isinstance(config, PairformerConfig) else EvoformerBlock, config, key, dtype)
 
 
@@ -160,6 +165,9 @@ def block(
     nodes, and the transition of the pairs; the attention with pair bias and the transition of the single
     representation.
 
+    With `residuals="save"` the gradient keeps at most 17 kB a pair in bfloat16 at the default sizes: of two
+    triangle updates, two triangle attentions and a transition of 128 channels.
+
     Args:
       params: nested dict of arrays, one of the layers of `init`. Without `single_attention` it is a block of pairs
         alone.
@@ -168,8 +176,7 @@ def block(
       pair_mask: (B, N, N); all are there when None.
       single_mask: (B, N), of the keys of the attention with pair bias; all are there when None.
       ending_bias: as in `triangle_attention`.
-      residuals: `"save"` or `"recompute"`: whether the gradient of a triangle update keeps results of the forward
-        pass, as in `ops.triangle_update`.
+      residuals: of both triangle updates, `"save"` or `"recompute"`, as in `ops.triangle_update`.
       epsilon: added to the variances of layer norms.
 
     Returns:
@@ -236,7 +243,7 @@ def evoformer_block(
 
     Algorithm 6 of AlphaFold 2 or 8 of AlphaFold 3. Of the alignment: the row attention with pair bias or the
     averaging by pairs, the column attention, the transition, each if `params` have it; the outer product mean,
-    after or before them; then what a block of the Pairformer does to pairs.
+    after or before them; then what a block of the Pairformer does to pairs, whose gradient keeps as much as there.
 
     Args:
       params: nested dict of arrays, one of the layers of `init`.
@@ -247,18 +254,13 @@ def evoformer_block(
       outer_product_first: whether the outer product mean begins the block, as in AlphaFold-Multimer, AlphaFold 3,
         Protenix and OpenFold 3, and not as in AlphaFold 2 and Boltz.
       normalization: as in `outer_product_mean`.
-      ending_bias: as in `triangle_attention`.
-      residuals: `"save"` or `"recompute"`: whether the gradient of a triangle update keeps results of the forward
-        pass, as in `ops.triangle_update`.
-      epsilon: added to the variances of layer norms.
+      ending_bias, residuals, epsilon: as in `block`.
 
     Returns:
       The alignment and the pairs, in their dtypes.
 
     Raises:
-      TypeError: an array has another dtype.
-      ValueError: shapes do not fit, an option is unknown, or `params` are not those of a block or do not fit
-        together (all that do not are listed).
+      TypeError, ValueError: as `block`.
     """
     params = _configs.as_dict(params)
     config = _configs.found(
@@ -287,6 +289,8 @@ def triangle_attention(
         starting:  a[i, j] = softmax over k of (q[i, j] . k[i, k] / sqrt(D) + b[j, k]), times v[i, k]
         ending:    a[i, j] = softmax over k of (q[i, j] . k[k, j] / sqrt(D) + b[k, i]), times v[k, j]
         out = (sigmoid(gate) * a) @ w_out + b_out
+
+    The gradient keeps y, q, k, v, b, a, and gates as three float32 arrays of the shape of a.
 
     Args:
       params: nested dict of arrays, as `["tri_att_start"]` of a block.
@@ -321,7 +325,7 @@ def attention_pair_bias(
 ) -> jax.Array:
     """Computes gated self-attention along a sequence, biased by its pairs.
 
-    Algorithm 24 of AlphaFold 3, without conditioning.
+    Algorithm 24 of AlphaFold 3, without conditioning. The gradient keeps as much as in `triangle_attention`.
 
     Args:
       params: nested dict of arrays, as `["single_attention"]` of a block.
@@ -358,7 +362,7 @@ def msa_row_attention(
 ) -> jax.Array:
     """Computes gated self-attention along each sequence of an alignment, biased by pairs.
 
-    Algorithm 7 of AlphaFold 2.
+    Algorithm 7 of AlphaFold 2. The gradient keeps as much as in `triangle_attention`.
 
     Args:
       params: nested dict of arrays, as `["row_attention"]` of a block.
@@ -384,8 +388,8 @@ def msa_column_attention(
 ) -> jax.Array:
     """Computes gated self-attention of each position of an alignment over its sequences.
 
-    Algorithm 8 of AlphaFold 2. `params` are as `["column_attention"]` of a block; the rest is as in
-    `msa_row_attention`, without pairs.
+    Algorithm 8 of AlphaFold 2. `params` are as `["column_attention"]` of a block; all other arguments, errors and
+    what the gradient keeps are as in `msa_row_attention`, without pairs.
     """
     return _attention(ColumnAttention, params, epsilon)(msa, mask, residual=residual, **options)
 
@@ -403,7 +407,7 @@ def pair_averaging(
     """Computes means of an alignment's values over its positions, weighted by pairs: Algorithm 10 of AlphaFold 3.
 
     Position i takes the values of positions j by softmax over j of layer_norm(pair[i, j]) @ pair_bias, the same in
-    every sequence; they are gated and projected.
+    every sequence; they are gated and projected. The gradient keeps weights (B, H, N, N), values and gates.
 
     Args:
       params: nested dict of arrays, as `["pair_averaging"]` of a block.
@@ -424,7 +428,8 @@ def transition(
     """Computes a layer norm and an MLP of each vector: Algorithm 11 of AlphaFold 3, or 9 and 15 of AlphaFold 2.
 
     With y = layer_norm(x): `(silu(y @ gate) * (y @ up)) @ down`, or `relu(y @ up + b_up) @ down + b_down` where
-    `params` have `up` in place of `gate_up`. Masks are nothing to it: padding changes only itself.
+    `params` have `up` in place of `gate_up`. Masks are nothing to it: padding changes only itself. The gradient
+    keeps y, both products or the argument of relu, and the hidden values.
 
     Args:
       params: nested dict of arrays, as `["pair_transition"]` of a block.
@@ -463,7 +468,7 @@ def outer_product_mean(
         clamped:  out = outer @ w_out / max(count, 1) + b_out
 
     Outer products are of `compute_dtype`, and exist for a block of i at a time, forward and, computed again,
-    backward: at most 2**27 elements.
+    backward: at most 2**27 elements. Where that is all of them, the gradient keeps them.
 
     Args:
       params: nested dict of arrays, as `["outer_product_mean"]` of a block.

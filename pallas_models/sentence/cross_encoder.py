@@ -52,7 +52,7 @@ class CrossEncoder(TextModel):
     """Scores pairs of sentences.
 
     ```
-    reranker = CrossEncoder.from_pretrained("cross-encoder/ms-marco-MiniLM-L6-v2")
+    reranker = minilm.CrossEncoder.from_pretrained("cross-encoder/ms-marco-MiniLM-L6-v2")
     scores = reranker.predict([("how many people live in Berlin?", "Berlin has 3.7 million inhabitants.")])
     ```
 

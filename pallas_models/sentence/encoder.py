@@ -21,7 +21,7 @@ class Encoder(EmbeddingModel):
     """Turns sentences into embeddings, with the methods and the values of sentence-transformers.
 
     ```
-    encoder = Encoder.from_pretrained()
+    encoder = minilm.Encoder.from_pretrained()
     a, b = encoder.encode(["A man is playing a guitar.", "Someone plays an instrument."])
     similarity = a @ b
     ```

@@ -107,6 +107,9 @@ def apply(
 ) -> jax.Array:
     """Computes embeddings from hidden states.
 
+    The gradient keeps what the gradients of the poolings do, `ops.mean_pool` or `ops.segment_mean_pool` for means,
+    and the input of each layer, (B, D) float32.
+
     Args:
       head: the pooling and the layers.
       params: the parameters of each layer that has any, by its index in `head.layers` as a string.

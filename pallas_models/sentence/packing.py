@@ -71,7 +71,11 @@ def fill(lengths: np.ndarray, row_length: int, most: int) -> Iterator[tuple[np.n
 
 
 def budget(platform: str) -> int:
-    """The most tokens of a batch that suit a device: enough to fill a GPU, few enough for the caches of a CPU."""
+    """The most tokens of a batch that suit a device: enough to fill a GPU, few enough for the caches of a CPU.
+
+    Args:
+      platform: as JAX names it, `"cpu"` or `"gpu"`.
+    """
     return 2048 if platform == "cpu" else 65536
 
 
@@ -93,6 +97,10 @@ def padded_length(length: int, limit: int) -> int:
     """The length to which one sentence is padded that is computed alone; at most `limit`.
 
     Lengths are powers of two from 16 and, beyond 64, the halves between: up to 512 tokens there are nine.
+
+    Args:
+      length: its tokens.
+      limit: tokens of the longest sentence.
     """
     power = max(16, 1 << (length - 1).bit_length())
     between = 3 * power // 4
@@ -100,7 +108,11 @@ def padded_length(length: int, limit: int) -> int:
 
 
 def num_segments(shape: Shape) -> int:
-    """The most segments that a batch of a shape has."""
+    """The most segments that a batch has.
+
+    Args:
+      shape: (rows, row length).
+    """
     return max(shape[0] * shape[1] // _TOKENS_PER_SEGMENT, 2)
 
 

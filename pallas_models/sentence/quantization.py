@@ -15,7 +15,13 @@ def check_precision(precision: str) -> None:
 
 
 def ranges_of(embeddings: np.ndarray) -> np.ndarray:
-    """The smallest and the largest value of each dimension, (2, D), of embeddings (N, D), a sample.
+    """The smallest and the largest value of each dimension, (2, D), of embeddings.
+
+    Args:
+      embeddings: (N, D), floating point, a sample of all.
+
+    Returns:
+      (2, D) in their dtype, as `quantize_embeddings` takes it.
 
     Raises:
       ValueError: there are fewer than two, which span no range.

@@ -39,12 +39,36 @@ def check(name: str) -> None:
 
 
 def similarity(a: ArrayLike, b: ArrayLike, measure: Similarity = "cosine") -> np.ndarray:
-    """The similarity of each of a, (N, D) or (D,), with each of b, (M, D) or (D,): (N, M) float32."""
+    """The similarity of each embedding of a with each of b.
+
+    Args:
+      a: (N, D) or (D,), numbers of any dtype.
+      b: (M, D) or (D,).
+      measure: `"cosine"`, `"dot"`, or the negative distance, `"euclidean"` or `"manhattan"`.
+
+    Returns:
+      (N, M) float32.
+
+    Raises:
+      ValueError: embeddings are not of one D.
+    """
     return _ALL[measure](*_rows(a, b)).astype(np.float32)
 
 
 def similarity_pairwise(a: ArrayLike, b: ArrayLike, measure: Similarity = "cosine") -> np.ndarray:
-    """The similarity of a[i] with b[i], both (N, D) or (D,): (N,) float32, or () where both are (D,)."""
+    """The similarity of a[i] with b[i].
+
+    Args:
+      a: (N, D) or (D,), numbers of any dtype.
+      b: as a.
+      measure: as in `similarity`.
+
+    Returns:
+      (N,) float32, or () where both are (D,).
+
+    Raises:
+      ValueError: embeddings are not of one D.
+    """
     found = _PAIRWISE[measure](*_rows(a, b)).astype(np.float32)
     return found[0] if np.ndim(a) == np.ndim(b) == 1 else found
 

@@ -212,7 +212,11 @@ def file_name(gpu: str) -> str:
 
 
 def shipped_path(gpu: str) -> Path:
-    """Where this package keeps the table of a GPU."""
+    """Where this package keeps the table of a GPU, if it ships one.
+
+    Args:
+      gpu: the GPU's name as JAX has it, e.g. `"NVIDIA H200"`.
+    """
     return Path(__file__).parent / "tables" / file_name(gpu)
 
 
@@ -220,6 +224,9 @@ def cache_path(gpu: str) -> Path:
     """Where a user's own table of a GPU is looked for.
 
     `$XDG_CACHE_HOME/pallas_models/tuning/<gpu>.json`, with `~/.cache` where XDG_CACHE_HOME is not set.
+
+    Args:
+      gpu: as in `shipped_path`.
     """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "pallas_models" / "tuning" / file_name(gpu)

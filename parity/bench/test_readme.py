@@ -65,6 +65,7 @@ def test_examples_run(monkeypatch, tmp_path, code):
     monkeypatch.setattr(weights, "load_qwen3", lambda name: qwen3.init(jax.random.key(0), config))
     monkeypatch.setattr(weights, "load_qwen3_config", lambda name: config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(code, names)
     arrays = [value for value in names.values() if isinstance(value, jax.Array)]
