@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from pallas_models import _jax
+from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.linear_cross_entropy import Form, Loss
 from pallas_models.kernels.mosaic.common import memory, row_config
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -67,7 +69,7 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
 class _Row:
     """A row of logits, in the warpgroups that share it."""
 
-    def __init__(self, refs: Refs, blocks: Blocks, vocab: int, loss: Loss, gradient: bool) -> None:
+    def __init__(self, refs: Refs, blocks: Blocks, vocab: int, loss: Loss, gradient: Ref | None) -> None:
         self.refs, self.blocks, self.vocab, self.loss, self.gradient = refs, blocks, vocab, loss, gradient
         self.row = blocks.place()
         self.label, self.weight = refs.labels[self.row], refs.weights[self.row]
@@ -112,7 +114,7 @@ class _Row:
         return peak, *(blocks.reduce(self.refs, 1 + i, "add", x) for i, x in enumerate([totals, *others]))
 
     def compute(self) -> None:
-        """Stores the loss and, if it is asked for, the gradient in place of the logits."""
+        """Stores the loss and, if it is asked for, the gradient."""
         loss, blocks = self.loss, self.blocks
         smoothing = loss.label_smoothing
         peak, total, chosen, *plain = self.sums()
@@ -126,7 +128,8 @@ class _Row:
             value += loss.z_loss * lse * lse
         counts = self.weight != 0.0
         blocks.store_numbers(self.refs.losses, 0, self.row, jnp.where(counts, value, 0.0))
-        if not self.gradient:
+        gradient = self.gradient
+        if gradient is None:
             return
         factor = jnp.where(counts, self.weight * (1.0 + 2.0 * loss.z_loss * lse) / total, 0.0)
         at_label, anywhere = self.weight * (1.0 - smoothing), self.weight * (smoothing / self.vocab)
@@ -140,8 +143,8 @@ class _Row:
                 g -= blocks.spread(anywhere)
             if loss.logit_softcap is not None:
                 g *= 1.0 - jnp.square(y * (1.0 / loss.logit_softcap))
-            g = jnp.where(valid, g, 0.0).astype(self.refs.logits.dtype)
-            blocks.store(self.refs.logits, self.row, blocks.column(step), g)
+            g = jnp.where(valid, g, 0.0).astype(gradient.dtype)
+            blocks.store(gradient, self.row, blocks.column(step), g)
 
         jax.lax.fori_loop(0, blocks.steps, write, None)
 
@@ -159,7 +162,9 @@ def cross_entropy(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """The loss of each row of logits (M, W); if asked, the gradient of `sum(weights * losses)` in their memory.
+    """The loss of each row of logits (M, W); if asked, the gradient of `sum(weights * losses)` by them, too.
+
+    It takes their memory, but not in JAX 0.10, which cannot trace a kernel that changes an array.
 
     Columns from `vocab` on are padding: they do not count, and their gradient is 0.
     """
@@ -181,17 +186,18 @@ def cross_entropy(
     blocks = Blocks.of(config.rows(), logits)
     if bias is not None:  # rows of it are read as those of the logits are
         bias = jnp.pad(bias, (0, width - vocab))
-    rows = dict(logits=logits)
+    rows, in_place = dict(logits=logits), gradient and _jax.since(0, 11)
+    apart = jax.ShapeDtypeStruct(logits.shape, logits.dtype) if gradient and not in_place else None
     *gradients, losses = launch(
-        lambda refs: _Row(refs, blocks, vocab, loss, gradient).compute(),
-        dict(bias=bias, labels=labels, weights=weights) | ({} if gradient else rows),
-        dict(losses=jax.ShapeDtypeStruct((1, m), jnp.float32)),
+        lambda refs: _Row(refs, blocks, vocab, loss, refs.logits if in_place else refs.gradient).compute(),
+        dict(bias=bias, labels=labels, weights=weights) | ({} if in_place else rows),
+        dict(gradient=apart, losses=jax.ShapeDtypeStruct((1, m), jnp.float32)),
         blocks.scratch_types(4, interpret),
         name="linear_cross_entropy",
         num_ctas=blocks.num_ctas,
         num_warpgroups=blocks.warpgroups,
         interpret=interpret,
-        in_place=rows if gradient else None,
+        in_place=rows if in_place else None,
         unsafe_no_auto_barriers=True,
     )
     return losses[0], *gradients
