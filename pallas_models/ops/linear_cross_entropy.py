@@ -364,7 +364,6 @@ _OP: Op[Form[Any]] = Op(
             architectures=PORTABLE,
             call=functools.partial(_with_kernel, mosaic.cross_entropy),
             config=mosaic.Config,
-            refuses=mosaic.unsupported,
             preferred=prefer_nowhere,
         ),
         Kernel(

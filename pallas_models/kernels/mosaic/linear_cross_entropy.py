@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.forms.linear_cross_entropy import Form, Loss
+from pallas_models.kernels.forms.linear_cross_entropy import Loss
 from pallas_models.kernels.mosaic.common import memory, row_config
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
@@ -56,14 +56,6 @@ def configs(width: int) -> Iterator[Config]:
             block_n = elements * WARPGROUP * warpgroups
             if block_n < 2 * max(width, 1024):
                 yield Config(block_n=min(block_n, width), warpgroups=warpgroups)
-
-
-def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
-    """Why `cross_entropy` does not serve a call; None if it does."""
-    del target
-    if form.x.dtype.itemsize not in (2, 4):
-        return f"takes logits of 16 and 32 bits, not {form.x.dtype}"
-    return None
 
 
 class _Row:
