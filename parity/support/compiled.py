@@ -24,7 +24,7 @@ from typing import Any
 from pallas_models import files
 from parity import ROOT
 from parity.support.compiling import GENERATIONS, Program, Resources, programs, read
-from parity.support.support_matrix import line
+from parity.support.support_matrix import line, replaced
 
 PAGE = ROOT / "docs" / "compiled.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- /compiled -->\n"
@@ -184,12 +184,11 @@ def page(rows: Mapping[Row, Mapping[str, Resources]], failed: Sequence[str] = ()
     exceptions += [
         (f"`{x.kernel}`", x.backend, x.dtype, ", ".join(x.generations), str(x.most), x.reason) for x in EXCEPTIONS
     ]
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     text = f"{_lines(table)}{_SPILLING}{_lines(exceptions)}"
     if failed:
         text += "\nThese do not compile:\n\n" + "".join(f"- {one}\n" for one in failed)
     text += f"\n{counted}\n" if counted else ""
-    return before + BEGIN + text + END + rest.partition(END)[2]
+    return replaced(PAGE.read_text("utf-8"), (BEGIN, END), text)
 
 
 def _lines(table: Iterable[Sequence[str]]) -> str:

@@ -111,16 +111,19 @@ def line(cells: Iterable[str]) -> str:
 def page() -> str:
     """The text of docs/support.md with the tables of now."""
     columns = ["operation", *(f"{name}, {way}" for name in GENERATIONS for way in ("forward", "with gradient"))]
-    text = _with_table(PAGE.read_text("utf-8"), (BEGIN, END), [*columns, "split"], rows())
-    return _with_table(text, (BEGIN_WITHOUT, END_WITHOUT), columns, rows_without_triton())
+    text = replaced(PAGE.read_text("utf-8"), (BEGIN, END), _table([*columns, "split"], rows()))
+    return replaced(text, (BEGIN_WITHOUT, END_WITHOUT), _table(columns, rows_without_triton()))
 
 
-def _with_table(text: str, marks: tuple[str, str], columns: Sequence[str], found: Iterable[Sequence[str]]) -> str:
-    """A text with another table between two marks."""
+def _table(columns: Sequence[str], found: Iterable[Sequence[str]]) -> str:
+    return "".join(map(line, [columns, ["---"] * len(columns), *found]))
+
+
+def replaced(text: str, marks: tuple[str, str], inside: str) -> str:
+    """A text with something else between two marks."""
     begin, end = marks
     before, _, rest = text.partition(begin)
-    table = [columns, ["---"] * len(columns), *found]
-    return before + begin + "".join(map(line, table)) + end + rest.partition(end)[2]
+    return before + begin + inside + end + rest.partition(end)[2]
 
 
 def main(arguments: Sequence[str]) -> int:
