@@ -2,10 +2,12 @@
 
 All of them share a time budget. A benchmark may use the time that earlier ones left over and half of the time that
 is meant for later ones. Then it is interrupted, and its measurements are kept as a partial result. The options
-given here are passed to each benchmark that has them.
+given here are passed to each benchmark that has them. With --resume they
+go on where an earlier run ended: benchmarks whose whole result of this GPU and commit is there are left out.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
@@ -111,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
+    parser.add_argument("--resume", action="store_true", help="leave out what is measured at this commit")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
     parser.add_argument("--data", type=Path, help="folder of the sentences that sts, corpus and startup read")
     parser.add_argument(
@@ -166,6 +169,12 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     return found
 
 
+def _environment() -> dict[str, str]:
+    """Of a process that finds this checkout."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Interrupts a process, and ends it by force if that does not help."""
     if process.poll() is None:
@@ -190,9 +199,7 @@ def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
         return outcome("left out", str(error))
     except Exception as error:  # a benchmark that cannot be imported must not stop the others
         return outcome("FAILED", f"{type(error).__name__}: {error}")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    process = subprocess.Popen(line, env=environment)
+    process = subprocess.Popen(line, env=_environment())
     try:
         code = process.wait(budget)
     except subprocess.TimeoutExpired:
@@ -213,6 +220,23 @@ def summary(outcomes: list[Outcome], written: list[Path]) -> str:
     if failed := [o.name for o in outcomes if o.status == "FAILED"]:
         lines.append(f"failed: {', '.join(failed)}")
     return "\n".join(lines)
+
+
+def measured(folder: Path) -> set[str]:
+    """The benchmarks whose whole results of this GPU and this commit are in the folder of the result files."""
+    # In a process of its own, which gives the memory of the GPU back.
+    code = "from bench.measuring import environment as e; print(e.device(), e.commit(), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True
+    )
+    device, commit = done.stdout.splitlines()[-2:]
+    found = set()
+    for path in results.stored(folder, results.slug(device)):
+        with contextlib.suppress(results.ResultError):  # what cannot be read is measured again
+            result = results.load(path)
+            if not result.partial and result.environment.get("commit") == commit:
+                found.add(result.benchmark)
+    return found
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -239,24 +263,32 @@ def run(args: argparse.Namespace) -> int:
 def run_all(args: argparse.Namespace) -> int:
     """Runs the benchmarks one after the other and prints how each ended; returns the exit code."""
     before, started = files(args.output), time.monotonic()
-    outcomes: list[Outcome] = []
+    done = measured(args.output) if args.resume else set()
+    names = [name for name in args.only if name not in done]
+    outcomes = [
+        Outcome(name=name, status="left out", message="measured before") for name in args.only if name in done
+    ]
     interrupted = False
-    for number, name in enumerate(args.only, start=1):
+    for number, name in enumerate(names, start=1):
         left = max(budget_of(args) - (time.monotonic() - started), 1.0)
-        seconds = limit(args.only[number - 1 :], left)
+        seconds = limit(names[number - 1 :], left)
         times = f"at most {seconds:.0f} s, at most {left:.0f} s left in all"
-        print(f"\n== {number} of {len(args.only)}: {name}; {times}", flush=True)
+        print(f"\n== {number} of {len(names)}: {name}; {times}", flush=True)
         try:
             outcomes.append(run_one(name, args, seconds))
         except KeyboardInterrupt:
             interrupted = True
             outcomes.append(Outcome(name=name, status="FAILED", message="interrupted"))
-            rest = args.only[number:]
-            outcomes += [Outcome(name=n, status="left out", message="interrupted before it") for n in rest]
+            outcomes += [
+                Outcome(name=n, status="left out", message="interrupted before it") for n in names[number:]
+            ]
             break
         print(f"== {name}: {outcomes[-1].status} {outcomes[-1].message}".rstrip(), flush=True)
     written = [path for path, at in files(args.output).items() if before.get(path) != at]
     print(f"\n{summary(outcomes, written)}\n{time.monotonic() - started:.0f} s in all", flush=True)
     if interrupted:
         return 130
-    return int(any(o.status == "FAILED" for o in outcomes) or all(o.status == "left out" for o in outcomes))
+    return int(
+        any(o.status == "FAILED" for o in outcomes)
+        or (bool(names) and all(o.status == "left out" for o in outcomes))
+    )

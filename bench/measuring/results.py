@@ -19,15 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.measuring import environment
+from bench.measuring import environment, sources
 from bench.measuring.timing import Measurement, Timing
 from pallas_models import files
 
 FORMAT = "pallas_models.bench"
 # 2 has more families, and peak_bytes; 3 names a kernel once; 4 has kernels of ours alone; 5 entries without names;
-# 6 has all text of entries once, and leaves out the last fields of an entry where they are defaults
-VERSION = 6
-READABLE = (1, 2, 3, 4, 5, 6)
+# 6 has all text of entries once, and leaves out the last fields of an entry where they are defaults;
+# 7 has sources
+VERSION = 7
+READABLE = (1, 2, 3, 4, 5, 6, 7)
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
 Family = Literal["ours", "ladder", "xla", "torch", "peer"]
@@ -153,6 +154,8 @@ class Result:
       ceilings: rates measured in the same run, by name with the unit.
       settings: options that bear on the figures, and where the weights came from.
       cases: in the order in which they were run.
+      sources: digests of the kernels and ops that it times (`bench.measuring.sources`); empty where the run was
+        not complete, or before 2026-11-27.
     """
 
     benchmark: str
@@ -162,6 +165,7 @@ class Result:
     ceilings: dict[str, float]
     settings: dict[str, str]
     cases: list[Case]
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 _TIMES = (1e-9, 1e9)  # of seconds or microseconds, within which every ratio is a number, and its logarithm
@@ -216,7 +220,8 @@ def begun(benchmark: str, settings: dict[str, str]) -> Result:
 
 def complete(result: Result, folder: Path) -> Result:
     """The result as the result of a whole run, saved in the place of the partial one."""
-    draft, result = path_of(result, folder), dataclasses.replace(result, partial=False)
+    draft = path_of(result, folder)
+    result = dataclasses.replace(result, partial=False, sources=sources.timed(result.benchmark))
     save(result, folder)
     draft.unlink()
     return result

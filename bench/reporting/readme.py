@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.__main__ import BENCHMARKS, module_of
+from bench.measuring import sources
 from bench.measuring.results import Result
 from bench.reporting import reasons, tables
 from bench.reporting.reasons import Reasons
@@ -13,6 +14,7 @@ from bench.reporting.tables import Comparison, Headline
 from pallas_models import files
 
 NAME = "README.md"  # GitHub shows it where a reader opens the folder
+MARK = " †"  # of a result that is older than the kernels that it times
 SUMMARY = "summary"  # the name of the markers in README.md
 PLOTS = {  # in the folder "plots" beside the results, by name: what each shows
     "minilm-speedup-device": "Speed-up of the MiniLM forward pass over XLA and torch at eight shapes",
@@ -57,6 +59,16 @@ def headline(result: Result) -> Headline | None:
     return found
 
 
+def stale(result: Result) -> str:
+    """A sentence that says which kernels and ops have changed since a result timed them; empty if none has."""
+    if module_named(result.benchmark) is None:
+        return ""
+    if not result.sources:
+        return "The result does not record the kernels that it times, which have changed since."
+    names = sources.changed(result.benchmark, result.sources)
+    return f"Changed since: {', '.join(names)}." if names else ""
+
+
 def slower(result: Result) -> list[Comparison]:
     """The rows of a benchmark's tables in which ours is the slower."""
     own = getattr(module_named(result.benchmark), "comparisons", tables.comparisons)
@@ -79,18 +91,20 @@ def summary(results: Sequence[Result], page: str) -> str:
     rows = []
     for result in in_order(results):
         if found := headline(result):
-            link = f"[{title(result.benchmark)}]({page}#{result.benchmark})"
+            link = f"[{title(result.benchmark)}]({page}#{result.benchmark})" + MARK * bool(stale(result))
             figures = (found.case, found.ours, found.baseline)
             ratios = (found.ratio, found.mean, found.wall_mean)
             rows.append([link, *map(escaped, figures), *map(tables.format_ratio, ratios)])
     header = ["benchmark", "case", "ours", "best of XLA, torch, others", "ratio", "mean ratio", "by wall time"]
-    return tables.markdown(header, rows) if rows else ""
+    legend = f"\n\n{MARK.strip()} Kernels or ops that it times have changed since it was measured."
+    marked = any(row[0].endswith(MARK) for row in rows)
+    return tables.markdown(header, rows) + legend * marked if rows else ""
 
 
 def section(result: Result, why: Reasons) -> str:
     """All about one benchmark: its tables, why ours is the slower in some rows, where the figures come from."""
     found = [own_tables(result) or tables.brief(result), reasons.listed(result, slower(result), why)]
-    text = escaped("\n\n".join(filter(None, [*found, tables.conditions(result)])))
+    text = escaped("\n\n".join(filter(None, [*found, f"{tables.conditions(result)} {stale(result)}".strip()])))
     about = " ".join(filter(None, [f"{title(result.benchmark)}.", tables.means(result)]))
     return f"## {result.benchmark}\n\n{about}\n\n{text}"
 

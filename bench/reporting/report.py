@@ -1,4 +1,4 @@
-"""Turns result files into pages: Markdown and HTML for each GPU, and the summary table of README.md."""
+"""Turns result files into pages and a CSV file: Markdown and HTML for each GPU, the summary table of README.md."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.__main__ import BENCHMARKS
 from bench.measuring import results
 from bench.measuring.results import Result
-from bench.reporting import readme, reasons, tables
+from bench.reporting import readme, reasons, sheet, tables
 from bench.reporting.reasons import ReasonError, Reasons
 from pallas_models import files
 
@@ -100,6 +100,18 @@ def write_readme(path: Path, complete: list[Result], folder: Path) -> bool:
     return True
 
 
+def write_sheet(complete: list[Result], folder: Path) -> bool:
+    """Writes the CSV file of all GPUs; returns whether it could be written."""
+    path = folder / sheet.NAME
+    try:
+        files.write(path, sheet.text(complete))
+    except OSError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return False
+    print(f"wrote {path}")
+    return True
+
+
 def write_html(found: list[Result], complete: list[Result], folder: Path, why: Reasons) -> bool:
     """Writes the HTML page of a GPU and the plots of Markdown files; returns whether that could be done.
 
@@ -134,12 +146,13 @@ def run(args: argparse.Namespace) -> int:
     """Writes tables and pages; returns 1 if a file could not be used or written or there is no result at all."""
     readme_gpu = args.gpu or README_GPU
     gpus = [args.gpu] if args.gpu else sorted({readme_gpu, *(p.parent.name for p in results.stored(args.results))})
-    good, any_result = True, False
+    good, any_result, every = True, False, list[Result]()
     for gpu in gpus:
         folder = args.results / gpu
         found, failed = load_all(folder)
         complete = [result for result in found if not result.partial]
         good &= not failed
+        every += complete
         any_result |= bool(found)
         why, readable = load_reasons(complete, folder)
         good &= readable
@@ -149,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
             good &= write_markdown(complete, folder, why)
         if gpu == readme_gpu and not args.no_readme:
             good &= write_readme(args.readme, complete, folder)
+    if every and not args.gpu:
+        good &= write_sheet(every, args.results)
     if not any_result:
         print(f"no result could be read under {args.results}", file=sys.stderr)
     elif args.serve is not None:

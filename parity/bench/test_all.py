@@ -249,3 +249,24 @@ def test_help_when_a_benchmark_cannot_be_imported(capsys, monkeypatch):
     )
     with pytest.raises(ImportError, match=r"bench\.cases\.absent"):
         cli.main(["absent"])
+
+
+def test_resume_runs_what_is_not_measured_at_this_commit(tmp_path, programs, save, capfd, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    monkeypatch.setattr(everything.results, "slug", lambda device: "nvidia-h200")  # in place of this machine's
+    environment = make_result().environment | {"commit": "abc"}
+    programs["minilm"], programs["sts"] = "print('ran minilm')", save("sts") + "print('ran sts')"
+    for changes in ({"partial": True}, {"environment": make_result().environment}):
+        results.save(make_result(benchmark="minilm", **({"environment": environment} | changes)), out)
+    results.save(make_result(benchmark="sts", environment=environment), out)
+    assert cli.main(["all", "--resume", "--output", str(out)]) == 0
+    said = capfd.readouterr().out
+    assert "== 1 of 1: minilm" in said and "ran minilm" in said and "ran sts" not in said
+    assert re.search(r"sts +left out .*measured before", said)
+    results.save(make_result(benchmark="minilm", environment=environment), out)
+    assert cli.main(["all", "--resume", "--output", str(out)]) == 0
+    assert "ran" not in capfd.readouterr().out
+    (out / "nvidia-h200" / "sts.json").write_text("{")
+    assert cli.main(["all", "--resume", "--output", str(out)]) == 0
+    assert "ran sts" in capfd.readouterr().out

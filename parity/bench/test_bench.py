@@ -481,7 +481,13 @@ class TestReport:
         assert text.startswith("# Title\n") and text.endswith("<!-- /bench:summary -->\nend\n")
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "](" in line]
         assert rows == [
-            [f"[{title}](nvidia-h200/README.md#{name})", "1x16 fp16", "10 us, 80 TFLOP/s", "XLA, 20 us", *ratios]
+            [
+                f"[{title}](nvidia-h200/README.md#{name}){readme.MARK}",
+                "1x16 fp16",
+                "10 us, 80 TFLOP/s",
+                "XLA, 20 us",
+                *ratios,
+            ]
             for title, name, ratios in (
                 ("MiniLM forward pass", "minilm", ("2.00", "2.83", "2.83")),  # sqrt(2 * 4)
                 ("Matrix products", "gemm", ("2.00", "2.83", "2.83")),

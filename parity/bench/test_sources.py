@@ -1,0 +1,99 @@
+"""`bench.measuring.sources`: which code a result times, and whether it has changed since."""
+
+import dataclasses
+
+import pytest
+
+from bench.__main__ import BENCHMARKS
+from bench.measuring import results, sources
+from bench.reporting import readme, report, sheet
+from parity.bench.test_bench import make_result
+
+CODE = '''"""A module."""
+
+
+def f(x):
+    """Doubles."""
+    y = 2 * x  # twice
+    return f"{ y } {{y}}"
+'''
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ('"""A module."""\n', ""),
+        ('    """Doubles."""\n', ""),
+        ("  # twice", ""),
+        ("2 * x", "2*x"),
+        ("\n\ndef", "\ndef"),
+    ],
+)
+def test_words_do_not_count(old, new):
+    assert old in CODE and sources.digest(CODE.replace(old, new)) == sources.digest(CODE)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [("2 *", "3 *"), ("{{y}}", "{{z}}"), ("    return", "return"), ("f(x)", "f(y)"), ('"""A', 'a = """A')],
+)
+def test_code_counts(old, new):
+    assert old in CODE and sources.digest(CODE.replace(old, new)) != sources.digest(CODE)
+
+
+def test_digest_is_the_same_in_every_version_of_python():
+    assert sources.digest(CODE) == "ae931a5df5d4"
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_benchmark_times_kernels_of_both_backends(benchmark):
+    found = sources.timed(benchmark)
+    for backend in ("kernels.mosaic.", "kernels.triton.", "ops."):
+        assert any(name.startswith(backend) for name in found)
+
+
+def test_a_benchmark_times_no_other_kernels():
+    kernels = {name for name in sources.timed("norm") if "mosaic" in name and ".common." not in name}
+    assert kernels == {"kernels.mosaic.norm", "kernels.mosaic.norm_backward"}
+    assert "kernels.mosaic.common.rows" in sources.timed("norm")
+    assert "kernels.mosaic.trimul_output_backward_kernel" in sources.timed("trimul")
+    assert "kernels.mosaic.post_norm_layers_kernel" in sources.timed("minilm")
+
+
+def test_a_whole_result_records_them(tmp_path):
+    draft = make_result(benchmark="norm", partial=True)
+    results.save(draft, tmp_path)
+    whole = results.complete(draft, tmp_path)
+    assert whole.sources == sources.timed("norm")
+    assert results.load(results.path_of(whole, tmp_path)) == whole
+
+
+def test_a_report_marks_what_is_older_than_its_kernels():
+    now = make_result(benchmark="norm", sources=sources.timed("norm"))
+    assert readme.stale(now) == "" and readme.MARK not in readme.summary([now], "")
+    older = dataclasses.replace(now, sources=now.sources | {"kernels.mosaic.norm": "0" * 12})
+    assert readme.stale(older) == "Changed since: kernels.mosaic.norm."
+    page = readme.page([older], [], {})
+    assert f"[Layer norm and RMS norm of rows](#norm){readme.MARK}|" in page and readme.stale(older) in page
+    fewer = {name: value for name, value in now.sources.items() if name != "ops.norm"}
+    assert readme.stale(dataclasses.replace(now, sources=fewer)) == "Changed since: ops.norm."
+    assert "does not record" in readme.stale(dataclasses.replace(now, sources={}))
+    assert readme.stale(make_result(benchmark="unknown")) == ""
+
+
+def test_one_sheet_has_every_figure():
+    result = make_result()
+    header, *rows = sheet.text([result, result]).splitlines()
+    assert header.split(",") == list(sheet.COLUMNS)
+    assert len(rows) == 2 * sum(len(case.entries) for case in result.cases)
+    case = result.cases[0]
+    timed = next(entry for entry in case.entries if entry.device)
+    row = dict(zip(sheet.COLUMNS, rows[case.entries.index(timed)].split(","), strict=True))
+    assert row["gpu"] == "NVIDIA H200" and row["candidate"] == timed.name
+    assert float(row["device_us"]) == timed.device.median_us and float(row["wall_us"]) == timed.wall.median_us
+
+
+def test_the_committed_sheet_is_of_the_committed_results():
+    gpus = sorted({path.parent for path in results.stored(results.DEFAULT_FOLDER)})
+    found = [result for folder in gpus for result in report.load_all(folder)[0] if not result.partial]
+    assert sheet.text(found) == (results.DEFAULT_FOLDER / sheet.NAME).read_text("utf-8")
