@@ -20,7 +20,7 @@ from typing import Literal
 
 from bench.__main__ import BENCHMARKS, module_of
 from bench.measuring import results
-from bench.measuring.harness import parse_dtypes
+from bench.measuring.harness import parse_dtypes, parse_modes
 
 HELP = "every benchmark, one after the other"
 
@@ -112,6 +112,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="e.g. gemm:512x512x512,minilm:1x16,64x128; benchmarks not named here run their own",
     )
     parser.add_argument("--dtype", type=parse_dtypes, help="fp32, fp16, bf16 or all; each benchmark has a default")
+    parser.add_argument(
+        "--mode",
+        type=parse_modes,
+        help="some of forward,backward,both; each benchmark that has them has a default",
+    )
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
     parser.add_argument("--resume", action="store_true", help="leave out what is measured at this commit")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
@@ -151,6 +156,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     given: dict[str, list[str] | None] = {
         "--output": [str(args.output)],
         "--dtype": [",".join(args.dtype)] if args.dtype else None,
+        "--mode": [",".join(args.mode)] if args.mode else None,
         "--shapes": [args.shapes[name]] if name in args.shapes else None,
         "--data": [str(args.data)] if args.data else None,
         "--quick": [] if args.quick else None,
