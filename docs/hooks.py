@@ -22,7 +22,7 @@ ELSEWHERE = {
     "pallas_models/target.py": "docs/reference/machine.md",
     "pallas_models/tuning/__init__.py": "docs/reference/machine.md",
 }
-# Of a table's row: figures that belong together, which would be broken after the hyphen of an arrow, and at each slash.
+# Of a table's row: figures that belong together, broken otherwise after the hyphen of an arrow and at slashes.
 FIGURES = re.compile(r"(?<=\d) (->|/) (?=[\d*])")
 LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
 SUMMARY = re.compile(r"<!-- bench:summary -->\n(.*?)<!-- /bench:summary -->", re.DOTALL)
