@@ -22,6 +22,8 @@ ELSEWHERE = {
     "pallas_models/target.py": "docs/reference/machine.md",
     "pallas_models/tuning/__init__.py": "docs/reference/machine.md",
 }
+# Of a table's row: figures that belong together, broken otherwise after the hyphen of an arrow and at slashes.
+FIGURES = re.compile(r"(?<=\d) (->|/) (?=[\d*])")
 LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
 SUMMARY = re.compile(r"<!-- bench:summary -->\n(.*?)<!-- /bench:summary -->", re.DOTALL)
 
@@ -42,7 +44,8 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri == "benchmarks.md":
         summary = SUMMARY.search((ROOT / "README.md").read_text("utf-8"))[1]
         markdown = markdown.replace("<!-- summary -->", summary.replace("](bench/", "](../bench/"))
-    return LINK.sub(lambda link: _link(link, here, files), markdown)
+    lines = [_unbroken(line) if line.startswith("|") else line for line in markdown.splitlines()]
+    return LINK.sub(lambda link: _link(link, here, files), "\n".join(lines))
 
 
 class _Notebook(File):
@@ -65,6 +68,10 @@ def _markdown(cell):
         return source
     printed = "".join(line for output in cell["outputs"] for line in output["text"])
     return f"```python\n{source}\n```\n" + (f"\n```{{ .text .printed }}\n{printed}```\n" if printed else "")
+
+
+def _unbroken(row):
+    return FIGURES.sub(lambda sign: {"->": "&nbsp;→ ", "/": "&nbsp;/&nbsp;"}[sign[1]], row)
 
 
 def _link(link, here, files):

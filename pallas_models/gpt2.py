@@ -47,10 +47,11 @@ class GPT2Config:
     Attributes:
       activation: of the MLPs, as in `ops.mlp`.
       tie_embeddings: whether the head is the table of word embeddings.
-      scale_attn_weights, scale_attn_by_inverse_layer_idx: whether a checkpoint scales the scores of attention by 1
-        over the root of the head size, and by 1 over the layer's number. Here they are always scaled by the first
-        alone: `weights` multiplies the queries of a checkpoint by the rest, and `weights.export` divides them
-          again.
+      scale_attn_weights: whether a checkpoint scales the scores of attention by 1 over the root of the head
+        size.
+      scale_attn_by_inverse_layer_idx: whether it scales them by 1 over the layer's number. Here they are always
+        scaled by the root alone: `weights` multiplies the queries of a checkpoint by the rest, and
+        `weights.export` divides them again.
     """
 
     head_groups = 1  # no field, as no file describes it: see `group_heads`

@@ -37,8 +37,9 @@ class Encoder(EmbeddingModel):
       max_seq_length: tokens kept of a sentence, special ones included; the rest is cut off. Can be set.
         `max_length` is another name for it.
       implementation: of the ops, or None for the best available.
-      prompts: texts that are put before sentences, by name; "query" and "document" are always there.
-      default_prompt_name: of the prompt where none is asked for, or None.
+      prompts (Mapping[str, str]): texts that are put before sentences, by name; "query" and "document" are
+        always there.
+      default_prompt_name (str | None): of the prompt where none is asked for, or None.
       similarity_fn_name: the measure of `similarity`: "cosine", "dot", "euclidean" or "manhattan".
       truncate_dim: dimensions kept of an embedding where a call does not say, or None for all.
     """

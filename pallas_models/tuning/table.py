@@ -37,7 +37,10 @@ class Entry:
     """The result of measuring the configs of one kernel for one shape.
 
     Attributes:
-      op, backend, dtype, shape: the kernel's name, its backend, the operands' dtype, and the sizes by name.
+      op: the kernel's name.
+      backend: the kernel's.
+      dtype: the operands'.
+      shape: the sizes by name.
       bucketed: names of the sizes of which only the nearest power of two has to match; the others match exactly.
       config: the fields of the fastest config; None where the heuristic's is.
       us: its device time, in microseconds.

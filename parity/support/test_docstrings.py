@@ -93,6 +93,13 @@ def test_exceptions_are_needed():
     assert not COMPILED_ONLY.keys() - {name.rpartition("-")[0] for name in EXAMPLES}
 
 
+@pytest.mark.parametrize("name", [name for name, value in DOCUMENTED.items() if inspect.isclass(value)])
+def test_attributes_have_lines_of_their_own(name):
+    """Of two names on a line the reference would show the second as the type of the first."""
+    attributes = (inspect.getdoc(DOCUMENTED[name]) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    assert not re.search(r"^  \w+, .*:", attributes, re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def model():
     """A folder with a small encoder of sentences."""
