@@ -73,17 +73,46 @@ def _interpreted_store_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array,
             ref[row, pl.ds(i * rows, height)] = x.reshape(rows)[:height]
 
 
-def _interpreted_reduce(self: "Blocks", refs: Refs, slot: int, kind: "Kind", x: jax.Array) -> jax.Array:
+def _interpreted_load_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array) -> jax.Array:
+    places = i * self.shape[0] + jnp.arange(self.shape[0])
+    found = jnp.stack([ref[row, jnp.minimum(place, self.m - 1)] for place in places])
+    return jnp.where(places < self.m, found, 0.0).reshape(self.numbers_shape)
+
+
+def _interpreted_reduce(
+    self: "Blocks", refs: Refs, slot: jax.Array | int, kind: "Kind", *arrays: jax.Array
+) -> list[jax.Array]:
     """In the order of a GPU: the numbers of a thread, and then the threads'."""
     add: Callable[..., jax.Array] = jnp.sum if kind == "add" else jnp.max
     rows, pieces = self.shape[0], self.row_warpgroups
-    total = add(add(x.reshape(rows, -1, self.step), axis=1), axis=1)
+    total = jnp.concatenate([add(add(x.reshape(rows, -1, self.step), axis=1), axis=1) for x in arrays])
     if pieces > 1:
         refs.sums[slot, jax.lax.axis_index("warpgroup")] = total
         plgpu.barrier_arrive(refs.added.at[slot])
         plgpu.barrier_wait(refs.added.at[slot])
         total = add(jnp.stack([refs.sums[slot, piece] for piece in range(pieces)]), axis=0)
-    return total.reshape(self.numbers_shape)
+    return [part.reshape(self.numbers_shape) for part in jnp.split(total, len(arrays))]
+
+
+def _interpreted_store_sums(self: "Blocks", refs: Refs, slot: int, ref: Ref, row: jax.Array, x: jax.Array) -> None:
+    """In the order of a GPU: the rows of a warpgroup, and then the warpgroups."""
+    total, group = jnp.sum(x, axis=0), jax.lax.axis_index("warpgroup")
+    if self.groups == 1:
+        piece = jax.lax.rem(group, self.row_warpgroups) * self.shape[1]
+        for length in {self.shape[1], self.n % self.shape[1]} - {0}:
+
+            @pl.when(jnp.minimum(self.n - piece, self.shape[1]) == length)
+            def _(length: int = length) -> None:
+                ref[row, pl.ds(piece, length)] = total[:length]
+
+        return
+    refs.columns[slot, group] = total
+    plgpu.barrier_arrive(refs.left.at[slot])
+    plgpu.barrier_wait(refs.left.at[slot])
+
+    @pl.when(group == 0)
+    def _() -> None:
+        ref[row, :] = sum_of(refs.columns[slot, k] for k in range(self.groups))[: self.n]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +126,7 @@ class Blocks:
       columns: vectors of a row that a thread has.
       warpgroups: of a CTA.
       keep: whether threads keep the blocks of all steps.
+      walkers: CTAs that walk the blocks, each some of them and past the end; None where each has a block.
     """
 
     m: int
@@ -107,9 +137,10 @@ class Blocks:
     columns: int
     warpgroups: int
     keep: bool
+    walkers: int | None = None
 
     @classmethod
-    def of(cls, config: Config, x: jax.Array) -> "Blocks":
+    def of(cls, config: Config, x: jax.Array, walkers: int | None = None) -> "Blocks":
         """The blocks of x (m, n)."""
         m, n = x.shape
         vector = vector_length(n, x.dtype)
@@ -122,6 +153,7 @@ class Blocks:
             columns=pl.cdiv(min(config.block_n, n), config.threads * vector),
             warpgroups=config.warpgroups,
             keep=config.keep,
+            walkers=walkers,
         )
 
     @property
@@ -176,8 +208,18 @@ class Blocks:
         return self.warpgroups // self.row_warpgroups
 
     @property
+    def row_groups(self) -> int:
+        """Warps, or sets of warps that share rows, of a CTA."""
+        return self.groups * (WARPGROUP // WARP // self.row_warps)
+
+    @property
     def num_ctas(self) -> int:
-        return pl.cdiv(self.m, self.shape[0] * self.groups)
+        return self.walkers or pl.cdiv(self.m, self.shape[0] * self.groups)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether no block that a warpgroup has reaches past the last row."""
+        return self.walkers is None and self.m % (self.shape[0] * self.groups) == 0
 
     @property
     def layout(self) -> Any:
@@ -245,6 +287,14 @@ class Blocks:
         store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, self.layout))
         store(functools.partial(rows_ptx.store, self))(ref, *_numbers(i, j), x)
 
+    @meaning(_interpreted_load_numbers)
+    def load_numbers(self, ref: Ref, row: int, i: jax.Array) -> jax.Array:
+        """Loads a number for each row of block i, from a row of `ref`, (K, M), float32; 0 past the end."""
+        result = plgpu.ShapeDtypeStruct(self.numbers_shape, jnp.float32, layout=self.numbers_layout)
+        load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
+        numbers: jax.Array = load(functools.partial(rows_ptx.load_numbers, self, row))(ref, *_numbers(i))
+        return numbers
+
     @meaning(_interpreted_store_numbers)
     def store_numbers(self, ref: Ref, row: int, i: jax.Array, x: jax.Array) -> None:
         """Stores a number for each row of block i, in a row of `ref`, (K, M), float32."""
@@ -252,31 +302,64 @@ class Blocks:
         store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, self.numbers_layout))
         store(functools.partial(rows_ptx.store_numbers, self, row))(ref, *_numbers(i), x)
 
-    def scratch_types(self, reductions: int, interpret: bool) -> dict[str, Any]:
-        """Shared memory for so many reductions, where threads of several warps share a row."""
-        rows, warps = self.shape[0], self.row_warps * self.row_warpgroups
+    def scratch_types(self, reductions: int, interpret: bool, *, arrays: int = 1) -> dict[str, Any]:
+        """Shared memory for so many reductions of some arrays each, where threads of several warps share a row."""
+        numbers, warps = arrays * self.shape[0], self.row_warps * self.row_warpgroups
         if interpret and self.row_warpgroups > 1:
             added = plgpu.Barrier(num_arrivals=self.row_warpgroups, num_barriers=reductions)
-            return dict(sums=plgpu.SMEM((reductions, self.row_warpgroups, rows), jnp.float32), added=added)
+            return dict(sums=plgpu.SMEM((reductions, self.row_warpgroups, numbers), jnp.float32), added=added)
         if interpret or warps == 1:
             return {}
-        return dict(sums=plgpu.SMEM((reductions, self.groups, rows, warps), jnp.float32))
+        return dict(sums=plgpu.SMEM((reductions, self.groups, numbers, warps), jnp.float32))
+
+    def reduce(self, refs: Refs, slot: jax.Array | int, kind: Kind, x: jax.Array) -> jax.Array:
+        """The sum or the maximum of every row of a block, float32; NaN where the row has one."""
+        (total,) = self.reduce_all(refs, slot, kind, x)
+        return total
 
     @meaning(_interpreted_reduce)
-    def reduce(self, refs: Refs, slot: int, kind: Kind, x: jax.Array) -> jax.Array:
-        """The sum or the maximum of every row of a block, float32; NaN where the row has one.
+    def reduce_all(self, refs: Refs, slot: jax.Array | int, kind: Kind, *arrays: jax.Array) -> list[jax.Array]:
+        """`reduce` of several blocks at once.
 
         Args:
           slot: a number of this reduction alone: a warp may read its sums while another stores the next ones.
         """
-        result = plgpu.ShapeDtypeStruct(self.numbers_shape, jnp.float32, layout=self.numbers_layout)
+        numbers = plgpu.ShapeDtypeStruct(self.numbers_shape, jnp.float32, layout=self.numbers_layout)
+        results, kinds = [numbers] * len(arrays), [self.layout] * len(arrays)
         if self.row_warps * self.row_warpgroups == 1:
-            reduce = plgpu.inline_mgpu(arg_types=(self.layout,), return_type=result)
-            alone: jax.Array = reduce(lambda _, x: rows_ptx.reduce(self, kind, x, None))(x)
+            reduce = plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=results)
+            alone: list[jax.Array] = reduce(lambda _, *xs: rows_ptx.reduce(self, kind, None, *xs))(*arrays)
             return alone
-        reduce = plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()), return_type=result)
-        total: jax.Array = reduce(lambda _, x, sums: rows_ptx.reduce(self, kind, x, sums))(x, refs.sums.at[slot])
-        return total
+        reduce = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *kinds), return_type=results)
+        emit = functools.partial(rows_ptx.reduce, self, kind)
+        totals: list[jax.Array] = reduce(lambda _, sums, *xs: emit(sums, *xs))(refs.sums.at[slot], *arrays)
+        return totals
+
+    def sums_scratch_types(self, vectors: int, interpret: bool) -> dict[str, Any]:
+        """Shared memory for so many `store_sums`, where several warps have rows of their own."""
+        if self.row_groups == 1 or (interpret and self.groups == 1):
+            return {}
+        if not interpret:
+            return dict(columns=plgpu.SMEM((vectors, self.shape[1]), jnp.float32))
+        left = plgpu.Barrier(num_arrivals=self.groups, num_barriers=vectors)
+        return dict(columns=plgpu.SMEM((vectors, self.groups, self.shape[1]), jnp.float32), left=left)
+
+    @meaning(_interpreted_store_sums)
+    def store_sums(self, refs: Refs, slot: int, ref: Ref, row: jax.Array, x: jax.Array) -> None:
+        """Stores the sums of columns, over all rows of a CTA, in a row of `ref`, (K, N), float32.
+
+        Threads hold rows whole, in a step. Warps with other rows add theirs one after another.
+
+        Args:
+          slot: a number of these sums alone.
+          x: a block, float32, of the rows or of sums of some of them.
+        """
+        splat = plgpu.Layout.WG_SPLAT
+        kinds = plgpu.RefType(), splat, splat, self.layout
+        columns = () if self.row_groups == 1 else (refs.columns.at[slot],)
+        store = plgpu.inline_mgpu(arg_types=(*kinds, *[plgpu.RefType()] * len(columns)))
+        emit = functools.partial(rows_ptx.store_sums, self)
+        store(emit)(ref, *_numbers(row, self.column(0)), x, *columns)
 
 
 def _numbers(*values: jax.Array) -> list[jax.Array]:

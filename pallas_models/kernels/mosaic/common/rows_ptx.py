@@ -43,9 +43,7 @@ class _Thread:
 
     def rows_inside(self) -> list[Any]:
         """Whether each row is one; None where all are."""
-        blocks = self.blocks
-        is_whole = blocks.m % (blocks.shape[0] * blocks.groups) == 0
-        return [None if is_whole else _below(row, blocks.m) for row in self.rows]
+        return [None if self.blocks.are_whole else _below(row, self.blocks.m) for row in self.rows]
 
     def columns_inside(self) -> list[Any]:
         """Whether each vector of columns lies in the row; None where all do."""
@@ -133,20 +131,41 @@ def again(blocks: Blocks, _: Any, x: Any) -> Any:
     )
 
 
-def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
+def _places(blocks: Blocks, row: int, ref: Any, i: Any) -> list[tuple[Any, Any]]:
+    """Where the numbers of the rows of a block lie in a row of `ref`, (K, M), and whether there are such."""
     thread = _Thread(blocks, i.registers.item(), None)
     arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
+    indices = [arith.addi(arith.extui(long, place), inline.utils.c(row * blocks.m, long)) for place in thread.rows]
+    return [(address(ref, index), there) for index, there in zip(indices, thread.rows_inside(), strict=True)]
+
+
+def load_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any) -> Any:
     kind = ir.VectorType.get((1,), ir.F32Type.get())
-    for number, place, is_inside in zip(x.registers.flat, thread.rows, thread.rows_inside(), strict=True):
-        index = arith.addi(arith.extui(long, place), inline.utils.c(row * blocks.m, long))
-        store_vector(inline.utils.vector.broadcast(kind, number), address(ref, index), is_inside)
+    return _array(blocks, [inline.item(load_vector(kind, *place), 0) for place in _places(blocks, row, ref, i)])
 
 
-def reduce(blocks: Blocks, kind: Kind, x: Any, sums: Any) -> Any:
+def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
+    kind = ir.VectorType.get((1,), ir.F32Type.get())
+    for number, place in zip(x.registers.flat, _places(blocks, row, ref, i), strict=True):
+        store_vector(inline.utils.vector.broadcast(kind, number), *place)
+
+
+def _array(blocks: Blocks, numbers: list[Any]) -> Any:
+    """A number for each row that a thread has a part of, as an array."""
+    if not blocks.numbers_shape:
+        return _arrays.FragmentedArray.splat(numbers[0], ())
+    layout = blocks.numbers_layout.to_mgpu()
+    kind = layout.registers_element_type(ir.F32Type.get())
+    registers = np.array([inline.utils.vector.broadcast(kind, number) for number in numbers], dtype=object)
+    registers = registers.reshape(layout.registers_shape(blocks.numbers_shape))
+    return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def reduce(blocks: Blocks, kind: Kind, sums: Any, *arrays: Any) -> list[Any]:
     arith = inline.utils.arith
     combine = {"add": _arrays.addf, "max": arith.maximumf}[kind]  # the first contracts products and sums
     totals = []
-    for vectors in x.registers.reshape(blocks.rows, blocks.columns):
+    for vectors in (row for x in arrays for row in x.registers.reshape(blocks.rows, blocks.columns)):
         total = _tree(combine, list(vectors))
         total = _tree(combine, [inline.item(total, k) for k in range(blocks.vector)])
         distance = blocks.row_lanes // 2
@@ -156,15 +175,7 @@ def reduce(blocks: Blocks, kind: Kind, x: Any, sums: Any) -> Any:
         totals.append(total)
     if sums is not None:
         totals = _over_warps(blocks, combine, totals, sums)
-    if not blocks.numbers_shape:
-        return _arrays.FragmentedArray.splat(totals[0], ())
-    layout = blocks.numbers_layout.to_mgpu()
-    kind_of_register = layout.registers_element_type(ir.F32Type.get())
-    registers = np.array(
-        [inline.utils.vector.broadcast(kind_of_register, total) for total in totals], dtype=object
-    )
-    registers = registers.reshape(layout.registers_shape(blocks.numbers_shape))
-    return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return [_array(blocks, totals[k : k + blocks.rows]) for k in range(0, len(totals), blocks.rows)]
 
 
 def _tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
@@ -173,16 +184,30 @@ def _tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
     return values[0]
 
 
-def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list[Any], sums: Any) -> list[Any]:
-    """Each warp leaves its numbers in shared memory, and all threads of a row read those of all its warps."""
-    arith, count = inline.utils.arith, blocks.row_warps * blocks.row_warpgroups
-    thread = _Thread(blocks, inline.i32(0), None)
+def _warpgroup(blocks: Blocks) -> tuple[Any, Any, Any]:
+    """The warpgroup of a thread, the warpgroups that share its rows, and which of these it is."""
+    arith = inline.utils.arith
     warpgroup = arith.divui(inline.thread_of_cta(), inline.i32(WARPGROUP))
     pieces = inline.i32(blocks.row_warpgroups)
-    group, piece = arith.divui(warpgroup, pieces), arith.remui(warpgroup, pieces)
-    base = inline.add(inline.address(sums), inline.times(group, 4 * blocks.shape[0] * count))
+    return warpgroup, arith.divui(warpgroup, pieces), arith.remui(warpgroup, pieces)
+
+
+def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list[Any], sums: Any) -> list[Any]:
+    """Each warp leaves its numbers in shared memory, and all threads of a row read those of all its warps.
+
+    Of several arrays the numbers of all rows lie one after another.
+    """
+    count, rows = blocks.row_warps * blocks.row_warpgroups, blocks.shape[0]
+    thread = _Thread(blocks, inline.i32(0), None)
+    warpgroup, group, piece = _warpgroup(blocks)
+    arrays = len(totals) // blocks.rows
+    base = inline.add(inline.address(sums), inline.times(group, 4 * arrays * rows * count))
     warp = inline.add(inline.times(piece, blocks.row_warps), thread.warp_of_row)
-    places = [inline.add(base, inline.times(row, 4 * count)) for row in thread.rows]
+    places = [
+        inline.add(base, inline.times(row, 4 * count), 4 * k * rows * count)
+        for k in range(arrays)
+        for row in thread.rows
+    ]
     for total, place in zip(totals, places, strict=True):
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }"
         inline.asm(text, "r,f,r", inline.add(place, inline.times(warp, 4)), total, thread.lane)
@@ -191,6 +216,50 @@ def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list
     else:
         inline.asm(f"bar.sync $0, {WARPGROUP};", "r", inline.add(warpgroup, 1))
     return [_tree(combine, _load_shared(place, count)) for place in places]
+
+
+def store_sums(blocks: Blocks, _: Any, ref: Any, row: Any, j: Any, x: Any, columns: Any = None) -> None:
+    arith, count = inline.utils.arith, blocks.row_groups
+    thread = _Thread(blocks, inline.i32(0), j.registers.item())
+    sums = [_tree(_arrays.addf, list(vectors)) for vectors in x.registers.reshape(blocks.rows, blocks.columns).T]
+    sums = [[inline.item(vector, k) for k in range(blocks.vector)] for vector in sums]
+    distance = blocks.row_lanes
+    while distance < WARP:
+        sums = [[arith.addf(y, inline.utils.shfl_bfly(y, distance)) for y in numbers] for numbers in sums]
+        distance *= 2
+    is_first = None if blocks.row_lanes == WARP else _below(thread.lane, blocks.row_lanes)
+    _, group, _ = _warpgroup(blocks)
+    turn = inline.add(inline.times(group, blocks.row_groups // blocks.groups), thread.row_of_warp)
+    kind = ir.VectorType.get((blocks.vector,), ir.F32Type.get())
+    (pointers,) = thread.pointers(ref, [row.registers.item()])
+    for k in range(count):
+        is_on = arith.cmpi(arith.CmpIPredicate.eq, turn, inline.i32(k)) if count > 1 else None
+        totals = sums
+        if k:
+            inline.asm("bar.sync 0;", "")
+            totals = [
+                list(map(arith.addf, _load_shared(place, blocks.vector), numbers))
+                for place, numbers in zip(_shared_places(thread, columns), sums, strict=True)
+            ]
+        if k < count - 1:
+            for place, numbers in zip(_shared_places(thread, columns), totals, strict=True):
+                _store_shared(place, numbers, _both(is_on, is_first))
+            continue
+        for pointer, numbers, inside in zip(pointers, totals, thread.columns_inside(), strict=True):
+            vector = inline.utils.vector.from_elements(kind, numbers)
+            store_vector(vector, pointer, _both(_both(is_on, is_first), inside))
+
+
+def _shared_places(thread: _Thread, columns: Any) -> list[Any]:
+    """Where the vectors of a thread lie in a row of float32 in shared memory."""
+    return [inline.add(inline.address(columns), inline.times(column, 4)) for column in thread.columns]
+
+
+def _store_shared(place: Any, numbers: list[Any], is_there: Any) -> None:
+    """Stores numbers side by side in shared memory where `is_there`, one bit, is true."""
+    count = len(numbers)
+    text = "".join(f"@${count + 1} st.shared{size}.f32 [${count} + {at}], {of};" for at, size, of in moves(count))
+    inline.asm(text, "f," * count + "r,b", *numbers, place, is_there)
 
 
 def _load_shared(place: Any, count: int) -> list[Any]:

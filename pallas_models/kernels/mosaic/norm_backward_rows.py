@@ -1,0 +1,214 @@
+"""Gradients of layer and RMS norm of rows in the registers of threads: CTAs walk the rows, and sum on their way.
+
+A thread has the same columns of all rows that it comes by, so that it adds up its terms of the gradients of scale
+and bias in registers. It loads a row ahead of the one that it computes.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.forms.norm import Form
+from pallas_models.kernels.mosaic.common import row_config
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
+from pallas_models.kernels.mosaic.common.rows import Blocks
+from pallas_models.target import Target
+from pallas_models.tuning import Chooser, Problem, choose
+
+_LONGEST, _MULTIPLE = 8192, 8  # columns: 16 a thread of a CTA that has a multiprocessor; 16 bytes of 16 bits each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """`num_ctas` CTAs of `warpgroups` warpgroups share the rows, `threads` threads have a part of each row.
+
+    A warpgroup has as many rows at a time as it has threads for. With `ahead` it loads the next ones meanwhile.
+    """
+
+    threads: int
+    warpgroups: int
+    num_ctas: int
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        self.rows(1)
+        if self.num_ctas < 1:
+            raise ValueError(f"{self}: num_ctas must be positive")
+
+    def rows(self, n: int) -> row_config.Config:
+        """How the threads share rows of n columns."""
+        return row_config.Config(threads=self.threads, block_n=n, warpgroups=self.warpgroups)
+
+
+def heuristic(m: int, n: int, inputs: int, itemsize: int, target: Target) -> Config:
+    """Chooses."""
+    threads = pl.next_power_of_2(pl.cdiv(n, 32))
+    return _config(m, threads, max(threads // WARPGROUP, 1), 2, True, target)
+
+
+def _config(m: int, threads: int, warpgroups: int, at_once: int, ahead: bool, target: Target) -> Config:
+    """A config of so many CTAs a multiprocessor, or fewer where they have no rows."""
+    num_ctas = min(at_once * target.num_cores, pl.cdiv(m * threads, warpgroups * WARPGROUP))
+    return Config(threads=threads, warpgroups=warpgroups, num_ctas=num_ctas, ahead=ahead)
+
+
+def configs(m: int, n: int, target: Target) -> Iterator[Config]:
+    """The configs worth measuring: 8 to 32 columns a thread, one to 8 CTAs a multiprocessor."""
+    for columns, at_once, warpgroups, ahead in itertools.product(
+        (8, 16, 32), (1, 2, 3, 4, 6, 8), (1, 2), (True, False)
+    ):
+        threads = pl.next_power_of_2(pl.cdiv(n, columns))
+        if threads <= 1024:
+            own = max(threads // WARPGROUP, warpgroups)
+            if own * at_once <= 16 and (threads <= WARPGROUP or warpgroups == 1):
+                yield _config(m, threads, own, at_once, ahead, target)
+
+
+def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
+    """Why `norm_backward` does not serve a call; None if it does."""
+    n = form.x.shape[1]
+    if n > _LONGEST or n % _MULTIPLE:
+        return f"takes rows of up to {_LONGEST} columns, in multiples of {_MULTIPLE}, not {n}"
+    return None
+
+
+_Read = tuple[list[jax.Array], list[jax.Array]]  # blocks of the inputs, and the statistics of their rows
+
+
+class _Rows:
+    """The rows of a warpgroup, in steps."""
+
+    def __init__(self, refs: Refs, blocks: Blocks, ahead: bool) -> None:
+        self.refs, self.blocks, self.ahead = refs, blocks, ahead
+        self.first, self.column = blocks.place(), blocks.column(0)
+        self.apart = blocks.num_ctas * blocks.groups  # blocks from a step to the next one
+        self.count = pl.cdiv(blocks.m, blocks.shape[0])
+        self.steps = pl.cdiv(self.count, self.apart)
+        self.inputs: list[Ref] = [r for r in (refs.x, refs.residual, refs.dout, refs.dsum) if r is not None]
+        self.scale = blocks.load(refs.scale, self.first, self.column)
+
+    def place(self, step: jax.Array | int) -> jax.Array:
+        """The block of a step, or one past the last row.
+
+        The last rows come first: the kernel before this one wrote them last, and the cache still holds them.
+        """
+        block = self.first + (self.steps - 1 - step) * self.apart
+        return jnp.where(jnp.asarray(step) < self.steps, block, self.count)
+
+    def read(self, step: jax.Array | int) -> _Read:
+        blocks, i, statistics = self.blocks, self.place(step), self.refs.statistics
+        numbers = [blocks.load_numbers(statistics, k, i) for k in range(statistics.shape[0])]
+        return [blocks.load(ref, i, self.column) for ref in self.inputs], numbers
+
+    def terms(self, read: _Read) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
+        """The normalised block, its cotangent, which is dout times the scale, dout, and what is left: dsum."""
+        blocks, (arrays, (*means, factor)) = self.blocks, read
+        y, *rest = (blocks.again(x).astype(jnp.float32) for x in arrays)
+        if self.refs.residual is not None:
+            y, *rest = y + rest[0], *rest[1:]
+        if means:
+            mean, remainder = means
+            h = (y - blocks.spread(mean)) * blocks.spread(factor) + blocks.spread(-remainder * factor)
+        else:
+            h = y * blocks.spread(factor)
+        dout, *dsum = rest
+        return h, dout * blocks.again(self.scale).astype(jnp.float32), dout, dsum
+
+    def step(self, step: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Computes dx of a block, and adds up the terms of the gradients of scale and bias."""
+        blocks, (ahead, totals) = self.blocks, carry
+        read: _Read = ahead or self.read(step)
+        following = self.read(step + 1) if self.ahead else ()
+        h, dh, dout, _ = self.terms(read)
+        totals = [total + term for total, term in zip(totals, (h * dout, dout), strict=False)]
+        slot = jax.lax.rem(step, 2)  # a warp may read the numbers of the last step still
+        sums = blocks.reduce_all(self.refs, slot, "add", *(dh * h, dh)[: len(totals)])
+        factor = read[1][-1]
+        slope, *shift = (blocks.spread(x * factor * (-1.0 / blocks.n)) for x in sums)
+        h, dh, _, dsum = self.terms(read)
+        dx = h * slope + dh * blocks.spread(factor)
+        for x in (*shift, *dsum):
+            dx += x
+        i = self.place(step)
+        for ref in (self.refs.dx, self.refs.dresidual):
+            if ref is not None:
+                blocks.store(ref, i, self.column, dx.astype(ref.dtype))
+        return following, totals
+
+    def run(self) -> None:
+        """Walks the rows of the CTA, and stores their terms of the gradients of scale and bias."""
+        dvectors = self.refs.dvectors
+        zeros = [self.blocks.full(0.0)] * dvectors.shape[0]
+        _, totals = jax.lax.fori_loop(0, self.steps, self.step, (self.read(0) if self.ahead else (), zeros))
+        for k, total in enumerate(totals):
+            self.blocks.store_sums(self.refs, k, dvectors.at[k], jax.lax.axis_index("cta"), total)
+
+
+def norm_backward(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array | None],
+    *,
+    wanted: tuple[bool, ...],
+    config: Config | Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of x (M, N), scale, bias and residual, from the statistics of the rows.
+
+    The gradients of scale and bias are summed in two stages, by each CTA and over the CTAs, always in the same
+    order.
+    """
+    (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
+    x, scale, bias, residual = form.operands
+    (m, n), name = x.shape, f"{form.name}_backward"
+    variant = {"residual": 1} if residual is not None else {}
+    if dsum is not None:
+        variant["sum"] = 1
+    config = choose(
+        config,
+        Problem(
+            backend="mosaic",
+            op=name,
+            shape={"m": m, "n": n} | variant,
+            bucketed=("m",),
+            dtype=x.dtype,
+            config=Config,
+            heuristic=functools.partial(heuristic, m, n, 2 + len(variant), x.dtype.itemsize, target),
+            candidates=functools.partial(configs, m, n, target),
+        ),
+        target,
+    )
+    ahead, num_vectors = config.ahead, 2 if form.subtract_mean else 1
+    blocks = Blocks.of(config.rows(n), x, config.num_ctas)
+    apart = residual is not None and residual.dtype != x.dtype
+    dx, *dresidual, dvectors = launch(
+        lambda refs: _Rows(refs, blocks, ahead).run(),
+        dict(x=x, residual=residual, dout=dout, dsum=dsum, scale=scale, statistics=statistics),
+        dict(
+            dx=jax.ShapeDtypeStruct((m, n), x.dtype),
+            dresidual=jax.ShapeDtypeStruct((m, n), residual.dtype) if residual is not None and apart else None,
+            dvectors=jax.ShapeDtypeStruct((num_vectors, config.num_ctas, n), jnp.float32),
+        ),
+        blocks.scratch_types(2, interpret, arrays=num_vectors) | blocks.sums_scratch_types(num_vectors, interpret),
+        name=name,
+        num_ctas=blocks.num_ctas,
+        num_warpgroups=blocks.warpgroups,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
+    dscale, *dbias = jnp.sum(dvectors, axis=1)
+    return (
+        dx,
+        dscale.astype(scale.dtype),
+        None if bias is None else dbias[0].astype(bias.dtype),
+        None if residual is None else dresidual[0] if apart else dx,
+    )
