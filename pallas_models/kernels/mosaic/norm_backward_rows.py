@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.norm import Form
@@ -20,10 +21,14 @@ from pallas_models.kernels.mosaic.common import row_config
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
 from pallas_models.kernels.mosaic.common.rows import Blocks
+from pallas_models.kernels.mosaic.common.vectors import vector_length
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
-_LONGEST, _MULTIPLE = 8192, 8  # columns: 16 a thread of a CTA that has a multiprocessor; 16 bytes of 16 bits each
+_LONGEST, _MULTIPLE = 8192, 8  # columns: 16 for each of 512 threads; 16 bytes of 16 bits each
+_MOST_THREADS, _MOST_WARPGROUPS = 512, 4
+_REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
+_OTHERS = 32  # registers of a thread for all that is not of a column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +53,42 @@ class Config:
         return row_config.Config(threads=self.threads, block_n=n, warpgroups=self.warpgroups)
 
 
-def heuristic(m: int, n: int, inputs: int, itemsize: int, target: Target) -> Config:
-    """Chooses."""
-    threads = pl.next_power_of_2(pl.cdiv(n, 32))
-    return _config(m, threads, max(threads // WARPGROUP, 1), 2, True, target)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """Bytes of a column of a row in all inputs and in the scale, and numbers that are added up for it."""
+
+    inputs: int
+    scale: int
+    sums: int
+
+    def registers(self, ahead: bool) -> float:
+        """Registers for it: inputs, those of the next row too if `ahead`, scale, sums, and one to compute."""
+        return (self.inputs * (1 + ahead) + self.scale) / 4 + self.sums + 1
+
+
+def heuristic(m: int, n: int, column: Column, dtype: DTypeLike, target: Target) -> Config:
+    """Chooses a CTA a multiprocessor, of as many warpgroups as have registers to load rows ahead.
+
+    A thread has 16 columns, or up to 32 where 16 would leave threads without any. Registers are divided among the
+    threads of a CTA, so that its size says how many a thread has; more CTAs leave more sums to add up.
+    """
+    vector = vector_length(n, dtype)
+    threads = min(pl.next_power_of_2(pl.cdiv(n, 32)), pl.next_power_of_2(pl.cdiv(n, vector)))
+    if 2 * threads <= _MOST_THREADS and n % (2 * threads * vector) == 0:
+        threads *= 2
+    columns = pl.cdiv(n, threads * vector) * vector
+    least = max(threads // WARPGROUP, 1)
+    sizes = range(_MOST_WARPGROUPS // least * least, least, -least)  # and the least, where no other will do
+    busy = [size for size in sizes if m * threads >= size * WARPGROUP * target.num_cores]
+    for ahead, warpgroups in itertools.product((True, False), (*busy, least)):
+        if columns * column.registers(ahead) + _OTHERS <= _registers(warpgroups):
+            return _config(m, threads, warpgroups, 1, ahead, target)
+    return _config(m, threads, least, 1, False, target)
+
+
+def _registers(warpgroups: int) -> int:
+    """Registers of each thread of a CTA that has a multiprocessor."""
+    return min(_REGISTERS // (warpgroups * WARPGROUP), _MOST_REGISTERS)
 
 
 def _config(m: int, threads: int, warpgroups: int, at_once: int, ahead: bool, target: Target) -> Config:
@@ -61,15 +98,14 @@ def _config(m: int, threads: int, warpgroups: int, at_once: int, ahead: bool, ta
 
 
 def configs(m: int, n: int, target: Target) -> Iterator[Config]:
-    """The configs worth measuring: 8 to 32 columns a thread, one to 8 CTAs a multiprocessor."""
-    for columns, at_once, warpgroups, ahead in itertools.product(
-        (8, 16, 32), (1, 2, 3, 4, 6, 8), (1, 2), (True, False)
+    """The configs worth measuring: 8 to 32 columns a thread, up to 16 warpgroups a multiprocessor."""
+    for columns, warpgroups, at_once, ahead in itertools.product(
+        (8, 16, 32), (1, 2, 3, 4), (1, 2, 4, 8), (True, False)
     ):
         threads = pl.next_power_of_2(pl.cdiv(n, columns))
-        if threads <= 1024:
-            own = max(threads // WARPGROUP, warpgroups)
-            if own * at_once <= 16 and (threads <= WARPGROUP or warpgroups == 1):
-                yield _config(m, threads, own, at_once, ahead, target)
+        whole = warpgroups % max(threads // WARPGROUP, 1) == 0
+        if whole and 2 <= warpgroups * at_once <= 16:
+            yield _config(m, threads, warpgroups, at_once, ahead, target)
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
@@ -149,7 +185,7 @@ class _Rows:
         zeros = [self.blocks.full(0.0)] * dvectors.shape[0]
         _, totals = jax.lax.fori_loop(0, self.steps, self.step, (self.read(0) if self.ahead else (), zeros))
         for k, total in enumerate(totals):
-            self.blocks.store_sums(self.refs, k, dvectors.at[k], jax.lax.axis_index("cta"), total)
+            self.blocks.store_sums(self.refs, dvectors.at[k], jax.lax.axis_index("cta"), total)
 
 
 def norm_backward(
@@ -170,6 +206,9 @@ def norm_backward(
     (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
     x, scale, bias, residual = form.operands
     (m, n), name = x.shape, f"{form.name}_backward"
+    num_vectors = 2 if form.subtract_mean else 1
+    inputs = sum(rows.dtype.itemsize for rows in (x, residual, dout, dsum) if rows is not None)
+    column = Column(inputs=inputs, scale=scale.dtype.itemsize, sums=num_vectors)
     variant = {"residual": 1} if residual is not None else {}
     if dsum is not None:
         variant["sum"] = 1
@@ -182,12 +221,12 @@ def norm_backward(
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, m, n, 2 + len(variant), x.dtype.itemsize, target),
+            heuristic=functools.partial(heuristic, m, n, column, x.dtype, target),
             candidates=functools.partial(configs, m, n, target),
         ),
         target,
     )
-    ahead, num_vectors = config.ahead, 2 if form.subtract_mean else 1
+    ahead = config.ahead
     blocks = Blocks.of(config.rows(n), x, config.num_ctas)
     apart = residual is not None and residual.dtype != x.dtype
     dx, *dresidual, dvectors = launch(
@@ -198,7 +237,7 @@ def norm_backward(
             dresidual=jax.ShapeDtypeStruct((m, n), residual.dtype) if residual is not None and apart else None,
             dvectors=jax.ShapeDtypeStruct((num_vectors, config.num_ctas, n), jnp.float32),
         ),
-        blocks.scratch_types(2, interpret, arrays=num_vectors) | blocks.sums_scratch_types(num_vectors, interpret),
+        blocks.scratch_types(2, interpret, arrays=num_vectors) | blocks.sums_scratch_types(interpret),
         name=name,
         num_ctas=blocks.num_ctas,
         num_warpgroups=blocks.warpgroups,

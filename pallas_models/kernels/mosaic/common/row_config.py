@@ -24,7 +24,7 @@ LONGEST_HELD = 32768  # columns, in any number and dtype
 class Config:
     """`threads` threads share a row, and hold `block_n` columns of it at a time; each has a part of `rows` rows.
 
-    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless a row takes several. Rows of
+    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless rows take several each. Rows of
     more columns than `block_n` are read twice, unless threads `keep` what they have read, in its dtype.
     """
 
@@ -42,8 +42,8 @@ class Config:
                 raise ValueError(f"{__name__}: {name}={getattr(self, name)} must be positive")
         if self.warpgroups > _MOST_THREADS // WARPGROUP:
             raise ValueError(f"{__name__}: warpgroups={self.warpgroups} must be 8 or fewer")
-        if self.threads > WARPGROUP and self.threads != self.warpgroups * WARPGROUP:
-            raise ValueError(f"{self}: rows of over {WARPGROUP} threads take all warpgroups of a CTA")
+        if self.threads > WARPGROUP and self.warpgroups * WARPGROUP % self.threads:
+            raise ValueError(f"{self}: warpgroups of a CTA must be a multiple of those that share a row")
 
 
 def heuristic(

@@ -87,32 +87,30 @@ def _interpreted_reduce(
     rows, pieces = self.shape[0], self.row_warpgroups
     total = jnp.concatenate([add(add(x.reshape(rows, -1, self.step), axis=1), axis=1) for x in arrays])
     if pieces > 1:
-        refs.sums[slot, jax.lax.axis_index("warpgroup")] = total
-        plgpu.barrier_arrive(refs.added.at[slot])
-        plgpu.barrier_wait(refs.added.at[slot])
-        total = add(jnp.stack([refs.sums[slot, piece] for piece in range(pieces)]), axis=0)
+        warpgroup = jax.lax.axis_index("warpgroup")
+        group = jax.lax.div(warpgroup, pieces)
+        refs.sums[slot, warpgroup] = total
+        added = refs.added.at[slot * self.groups + group]
+        plgpu.barrier_arrive(added)
+        plgpu.barrier_wait(added)
+        total = add(jnp.stack([refs.sums[slot, group * pieces + piece] for piece in range(pieces)]), axis=0)
     return [part.reshape(self.numbers_shape) for part in jnp.split(total, len(arrays))]
 
 
-def _interpreted_store_sums(self: "Blocks", refs: Refs, slot: int, ref: Ref, row: jax.Array, x: jax.Array) -> None:
+def _interpreted_store_sums(self: "Blocks", refs: Refs, ref: Ref, row: jax.Array, x: jax.Array) -> None:
     """In the order of a GPU: the rows of a warpgroup, and then the warpgroups."""
-    total, group = jnp.sum(x, axis=0), jax.lax.axis_index("warpgroup")
-    if self.groups == 1:
-        piece = jax.lax.rem(group, self.row_warpgroups) * self.shape[1]
-        for length in {self.shape[1], self.n % self.shape[1]} - {0}:
+    total, width, warpgroup = jnp.sum(x, axis=0), self.shape[1], jax.lax.axis_index("warpgroup")
+    piece = jax.lax.rem(warpgroup, self.row_warpgroups)
+    if self.groups > 1:
+        refs.columns[warpgroup] = total
+        memory.meet(refs)
+        total = sum_of(refs.columns[k * self.row_warpgroups + piece] for k in range(self.groups))
+        memory.meet(refs)
+    for length in {width, self.n % width} - {0}:
 
-            @pl.when(jnp.minimum(self.n - piece, self.shape[1]) == length)
-            def _(length: int = length) -> None:
-                ref[row, pl.ds(piece, length)] = total[:length]
-
-        return
-    refs.columns[slot, group] = total
-    plgpu.barrier_arrive(refs.left.at[slot])
-    plgpu.barrier_wait(refs.left.at[slot])
-
-    @pl.when(group == 0)
-    def _() -> None:
-        ref[row, :] = sum_of(refs.columns[slot, k] for k in range(self.groups))[: self.n]
+        @pl.when((warpgroup == piece) & (jnp.minimum(self.n - piece * width, width) == length))
+        def _(length: int = length) -> None:
+            ref[row, pl.ds(piece * width, length)] = total[:length]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,8 +304,8 @@ class Blocks:
         """Shared memory for so many reductions of some arrays each, where threads of several warps share a row."""
         numbers, warps = arrays * self.shape[0], self.row_warps * self.row_warpgroups
         if interpret and self.row_warpgroups > 1:
-            added = plgpu.Barrier(num_arrivals=self.row_warpgroups, num_barriers=reductions)
-            return dict(sums=plgpu.SMEM((reductions, self.row_warpgroups, numbers), jnp.float32), added=added)
+            added = plgpu.Barrier(num_arrivals=self.row_warpgroups, num_barriers=reductions * self.groups)
+            return dict(sums=plgpu.SMEM((reductions, self.warpgroups, numbers), jnp.float32), added=added)
         if interpret or warps == 1:
             return {}
         return dict(sums=plgpu.SMEM((reductions, self.groups, numbers, warps), jnp.float32))
@@ -335,31 +333,28 @@ class Blocks:
         totals: list[jax.Array] = reduce(lambda _, sums, *xs: emit(sums, *xs))(refs.sums.at[slot], *arrays)
         return totals
 
-    def sums_scratch_types(self, vectors: int, interpret: bool) -> dict[str, Any]:
-        """Shared memory for so many `store_sums`, where several warps have rows of their own."""
-        if self.row_groups == 1 or (interpret and self.groups == 1):
+    def sums_scratch_types(self, interpret: bool) -> dict[str, Any]:
+        """Shared memory for `store_sums`, where several warps have rows of their own."""
+        if self.row_groups == 1:
             return {}
-        if not interpret:
-            return dict(columns=plgpu.SMEM((vectors, self.shape[1]), jnp.float32))
-        left = plgpu.Barrier(num_arrivals=self.groups, num_barriers=vectors)
-        return dict(columns=plgpu.SMEM((vectors, self.groups, self.shape[1]), jnp.float32), left=left)
+        width = self.shape[1]
+        shape = (self.warpgroups, width) if interpret else (self.row_groups, self.row_warpgroups * width)
+        return dict(columns=plgpu.SMEM(shape, jnp.float32)) | memory.meeting(self.warpgroups, interpret)
 
     @meaning(_interpreted_store_sums)
-    def store_sums(self, refs: Refs, slot: int, ref: Ref, row: jax.Array, x: jax.Array) -> None:
+    def store_sums(self, refs: Refs, ref: Ref, row: jax.Array, x: jax.Array) -> None:
         """Stores the sums of columns, over all rows of a CTA, in a row of `ref`, (K, N), float32.
 
-        Threads hold rows whole, in a step. Warps with other rows add theirs one after another.
+        Threads hold rows whole, in a step.
 
         Args:
-          slot: a number of these sums alone.
-          x: a block, float32, of the rows or of sums of some of them.
+          x: a block, float32: rows, or sums of rows.
         """
         splat = plgpu.Layout.WG_SPLAT
         kinds = plgpu.RefType(), splat, splat, self.layout
-        columns = () if self.row_groups == 1 else (refs.columns.at[slot],)
+        columns = () if self.row_groups == 1 else (refs.columns,)
         store = plgpu.inline_mgpu(arg_types=(*kinds, *[plgpu.RefType()] * len(columns)))
-        emit = functools.partial(rows_ptx.store_sums, self)
-        store(emit)(ref, *_numbers(row, self.column(0)), x, *columns)
+        store(functools.partial(rows_ptx.store_sums, self))(ref, *_numbers(row, self.column(0)), x, *columns)
 
 
 def _numbers(*values: jax.Array) -> list[jax.Array]:

@@ -184,12 +184,12 @@ def _tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
     return values[0]
 
 
-def _warpgroup(blocks: Blocks) -> tuple[Any, Any, Any]:
-    """The warpgroup of a thread, the warpgroups that share its rows, and which of these it is."""
+def _group_and_piece(blocks: Blocks) -> tuple[Any, Any]:
+    """The set of warpgroups that share the rows of a thread, and which of these its own is."""
     arith = inline.utils.arith
     warpgroup = arith.divui(inline.thread_of_cta(), inline.i32(WARPGROUP))
     pieces = inline.i32(blocks.row_warpgroups)
-    return warpgroup, arith.divui(warpgroup, pieces), arith.remui(warpgroup, pieces)
+    return arith.divui(warpgroup, pieces), arith.remui(warpgroup, pieces)
 
 
 def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list[Any], sums: Any) -> list[Any]:
@@ -199,7 +199,7 @@ def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list
     """
     count, rows = blocks.row_warps * blocks.row_warpgroups, blocks.shape[0]
     thread = _Thread(blocks, inline.i32(0), None)
-    warpgroup, group, piece = _warpgroup(blocks)
+    group, piece = _group_and_piece(blocks)
     arrays = len(totals) // blocks.rows
     base = inline.add(inline.address(sums), inline.times(group, 4 * arrays * rows * count))
     warp = inline.add(inline.times(piece, blocks.row_warps), thread.warp_of_row)
@@ -211,16 +211,16 @@ def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list
     for total, place in zip(totals, places, strict=True):
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }"
         inline.asm(text, "r,f,r", inline.add(place, inline.times(warp, 4)), total, thread.lane)
-    if blocks.row_warpgroups > 1:
+    if blocks.row_warpgroups == blocks.warpgroups > 1:
         inline.asm("bar.sync 0;", "")
     else:
-        inline.asm(f"bar.sync $0, {WARPGROUP};", "r", inline.add(warpgroup, 1))
+        inline.asm(f"bar.sync $0, {WARPGROUP * blocks.row_warpgroups};", "r", inline.add(group, 1))
     return [_tree(combine, _load_shared(place, count)) for place in places]
 
 
 def store_sums(blocks: Blocks, _: Any, ref: Any, row: Any, j: Any, x: Any, columns: Any = None) -> None:
-    arith, count = inline.utils.arith, blocks.row_groups
-    thread = _Thread(blocks, inline.i32(0), j.registers.item())
+    """Warps with other rows leave their sums in shared memory, and all threads of the CTA add them up."""
+    arith, thread = inline.utils.arith, _Thread(blocks, inline.i32(0), j.registers.item())
     sums = [_tree(_arrays.addf, list(vectors)) for vectors in x.registers.reshape(blocks.rows, blocks.columns).T]
     sums = [[inline.item(vector, k) for k in range(blocks.vector)] for vector in sums]
     distance = blocks.row_lanes
@@ -228,38 +228,44 @@ def store_sums(blocks: Blocks, _: Any, ref: Any, row: Any, j: Any, x: Any, colum
         sums = [[arith.addf(y, inline.utils.shfl_bfly(y, distance)) for y in numbers] for numbers in sums]
         distance *= 2
     is_first = None if blocks.row_lanes == WARP else _below(thread.lane, blocks.row_lanes)
-    _, group, _ = _warpgroup(blocks)
-    turn = inline.add(inline.times(group, blocks.row_groups // blocks.groups), thread.row_of_warp)
-    kind = ir.VectorType.get((blocks.vector,), ir.F32Type.get())
-    (pointers,) = thread.pointers(ref, [row.registers.item()])
-    for k in range(count):
-        is_on = arith.cmpi(arith.CmpIPredicate.eq, turn, inline.i32(k)) if count > 1 else None
-        totals = sums
-        if k:
-            inline.asm("bar.sync 0;", "")
-            totals = [
-                list(map(arith.addf, _load_shared(place, blocks.vector), numbers))
-                for place, numbers in zip(_shared_places(thread, columns), sums, strict=True)
-            ]
-        if k < count - 1:
-            for place, numbers in zip(_shared_places(thread, columns), totals, strict=True):
-                _store_shared(place, numbers, _both(is_on, is_first))
-            continue
-        for pointer, numbers, inside in zip(pointers, totals, thread.columns_inside(), strict=True):
-            vector = inline.utils.vector.from_elements(kind, numbers)
-            store_vector(vector, pointer, _both(_both(is_on, is_first), inside))
+    if columns is None:
+        kind = ir.VectorType.get((blocks.vector,), ir.F32Type.get())
+        (pointers,) = thread.pointers(ref, [row.registers.item()])
+        for pointer, numbers, inside in zip(pointers, sums, thread.columns_inside(), strict=True):
+            store_vector(inline.utils.vector.from_elements(kind, numbers), pointer, _both(is_first, inside))
+        return
+    group, _ = _group_and_piece(blocks)
+    number = inline.add(inline.times(group, blocks.row_groups // blocks.groups), thread.row_of_warp)
+    width = blocks.shape[1] * blocks.row_warpgroups
+    first = inline.add(inline.address(columns), inline.times(number, 4 * width))
+    inline.asm("bar.sync 0;", "")  # other sums that were left here have been read
+    for column, numbers in zip(thread.columns, sums, strict=True):
+        _store_shared(inline.add(first, inline.times(column, 4)), numbers, is_first)
+    inline.asm("bar.sync 0;", "")
+    _store_totals(blocks, ref, row.registers.item(), inline.address(columns), width)
 
 
-def _shared_places(thread: _Thread, columns: Any) -> list[Any]:
-    """Where the vectors of a thread lie in a row of float32 in shared memory."""
-    return [inline.add(inline.address(columns), inline.times(column, 4)) for column in thread.columns]
+def _store_totals(blocks: Blocks, ref: Any, row: Any, first: Any, width: int) -> None:
+    """Stores the sums of the rows of shared memory that begin at `first`, a column a thread."""
+    arith, kind = inline.utils.arith, ir.VectorType.get((1,), ir.F32Type.get())
+    threads = blocks.warpgroups * WARPGROUP
+    for k in range(0, blocks.n, threads):
+        column, inside = inline.add(inline.thread_of_cta(), k), None
+        if k + threads > blocks.n:
+            inside = _below(column, blocks.n)
+            column = arith.select(inside, column, inline.i32(0))
+        place = inline.add(first, inline.times(column, 4))
+        numbers = [_load_shared(inline.add(place, 4 * width * r), 1)[0] for r in range(blocks.row_groups)]
+        total = inline.utils.vector.broadcast(kind, _tree(_arrays.addf, numbers))
+        store_vector(total, address(ref, inline.add(inline.times(row, blocks.n), column)), inside)
 
 
 def _store_shared(place: Any, numbers: list[Any], is_there: Any) -> None:
-    """Stores numbers side by side in shared memory where `is_there`, one bit, is true."""
+    """Stores numbers side by side in shared memory where `is_there`, as in `load_vector`, is true."""
     count = len(numbers)
-    text = "".join(f"@${count + 1} st.shared{size}.f32 [${count} + {at}], {of};" for at, size, of in moves(count))
-    inline.asm(text, "f," * count + "r,b", *numbers, place, is_there)
+    guard, operands, letters = ("", [], "r") if is_there is None else (f"@${count + 1} ", [is_there], "r,b")
+    text = "".join(f"{guard}st.shared{size}.f32 [${count} + {at}], {of};" for at, size, of in moves(count))
+    inline.asm(text, "f," * count + letters, *numbers, place, *operands)
 
 
 def _load_shared(place: Any, count: int) -> list[Any]:
