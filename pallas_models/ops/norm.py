@@ -15,7 +15,8 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic import norm as mosaic
 from pallas_models.kernels.mosaic import norm_backward as mosaic_backward
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
+from pallas_models.kernels.mosaic import norm_backward_rows as mosaic_backward_rows
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere, prefer_on_hopper
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton import norm_backward as triton_backward
 from pallas_models.ops import _checks
@@ -357,6 +358,15 @@ _OP: Op[Form[Any]] = Op(
             keeps=-1,
             options=_STATISTICS,
             refuses=mosaic_backward.unsupported,
+        ),
+        Backward(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=mosaic_backward_rows.norm_backward,
+            keeps=-1,
+            options=_STATISTICS,
+            refuses=mosaic_backward_rows.unsupported,
+            preferred=prefer_nowhere,
         ),
         Backward(
             backend="triton",

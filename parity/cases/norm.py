@@ -40,6 +40,18 @@ def _hopper(size: int, dtype: str) -> Arrays:
     return normal(rng, m, n, dtype=dtype), *(normal(rng, n, dtype=dtype, shift=shift) for shift in (1.0, 0.0))
 
 
+def _eights(size: int, dtype: str) -> Arrays:
+    """Rows of a multiple of 8 columns, of which the gradient has a kernel of Mosaic, too."""
+    m, n = (5, 24) if size == 1 else (40, 64)
+    rng = np.random.default_rng(41)
+    vectors = normal(rng, n, dtype=dtype, shift=1, scale=0.3), normal(rng, n, dtype=dtype)
+    return normal(rng, m, n, dtype=dtype), normal(rng, m, n, dtype=dtype), *vectors
+
+
+def _eights_rms(size: int, dtype: str) -> Arrays:
+    return _eights(size, dtype)[:3]
+
+
 def _layer_norm(x: Any, residual: Any, scale: Any, bias: Any, **options: Any) -> dict[str, Any]:
     return dict(x=x, scale=scale, bias=bias, residual=residual, epsilon=0.1) | options
 
@@ -144,6 +156,7 @@ CASES = (
             ),
             Call("layer_norm_short", ops.layer_norm, _layer_norm, _small, 4, (0, 1)),
             Call("layer_norm_walked", ops.layer_norm, _walked, _small, 4, (0, 1)),
+            Call("layer_norm_eights", ops.layer_norm, _layer_norm, _eights, 4, (0, 1)),
         ),
         large={"layer-norm": lambda dtype: _large(dtype) | dict(bias=shaped("float32", 4096))},
         empty=(Empty(dict(x=zeros(3, 0), scale=zeros(0), bias=zeros(0)), (3, 0)),),
@@ -162,6 +175,7 @@ CASES = (
         hopper_calls=(
             Call("rms_norm_short", ops.rms_norm, _with_sum, _small_rms, 3, (0, 1), result=_side_by_side),
             Call("rms_norm_walked", ops.rms_norm, _walked_rms, _small_rms, 3, (0, 1), result=_side_by_side),
+            Call("rms_norm_eights", ops.rms_norm, _with_sum, _eights_rms, 3, (0, 1), result=_side_by_side),
         ),
         large={"rms-norm": _large},
         empty=(Empty(dict(x=zeros(3, 0), scale=zeros(0)), (3, 0)),),

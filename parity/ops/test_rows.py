@@ -1,5 +1,6 @@
 """Rows in the registers of Mosaic's threads: the primitives, the configs, and the generations of GPUs."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -59,6 +60,38 @@ def walking(refs: Refs, blocks: Blocks) -> None:
         blocks.store_numbers(refs.numbers, k, i, number)
 
 
+def adding(refs: Refs, blocks: Blocks) -> None:
+    """Walks x, and leaves two sums of each row, the second with its number as a factor, and the sums of columns."""
+    apart, columns = blocks.num_ctas * blocks.groups, blocks.full(0.0)
+    for step in range(-(-blocks.m // (blocks.shape[0] * apart))):
+        i = blocks.place() + step * apart
+        y = blocks.load(refs.x, i, blocks.column(0)).astype(jnp.float32)
+        y *= blocks.spread(blocks.load_numbers(refs.factors, 1, i))
+        columns += y
+        for k, number in enumerate(blocks.reduce_all(refs, step % 2, "add", y, y * y)):
+            blocks.store_numbers(refs.numbers, k, i, number)
+    for k in range(2):
+        blocks.store_sums(refs, refs.columns_of_ctas.at[k], jax.lax.axis_index("cta"), columns * (k + 1.0))
+
+
+def added(x: jax.Array, factors: jax.Array, *, config: Config, ctas: int, interpret: bool) -> list[jax.Array]:
+    (m, n), blocks = x.shape, Blocks.of(dataclasses.replace(config, block_n=x.shape[1]), x, ctas)
+    return launch(
+        functools.partial(adding, blocks=blocks),
+        dict(x=x, factors=factors),
+        dict(
+            numbers=jax.ShapeDtypeStruct((2, m), jnp.float32),
+            columns_of_ctas=jax.ShapeDtypeStruct((2, ctas, n), jnp.float32),
+        ),
+        blocks.scratch_types(2, interpret, arrays=2) | blocks.sums_scratch_types(interpret),
+        name="added",
+        num_ctas=blocks.num_ctas,
+        num_warpgroups=blocks.warpgroups,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
+
+
 def walked(arrays: dict[str, jax.Array], *, config: Config, interpret: bool) -> list[jax.Array]:
     x = arrays["x"]
     blocks = Blocks.of(config, x)
@@ -91,6 +124,7 @@ WALKED = pytest.mark.parametrize(
         (5, 516, "float32", "int8", Config(threads=128, block_n=1024, warpgroups=2)),
         (3, 3000, "float32", "int16", Config(threads=256, block_n=1024, rows=2, warpgroups=2)),
         (4, 2048, "bfloat16", "int8", Config(threads=512, block_n=4096, warpgroups=4)),
+        (7, 520, "float16", "int8", Config(threads=256, block_n=1024, warpgroups=4)),
     ],
     ids=lambda value: str(value).replace("Config", ""),
 )
@@ -99,12 +133,18 @@ WALKED = pytest.mark.parametrize(
 @WALKED
 def test_rows_of_mosaic(m, n, dtype, mask, config):
     arrays = drawn(m, n, dtype, mask)
+    factors = normal(np.random.default_rng(81), 2, m)
     with all_called("mosaic.common.rows"):
         out, numbers = jax.jit(functools.partial(walked, config=config, interpret=not ON_GPU))(arrays)
+        add = jax.jit(functools.partial(added, config=config, ctas=2, interpret=not ON_GPU))
+        sums, columns = add(arrays["x"], factors)
     kept = float64(arrays["where"])[np.arange(m) // REPEAT % 3] != 0
     y = np.where(kept, float64(arrays["x"]) + float64(arrays["vector"]), 0.0)
     np.testing.assert_array_equal(out, y.astype(np.float32).astype(dtype))
     assert_close(numbers, np.stack([y.sum(1), np.abs(y).max(1)]), SHORT)
+    y = float64(arrays["x"]) * float64(factors)[1][:, None]
+    assert_close(sums, np.stack([y.sum(1), np.square(y).sum(1)]), SHORT)
+    assert_close(columns.sum(1), np.stack([y.sum(0), 2 * y.sum(0)]), SHORT)
 
 
 @without_gpu
@@ -112,7 +152,10 @@ def test_rows_of_mosaic(m, n, dtype, mask, config):
 def test_rows_of_mosaic_lower(m, n, dtype, mask, config):
     with cuda_device(*DEVICES[0]):
         call = functools.partial(walked, config=config, interpret=False)
-        assert MOSAIC_CALL in lowered_for_cuda(call, jax.eval_shape(lambda: drawn(m, n, dtype, mask)))
+        arrays = jax.eval_shape(lambda: drawn(m, n, dtype, mask))
+        assert MOSAIC_CALL in lowered_for_cuda(call, arrays)
+        call = functools.partial(added, config=config, ctas=2, interpret=False)
+        assert MOSAIC_CALL in lowered_for_cuda(call, arrays["x"], jax.ShapeDtypeStruct((2, m), "float32"))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +166,7 @@ def test_rows_of_mosaic_lower(m, n, dtype, mask, config):
         (dict(block_n=0), "block_n=0 must be positive"),
         (dict(rows=-1), "rows=-1 must be positive"),
         (dict(warpgroups=9), "warpgroups=9 must be 8 or fewer"),
-        (dict(threads=256, warpgroups=4), "rows of over 128 threads take all warpgroups"),
+        (dict(threads=256, warpgroups=3), "warpgroups of a CTA must be a multiple of those that share a row"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes, message):

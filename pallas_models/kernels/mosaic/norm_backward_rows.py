@@ -99,13 +99,15 @@ def _config(m: int, threads: int, warpgroups: int, at_once: int, ahead: bool, ta
 
 def configs(m: int, n: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring: 8 to 32 columns a thread, up to 16 warpgroups a multiprocessor."""
+    found = []
     for columns, warpgroups, at_once, ahead in itertools.product(
         (8, 16, 32), (1, 2, 3, 4), (1, 2, 4, 8), (True, False)
     ):
         threads = pl.next_power_of_2(pl.cdiv(n, columns))
-        whole = warpgroups % max(threads // WARPGROUP, 1) == 0
-        if whole and 2 <= warpgroups * at_once <= 16:
-            yield _config(m, threads, warpgroups, at_once, ahead, target)
+        is_whole = warpgroups % max(threads // WARPGROUP, 1) == 0
+        if is_whole and 2 <= warpgroups * at_once <= 16:
+            found.append(_config(m, threads, warpgroups, at_once, ahead, target))
+    yield from dict.fromkeys(found)  # few rows have few CTAs, and short ones few threads
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
