@@ -61,7 +61,7 @@ def walking(refs: Refs, blocks: Blocks) -> None:
 
 
 def adding(refs: Refs, blocks: Blocks) -> None:
-    """Walks x, and leaves two sums of each row, the second with its number as a factor, and the sums of columns."""
+    """Walks x, with a factor for each row, and leaves sums of rows and of their squares, and of columns."""
     apart, columns = blocks.num_ctas * blocks.groups, blocks.full(0.0)
     for step in range(-(-blocks.m // (blocks.shape[0] * apart))):
         i = blocks.place() + step * apart

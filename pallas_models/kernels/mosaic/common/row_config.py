@@ -24,8 +24,8 @@ LONGEST_HELD = 32768  # columns, in any number and dtype
 class Config:
     """`threads` threads share a row, and hold `block_n` columns of it at a time; each has a part of `rows` rows.
 
-    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless rows take several each. Rows of
-    more columns than `block_n` are read twice, unless threads `keep` what they have read, in its dtype.
+    A CTA has `warpgroups` warpgroups of 128 threads, each with rows of its own unless rows take several each.
+    Rows of more columns than `block_n` are read twice, unless threads `keep` what they have read, in its dtype.
     """
 
     threads: int

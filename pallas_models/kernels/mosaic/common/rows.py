@@ -28,6 +28,13 @@ _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 Kind = Literal["add", "max"]
 
 
+def _aligned(x: jax.Array, axis: int, size: int, distance: jax.Array) -> jax.Array:
+    """x, which was read from that many places before its beginning on, in an array of `size`."""
+    x = jnp.pad(x, [(0, size - x.shape[axis]) if a == axis else (0, 0) for a in range(x.ndim)])
+    kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < size - distance
+    return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.zeros((), x.dtype))
+
+
 def _interpreted_load(
     self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None
 ) -> jax.Array:
@@ -35,20 +42,14 @@ def _interpreted_load(
     first = jnp.minimum(j * width, max(n - width, 0))
     columns = pl.ds(first, min(width, n))
 
-    def aligned(x: jax.Array, axis: int, size: int, distance: jax.Array) -> jax.Array:
-        """x, which was read from that many places before its beginning on, in an array of `size`."""
-        x = jnp.pad(x, [(0, size - x.shape[axis]) if a == axis else (0, 0) for a in range(x.ndim)])
-        kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < size - distance
-        return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.zeros((), x.dtype))
-
     if len(ref.shape) == 1:
-        return jnp.broadcast_to(aligned(ref[columns], 0, width, j * width - first), self.shape)
+        return jnp.broadcast_to(_aligned(ref[columns], 0, width, j * width - first), self.shape)
     if repeat is not None:
         places = [jax.lax.rem(jax.lax.div(i * rows + r, repeat), ref.shape[0]) for r in range(rows)]
-        return aligned(jnp.stack([ref[place, columns] for place in places]), 1, width, j * width - first)
+        return _aligned(jnp.stack([ref[place, columns] for place in places]), 1, width, j * width - first)
     top = jnp.minimum(i * rows, max(self.m - rows, 0))
-    x = aligned(ref[pl.ds(top, min(rows, self.m)), columns], 0, rows, i * rows - top)
-    return aligned(x, 1, width, j * width - first)
+    x = _aligned(ref[pl.ds(top, min(rows, self.m)), columns], 0, rows, i * rows - top)
+    return _aligned(x, 1, width, j * width - first)
 
 
 def _interpreted_store(self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, x: jax.Array) -> None:
@@ -74,9 +75,9 @@ def _interpreted_store_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array,
 
 
 def _interpreted_load_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array) -> jax.Array:
-    places = i * self.shape[0] + jnp.arange(self.shape[0])
-    found = jnp.stack([ref[row, jnp.minimum(place, self.m - 1)] for place in places])
-    return jnp.where(places < self.m, found, 0.0).reshape(self.numbers_shape)
+    rows = self.shape[0]
+    top = jnp.minimum(i * rows, max(self.m - rows, 0))
+    return _aligned(ref[row, pl.ds(top, min(rows, self.m))], 0, rows, i * rows - top).reshape(self.numbers_shape)
 
 
 def _interpreted_reduce(
