@@ -28,7 +28,8 @@ from pallas_models.tuning import Chooser, Problem, choose
 _LONGEST, _MULTIPLE = 8192, 8  # columns: 16 for each of 512 threads; 16 bytes of 16 bits each
 _MOST_THREADS, _MOST_WARPGROUPS = 512, 4
 _REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
-_OTHERS = 32  # registers of a thread for all that is not of a column
+_OTHERS, _MORE = 32, 8  # registers of a thread for all that is not of a column; more that ptxas takes elsewhere
+_FEW = (8, 0), (9, 0), (10, 0), (10, 3)  # capabilities of the GPUs where it does not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,15 +81,16 @@ def heuristic(m: int, n: int, column: Column, dtype: DTypeLike, target: Target) 
     least = max(threads // WARPGROUP, 1)
     sizes = range(_MOST_WARPGROUPS // least * least, least, -least)  # and the least, where no other will do
     busy = [size for size in sizes if m * threads >= size * WARPGROUP * target.num_cores]
+    others = _OTHERS + (0 if target.capability in _FEW else _MORE)
     for ahead, warpgroups in itertools.product((True, False), (*busy, least)):
-        if columns * column.registers(ahead) + _OTHERS <= _registers(warpgroups):
+        if columns * column.registers(ahead) + others <= _registers(warpgroups):
             return _config(m, threads, warpgroups, 1, ahead, target)
     return _config(m, threads, least, 1, False, target)
 
 
 def _registers(warpgroups: int) -> int:
-    """Registers of each thread of a CTA that has a multiprocessor."""
-    return min(_REGISTERS // (warpgroups * WARPGROUP), _MOST_REGISTERS)
+    """Registers of each thread of a CTA that has a multiprocessor; they come by eights."""
+    return min(_REGISTERS // (warpgroups * WARPGROUP) // 8 * 8, _MOST_REGISTERS)
 
 
 def _config(m: int, threads: int, warpgroups: int, at_once: int, ahead: bool, target: Target) -> Config:
