@@ -168,6 +168,7 @@ class _Rows:
         read: _Read = ahead or self.read(step)
         following = self.read(step + 1) if self.ahead else ()
         h, dh, dout, _ = self.terms(read)
+        # Past the last row factor and normalised values are 0; past the last column they meet cotangents of 0.
         totals = [total + term for total, term in zip(totals, (h * dout, dout), strict=False)]
         slot = jax.lax.rem(step, 2)  # a warp may read the numbers of the last step still
         sums = blocks.reduce_all(self.refs, slot, "add", *(dh * h, dh)[: len(totals)])
