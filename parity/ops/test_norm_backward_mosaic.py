@@ -187,7 +187,7 @@ def test_rows_that_it_serves(n, served):
 )
 def test_threads_have_what_registers_have_room_for(m, n, dtype, arrays, expected):
     size = jnp.dtype(dtype).itemsize
-    config = heuristic(m, n, Column(inputs=arrays * size, scale=size, sums=2), dtype, GPUS["H200"])
+    config = heuristic(m, n, Column(inputs=arrays * size, scale=4, sums=2), dtype, GPUS["H200"])
     assert (config.threads, config.warpgroups, config.num_ctas, config.ahead) == expected
 
 

@@ -28,7 +28,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 _LONGEST, _MULTIPLE = 8192, 8  # columns: 16 for each of 512 threads; 16 bytes of 16 bits each
 _MOST_THREADS, _MOST_WARPGROUPS = 512, 4
 _REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
-_OTHERS, _MORE = 32, 8  # registers of a thread for all that is not of a column; more that ptxas takes elsewhere
+_OTHERS, _MORE = 24, 16  # registers of a thread for all that is not of a column; more that ptxas takes elsewhere
 _FEW = (8, 0), (9, 0), (10, 0), (10, 3)  # capabilities of the GPUs where it does not
 
 
