@@ -12,7 +12,6 @@ import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import triton
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_models
@@ -149,8 +148,8 @@ def test_mosaic_interprets():
     assert type(_jax.mosaic_interpreter_params()).__name__ == "InterpretGPUParams"
 
 
-def lowered_products(*depths):
-    """The module of a program that has a product 128 x depth x 128 in Mosaic for each depth."""
+def mosaic_calls(*depths):
+    """The options of the calls in a program of a product 128 x depth x 128 for each depth."""
 
     def f(*operands):
         pairs = zip(operands[::2], operands[1::2], strict=True)
@@ -159,18 +158,7 @@ def lowered_products(*depths):
     shapes = [shape for k in depths for shape in ((128, k), (k, 128))]
     with cuda_device("NVIDIA H200", 132):
         operands = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
-        return jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
-
-
-def test_programs_with_kernels_may_compile_in_threads():
-    """Programs that one thread lowers share an MLIR context, which has locks only while it may use threads."""
-    of_xla = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compiler_ir()
-    threads = ir.ThreadPool().get_max_concurrency()
-    assert lowered_products(64).context.get_num_threads() == of_xla.context.get_num_threads() == threads
-
-
-def mosaic_calls(*depths):
-    """The options of the calls in a program of such products."""
+        module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
     found = []
 
     def walk(operation):
@@ -180,7 +168,7 @@ def mosaic_calls(*depths):
                 for inner in block.operations:
                     walk(inner)
 
-    walk(lowered_products(*depths).operation)
+    walk(module.operation)
     return found
 
 
