@@ -26,6 +26,7 @@ HELP = "every benchmark, one after the other"
 
 BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
 SHARES = {"minilm": 4.0, "sts": 2.0, "corpus": 2.0, "startup": 3.0}  # of the budget; 1 for the others
+FORWARD_ONLY = ("minilm",)  # token ids have no gradients
 GRACE_S = 15.0  # between the request to stop and the end by force
 
 Status = Literal["ok", "FAILED", "left out"]
@@ -156,7 +157,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     given: dict[str, list[str] | None] = {
         "--output": [str(args.output)],
         "--dtype": [",".join(args.dtype)] if args.dtype else None,
-        "--mode": [",".join(args.mode)] if args.mode else None,
+        "--mode": [",".join(args.mode)] if args.mode and name not in FORWARD_ONLY else None,
         "--shapes": [args.shapes[name]] if name in args.shapes else None,
         "--data": [str(args.data)] if args.data else None,
         "--quick": [] if args.quick else None,

@@ -18,7 +18,7 @@ from pallas_models.dispatch.sharding import Sharding, Total
 from pallas_models.kernels.forms.matmul import ALGORITHMS, Activation, Algorithm, Form
 from pallas_models.kernels.mosaic import activation_backward as mosaic_activation
 from pallas_models.kernels.mosaic import matmul as mosaic
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.mosaic.common.interpreter import interprets_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.matmul_backward import unsupported as weight_gradient_unsupported
@@ -196,6 +196,11 @@ def _prefer_mosaic_backward(form: Form[jax.ShapeDtypeStruct], target: Target) ->
     return form.bias is not None and many_rows(form.x.shape[0])
 
 
+def _prefer_mosaic_activation(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether Mosaic's kernel for an activation's gradient is as fast as Triton's, by the results' columns."""
+    return form.w.shape[0 if form.transpose_w else 1] % 8 == 0 and prefer_on_hopper(form, target)
+
+
 def _over_batch(
     one: Callable[..., jax.Array], x: Array, w: Array, bias: Array | None, residual: Array | None
 ) -> jax.Array:
@@ -294,7 +299,7 @@ _OP: Op[Form[Any]] = Op(
             call=functools.partial(backward, epilogue=mosaic_activation.activation_backward),
             keeps=-1,
             options=_PREACTIVATION,
-            preferred=prefer_nowhere,
+            preferred=_prefer_mosaic_activation,
         ),
         Backward(
             backend="triton",

@@ -17,7 +17,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.common.pooling import TINY
 from pallas_models.kernels.forms.pooling import Form, SegmentForm
 from pallas_models.kernels.mosaic import pooling as mosaic
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import pooling as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -234,7 +234,7 @@ _OP: Op[Form[Any]] = Op(
             call=_with_mean(mosaic.mean_pool),
             config=mosaic.Config,
             refuses=mosaic.unsupported,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=_with_mean(triton.mean_pool), config=triton.Config),
     ),
@@ -251,7 +251,7 @@ _SEGMENTS: Op[SegmentForm[Any]] = Op(
             call=_with_mean(mosaic.segment_mean_pool),
             config=mosaic.Config,
             refuses=mosaic.unsupported,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Kernel(
             backend="triton",

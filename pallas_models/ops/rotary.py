@@ -17,7 +17,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.rotary import Form
 from pallas_models.kernels.mosaic import rotary as mosaic
 from pallas_models.kernels.mosaic import rotary_backward as mosaic_backward
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import rotary as triton
 from pallas_models.kernels.triton import rotary_backward as triton_backward
 from pallas_models.ops import _checks
@@ -209,7 +209,7 @@ _OP: Op[Form[Any]] = Op(
             call=mosaic.rotary,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.rotary, config=triton.Config),
     ),
@@ -219,7 +219,7 @@ _OP: Op[Form[Any]] = Op(
             backend="mosaic",
             call=functools.partial(_backward, mosaic.rotary, mosaic_backward.rotary_backward),
             refuses=mosaic.unsupported,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Backward(
             backend="triton", call=functools.partial(_backward, triton.rotary, triton_backward.rotary_backward)

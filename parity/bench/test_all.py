@@ -198,6 +198,13 @@ def test_shapes():
     assert "--shapes" not in everything.command("minilm", args)
 
 
+def test_modes_reach_the_benchmarks_that_have_gradients():
+    args = options("--mode", "both,forward")
+    line = everything.command("norm", args)
+    assert line[line.index("--mode") + 1] == "forward,both"
+    assert not [name for name in ("minilm", "train") if "--mode" in everything.command(name, args)]
+
+
 def test_shapes_of_a_benchmark_that_does_not_run(capsys):
     assert cli.main(["all", "--only", "norm", "--shapes", "gemm:8x8x8"]) == 2
     assert "--shapes: gemm is not among --only norm" in capsys.readouterr().err

@@ -45,11 +45,11 @@ def test_digest_is_the_same_in_every_version_of_python():
     assert sources.digest(CODE) == "ae931a5df5d4"
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_every_benchmark_times_kernels_of_both_backends(benchmark):
-    found = sources.timed(benchmark)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_times_kernels_of_both_backends(name):
+    found = sources.timed(name)
     for backend in ("kernels.mosaic.", "kernels.triton.", "ops."):
-        assert any(name.startswith(backend) for name in found)
+        assert any(module.startswith(backend) for module in found)
 
 
 def test_a_benchmark_times_no_other_kernels():

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic.linear_cross_entropy import Config as MosaicConfig
 from parity.cases._records import Arrays, Call, Case, Empty, Spread, shaped, sizes, zeros
 from parity.support import bounded as b
 from parity.support.bounded import Array, Bounded
@@ -124,7 +123,7 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     if pick.chance(0.4):
         options["transpose_w"] = True
     if mosaic and pick.chance(0.5):
-        options["config"] = MosaicConfig(block_n=pick.of((16, 512, 2048)), warpgroups=pick.of((1, 2, 4)))
+        options["config"] = pick.row_config()
     for name, values in (("label_smoothing", (0.1, 1.0)), ("logit_softcap", (5.0, 30.0)), ("z_loss", (1e-3, 0.1))):
         if pick.chance(0.3):
             options[name] = pick.of(values)

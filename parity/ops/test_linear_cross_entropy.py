@@ -14,9 +14,11 @@ from jax import export
 from pallas_models import ops
 from pallas_models.kernels.forms.linear_cross_entropy import Loss
 from pallas_models.kernels.mosaic import linear_cross_entropy as mosaic
+from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.kernels.triton.linear_cross_entropy import Config, configs, cross_entropy, heuristic
+from pallas_models.target import current
 from parity.ops.test_lowering import every_device, lowered_for_cuda
-from parity.ops.test_rows import ROWS
+from parity.ops.test_rows import ROWS, WAYS
 from parity.support import sharing
 from parity.support.common import (
     KERNEL,
@@ -442,13 +444,12 @@ def test_heuristic(vocab, gradient):
 
 
 @interprets_mosaic
-@pytest.mark.parametrize("block_n, warpgroups", [(16, 1), (150, 1), (64, 2), (256, 4)])
+@pytest.mark.parametrize("config", [*WAYS, mosaic.Config(threads=256, block_n=2048, warpgroups=2)], ids=str)
 @pytest.mark.parametrize("form", ["plain", "all"])
-def test_every_config_in_mosaic(form, block_n, warpgroups):
-    """A row in one block and in several, in one warpgroup and in several, against plain XLA."""
-    options = FORMS[form]
-    x, w, bias, weights, labels = draw(9, 33, 150, transpose_w=options.get("transpose_w", False))
-    config = mosaic.Config(block_n=block_n, warpgroups=warpgroups)
+def test_every_config_in_mosaic(form, config):
+    """Rows that are held and walked, of a part of a warp and of several warpgroups, against plain XLA."""
+    options, vocab = FORMS[form], 150 if config.threads <= 128 else 2500
+    x, w, bias, weights, labels = draw(9, 33, vocab, transpose_w=options.get("transpose_w", False))
 
     def derived(implementation, config=None):
         function = loss(labels, config=config, implementation=implementation, **options)
@@ -460,11 +461,23 @@ def test_every_config_in_mosaic(form, block_n, warpgroups):
         assert_close(gradient, expected, GRADIENT)
 
 
-@pytest.mark.parametrize("vocab", [1, 50, 1000, 8192, 50304, 151_936, 10**6])
-def test_heuristic_of_mosaic(vocab):
-    config = mosaic.heuristic(vocab)
-    assert config.block_n <= vocab and config.block_n <= 16 * 128 * config.warpgroups
-    assert config in mosaic.configs(vocab)
+@every_device
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("width", [50, 1000, 8192, 50304, 151_936, 10**6])
+def test_heuristic_of_mosaic(width, gradient, dtype, device):
+    """Up to 32 elements at a time are in a thread; what it keeps of longer rows has room in 32 registers."""
+    with cuda_device(*device):
+        target = current()
+    config = mosaic.heuristic(2048, width, dtype, target, gradient=gradient, is_plain=True)
+    assert config in mosaic.configs(2048, width, dtype)
+    blocks = Blocks.of(config, jax.ShapeDtypeStruct((2048, width), dtype))
+    assert blocks.columns * blocks.vector <= 32
+    kept = blocks.are_held * blocks.steps * blocks.columns * blocks.vector
+    assert blocks.steps == 1 or kept * jnp.dtype(dtype).itemsize <= 4 * 32
+    is_kept = gradient and width == 50304 and dtype == "bfloat16" and target.capability == (9, 0)
+    assert blocks.are_held == (width <= 16384 or is_kept)
+    assert not is_kept or not mosaic.heuristic(2048, width, dtype, target, gradient=True, is_plain=False).keep
 
 
 @without_gpu

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
+from pallas_models.kernels.mosaic.common import memory
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
 from pallas_models.kernels.mosaic.common.rows import Blocks
@@ -45,8 +46,13 @@ every_way = pytest.mark.parametrize("config", WAYS, ids=lambda c: f"{c.threads}x
 
 
 def walking(refs: Refs, blocks: Blocks) -> None:
-    """Adds a vector to x where a mask is not 0; leaves the sum and the largest size of each row, too."""
-    i, total, peak = blocks.place(), blocks.full(0.0), blocks.full(0.0)
+    """Adds a vector to x where a mask is not 0; leaves the sum and the largest size of each row, too.
+
+    And the element of x in a column of each row, and of the vector; in the result 7 is there.
+    """
+    i, total, peak = blocks.place(), blocks.full(0.0), blocks.of_threads.full(0.0)
+    columns = blocks.load_numbers(refs.columns, i)
+    chosen = [blocks.load_numbers(ref, i, columns).astype(jnp.float32) for ref in (refs.x, refs.vector)]
     for step in range(blocks.steps):
         j = blocks.column(step)
         y = blocks.load(refs.x, i, j).astype(jnp.float32) + blocks.load(refs.vector, i, j)
@@ -54,10 +60,15 @@ def walking(refs: Refs, blocks: Blocks) -> None:
         inside = blocks.inside(j)
         if inside is not None:
             y = jnp.where(inside, y, 0.0)
-        total, peak = total + y, jnp.maximum(peak, jnp.abs(y))
+        total, largest = total + y, blocks.fold("max", jnp.abs(y))
+        peak = jnp.maximum(peak, largest)
+        y = jnp.where(jnp.abs(y) <= blocks.unfold(largest), y, jnp.nan)
         blocks.store(refs.o, i, j, y.astype(refs.o.dtype))
-    for k, number in enumerate((blocks.reduce(refs, 0, "add", total), blocks.reduce(refs, 1, "max", peak))):
+    total = blocks.of_threads.reduce(refs, 0, "add", blocks.fold("add", total))
+    for k, number in enumerate((total, blocks.of_threads.reduce(refs, 1, "max", peak), *chosen)):
         blocks.store_numbers(refs.numbers, k, i, number)
+    memory.meet(refs)
+    blocks.store_at(refs.o, i, columns, jnp.full_like(total, 7.0).astype(refs.o.dtype))
 
 
 def adding(refs: Refs, blocks: Blocks) -> None:
@@ -66,7 +77,7 @@ def adding(refs: Refs, blocks: Blocks) -> None:
     for step in range(-(-blocks.m // (blocks.shape[0] * apart))):
         i = blocks.place() + step * apart
         y = blocks.load(refs.x, i, blocks.column(0)).astype(jnp.float32)
-        y *= blocks.spread(blocks.load_numbers(refs.factors, 1, i))
+        y *= blocks.spread(blocks.load_numbers(refs.factors.at[1], i))
         columns += y
         for k, number in enumerate(blocks.reduce_all(refs, step % 2, "add", y, y * y)):
             blocks.store_numbers(refs.numbers, k, i, number)
@@ -98,8 +109,8 @@ def walked(arrays: dict[str, jax.Array], *, config: Config, interpret: bool) -> 
     return launch(
         functools.partial(walking, blocks=blocks),
         arrays,
-        dict(o=jax.ShapeDtypeStruct(x.shape, x.dtype), numbers=jax.ShapeDtypeStruct((2, x.shape[0]), jnp.float32)),
-        blocks.scratch_types(2, interpret),
+        dict(o=jax.ShapeDtypeStruct(x.shape, x.dtype), numbers=jax.ShapeDtypeStruct((4, x.shape[0]), jnp.float32)),
+        blocks.scratch_types(2, interpret) | memory.meeting(blocks.warpgroups, interpret),
         name="walked",
         num_ctas=blocks.num_ctas,
         num_warpgroups=blocks.warpgroups,
@@ -111,7 +122,8 @@ def walked(arrays: dict[str, jax.Array], *, config: Config, interpret: bool) -> 
 def drawn(m: int, n: int, dtype: str, mask: str) -> dict[str, jax.Array]:
     rng = np.random.default_rng(80)
     where = array(rng.integers(0, 2, (3, n)), mask)
-    return dict(x=normal(rng, m, n, dtype=dtype), vector=normal(rng, n), where=where)
+    columns = array(rng.integers(-1, n + 1, m), "int32")  # some rows have none
+    return dict(x=normal(rng, m, n, dtype=dtype), vector=normal(rng, n), where=where, columns=columns)
 
 
 # Vectors of 16 bytes and of single elements; rows of a thread, a part of a warp, some warps, some warpgroups.
@@ -137,14 +149,19 @@ def test_rows_of_mosaic(m, n, dtype, mask, config):
     with all_called("mosaic.common.rows"):
         out, numbers = jax.jit(functools.partial(walked, config=config, interpret=not ON_GPU))(arrays)
         add = jax.jit(functools.partial(added, config=config, ctas=2, interpret=not ON_GPU))
-        sums, columns = add(arrays["x"], factors)
+        sums, column_sums = add(arrays["x"], factors)
     kept = float64(arrays["where"])[np.arange(m) // REPEAT % 3] != 0
     y = np.where(kept, float64(arrays["x"]) + float64(arrays["vector"]), 0.0)
-    np.testing.assert_array_equal(out, y.astype(np.float32).astype(dtype))
-    assert_close(numbers, np.stack([y.sum(1), np.abs(y).max(1)]), SHORT)
+    columns = np.asarray(arrays["columns"])
+    is_one = np.arange(n) == columns[:, None]
+    wanted = np.where(is_one, 7.0, y.astype(np.float32)).astype(dtype)
+    np.testing.assert_array_equal(out, wanted)
+    assert_close(numbers[:2], np.stack([y.sum(1), np.abs(y).max(1)]), SHORT)
+    chosen = [np.sum(np.where(is_one, float64(arrays[name]), 0.0), 1) for name in ("x", "vector")]
+    np.testing.assert_array_equal(numbers[2:], np.stack(chosen))
     y = float64(arrays["x"]) * float64(factors)[1][:, None]
     assert_close(sums, np.stack([y.sum(1), np.square(y).sum(1)]), SHORT)
-    assert_close(columns.sum(1), np.stack([y.sum(0), 2 * y.sum(0)]), SHORT)
+    assert_close(column_sums.sum(1), np.stack([y.sum(0), 2 * y.sum(0)]), SHORT)
 
 
 @without_gpu

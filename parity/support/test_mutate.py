@@ -4,6 +4,8 @@ import ast
 import shlex
 
 import pytest
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
 
 from parity import __main__ as check
 from parity.support import mutate
@@ -20,6 +22,18 @@ def test_every_mutant_applies():
         files = [part for part in shlex.split(mutant.tests) if part.endswith(".py")]
         assert files and all((ROOT / file).exists() for file in files)
     assert len({(mutant.file, mutant.new) for mutant in MUTANTS}) == len(MUTANTS) >= 60
+
+
+def test_every_mutant_names_tests_that_are_there(request):
+    """Of the files that this run collects: all, where it is the whole suite."""
+    names: dict[str, list[KeywordMatcher]] = {}
+    for item in request.session.items:
+        names.setdefault(item.path.relative_to(ROOT).as_posix(), []).append(KeywordMatcher.from_item(item))
+    for mutant in MUTANTS:
+        files, _, chosen = mutant.tests.partition(" -k ")
+        expression = Expression.compile("".join(shlex.split(chosen)) or "test")
+        for file in names.keys() & set(files.split()):
+            assert any(map(expression.evaluate, names[file])), f"{mutant.file}: no test is {mutant.tests}"
 
 
 def test_a_mutant_that_no_longer_applies_is_refused():

@@ -37,3 +37,8 @@ def test_the_slowest_are_dealt_out_one_by_one(workers):
 def test_slow_files_exist():
     files = (*order.SLOW_ON_CPU, *order.SLOW_ON_GPU, *order.SLOWEST_ON_GPU)
     assert all((ROOT / file).is_file() for file in files)
+
+
+def test_no_test_takes_the_name_of_a_plugin_s_fixture(request):
+    """pytest-benchmark, where it is installed, ends a worker whose test has an argument `benchmark` of its own."""
+    assert not [item.nodeid for item in request.session.items if "benchmark" in getattr(item, "fixturenames", ())]

@@ -1,144 +1,181 @@
-"""Losses of rows of logits, and the gradient of their weighted sum: one warpgroup or several for each row.
+"""Losses of rows of logits, and the gradient of their weighted sum, in the registers of threads.
 
-Rows are read twice, block by block: for maximum and sums, and to write the gradient. It needs nothing that only
-Hopper has, and has never run: JAX 0.11 lowers it, and its interpreter computes it.
+Rows that are too long for these are read once for maximum and sums, and once more to write the gradient. It needs
+nothing that only Hopper has: JAX 0.11 lowers it, and its interpreter computes it.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.linear_cross_entropy import Loss
-from pallas_models.kernels.mosaic.common import memory, row_config
+from pallas_models.kernels.mosaic.common import memory
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
-from pallas_models.kernels.mosaic.common.rows import Blocks
+from pallas_models.kernels.mosaic.common.row_config import Config, configs
+from pallas_models.kernels.mosaic.common.row_config import heuristic as of_rows
+from pallas_models.kernels.mosaic.common.rows import Blocks, Reader
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _LOG2_E = math.log2(math.e)
-_ELEMENTS, _LONG = 16, 8192  # of a row in a thread at a time; columns from which on four warpgroups share a row
+_BLOCK, _KEPT = 16384, 128  # columns that threads have at a time; bytes of a row that a thread keeps
+
+_Visit = Callable[[Blocks, Any, Any], Any]  # (blocks, the step, what steps hand on)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """`warpgroups` warpgroups share a row, and hold `block_n` columns of it at a time."""
-
-    block_n: int
-    warpgroups: int
-
-    def __post_init__(self) -> None:
-        self.rows()
-
-    def rows(self) -> row_config.Config:
-        """How the threads share a row."""
-        threads = WARPGROUP * self.warpgroups
-        return row_config.Config(threads=threads, block_n=self.block_n, warpgroups=self.warpgroups)
-
-
-def heuristic(width: int) -> Config:
-    """Chooses 16 elements a thread, in one warpgroup or four."""
-    warpgroups = 4 if width > _LONG else 1
-    return Config(block_n=min(width, _ELEMENTS * WARPGROUP * warpgroups), warpgroups=warpgroups)
-
-
-def configs(width: int) -> Iterator[Config]:
-    """The configs worth measuring for rows of `width` logits: 8 to 32 elements a thread."""
-    for warpgroups in (1, 2, 4, 8):
-        for elements in (8, 16, 32):
-            block_n = elements * WARPGROUP * warpgroups
-            if block_n < 2 * max(width, 1024):
-                yield Config(block_n=min(block_n, width), warpgroups=warpgroups)
-
-
-class _Row:
-    """A row of logits, in the warpgroups that share it."""
+class _Rows:
+    """The rows of logits of a warpgroup, or the row of several."""
 
     def __init__(self, refs: Refs, blocks: Blocks, vocab: int, loss: Loss, gradient: Ref | None) -> None:
         self.refs, self.blocks, self.vocab, self.loss, self.gradient = refs, blocks, vocab, loss, gradient
-        self.row = blocks.place()
-        self.label, self.weight = refs.labels[self.row], refs.weights[self.row]
+        self.i = blocks.place()
+        self.labels, self.weights = (blocks.load_numbers(ref, self.i) for ref in (refs.labels, refs.weights))
+        self.labels = jnp.where(self.labels < vocab, self.labels, -1)
+        # Before the sums, after which other threads write where this is read.
+        bias = None if refs.bias is None else blocks.load_numbers(refs.bias, self.i, self.labels)
+        self.chosen = self.adjust(blocks.load_numbers(refs.logits, self.i, self.labels), bias)
+        self.reader = Reader(blocks, self.i, refs.logits)
+        width = blocks.shape[1] * blocks.row_warpgroups
+        steps = vocab // width
+        self.whole = dataclasses.replace(blocks, n=steps * width)
+        # What is left takes smaller steps, and masks.
+        rest = blocks if blocks.are_held else dataclasses.replace(blocks, columns=1)
+        begin = steps * blocks.shape[1] // rest.shape[1]
+        self.parts = (rest, range(begin, rest.steps)), (self.whole, range(steps))
 
     def exp(self, y: jax.Array) -> jax.Array:
         return jnp.exp2(y * _LOG2_E)
 
-    def read(self, step: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The logits of a step in float32, which of them are of the vocabulary, and which is the label's."""
-        blocks, j = self.blocks, self.blocks.column(step)
-        y = blocks.load(self.refs.logits, self.row, j).astype(jnp.float32)
-        if self.refs.bias is not None:
-            y += blocks.load(self.refs.bias, self.row, j).astype(jnp.float32)
+    def adjust(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Logits in float32, with the bias, and capped."""
+        y = y.astype(jnp.float32)
+        if bias is not None:
+            y += bias.astype(jnp.float32)
         cap = self.loss.logit_softcap
         if cap is not None:  # tanh(z) = 1 - 2 / (1 + exp(2 z))
             y = cap * (1.0 - 2.0 / (1.0 + self.exp(y * (2.0 / cap))))
-        column = memory.iota(blocks.shape, 1, blocks.layout) + j * blocks.shape[1]
-        return y, column < self.vocab, column == self.label
+        return y
+
+    def read(self, part: Blocks, step: Any) -> jax.Array:
+        """The logits of a step."""
+        j = part.column(step)
+        if self.blocks.are_held:
+            (y,) = self.reader.read(step)
+        else:
+            y = part.load(self.refs.logits, self.i, j)
+        return self.adjust(y, None if self.refs.bias is None else part.load(self.refs.bias, self.i, j))
+
+    def kept(self, part: Blocks, step: Any, y: jax.Array, other: float) -> jax.Array:
+        """y in columns of the vocabulary, `other` in those past its end."""
+        if part is self.whole:
+            return y
+        left = self.vocab - part.column(step) * part.shape[1]
+        return jnp.where(memory.iota(part.shape, 1, part.layout) < left, y, other)
+
+    def walk(self, visit: _Visit, carry: Any, *, backwards: bool = False) -> Any:
+        """Visits all steps, first those that need masks."""
+        for part, steps in self.parts[:: -1 if backwards else 1]:
+
+            def one(k: Any, carry: Any, part: Blocks = part, steps: range = steps) -> Any:
+                return visit(part, steps.start + steps.stop - 1 - k if backwards else k, carry)
+
+            if self.blocks.are_held:
+                for k in steps:
+                    carry = one(k, carry)
+            elif steps:
+                carry = jax.lax.fori_loop(steps.start, steps.stop, one, carry)
+        return carry
 
     def sums(self) -> tuple[jax.Array, ...]:
-        """The maximum, the sum of exponentials of distances from it, the label's logit, and the sum of logits.
+        """The maximum, the sum of exponentials of distances from it and, for label smoothing, the sum of logits.
 
-        Each place of a block keeps a maximum and a sum of its own. The new maximum is either the old one or the
-        new value: one exponential of their distance rescales the sum or is added to it.
+        Each thread keeps a maximum and sums of its own.
         """
-        blocks = self.blocks
+        threads = self.blocks.of_threads
 
-        def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            peak, total, chosen, *plain = carry
-            logits, valid, is_label = self.read(step)
-            y = jnp.where(valid, logits, -jnp.inf)
-            e = self.exp(-jnp.abs(y - peak))
-            above = y > peak
-            plain = [x + jnp.where(valid, logits, 0.0) for x in plain]
-            chosen = jnp.where(is_label, logits, chosen)
-            return jnp.where(above, y, peak), jnp.where(above, total * e + 1.0, total + e), chosen, *plain
+        def add(part: Blocks, step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            before, total, *plain = carry
+            logits = self.read(part, step)
+            y = self.kept(part, step, logits, -jnp.inf)
+            peak = jnp.maximum(before, part.fold("max", y))
+            e = self.exp(y - part.unfold(peak))
+            total = total * self.exp(before - peak) + part.fold("add", e)
+            return peak, total, *(x + part.fold("add", self.kept(part, step, logits, 0.0)) for x in plain)
 
-        zeros = [blocks.full(0.0) for _ in range(3 if self.loss.label_smoothing else 2)]
-        peaks, totals, *others = jax.lax.fori_loop(0, blocks.steps, add, (blocks.full(_LOWEST), *zeros))
-        peak = blocks.reduce(self.refs, 0, "max", peaks)
-        totals *= self.exp(peaks - blocks.spread(peak))
-        return peak, *(blocks.reduce(self.refs, 1 + i, "add", x) for i, x in enumerate([totals, *others]))
+        zeros = [threads.full(0.0) for _ in range(2 if self.loss.label_smoothing else 1)]
+        peaks, totals, *plain = self.walk(add, (threads.full(_LOWEST), *zeros))
+        peak = threads.reduce(self.refs, 0, "max", peaks)
+        totals *= self.exp(peaks - threads.spread(peak))
+        return peak, *(threads.reduce(self.refs, 1 + k, "add", x) for k, x in enumerate((totals, *plain)))
 
     def compute(self) -> None:
-        """Stores the loss and, if it is asked for, the gradient."""
+        """Stores the losses and, if it is asked for, the gradient."""
         loss, blocks = self.loss, self.blocks
         smoothing = loss.label_smoothing
-        peak, total, chosen, *plain = self.sums()
-        in_vocabulary = (self.label >= 0) & (self.label < self.vocab)
-        total = jnp.where(in_vocabulary, total, jnp.nan)  # and with it the loss and the gradient
+        peak, total, *plain = self.sums()
+        total = jnp.where(self.labels >= 0, total, jnp.nan)  # and with it the loss and the gradient
         lse = peak + jnp.log(total)
-        value = lse - (1.0 - smoothing) * chosen
+        value = lse - (1.0 - smoothing) * self.chosen
         if smoothing:
             value -= smoothing / self.vocab * plain[0]
         if loss.z_loss:
             value += loss.z_loss * lse * lse
-        counts = self.weight != 0.0
-        blocks.store_numbers(self.refs.losses, 0, self.row, jnp.where(counts, value, 0.0))
+        counts = self.weights != 0.0
+        blocks.store_numbers(self.refs.losses, 0, self.i, jnp.where(counts, value, 0.0))
         gradient = self.gradient
         if gradient is None:
             return
-        factor = jnp.where(counts, self.weight * (1.0 + 2.0 * loss.z_loss * lse) / total, 0.0)
-        at_label, anywhere = self.weight * (1.0 - smoothing), self.weight * (smoothing / self.vocab)
+        factor = jnp.where(counts, self.weights * (1.0 + 2.0 * loss.z_loss * lse) / total, 0.0)
 
-        def write(i: jax.Array, carry: None) -> None:
-            step = blocks.steps - 1 - i  # the last block read is the likeliest to be in cache still
-            y, valid, is_label = self.read(step)
-            g = self.exp(y - blocks.spread(peak)) * blocks.spread(factor)
-            g -= jnp.where(is_label, blocks.spread(at_label), 0.0)
-            if smoothing:
-                g -= blocks.spread(anywhere)
+        def slope(y: jax.Array, peak: jax.Array, factor: jax.Array, *without: jax.Array) -> jax.Array:
+            """The gradient by logits y, without what these take from it."""
+            g = self.exp(y - peak) * factor
+            for x in without:
+                g -= x
             if loss.logit_softcap is not None:
                 g *= 1.0 - jnp.square(y * (1.0 / loss.logit_softcap))
-            g = jnp.where(valid, g, 0.0).astype(gradient.dtype)
-            blocks.store(gradient, self.row, blocks.column(step), g)
+            return g.astype(gradient.dtype)
 
-        jax.lax.fori_loop(0, blocks.steps, write, None)
+        anywhere = [self.weights * (smoothing / self.vocab)] if smoothing else []
+
+        def write(part: Blocks, step: Any, carry: None) -> None:
+            g = slope(self.read(part, step), *(part.spread(x) for x in (peak, factor, *anywhere)))
+            part.store(gradient, self.i, part.column(step), self.kept(part, step, g, 0.0))
+
+        self.walk(write, None, backwards=True)  # the last block read is the likeliest to be in cache still
+        g = slope(self.chosen, peak, factor, self.weights * (1.0 - smoothing), *anywhere)
+        memory.meet(self.refs)  # as another thread has stored there
+        blocks.store_at(gradient, self.i, self.labels, g)
+
+
+def heuristic(m: int, width: int, dtype: DTypeLike, target: Target, *, gradient: bool, is_plain: bool) -> Config:
+    """Chooses up to 512 threads with up to 32 elements of a row each; longer rows are walked.
+
+    For the gradient a row is needed twice. On Hopper GPUs 1024 threads keep what they have room for; for Blackwell
+    the compiler spills some of it. The more threads work at a longer row, the fewer rows are in flight, and the
+    more of them the L2 cache keeps until then.
+
+    Args:
+      gradient: whether it is asked for.
+      is_plain: whether logits are neither capped nor smoothed, and have no bias: these take registers, too.
+    """
+    if width <= _BLOCK:
+        return of_rows(m, width, dtype)
+    if not gradient:
+        return Config(threads=512, block_n=_BLOCK, warpgroups=4)
+    has_room = pl.cdiv(width, 1024) * jnp.dtype(dtype).itemsize <= _KEPT
+    keep = has_room and is_plain and target.capability == (9, 0)
+    return Config(threads=1024, block_n=_BLOCK // (2 if keep else 1), warpgroups=8, keep=keep)
 
 
 def cross_entropy(
@@ -161,6 +198,7 @@ def cross_entropy(
     Columns from `vocab` on are padding: they do not count, and their gradient is 0.
     """
     m, width = logits.shape
+    is_plain = bias is None and loss.logit_softcap is None and not loss.label_smoothing
     config = choose(
         config,
         Problem(
@@ -170,21 +208,23 @@ def cross_entropy(
             bucketed=("width",),
             dtype=logits.dtype,
             config=Config,
-            heuristic=functools.partial(heuristic, width),
-            candidates=functools.partial(configs, width),
+            heuristic=functools.partial(
+                heuristic, m, width, logits.dtype, target, gradient=gradient, is_plain=is_plain
+            ),
+            candidates=functools.partial(configs, m, width, logits.dtype),
         ),
         target,
     )
-    blocks = Blocks.of(config.rows(), logits)
+    blocks = Blocks.of(config, logits)
     if bias is not None:  # rows of it are read as those of the logits are
         bias = jnp.pad(bias, (0, width - vocab))
     rows, in_place = dict(logits=logits), gradient and _jax.since(0, 11)
     apart = jax.ShapeDtypeStruct(logits.shape, logits.dtype) if gradient and not in_place else None
     *gradients, losses = launch(
-        lambda refs: _Row(refs, blocks, vocab, loss, refs.logits if in_place else refs.gradient).compute(),
+        lambda refs: _Rows(refs, blocks, vocab, loss, refs.logits if in_place else refs.gradient).compute(),
         dict(bias=bias, labels=labels, weights=weights) | ({} if in_place else rows),
         dict(gradient=apart, losses=jax.ShapeDtypeStruct((1, m), jnp.float32)),
-        blocks.scratch_types(4, interpret),
+        blocks.scratch_types(3, interpret) | memory.meeting(blocks.warpgroups, interpret),
         name="linear_cross_entropy",
         num_ctas=blocks.num_ctas,
         num_warpgroups=blocks.warpgroups,

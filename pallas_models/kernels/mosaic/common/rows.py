@@ -28,13 +28,6 @@ _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 Kind = Literal["add", "max"]
 
 
-def _aligned(x: jax.Array, axis: int, size: int, distance: jax.Array) -> jax.Array:
-    """x, which was read from that many places before its beginning on, in an array of `size`."""
-    x = jnp.pad(x, [(0, size - x.shape[axis]) if a == axis else (0, 0) for a in range(x.ndim)])
-    kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < size - distance
-    return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.zeros((), x.dtype))
-
-
 def _interpreted_load(
     self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None
 ) -> jax.Array:
@@ -42,14 +35,20 @@ def _interpreted_load(
     first = jnp.minimum(j * width, max(n - width, 0))
     columns = pl.ds(first, min(width, n))
 
+    def aligned(x: jax.Array, axis: int, size: int, distance: jax.Array) -> jax.Array:
+        """x, which was read from that many places before its beginning on, in an array of `size`."""
+        x = jnp.pad(x, [(0, size - x.shape[axis]) if a == axis else (0, 0) for a in range(x.ndim)])
+        kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < size - distance
+        return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.zeros((), x.dtype))
+
     if len(ref.shape) == 1:
-        return jnp.broadcast_to(_aligned(ref[columns], 0, width, j * width - first), self.shape)
+        return jnp.broadcast_to(aligned(ref[columns], 0, width, j * width - first), self.shape)
     if repeat is not None:
         places = [jax.lax.rem(jax.lax.div(i * rows + r, repeat), ref.shape[0]) for r in range(rows)]
-        return _aligned(jnp.stack([ref[place, columns] for place in places]), 1, width, j * width - first)
+        return aligned(jnp.stack([ref[place, columns] for place in places]), 1, width, j * width - first)
     top = jnp.minimum(i * rows, max(self.m - rows, 0))
-    x = _aligned(ref[pl.ds(top, min(rows, self.m)), columns], 0, rows, i * rows - top)
-    return _aligned(x, 1, width, j * width - first)
+    x = aligned(ref[pl.ds(top, min(rows, self.m)), columns], 0, rows, i * rows - top)
+    return aligned(x, 1, width, j * width - first)
 
 
 def _interpreted_store(self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, x: jax.Array) -> None:
@@ -74,10 +73,39 @@ def _interpreted_store_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array,
             ref[row, pl.ds(i * rows, height)] = x.reshape(rows)[:height]
 
 
-def _interpreted_load_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array) -> jax.Array:
+def _interpreted_load_numbers(
+    self: "Blocks", ref: Ref, i: jax.Array, columns: jax.Array | None = None
+) -> jax.Array:
+    rows, n = self.shape[0], ref.shape[-1]
+    places = i * rows + jnp.arange(rows) if columns is None else jnp.reshape(columns, rows)
+    is_there = (i * rows + jnp.arange(rows) < self.m) & (places >= 0) & (places < n)
+    numbers = []
+    for r in range(rows):
+        row, place = jnp.where(is_there[r], i * rows + r, 0), jnp.where(is_there[r], places[r], 0)
+        numbers.append(ref[place] if len(ref.shape) == 1 else ref[row, place])
+    return jnp.where(is_there, jnp.stack(numbers), jnp.zeros((), ref.dtype)).reshape(self.numbers_shape)
+
+
+def _interpreted_store_at(self: "Blocks", ref: Ref, i: jax.Array, columns: jax.Array, x: jax.Array) -> None:
     rows = self.shape[0]
-    top = jnp.minimum(i * rows, max(self.m - rows, 0))
-    return _aligned(ref[row, pl.ds(top, min(rows, self.m))], 0, rows, i * rows - top).reshape(self.numbers_shape)
+    columns, x = jnp.reshape(columns, rows), jnp.reshape(x, rows)
+    for r in range(rows):
+
+        @pl.when((i * rows + r < self.m) & (columns[r] >= 0) & (columns[r] < self.n))
+        def _(r: int = r) -> None:
+            ref[i * rows + r, columns[r]] = x[r]
+
+
+def _interpreted_fold(self: "Blocks", kind: "Kind", x: jax.Array) -> jax.Array:
+    add: Callable[..., jax.Array] = jnp.sum if kind == "add" else jnp.max
+    parts = x.reshape(self.shape[0], self.columns, self.of_threads.step, self.vector)
+    return add(parts, axis=(1, 3))
+
+
+def _interpreted_unfold(self: "Blocks", x: jax.Array) -> jax.Array:
+    rows, threads = x.shape
+    parts = jnp.broadcast_to(x[:, None, :, None], (rows, self.columns, threads, self.vector))
+    return parts.reshape(self.shape)
 
 
 def _interpreted_reduce(
@@ -234,6 +262,11 @@ class Blocks:
         """Where a number for each row lies: in all threads that share the row."""
         return self.layout.reduce(1) if self.numbers_shape else plgpu.Layout.WG_SPLAT
 
+    @property
+    def of_threads(self) -> "Blocks":
+        """Blocks of one element for each row in each thread."""
+        return dataclasses.replace(self, vector=1, columns=1)
+
     def place(self) -> jax.Array:
         """The block of rows that this warpgroup has."""
         group = jax.lax.div(jax.lax.axis_index("warpgroup"), self.row_warpgroups)
@@ -256,6 +289,22 @@ class Blocks:
         result = plgpu.ShapeDtypeStruct(self.shape, x.dtype, layout=self.layout)
         again = plgpu.inline_mgpu(arg_types=(self.layout,), return_type=result)
         block: jax.Array = again(functools.partial(rows_ptx.again, self))(x)
+        return block
+
+    @meaning(_interpreted_fold)
+    def fold(self, kind: Kind, x: jax.Array) -> jax.Array:
+        """The sum or the maximum of what each thread has of each row, float32, as a block `of_threads`."""
+        result = plgpu.ShapeDtypeStruct(self.of_threads.shape, jnp.float32, layout=self.of_threads.layout)
+        fold = plgpu.inline_mgpu(arg_types=(self.layout,), return_type=result)
+        folded: jax.Array = fold(lambda _, x: rows_ptx.fold(self, kind, x))(x)
+        return folded
+
+    @meaning(_interpreted_unfold)
+    def unfold(self, x: jax.Array) -> jax.Array:
+        """A block, all elements of a row in a thread one number of `fold`."""
+        result = plgpu.ShapeDtypeStruct(self.shape, jnp.float32, layout=self.layout)
+        unfold = plgpu.inline_mgpu(arg_types=(self.of_threads.layout,), return_type=result)
+        block: jax.Array = unfold(functools.partial(rows_ptx.unfold, self))(x)
         return block
 
     def full(self, value: float) -> jax.Array:
@@ -286,20 +335,34 @@ class Blocks:
         store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, self.layout))
         store(functools.partial(rows_ptx.store, self))(ref, *_numbers(i, j), x)
 
-    @meaning(_interpreted_load_numbers)
-    def load_numbers(self, ref: Ref, row: int, i: jax.Array) -> jax.Array:
-        """Loads a number for each row of block i, from a row of `ref`, (K, M), float32; 0 past the end."""
-        result = plgpu.ShapeDtypeStruct(self.numbers_shape, jnp.float32, layout=self.numbers_layout)
-        load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
-        numbers: jax.Array = load(functools.partial(rows_ptx.load_numbers, self, row))(ref, *_numbers(i))
-        return numbers
-
     @meaning(_interpreted_store_numbers)
     def store_numbers(self, ref: Ref, row: int, i: jax.Array, x: jax.Array) -> None:
         """Stores a number for each row of block i, in a row of `ref`, (K, M), float32."""
         splat = plgpu.Layout.WG_SPLAT
         store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, self.numbers_layout))
         store(functools.partial(rows_ptx.store_numbers, self, row))(ref, *_numbers(i), x)
+
+    @meaning(_interpreted_load_numbers)
+    def load_numbers(self, ref: Ref, i: jax.Array, columns: jax.Array | None = None) -> jax.Array:
+        """Loads a number for each row of block i, from a vector (M,); 0 past the end.
+
+        Args:
+          columns: for each row the column of its number, of rows (M, N), or of a vector (N,).
+        """
+        splat = plgpu.Layout.WG_SPLAT
+        others = () if columns is None else (columns,)
+        result = plgpu.ShapeDtypeStruct(self.numbers_shape, ref.dtype, layout=self.numbers_layout)
+        types = plgpu.RefType(), splat, *(self.numbers_layout for _ in others)
+        load = plgpu.inline_mgpu(arg_types=types, return_type=result)
+        numbers: jax.Array = load(functools.partial(rows_ptx.load_numbers, self))(ref, *_numbers(i), *others)
+        return numbers
+
+    @meaning(_interpreted_store_at)
+    def store_at(self, ref: Ref, i: jax.Array, columns: jax.Array, x: jax.Array) -> None:
+        """Stores a number for each row of block i at its column of rows (M, N), if there is one."""
+        splat = plgpu.Layout.WG_SPLAT
+        store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, self.numbers_layout, self.numbers_layout))
+        store(functools.partial(rows_ptx.store_at, self))(ref, *_numbers(i), columns, x)
 
     def scratch_types(self, reductions: int, interpret: bool, *, arrays: int = 1) -> dict[str, Any]:
         """Shared memory for so many reductions of some arrays each, where threads of several warps share a row."""

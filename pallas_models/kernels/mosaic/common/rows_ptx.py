@@ -1,7 +1,7 @@
 """Rows in the registers of threads: what threads run to read and write them, and to add up what they have."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,43 +131,97 @@ def again(blocks: Blocks, _: Any, x: Any) -> Any:
     )
 
 
-def _places(blocks: Blocks, row: int, ref: Any, i: Any) -> list[tuple[Any, Any]]:
-    """Where the numbers of the rows of a block lie in a row of `ref`, (K, M), and whether there are such."""
+def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
     thread = _Thread(blocks, i.registers.item(), None)
     arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
-    indices = [arith.addi(arith.extui(long, place), inline.utils.c(row * blocks.m, long)) for place in thread.rows]
-    return [(address(ref, index), there) for index, there in zip(indices, thread.rows_inside(), strict=True)]
-
-
-def load_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any) -> Any:
     kind = ir.VectorType.get((1,), ir.F32Type.get())
-    return _array(blocks, [inline.item(load_vector(kind, *place), 0) for place in _places(blocks, row, ref, i)])
+    for number, place, is_inside in zip(x.registers.flat, thread.rows, thread.rows_inside(), strict=True):
+        index = arith.addi(arith.extui(long, place), inline.utils.c(row * blocks.m, long))
+        store_vector(inline.utils.vector.broadcast(kind, number), address(ref, index), is_inside)
 
 
-def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
-    kind = ir.VectorType.get((1,), ir.F32Type.get())
-    for number, place in zip(x.registers.flat, _places(blocks, row, ref, i), strict=True):
-        store_vector(inline.utils.vector.broadcast(kind, number), *place)
+def _place(ref: Any, row: Any, column: Any) -> Any:
+    """Where an element of rows (M, N), or of a vector for each row, lies."""
+    arith, (*rows, n) = inline.utils.arith, ir.MemRefType(ref.type).shape
+    long = ir.IntegerType.get_signless(64)
+    index = arith.extui(long, column)
+    if rows:
+        index = arith.addi(index, arith.muli(arith.extui(long, row), inline.utils.c(n, long)))
+    return address(ref, index)
 
 
-def _array(blocks: Blocks, numbers: list[Any]) -> Any:
-    """A number for each row that a thread has a part of, as an array."""
+def _numbers(x: Any) -> list[Any]:
+    """The number of each row that a thread has a part of."""
+    return [inline.item(n, 0) if isinstance(n.type, ir.VectorType) else n for n in x.registers.flat]
+
+
+def _as_numbers(blocks: Blocks, numbers: list[Any]) -> Any:
+    """An array of a number for each row."""
+    is_signed = True if isinstance(numbers[0].type, ir.IntegerType) else None
     if not blocks.numbers_shape:
-        return _arrays.FragmentedArray.splat(numbers[0], ())
+        return _arrays.FragmentedArray.splat(numbers[0], (), is_signed=is_signed)
     layout = blocks.numbers_layout.to_mgpu()
-    kind = layout.registers_element_type(ir.F32Type.get())
+    kind = layout.registers_element_type(numbers[0].type)
     registers = np.array([inline.utils.vector.broadcast(kind, number) for number in numbers], dtype=object)
     registers = registers.reshape(layout.registers_shape(blocks.numbers_shape))
+    return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def load_numbers(blocks: Blocks, _: Any, ref: Any, i: Any, *columns: Any) -> Any:
+    thread = _Thread(blocks, i.registers.item(), None)
+    shape, element = ir.MemRefType(ref.type).shape, ir.MemRefType(ref.type).element_type
+    places = _numbers(*columns) if columns else thread.rows
+    numbers = []
+    for row, is_row, place in zip(thread.rows, thread.rows_inside(), places, strict=True):
+        is_there = _both(is_row, _below(place, shape[-1])) if columns else is_row
+        kind = ir.VectorType.get((1,), element)
+        numbers.append(inline.item(load_vector(kind, _place(ref, row, place), is_there), 0))
+    return _as_numbers(blocks, numbers)
+
+
+def store_at(blocks: Blocks, _: Any, ref: Any, i: Any, columns: Any, x: Any) -> None:
+    thread = _Thread(blocks, i.registers.item(), None)
+    kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+    for row, is_row, column, number in zip(
+        thread.rows, thread.rows_inside(), _numbers(columns), _numbers(x), strict=True
+    ):
+        vector, is_column = inline.utils.vector.broadcast(kind, number), _below(column, blocks.n)
+        store_vector(vector, _place(ref, row, column), _both(is_row, is_column))
+
+
+def fold(blocks: Blocks, kind: Kind, x: Any) -> Any:
+    layout = blocks.of_threads.layout.to_mgpu()
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    totals = [inline.utils.vector.broadcast(one, total) for total in _of_thread(blocks, kind, x)]
+    registers = np.array(totals, dtype=object).reshape(layout.registers_shape(blocks.of_threads.shape))
     return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def reduce(blocks: Blocks, kind: Kind, sums: Any, *arrays: Any) -> list[Any]:
-    arith = inline.utils.arith
-    combine = {"add": _arrays.addf, "max": arith.maximumf}[kind]  # the first contracts products and sums
-    totals = []
-    for vectors in (row for x in arrays for row in x.registers.reshape(blocks.rows, blocks.columns)):
+def unfold(blocks: Blocks, _: Any, x: Any) -> Any:
+    layout = blocks.layout.to_mgpu()
+    kind = layout.registers_element_type(ir.F32Type.get())
+    vectors = [inline.utils.vector.broadcast(kind, number) for number in _numbers(x)]
+    registers = np.array(vectors, dtype=object).repeat(blocks.columns)
+    registers = registers.reshape(layout.registers_shape(blocks.shape))
+    return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _combine(kind: Kind) -> Callable[[Any, Any], Any]:
+    add: Callable[[Any, Any], Any] = _arrays.addf  # which contracts products and sums
+    return add if kind == "add" else inline.utils.arith.maximumf
+
+
+def _of_thread(blocks: Blocks, kind: Kind, x: Any) -> Iterator[Any]:
+    """The sum or the maximum of what a thread has of each row."""
+    combine = _combine(kind)
+    for vectors in x.registers.reshape(blocks.rows, blocks.columns):
         total = _tree(combine, list(vectors))
-        total = _tree(combine, [inline.item(total, k) for k in range(blocks.vector)])
+        yield _tree(combine, [inline.item(total, k) for k in range(blocks.vector)])
+
+
+def reduce(blocks: Blocks, kind: Kind, sums: Any, *arrays: Any) -> list[Any]:
+    combine, totals = _combine(kind), []
+    for total in (total for x in arrays for total in _of_thread(blocks, kind, x)):
         distance = blocks.row_lanes // 2
         while distance:
             total = combine(total, inline.utils.shfl_bfly(total, distance))
@@ -175,7 +229,7 @@ def reduce(blocks: Blocks, kind: Kind, sums: Any, *arrays: Any) -> list[Any]:
         totals.append(total)
     if sums is not None:
         totals = _over_warps(blocks, combine, totals, sums)
-    return [_array(blocks, totals[k : k + blocks.rows]) for k in range(0, len(totals), blocks.rows)]
+    return [_as_numbers(blocks, totals[k : k + blocks.rows]) for k in range(0, len(totals), blocks.rows)]
 
 
 def _tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
