@@ -77,7 +77,7 @@ def adding(refs: Refs, blocks: Blocks) -> None:
     for step in range(-(-blocks.m // (blocks.shape[0] * apart))):
         i = blocks.place() + step * apart
         y = blocks.load(refs.x, i, blocks.column(0)).astype(jnp.float32)
-        y *= blocks.spread(blocks.load_numbers(refs.factors.at[1], i))
+        y *= blocks.spread(blocks.load_numbers(refs.factors, i, row=1))
         columns += y
         for k, number in enumerate(blocks.reduce_all(refs, step % 2, "add", y, y * y)):
             blocks.store_numbers(refs.numbers, k, i, number)

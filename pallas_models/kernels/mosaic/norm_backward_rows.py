@@ -145,7 +145,7 @@ class _Rows:
 
     def read(self, step: jax.Array | int) -> _Read:
         blocks, i, statistics = self.blocks, self.place(step), self.refs.statistics
-        numbers = [blocks.load_numbers(statistics.at[k], i) for k in range(statistics.shape[0])]
+        numbers = [blocks.load_numbers(statistics, i, row=k) for k in range(statistics.shape[0])]
         return [blocks.load(ref, i, self.column) for ref in self.inputs], numbers
 
     def terms(self, read: _Read) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:

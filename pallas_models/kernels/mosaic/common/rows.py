@@ -74,15 +74,17 @@ def _interpreted_store_numbers(self: "Blocks", ref: Ref, row: int, i: jax.Array,
 
 
 def _interpreted_load_numbers(
-    self: "Blocks", ref: Ref, i: jax.Array, columns: jax.Array | None = None
+    self: "Blocks", ref: Ref, i: jax.Array, columns: jax.Array | None = None, *, row: int = 0
 ) -> jax.Array:
+    if columns is None and len(ref.shape) == 2:
+        ref = ref.at[row]
     rows, n = self.shape[0], ref.shape[-1]
     places = i * rows + jnp.arange(rows) if columns is None else jnp.reshape(columns, rows)
     is_there = (i * rows + jnp.arange(rows) < self.m) & (places >= 0) & (places < n)
     numbers = []
     for r in range(rows):
-        row, place = jnp.where(is_there[r], i * rows + r, 0), jnp.where(is_there[r], places[r], 0)
-        numbers.append(ref[place] if len(ref.shape) == 1 else ref[row, place])
+        own, place = jnp.where(is_there[r], i * rows + r, 0), jnp.where(is_there[r], places[r], 0)
+        numbers.append(ref[place] if len(ref.shape) == 1 else ref[own, place])
     return jnp.where(is_there, jnp.stack(numbers), jnp.zeros((), ref.dtype)).reshape(self.numbers_shape)
 
 
@@ -343,18 +345,19 @@ class Blocks:
         store(functools.partial(rows_ptx.store_numbers, self, row))(ref, *_numbers(i), x)
 
     @meaning(_interpreted_load_numbers)
-    def load_numbers(self, ref: Ref, i: jax.Array, columns: jax.Array | None = None) -> jax.Array:
-        """Loads a number for each row of block i, from a vector (M,); 0 past the end.
+    def load_numbers(self, ref: Ref, i: jax.Array, columns: jax.Array | None = None, *, row: int = 0) -> jax.Array:
+        """Loads a number for each row of block i, from a vector (M,), or a row of (K, M); 0 past the end.
 
         Args:
           columns: for each row the column of its number, of rows (M, N), or of a vector (N,).
+          row: the row of (K, M).
         """
         splat = plgpu.Layout.WG_SPLAT
         others = () if columns is None else (columns,)
         result = plgpu.ShapeDtypeStruct(self.numbers_shape, ref.dtype, layout=self.numbers_layout)
         types = plgpu.RefType(), splat, *(self.numbers_layout for _ in others)
         load = plgpu.inline_mgpu(arg_types=types, return_type=result)
-        numbers: jax.Array = load(functools.partial(rows_ptx.load_numbers, self))(ref, *_numbers(i), *others)
+        numbers: jax.Array = load(functools.partial(rows_ptx.load_numbers, self, row))(ref, *_numbers(i), *others)
         return numbers
 
     @meaning(_interpreted_store_at)

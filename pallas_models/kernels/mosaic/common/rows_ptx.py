@@ -167,15 +167,17 @@ def _as_numbers(blocks: Blocks, numbers: list[Any]) -> Any:
     return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
-def load_numbers(blocks: Blocks, _: Any, ref: Any, i: Any, *columns: Any) -> Any:
+def load_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, *columns: Any) -> Any:
     thread = _Thread(blocks, i.registers.item(), None)
     shape, element = ir.MemRefType(ref.type).shape, ir.MemRefType(ref.type).element_type
     places = _numbers(*columns) if columns else thread.rows
     numbers = []
-    for row, is_row, place in zip(thread.rows, thread.rows_inside(), places, strict=True):
+    for own, is_row, place in zip(thread.rows, thread.rows_inside(), places, strict=True):
         is_there = _both(is_row, _below(place, shape[-1])) if columns else is_row
         kind = ir.VectorType.get((1,), element)
-        numbers.append(inline.item(load_vector(kind, _place(ref, row, place), is_there), 0))
+        numbers.append(
+            inline.item(load_vector(kind, _place(ref, own if columns else inline.i32(row), place), is_there), 0)
+        )
     return _as_numbers(blocks, numbers)
 
 
