@@ -11,7 +11,7 @@ TREES = {
 }
 # What runs before a kernel is traced: the two launches, one of which runs any kernel, and methods of objects of
 # kernels that say which memory they want.
-BEFORE = {"launch", "scratch_types", "mail_types"}
+BEFORE = {"launch", "scratch_types", "sums_scratch_types", "mail_types"}
 Part = tuple[str, ast.FunctionDef | ast.ClassDef]  # of the code of a module
 
 

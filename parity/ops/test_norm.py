@@ -449,7 +449,7 @@ def test_gradients_of_long_rows_have_a_kernel_of_their_own_on_hopper(n, own):
     for device in DEVICES:
         with cuda_device(*device):
             text = lowered_for_cuda(gradient, x, scale)
-            of_forward = device == HOPPER and jax.__version_info__ >= (0, 11)
+            of_forward = device == HOPPER and jax.__version_info__ >= (0, 11) and not 8192 < n <= 16384
             assert text.count(f"@{MOSAIC_CALL}") == of_forward + (own and device == HOPPER)
 
 
