@@ -2,8 +2,8 @@
 
 All of them share a time budget. A benchmark may use the time that earlier ones left over and half of the time that
 is meant for later ones. Then it is interrupted, and its measurements are kept as a partial result. The options
-given here are passed to each benchmark that has them. With --resume they
-go on where an earlier run ended: benchmarks whose whole result of this GPU and commit is there are left out.
+given here are passed to each benchmark that has them. With --resume they go on where an earlier run ended:
+benchmarks whose whole result of this GPU and commit is there are left out.
 """
 
 import argparse

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
+import jax
+
 from pallas_models.kernels import forms
 from pallas_models.kernels.forms import A
 
@@ -50,3 +52,22 @@ class Form(forms.Form, Generic[A]):
         out, total = given[0], given[1] if self.return_residual else None
         assert out is not None
         return out, total
+
+    def variant(self, dsum: object | None) -> dict[str, int]:
+        """What the gradient reads beside x and the cotangent of the norm, as tuning tables name it."""
+        return {name: 1 for name, given in (("residual", self.residual), ("sum", dsum)) if given is not None}
+
+    def gradients(
+        self: "Form[jax.Array]", dx: jax.Array, dvectors: Sequence[jax.Array], dresidual: jax.Array | None = None
+    ) -> tuple[jax.Array | None, ...]:
+        """The cotangents of the operands, out of the cotangents of the rows, of the scale and of the bias.
+
+        The cotangent of the residual is dx, where it has none of its own for its dtype.
+        """
+        dscale, *dbias = dvectors
+        return (
+            dx,
+            dscale.astype(self.scale.dtype),
+            None if self.bias is None else dbias[0].astype(self.bias.dtype),
+            None if self.residual is None else dx if dresidual is None else dresidual,
+        )

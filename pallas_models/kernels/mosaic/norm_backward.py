@@ -198,7 +198,7 @@ def norm_backward(
     same order.
     """
     (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
-    x, scale, bias, residual = form.operands
+    x, scale, _, residual = form.operands
     (m, n), num_vectors = x.shape, 2 if form.subtract_mean else 1
     rows = dict(zip(_INPUTS, (x, dout, residual, dsum), strict=True))
     num_inputs = sum(value is not None for value in rows.values())
@@ -228,10 +228,4 @@ def norm_backward(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    dscale, *dbias = jnp.sum(dvectors, axis=1)
-    return (
-        dx,
-        dscale.astype(scale.dtype),
-        None if bias is None else dbias[0].astype(bias.dtype),
-        None if residual is None else dx,
-    )
+    return form.gradients(dx, list(jnp.sum(dvectors, axis=1)))

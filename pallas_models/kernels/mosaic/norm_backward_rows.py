@@ -209,20 +209,17 @@ def norm_backward(
     order.
     """
     (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
-    x, scale, bias, residual = form.operands
+    x, scale, _, residual = form.operands
     (m, n), name = x.shape, f"{form.name}_backward"
     num_vectors = 2 if form.subtract_mean else 1
     inputs = sum(rows.dtype.itemsize for rows in (x, residual, dout, dsum) if rows is not None)
     column = Column(inputs=inputs, scale=scale.dtype.itemsize, sums=num_vectors)
-    variant = {"residual": 1} if residual is not None else {}
-    if dsum is not None:
-        variant["sum"] = 1
     config = choose(
         config,
         Problem(
             backend="mosaic",
             op=name,
-            shape={"m": m, "n": n} | variant,
+            shape={"m": m, "n": n} | form.variant(dsum),
             bucketed=("m",),
             dtype=x.dtype,
             config=Config,
@@ -249,10 +246,4 @@ def norm_backward(
         interpret=interpret,
         unsafe_no_auto_barriers=True,
     )
-    dscale, *dbias = jnp.sum(dvectors, axis=1)
-    return (
-        dx,
-        dscale.astype(scale.dtype),
-        None if bias is None else dbias[0].astype(bias.dtype),
-        None if residual is None else dresidual[0] if apart else dx,
-    )
+    return form.gradients(dx, list(jnp.sum(dvectors, axis=1)), *dresidual)

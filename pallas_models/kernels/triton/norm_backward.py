@@ -211,9 +211,7 @@ def norm_backward(
     x, scale, bias, residual = form.operands
     m, n = x.shape
     name = f"{form.name}_backward"
-    variant = {"residual": 1} if residual is not None else {}
-    if dsum is not None:
-        variant["sum"] = 1
+    variant = form.variant(dsum)
     config = choose(
         config,
         Problem(
@@ -243,10 +241,4 @@ def norm_backward(
         name=name,
     )(x, scale, residual, statistics, dout, dsum)
     dtypes = [scale.dtype] + ([] if bias is None else [bias.dtype])
-    dscale, *dbias = column_sums(dvectors, dtypes, interpret=interpret)
-    return (
-        dx,
-        dscale,
-        None if bias is None else dbias[0],
-        None if residual is None else dresidual if apart else dx,
-    )
+    return form.gradients(dx, column_sums(dvectors, dtypes, interpret=interpret), dresidual)
