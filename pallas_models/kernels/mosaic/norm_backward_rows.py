@@ -17,9 +17,9 @@ from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.norm import Form
-from pallas_models.kernels.mosaic.common import row_config
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
+from pallas_models.kernels.mosaic.common.row_walk import Walk, registers
 from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.kernels.mosaic.common.vectors import vector_length
 from pallas_models.target import Target
@@ -27,31 +27,15 @@ from pallas_models.tuning import Chooser, Problem, choose
 
 _LONGEST, _MULTIPLE = 8192, 8  # columns: 16 for each of 512 threads; 16 bytes of 16 bits each
 _MOST_THREADS, _MOST_WARPGROUPS = 512, 4
-_REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
 _OTHERS, _MORE = 24, 16  # registers of a thread for all that is not of a column; more that ptxas takes elsewhere
 _FEW = (8, 0), (9, 0), (10, 0), (10, 3)  # capabilities of the GPUs where it does not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """`num_ctas` CTAs of `warpgroups` warpgroups share the rows, `threads` threads have a part of each row.
+class Config(Walk):
+    """How CTAs walk the rows. With `ahead` a warpgroup loads the next ones while it computes."""
 
-    A warpgroup has as many rows at a time as it has threads for. With `ahead` it loads the next ones meanwhile.
-    """
-
-    threads: int
-    warpgroups: int
-    num_ctas: int
     ahead: bool = True
-
-    def __post_init__(self) -> None:
-        self.rows(1)
-        if self.num_ctas < 1:
-            raise ValueError(f"{self}: num_ctas must be positive")
-
-    def rows(self, n: int) -> row_config.Config:
-        """How the threads share rows of n columns."""
-        return row_config.Config(threads=self.threads, block_n=n, warpgroups=self.warpgroups)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,14 +67,9 @@ def heuristic(m: int, n: int, column: Column, dtype: DTypeLike, target: Target) 
     busy = [size for size in sizes if m * threads >= size * WARPGROUP * target.num_cores]
     others = _OTHERS + (0 if target.capability in _FEW else _MORE)
     for ahead, warpgroups in itertools.product((True, False), (*busy, least)):
-        if columns * column.registers(ahead) + others <= _registers(warpgroups):
+        if columns * column.registers(ahead) + others <= registers(warpgroups):
             return _config(m, threads, warpgroups, 1, ahead, target)
     return _config(m, threads, least, 1, False, target)
-
-
-def _registers(warpgroups: int) -> int:
-    """Registers of each thread of a CTA that has a multiprocessor; they come by eights."""
-    return min(_REGISTERS // (warpgroups * WARPGROUP) // 8 * 8, _MOST_REGISTERS)
 
 
 def _config(m: int, threads: int, warpgroups: int, at_once: int, ahead: bool, target: Target) -> Config:

@@ -51,6 +51,14 @@ def _interpreted_load(
     return aligned(x, 1, width, j * width - first)
 
 
+def _interpreted_look_up(self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, rows: jax.Array) -> jax.Array:
+    height, width = self.shape
+    table = jnp.pad(ref[...], [(0, 0), (0, self.row_warpgroups * width)])
+    is_row = (i * height + jnp.arange(height) < self.m)[:, None]
+    found = jax.lax.dynamic_slice_in_dim(table, j * width, width, axis=1)[jnp.reshape(rows, height)]
+    return jnp.where(is_row, found, jnp.zeros((), ref.dtype))
+
+
 def _interpreted_store(self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, x: jax.Array) -> None:
     """Blocks are whole, cut off or past the end."""
     (rows, width), n = self.shape, ref.shape[-1]
@@ -120,11 +128,12 @@ def _interpreted_reduce(
     if pieces > 1:
         warpgroup = jax.lax.axis_index("warpgroup")
         group = jax.lax.div(warpgroup, pieces)
-        refs.sums[slot, warpgroup] = total
+        refs.sums[slot, warpgroup, pl.ds(0, total.size)] = total
         added = refs.added.at[slot * self.groups + group]
         plgpu.barrier_arrive(added)
         plgpu.barrier_wait(added)
-        total = add(jnp.stack([refs.sums[slot, group * pieces + piece] for piece in range(pieces)]), axis=0)
+        parts = [refs.sums[slot, group * pieces + piece, pl.ds(0, total.size)] for piece in range(pieces)]
+        total = add(jnp.stack(parts), axis=0)
     return [part.reshape(self.numbers_shape) for part in jnp.split(total, len(arrays))]
 
 
@@ -313,6 +322,11 @@ class Blocks:
         """A block of one number, float32."""
         return memory.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
 
+    def index(self, i: jax.Array) -> jax.Array:
+        """The number of each row of block i, int32."""
+        first = i * self.shape[0]
+        return first + memory.iota(self.numbers_shape, 0, self.numbers_layout) if self.numbers_shape else first
+
     def spread(self, x: jax.Array) -> jax.Array:
         """A number for each row as a block."""
         return jax.lax.broadcast_in_dim(x, self.shape, range(x.ndim))
@@ -328,6 +342,21 @@ class Blocks:
         splat = plgpu.Layout.WG_SPLAT
         load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat), return_type=result)
         block: jax.Array = load(functools.partial(rows_ptx.load, self, repeat))(ref, *_numbers(i, j))
+        return block
+
+    @meaning(_interpreted_look_up)
+    def look_up(self, ref: Ref, i: jax.Array, j: jax.Array, rows: jax.Array) -> jax.Array:
+        """Loads columns j of a row of `ref` (M, N) for each row of block i; 0 past the end.
+
+        Args:
+          rows: which row of `ref` each takes: there is one.
+        """
+        result = plgpu.ShapeDtypeStruct(self.shape, ref.dtype, layout=self.layout)
+        splat = plgpu.Layout.WG_SPLAT
+        load = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), splat, splat, self.numbers_layout), return_type=result
+        )
+        block: jax.Array = load(functools.partial(rows_ptx.look_up, self))(ref, *_numbers(i, j), rows)
         return block
 
     @meaning(_interpreted_store)

@@ -77,17 +77,28 @@ def load(blocks: Blocks, repeat: int | None, _: Any, ref: Any, i: Any, j: Any) -
     thread = _Thread(blocks, i.registers.item(), j.registers.item())
     kind = ir.MemRefType(ref.type)
     if len(kind.shape) == 1:
-        loaded = [_load_row(thread, ref, None, None)] * blocks.rows
-    else:
-        rows = thread.rows
-        if repeat is not None:
-            arith = inline.utils.arith
-            turns = [arith.divui(row, inline.i32(repeat)) for row in rows]
-            rows = [arith.remui(turn, inline.i32(kind.shape[0])) for turn in turns]
-        loaded = [_load_row(thread, ref, *row) for row in zip(rows, thread.rows_inside(), strict=True)]
+        return _block(blocks, [_load_row(thread, ref, None, None)] * blocks.rows)
+    rows = thread.rows
+    if repeat is not None:
+        arith = inline.utils.arith
+        turns = [arith.divui(row, inline.i32(repeat)) for row in rows]
+        rows = [arith.remui(turn, inline.i32(kind.shape[0])) for turn in turns]
+    return _block(
+        blocks, [_load_row(thread, ref, *row) for row in zip(rows, thread.rows_inside(), strict=True)]
+    )
+
+
+def look_up(blocks: Blocks, _: Any, ref: Any, i: Any, j: Any, rows: Any) -> Any:
+    thread = _Thread(blocks, i.registers.item(), j.registers.item())
+    places = zip(_numbers(rows), thread.rows_inside(), strict=True)
+    return _block(blocks, [_load_row(thread, ref, *place) for place in places])
+
+
+def _block(blocks: Blocks, rows: list[list[Any]]) -> Any:
+    """A block of the vectors of each row that a thread has a part of."""
     layout = blocks.layout.to_mgpu()
-    registers = np.array([x for row in loaded for x in row], dtype=object)
-    is_signed = True if isinstance(kind.element_type, ir.IntegerType) else None
+    registers = np.array([x for row in rows for x in row], dtype=object)
+    is_signed = True if isinstance(ir.VectorType(rows[0][0].type).element_type, ir.IntegerType) else None
     registers = registers.reshape(layout.registers_shape(blocks.shape))
     return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
