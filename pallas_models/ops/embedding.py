@@ -14,6 +14,7 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.mosaic import embedding as mosaic
+from pallas_models.kernels.mosaic import embedding_backward as mosaic_backward
 from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
@@ -162,30 +163,63 @@ def _backward(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradients of the norm in its kernels, then sums over tokens, in float32 whatever the dtype."""
-    ids, token_type_ids, position_ids, word, position, token_type, scale, bias = form.operands
+    """The gradients of the norm in its kernels, then sums over tokens."""
     (dout,) = cotangents
     layer_norm = functools.partial(
         norm.layer_norm, epsilon=form.epsilon, implementation="interpret" if interpret else "triton"
     )
-    pull = jax.vjp(layer_norm, _sum(form), scale, bias)[1]
+    pull = jax.vjp(layer_norm, _sum(form), form.scale, form.bias)[1]
     dtotal, dscale, dbias = pull(dout.astype(jnp.float32))
+    return *_summed(form, dtotal, None), dscale, dbias
+
+
+def _backward_in_mosaic(
+    form: Form[jax.Array],
+    kept: list[jax.Array],
+    cotangents: list[jax.Array],
+    *,
+    wanted: tuple[bool, ...],
+    config: Chooser | None,
+    target: Target,
+    interpret: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of a token in a kernel, which adds some of them up, then the other sums over tokens."""
+    (dout,) = cotangents
+    dtotal, by_position, dscale, dbias = mosaic_backward.embed_tokens_backward(
+        form, dout, config=config, target=target, interpret=interpret
+    )
+    vectors = dscale.astype(form.scale.dtype), dbias.astype(form.bias.dtype)
+    return *_summed(form, dtotal, by_position), *vectors
+
+
+def _summed(
+    form: Form[jax.Array], dtotal: jax.Array, by_position: jax.Array | None
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of ids and tables: sums of dtotal (B, S, D) over tokens, in float32 whatever the dtype.
+
+    Args:
+      by_position: dtotal added up over B, if it is.
+    """
+    ids, token_type_ids, position_ids, word, position, token_type, _, _ = form.operands
 
     def scattered(table: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.zeros(table.shape, jnp.float32).at[jnp.clip(ids, 0, len(table) - 1)].add(dtotal)
 
     dword = scattered(word, ids)
-    if position_ids is None:
-        by_position = jnp.sum(dtotal, axis=0)
-        dposition = jnp.pad(by_position, ((0, len(position) - len(by_position)), (0, 0)))
-    else:
+    if position_ids is not None:
         dposition = scattered(position, position_ids)
-    types = jnp.zeros_like(ids) if token_type_ids is None else jnp.clip(token_type_ids, 0, len(token_type) - 1)
-    # Sums, and no scatter: there are few types, and all tokens would meet in their rows.
-    is_type = types[:, :, None, None] == jnp.arange(len(token_type))[:, None]
-    dtoken_type = jnp.sum(jnp.where(is_type, dtotal[:, :, None, :], 0.0), axis=(0, 1))
-    tables = (a.astype(word.dtype) for a in (dword, dposition, dtoken_type))
-    return None, None, None, *tables, dscale, dbias
+    else:
+        if by_position is None:
+            by_position = jnp.sum(dtotal, axis=0)
+        dposition = jnp.pad(by_position, ((0, len(position) - len(by_position)), (0, 0)))
+    if token_type_ids is None:  # all tokens have a position, and the first type
+        dtoken_type = jnp.zeros(token_type.shape, jnp.float32).at[0].set(jnp.sum(dposition, axis=0))
+    else:
+        # Sums, and no scatter: there are few types, and all tokens would meet in their rows.
+        types = jnp.clip(token_type_ids, 0, len(token_type) - 1)
+        is_type = types[:, :, None, None] == jnp.arange(len(token_type))[:, None]
+        dtoken_type = jnp.sum(jnp.where(is_type, dtotal[:, :, None, :], 0.0), axis=(0, 1))
+    return None, None, None, *(x.astype(word.dtype) for x in (dword, dposition, dtoken_type))
 
 
 _OP: Op[Form[Any]] = Op(
@@ -202,6 +236,15 @@ _OP: Op[Form[Any]] = Op(
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),
     ),
-    backward=(Backward(backend="triton", call=_backward),),
+    backward=(
+        Backward(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=_backward_in_mosaic,
+            refuses=mosaic_backward.unsupported,
+            preferred=prefer_nowhere,
+        ),
+        Backward(backend="triton", call=_backward),
+    ),
     sharding=Sharding(equation="b S, b S, b S, V D, P D, T D, D, D -> b S D"),
 )

@@ -10,17 +10,14 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic import embedding as mosaic
 from pallas_models.kernels.triton.embedding import Config
 from parity.support.common import (
     KERNEL,
-    MOSAIC,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
     compiled,
-    interprets_mosaic,
     normal,
     traces,
 )
@@ -225,29 +222,3 @@ def test_rows_that_vary_less_than_their_mean_is_rounded(implementation):
     tables = (jnp.full((4, 300), 1.2345678), jnp.zeros((3, 300)), jnp.zeros((1, 300)))
     out = compiled.embed_tokens(ids, *tables, scale, bias, epsilon=1e-12, implementation=implementation)
     np.testing.assert_allclose(np.asarray(out), np.broadcast_to(bias, (1, 3, 300)), atol=1e-6)
-
-
-@interprets_mosaic
-@pytest.mark.parametrize("typed", [True, False], ids=["types", "no_types"])
-@pytest.mark.parametrize("shape, config", [((3, 7, 33, 50), (16, 1)), ((2, 3, 384, 101), None)], ids=str)
-def test_mosaic(dtype, tolerance, shape, config, typed):
-    arrays, types = operands(shape, dtype)
-    places = types + 1
-    options = dict(token_type_ids=types, position_ids=places) if typed else {}
-    config = None if config is None else mosaic.Config(threads=config[0], vector=config[1])
-    out = compiled.embed_tokens(*arrays, **options, config=config, implementation=MOSAIC)
-    assert out.dtype == dtype
-    wide = [a if a.dtype == "int32" else a.astype("float32") for a in arrays]
-    assert_close(out, compiled.embed_tokens(*wide, **options, implementation="xla"), tolerance)
-
-
-@pytest.mark.parametrize("changes", [dict(threads=3), dict(vector=16)], ids=str)
-def test_a_config_of_mosaic_that_cannot_be_is_refused(changes):
-    with pytest.raises(ValueError, match="|".join(changes)):
-        mosaic.Config(**{**dict(threads=32, vector=4), **changes})
-
-
-def test_mosaic_says_what_it_does_not_take():
-    (ids, *tables), _ = operands((1, 1, 16385, 2))
-    with pytest.raises(NotImplementedError, match="takes rows of up to 16384 columns, not 16385"):
-        ops.embed_tokens(ids, *tables, implementation="mosaic_interpret")

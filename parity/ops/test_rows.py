@@ -72,11 +72,11 @@ def walking(refs: Refs, blocks: Blocks) -> None:
 
 
 def adding(refs: Refs, blocks: Blocks) -> None:
-    """Walks x, with a factor for each row, and leaves sums of rows and of their squares, and of columns."""
+    """Walks x from its last row on, with factors, and leaves sums of rows and of their squares, and of columns."""
     apart, columns = blocks.num_ctas * blocks.groups, blocks.full(0.0)
     for step in range(-(-blocks.m // (blocks.shape[0] * apart))):
         i = blocks.place() + step * apart
-        y = blocks.load(refs.x, i, blocks.column(0)).astype(jnp.float32)
+        y = blocks.look_up(refs.x, i, blocks.column(0), blocks.m - 1 - blocks.index(i)).astype(jnp.float32)
         y *= blocks.spread(blocks.load_numbers(refs.factors, i, row=1))
         columns += y
         for k, number in enumerate(blocks.reduce_all(refs, step % 2, "add", y, y * y)):
@@ -159,7 +159,7 @@ def test_rows_of_mosaic(m, n, dtype, mask, config):
     assert_close(numbers[:2], np.stack([y.sum(1), np.abs(y).max(1)]), SHORT)
     chosen = [np.sum(np.where(is_one, float64(arrays[name]), 0.0), 1) for name in ("x", "vector")]
     np.testing.assert_array_equal(numbers[2:], np.stack(chosen))
-    y = float64(arrays["x"]) * float64(factors)[1][:, None]
+    y = float64(arrays["x"])[::-1] * float64(factors)[1][:, None]
     assert_close(sums, np.stack([y.sum(1), np.square(y).sum(1)]), SHORT)
     assert_close(column_sums.sum(1), np.stack([y.sum(0), 2 * y.sum(0)]), SHORT)
 

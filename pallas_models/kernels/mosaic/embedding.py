@@ -29,7 +29,7 @@ from pallas_models.tuning import Chooser, Problem, choose
 def heuristic(m: int, seq: int, n: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses a config for m tokens of width n: see `embedding_walk.heuristic`."""
     # The sum and what all tokens share in float32; a scale, a bias, a word and the next one.
-    return heuristic_of(m, seq, n, dtype, 2 + 3 * jnp.dtype(dtype).itemsize / 4, target)
+    return heuristic_of(m, seq, n, dtype, 16, 2 + 3 * jnp.dtype(dtype).itemsize / 4, target)
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:

@@ -24,9 +24,8 @@ from pallas_models.kernels.mosaic.common.rows import Blocks, sum_of
 from pallas_models.kernels.mosaic.common.vectors import vector_length
 from pallas_models.target import Target
 
-_COLUMNS, _MOST_THREADS = 16, 512  # columns of a row that a thread is given, threads of a row
-_MOST_WARPGROUPS = 8
-_OTHERS, _EXCHANGE = 22, 12  # registers of a thread for all that is not of a column; to add up with other warps
+_MOST_THREADS = 512  # of a row
+_OTHERS, _EXCHANGE = 22, 8  # registers of a thread for all that is not of a column; to add up with other warps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,29 +40,28 @@ class Config(Walk):
             raise ValueError(f"{self}: ahead must not be negative")
 
 
-def heuristic(m: int, seq: int, n: int, dtype: DTypeLike, column: float, target: Target) -> Config:
-    """Chooses up to 16 columns a thread, and a CTA a multiprocessor with as many threads as it has registers for.
+def heuristic(m: int, seq: int, n: int, dtype: DTypeLike, columns: int, column: float, target: Target) -> Config:
+    """Chooses up to so many columns a thread, and a CTA of as many threads as a multiprocessor has registers for.
 
     The size of a CTA is what tells ptxas how many registers a thread may have. A few tokens have a warp each.
 
     Args:
+      columns: of a row that a thread is given.
       column: registers for each column of a row that a thread has.
     """
     vector = vector_length(n, dtype)
     most = min(pl.next_power_of_2(pl.cdiv(n, vector)), _MOST_THREADS)
-    threads = min(pl.next_power_of_2(pl.cdiv(n, _COLUMNS)), most)
+    threads = min(pl.next_power_of_2(pl.cdiv(n, columns)), most)
     if m * WARP <= WARPGROUP * target.num_cores:
         return config_of(m, seq, max(threads, min(WARP, most)), max(threads // WARPGROUP, 1), 1, 1, target)
     needed = pl.cdiv(n, threads) * column + _OTHERS + (_EXCHANGE if threads > WARP else 0)
     least = max(threads // WARPGROUP, 1)
-    sizes = range(_MOST_WARPGROUPS // least * least, least, -least)
+    sizes = (size for size in (8, 4, 2, 1) if size >= least)  # by which sentences are the likeliest to be divided
     warpgroups = next((size for size in sizes if needed <= registers(size)), least)
-    return config_of(m, seq, threads, warpgroups, 1, 1, target)
+    return config_of(m, seq, threads, warpgroups, 1, int(needed <= registers(warpgroups)), target)
 
 
-def config_of(
-    m: int, seq: int, threads: int, warpgroups: int, at_once: int, ahead: int, target: Target
-) -> Config:
+def config_of(m: int, seq: int, threads: int, warpgroups: int, at_once: int, ahead: int, target: Target) -> Config:
     """A config of so many CTAs a multiprocessor, or fewer where they have no tokens.
 
     Also where a few fewer meet the same positions in every sentence.
@@ -80,7 +78,9 @@ def config_of(
 def configs(m: int, seq: int, n: int, target: Target) -> Iterator[Config]:
     """The configs worth measuring: 8 to 32 columns a thread, 8 to 32 warps a multiprocessor."""
     found = []
-    for columns, warpgroups, at_once, ahead in itertools.product((8, 16, 32), (1, 2, 4, 8), (1, 2, 4, 8), (0, 1, 2)):
+    for columns, warpgroups, at_once, ahead in itertools.product(
+        (8, 16, 32), (1, 2, 4, 8), (1, 2, 4, 8), (0, 1, 2)
+    ):
         threads = pl.next_power_of_2(pl.cdiv(n, columns))
         if warpgroups % max(threads // WARPGROUP, 1) == 0 and 2 <= warpgroups * at_once <= 8:
             found.append(config_of(m, seq, threads, warpgroups, at_once, ahead, target))
@@ -156,8 +156,8 @@ class Tokens:
         """The rows of a step, which `find_all` found."""
         return [self.look_up(step, table, index) for (table, _), index in zip(self.tables, found, strict=True)]
 
-    def normalise(self, rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The normalised sums of rows, 0 in empty ones, and the factor of each."""
+    def normalise(self, rows: list[jax.Array], counts: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The normalised sums of rows, and the factor of each; both are 0 for rows that do not count."""
         blocks, n = self.blocks, self.blocks.n
         y = sum_of([*(x.astype(jnp.float32) for x in rows), *self.shared])
         mean = blocks.reduce(self.refs, 0, "add", y) * (1.0 / n)
@@ -168,6 +168,8 @@ class Tokens:
         # The rest is the error of the rounded mean: it counts in rows that vary less.
         rest, squares = (x * (1.0 / n) for x in blocks.reduce_all(self.refs, 1, "add", d, d * d))
         factor = jax.lax.rsqrt(jnp.maximum(squares - rest * rest, 0.0) + self.epsilon)
+        if counts is not None:
+            factor = jnp.where(counts, factor, 0.0)
         return d * blocks.spread(factor) + blocks.spread(-rest * factor), factor
 
     def compute(self, step: jax.Array | int, rows: list[jax.Array], totals: list[jax.Array]) -> list[jax.Array]:

@@ -4,7 +4,6 @@ import dataclasses
 
 from pallas_models.kernels.mosaic.common import row_config
 from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
-from pallas_models.target import Target
 
 _REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
 

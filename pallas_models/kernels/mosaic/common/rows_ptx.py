@@ -83,9 +83,7 @@ def load(blocks: Blocks, repeat: int | None, _: Any, ref: Any, i: Any, j: Any) -
         arith = inline.utils.arith
         turns = [arith.divui(row, inline.i32(repeat)) for row in rows]
         rows = [arith.remui(turn, inline.i32(kind.shape[0])) for turn in turns]
-    return _block(
-        blocks, [_load_row(thread, ref, *row) for row in zip(rows, thread.rows_inside(), strict=True)]
-    )
+    return _block(blocks, [_load_row(thread, ref, *row) for row in zip(rows, thread.rows_inside(), strict=True)])
 
 
 def look_up(blocks: Blocks, _: Any, ref: Any, i: Any, j: Any, rows: Any) -> Any:

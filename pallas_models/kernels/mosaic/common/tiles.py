@@ -53,10 +53,6 @@ def _interpreted_load_row(self: "Tile", ref: Ref, column: jax.Array | int = 0) -
     return _columns_of(ref[...], column, self.columns)
 
 
-def _interpreted_gather(self: "Tile", ref: Ref, index: jax.Array) -> jax.Array:
-    return _rows_of(ref[...], index)
-
-
 def _interpreted_store(self: "Tile", ref: Ref, rows: jax.Array, x: jax.Array, column: jax.Array | int = 0) -> None:
     (m, n), column = ref.shape, jnp.asarray(column, jnp.int32)
 
@@ -147,10 +143,6 @@ class Tile:
         """The number of each row of the tile, (rows,) int32."""
         return memory.iota((self.rows,), 0, self.row_layout)
 
-    def columns_before(self, end: int) -> jax.Array:
-        """Which numbers of the tile lie in the first `end` columns."""
-        return self.along(memory.iota((self.columns,), 0, self.layout.reduce(0))) < end
-
     def full(self, value: float) -> jax.Array:
         """A tile of one number, float32."""
         return memory.layout_cast(jnp.full((self.rows, self.columns), value, jnp.float32), self.layout)
@@ -184,13 +176,6 @@ class Tile:
         load = plgpu.inline_mgpu(arg_types=kinds, return_type=result)(functools.partial(_load_row, self))
         loaded: jax.Array = load(ref, jnp.asarray(column, jnp.int32))
         return loaded
-
-    @meaning(_interpreted_gather)
-    def gather(self, ref: Ref, index: jax.Array) -> jax.Array:
-        """Loads a number for each row, of `ref` (M,) at `index`, (rows,) int32; 0 where there is no such place."""
-        kinds = plgpu.RefType(), self.row_layout
-        load = plgpu.inline_mgpu(arg_types=kinds, return_type=self._numbers_type(ref.dtype))(_gather)
-        return self._numbers(load(ref, index))
 
     @property
     def most_bits(self) -> int:
@@ -286,16 +271,6 @@ def _load_row(tile: Tile, _: Any, ref: Any, column: Any) -> Any:
         is_there = None if size % tile.columns == 0 else _below(place, size)
         registers.append(load_vector(kind, address(ref, place), is_there))
     return _fragment(registers, layout, (tile.columns,), kind)
-
-
-def _gather(_: Any, ref: Any, index: Any) -> Any:
-    (size,) = ir.MemRefType(ref.type).shape
-    kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
-    places = [inline.item(register, 0) for register in index.registers.flat]
-    registers = [load_vector(kind, address(ref, place), _below(place, size)) for place in places]
-    if index.shape == (1,):
-        return _arrays.FragmentedArray.splat(inline.item(registers[0], 0), (), is_signed=_is_signed(kind))
-    return _fragment(registers, index.layout, index.shape, kind)
 
 
 def _store(tile: Tile, _: Any, ref: Any, rows: Any, x: Any, column: Any) -> None:
