@@ -34,8 +34,8 @@ _COLUMNS, _LONGEST = 12, 6144  # columns of a row: in a thread, and in 512 of th
 
 def heuristic(m: int, seq: int, n: int, dtype: DTypeLike, target: Target) -> Config:
     """Chooses a config for m tokens of width n: see `embedding_walk.heuristic`."""
-    # What all tokens share, the normalised sum, its gradient and three totals in float32; a scale, and a word and a
-    # cotangent, each with the next one.
+    # What all tokens share, the normalised sum, its gradient and three totals in float32; a scale, and a word and
+    # a cotangent, each with the next one.
     return heuristic_of(m, seq, n, dtype, _COLUMNS, 6 + 5 * jnp.dtype(dtype).itemsize / 4, target)
 
 

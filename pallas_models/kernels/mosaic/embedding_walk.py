@@ -183,7 +183,7 @@ class Tokens:
             (found, waiting), totals = carry
             if not self.ahead:
                 return ([], []), self.compute(k, self.read(k, self.find_all(k)), totals)
-            rows, *waiting = *waiting, self.read(k + self.ahead, found)
+            rows, *waiting = [*waiting, self.read(k + self.ahead, found)]
             found = self.find_all(k + self.ahead + 1)
             return (found, waiting), self.compute(k, rows, totals)
 

@@ -178,7 +178,7 @@ class Blocks:
     walkers: int | None = None
 
     @classmethod
-    def of(cls, config: Config, x: jax.Array, walkers: int | None = None) -> "Blocks":
+    def of(cls, config: Config, x: jax.Array | jax.ShapeDtypeStruct, walkers: int | None = None) -> "Blocks":
         """The blocks of x (m, n)."""
         m, n = x.shape
         vector = vector_length(n, x.dtype)
