@@ -168,12 +168,12 @@ def test_threads_have_what_registers_have_room_for(batch, seq, n, dtype, forward
         assert (config.threads, config.warpgroups, config.num_ctas) == wanted
 
 
-@pytest.mark.parametrize("seq, num_ctas", [(128, 128), (512, 128), (96, 120), (7, 126), (1000, 132)])
+@pytest.mark.parametrize("seq, num_ctas", [(128, 128), (512, 128), (96, 120), (7, 126), (360, 132), (1000, 132)])
 def test_ctas_meet_the_same_positions_where_few_of_them_are_left_out(seq, num_ctas):
     config = config_of(512 * seq, seq, 32, 1, 1, 1, H200)
     assert config.num_ctas == num_ctas
     rows = jax.ShapeDtypeStruct((512 * seq, 384), "float16")
-    assert (apart(blocks_of(config, rows)) % seq == 0) == (seq != 1000)
+    assert (apart(blocks_of(config, rows)) % seq == 0) == (seq < 130 or seq == 512)
 
 
 @pytest.mark.parametrize("n", [1, 8, 384, 1000, 4096, 16384])

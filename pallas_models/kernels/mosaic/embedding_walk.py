@@ -108,6 +108,10 @@ def operands(form: Form[jax.Array]) -> dict[str, jax.Array | None]:
     return {name: None if x is None else x.ravel().astype(jnp.int32) for name, x in ids.items()} | tables
 
 
+# Which rows the step takes that is loaded next, the rows of those that are loaded, totals.
+_Carry = tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]
+
+
 class Tokens:
     """The tokens of a warpgroup, in steps; `compute` says what is done with the rows of one."""
 
@@ -179,17 +183,17 @@ class Tokens:
     def walk(self, totals: list[jax.Array]) -> list[jax.Array]:
         """Computes all steps; gives the totals."""
 
-        def step(k: jax.Array | int, carry: Any) -> Any:
-            (found, waiting), totals = carry
+        def step(k: jax.Array | int, carry: _Carry) -> _Carry:
+            found, waiting, totals = carry
             if not self.ahead:
-                return ([], []), self.compute(k, self.read(k, self.find_all(k)), totals)
-            rows, *waiting = [*waiting, self.read(k + self.ahead, found)]
+                return [], [], self.compute(k, self.read(k, self.find_all(k)), totals)
+            waiting = [*waiting, self.read(k + self.ahead, found)]
             found = self.find_all(k + self.ahead + 1)
-            return (found, waiting), self.compute(k, rows, totals)
+            return found, waiting[1:], self.compute(k, waiting[0], totals)
 
-        found, waiting = [], []
+        carry: _Carry = [], [], totals
         if self.ahead:
             *first, found = (self.find_all(k) for k in range(self.ahead + 1))
-            waiting = [self.read(k, of_step) for k, of_step in enumerate(first)]
-        carry = (found, waiting), totals
-        return (step(0, carry) if self.steps == 1 else jax.lax.fori_loop(0, self.steps, step, carry))[1]
+            carry = found, [self.read(k, rows) for k, rows in enumerate(first)], totals
+        carry = step(0, carry) if self.steps == 1 else jax.lax.fori_loop(0, self.steps, step, carry)
+        return carry[-1]
