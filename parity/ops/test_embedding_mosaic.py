@@ -159,7 +159,9 @@ def test_a_gradient_past_the_last_token_is_none():
         (64, 512, 1024, "float32", (64, 4, 128), (128, 4, 128)),
         (512, 77, 384, "float16", (32, 8, 132), (32, 4, 132)),  # no fewer CTAs meet the same positions
         (1, 16, 384, "float16", (32, 1, 4), (32, 1, 4)),  # few tokens: of many CTAs
-        (64, 128, 8, "float16", (1, 8, 8), (1, 4, 16)),
+        (8, 128, 384, "float16", (32, 1, 256), (32, 1, 256)),
+        (64, 128, 8, "float16", (1, 1, 64), (1, 1, 64)),
+        (64, 128, 16384, "float32", (512, 4, 128), (512, 4, 128)),  # which few registers hold
     ],
 )
 def test_threads_have_what_registers_have_room_for(batch, seq, n, dtype, forward, backward):

@@ -43,22 +43,25 @@ class Config(Walk):
 def heuristic(m: int, seq: int, n: int, dtype: DTypeLike, columns: int, column: float, target: Target) -> Config:
     """Chooses up to so many columns a thread, and a CTA of as many threads as a multiprocessor has registers for.
 
-    The size of a CTA is what tells ptxas how many registers a thread may have. A few tokens have a warp each.
+    The size of a CTA is what tells ptxas how many registers a thread may have. Few tokens have
+    small CTAs, very few a warp each.
 
     Args:
       columns: of a row that a thread is given.
       column: registers for each column of a row that a thread has.
     """
-    vector = vector_length(n, dtype)
-    most = min(pl.next_power_of_2(pl.cdiv(n, vector)), _MOST_THREADS)
+    most = min(pl.next_power_of_2(pl.cdiv(n, vector_length(n, dtype))), _MOST_THREADS)
     threads = min(pl.next_power_of_2(pl.cdiv(n, columns)), most)
     if m * WARP <= WARPGROUP * target.num_cores:
-        return config_of(m, seq, max(threads, min(WARP, most)), max(threads // WARPGROUP, 1), 1, 1, target)
+        threads = max(threads, min(WARP, most))
     needed = pl.cdiv(n, threads) * column + _OTHERS + (_EXCHANGE if threads > WARP else 0)
     least = max(threads // WARPGROUP, 1)
-    sizes = (size for size in (8, 4, 2, 1) if size >= least)  # by which sentences are the likeliest to be divided
-    warpgroups = next((size for size in sizes if needed <= registers(size)), least)
-    return config_of(m, seq, threads, warpgroups, 1, int(needed <= registers(warpgroups)), target)
+    sizes = [size for size in (8, 4, 2, 1) if size >= least]  # by which sentences are the likeliest to be divided
+    fitting = next((size for size in sizes if needed <= registers(size)), least)
+    busy = (size for size in sizes if size <= fitting and m * threads >= size * WARPGROUP * target.num_cores)
+    warpgroups = next(busy, least)
+    ahead = int(needed <= registers(fitting))
+    return config_of(m, seq, threads, warpgroups, fitting // warpgroups, ahead, target)
 
 
 def config_of(m: int, seq: int, threads: int, warpgroups: int, at_once: int, ahead: int, target: Target) -> Config:
