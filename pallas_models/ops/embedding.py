@@ -213,7 +213,7 @@ def _summed(
             by_position = jnp.sum(dtotal, axis=0)
         dposition = jnp.pad(by_position, ((0, len(position) - len(by_position)), (0, 0)))
     if token_type_ids is None:  # all tokens have a position, and the first type
-        dtoken_type = jnp.zeros(token_type.shape, jnp.float32).at[0].set(jnp.sum(dposition, axis=0))
+        dtoken_type = jnp.pad(jnp.sum(dposition, axis=0, keepdims=True), ((0, len(token_type) - 1), (0, 0)))
     else:
         # Sums, and no scatter: there are few types, and all tokens would meet in their rows.
         types = jnp.clip(token_type_ids, 0, len(token_type) - 1)
