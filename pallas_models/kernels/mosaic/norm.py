@@ -65,7 +65,7 @@ class _Rows:
         steps = range(self.blocks.steps)
         means: tuple[jax.Array, ...] = ()
         if self.form.subtract_mean:
-            mean = self.mean(0, sum_of(self.read(step) for step in steps))
+            mean = self.blocks.rounded(self.mean(0, sum_of(self.read(step) for step in steps)))
             deviations = (self.kept(step, self.read(step) - self.blocks.spread(mean)) for step in steps)
             d, squares = map(sum_of, zip(*((d, d * d) for d in deviations), strict=True))
             rest = self.mean(1, d)  # the error of the rounded mean: it counts in rows that vary less
@@ -102,7 +102,7 @@ class _Rows:
         if self.form.subtract_mean:
             own, squares = jax.lax.fori_loop(0, blocks.steps, add, (zeros, zeros))
             counts = self.counts()
-            mean = self.mean(0, own * counts)
+            mean = blocks.rounded(self.mean(0, own * counts))
             own -= blocks.spread(mean)
             rest = self.mean(1, own * counts)
             means = mean, rest
