@@ -295,7 +295,7 @@ class Blocks:
 
     @meaning(lambda self, x: x)
     def rounded(self, x: jax.Array) -> jax.Array:
-        """A number for each row, float32, rounded as memory has it: compilers fuse a product with the difference after it."""
+        """A number for each row, as memory has it: compilers fuse a product with the difference that follows."""
         result = plgpu.ShapeDtypeStruct(self.numbers_shape, jnp.float32, layout=self.numbers_layout)
         rounded = plgpu.inline_mgpu(arg_types=(self.numbers_layout,), return_type=result)
         numbers: jax.Array = rounded(functools.partial(rows_ptx.rounded, self))(x)
