@@ -18,7 +18,7 @@ from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding, varying_alike
 from pallas_models.kernels.forms.linear_cross_entropy import Form, Loss
 from pallas_models.kernels.mosaic import linear_cross_entropy as mosaic
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import linear_cross_entropy as triton
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -364,7 +364,7 @@ _OP: Op[Form[Any]] = Op(
             architectures=PORTABLE,
             call=functools.partial(_with_kernel, mosaic.cross_entropy),
             config=mosaic.Config,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Kernel(
             backend="triton",
@@ -379,7 +379,7 @@ _OP: Op[Form[Any]] = Op(
             architectures=PORTABLE,
             call=functools.partial(_backward, mosaic.cross_entropy),
             refuses=_refuses_backward,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Backward(
             backend="triton", call=functools.partial(_backward, triton.cross_entropy), refuses=_refuses_backward

@@ -16,7 +16,7 @@ from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic import norm as mosaic
 from pallas_models.kernels.mosaic import norm_backward as mosaic_backward
 from pallas_models.kernels.mosaic import norm_backward_rows as mosaic_backward_rows
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere, prefer_on_hopper
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import norm as triton
 from pallas_models.kernels.triton import norm_backward as triton_backward
 from pallas_models.ops import _checks
@@ -336,11 +336,9 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
 
 
 def _prefer_mosaic(form: Form[Any], target: Target) -> bool:
-    """Whether Mosaic's kernel is as fast as Triton's: not where 512 threads, alone on an SM, hold a row.
-
-    Rows of 16384 columns took 1.25 to 1.29 times as long on an H200, rows of 8192 and of 65536 columns less time.
-    """
-    return not 8192 < form.x.shape[-1] <= 16384 and prefer_on_hopper(form, target)
+    """Whether Mosaic's kernel is as fast as Triton's: not where 512 threads, alone on an SM, hold a row of two."""
+    is_alone = form.residual is not None and 8192 < form.x.shape[-1] <= 16384
+    return not is_alone and prefer_on_hopper(form, target)
 
 
 _STATISTICS = {"return_statistics": True}  # for the gradient, of the forward pass
@@ -374,7 +372,7 @@ _OP: Op[Form[Any]] = Op(
             keeps=-1,
             options=_STATISTICS,
             refuses=mosaic_backward_rows.unsupported,
-            preferred=prefer_nowhere,
+            preferred=prefer_on_hopper,
         ),
         Backward(
             backend="triton",

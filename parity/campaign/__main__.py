@@ -167,6 +167,7 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
         connection.send(None)
 
 
+_STARTING_S = 120.0  # before its first case a process imports JAX, slowly where others compile beside it
 _starting = threading.Lock()
 
 
@@ -212,12 +213,13 @@ class _Worker:
         self.late: tuple[int, str, float] | None = None
         self.connection.send((part, start, stop))
         while (left := self.until - time.monotonic()) > 0:
+            patience = self.patience if name else max(self.patience, _STARTING_S)
             try:
-                if not self.connection.poll(min(self.patience, left)):
-                    if left < self.patience:
+                if not self.connection.poll(min(patience, left)):
+                    if left < patience:
                         self.late = (begun, name, time.monotonic() - since) if name else None
                         break
-                    raise TimeoutError(f"no answer in {self.patience:.0f} s")
+                    raise TimeoutError(f"no answer in {patience:.0f} s")
                 answer = self.connection.recv()
             except (EOFError, OSError, TimeoutError) as error:
                 self.process.kill()
@@ -227,7 +229,7 @@ class _Worker:
                 self._start()
                 if begun + 1 >= stop:
                     return results
-                begun += 1
+                begun, name = begun + 1, ""
                 self.connection.send((part, begun, stop))
                 continue
             if answer is None:

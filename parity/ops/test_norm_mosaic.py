@@ -7,15 +7,31 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic.norm import Config
+from pallas_models.kernels.mosaic.norm import Config, heuristic
+from parity.ops.test_lowering import HOPPER, lowered_for_cuda
 from parity.ops.test_norm import WELFORD, operands
 from parity.ops.test_rows import ROWS, WAYS, every_way
-from parity.support.common import KERNEL, assert_close, assert_equal, by_device, compiled, float64, normal
+from parity.support.common import (
+    KERNEL,
+    MOSAIC_CALL,
+    TRITON_CALL,
+    assert_close,
+    assert_equal,
+    by_device,
+    compiled,
+    cuda_device,
+    float64,
+    normal,
+)
 from parity.support.tolerances import GRADIENT, LONG, OP, SHORT
 
 SHAPES = by_device(
-    cpu=[(5, 33), (2, 7, 384), (2, 33000)],  # odd; a part of a warp a row; longer than threads hold
-    gpu=[(1, 384), (64, 128, 384), (8192, 768), (1001, 333), (3, 5, 7), (5, 20000), (300, 65536), (3, 100003)],
+    # Odd; a part of a warp a row; blocks of a row that threads keep; longer than they keep.
+    cpu=[(5, 33), (2, 7, 384), (3, 9000), (2, 33000)],
+    gpu=[
+        *((1, 384), (64, 128, 384), (8192, 768), (1001, 333), (3, 5, 7), (700, 9000), (300, 16384)),
+        *((5, 20000), (300, 65536), (3, 100003)),
+    ],
 )
 NAMES = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 
@@ -112,3 +128,33 @@ def test_gradients_from_its_statistics(reference, name, config):
     wanted = reference.gradients(getattr(reference, name), arrays, cotangent)
     for gradient, expected in zip(found, wanted, strict=True):
         assert_close(gradient, expected, GRADIENT)
+
+
+@pytest.mark.parametrize(
+    "n, dtype, arrays, threads, keep",
+    [
+        (8192, "bfloat16", 1, 256, False),
+        (8200, "float16", 1, 256, True),
+        (16384, "bfloat16", 1, 256, True),
+        (16384, "bfloat16", 2, 512, False),
+        (16384, "float32", 1, 512, False),
+        (9001, "bfloat16", 1, 512, False),
+        (16400, "bfloat16", 1, 1024, True),
+    ],
+)
+def test_threads_that_keep_a_row(n, dtype, arrays, threads, keep):
+    config = heuristic(300, n, dtype, arrays=arrays, reductions=3)
+    assert (config.threads, config.keep) == (threads, keep)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has Mosaic for Hopper, which is not for rows")
+@NAMES
+@pytest.mark.parametrize("n, residual, expected", [(16384, False, MOSAIC_CALL), (16384, True, TRITON_CALL)])
+def test_long_rows_on_hopper_are_mosaics_without_a_residual(name, n, residual, expected):
+    x, vector = jax.ShapeDtypeStruct((40, n), "bfloat16"), jax.ShapeDtypeStruct((n,), "float32")
+    vectors = vectors_of(name, vector, vector)
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(
+            lambda x, *vectors: getattr(ops, name)(x, *vectors, residual=x if residual else None), x, *vectors
+        )
+    assert {c for c in (MOSAIC_CALL, TRITON_CALL) if c in text} == {expected}

@@ -5,14 +5,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import iota
-from pallas_models.kernels.mosaic.common.row_config import Config, configs, heuristic
+from pallas_models.kernels.mosaic.common.row_config import Config, configs
+from pallas_models.kernels.mosaic.common.row_config import heuristic as of_rows
 from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
+
+
+def heuristic(m: int, n: int, dtype: DTypeLike, *, arrays: int, reductions: int) -> Config:
+    """Chooses as for all rows, but 256 threads for 8193 to 16384 columns of 16 bits, which they keep.
+
+    512 threads that hold such a row in float32 are alone on their multiprocessor, where nothing is loaded while
+    they add up: on an H200 16384 columns took 1.29 (layer norm) and 1.25 (RMS norm) of Triton's time, and 0.85
+    and 0.89 as these do.
+
+    Args:
+      arrays: how many arrays of such rows are read.
+      reductions: how many numbers of a row its threads exchange.
+    """
+    if 8192 < n <= 16384 and arrays == 1 and jnp.dtype(dtype).itemsize == 2 and n % 8 == 0:
+        return Config(threads=256, block_n=4096, warpgroups=2, keep=True)
+    return of_rows(m, n, dtype, arrays, reductions=reductions)
 
 
 class _Rows:
@@ -65,7 +83,7 @@ class _Rows:
         steps = range(self.blocks.steps)
         means: tuple[jax.Array, ...] = ()
         if self.form.subtract_mean:
-            mean = self.mean(0, sum_of(self.read(step) for step in steps))
+            mean = self.blocks.rounded(self.mean(0, sum_of(self.read(step) for step in steps)))
             deviations = (self.kept(step, self.read(step) - self.blocks.spread(mean)) for step in steps)
             d, squares = map(sum_of, zip(*((d, d * d) for d in deviations), strict=True))
             rest = self.mean(1, d)  # the error of the rounded mean: it counts in rows that vary less
@@ -102,7 +120,7 @@ class _Rows:
         if self.form.subtract_mean:
             own, squares = jax.lax.fori_loop(0, blocks.steps, add, (zeros, zeros))
             counts = self.counts()
-            mean = self.mean(0, own * counts)
+            mean = blocks.rounded(self.mean(0, own * counts))
             own -= blocks.spread(mean)
             rest = self.mean(1, own * counts)
             means = mean, rest
@@ -156,7 +174,7 @@ def norm(form: Form[jax.Array], *, config: Config | Chooser | None, target: Targ
             dtype=x.dtype,
             config=Config,
             heuristic=functools.partial(
-                heuristic, m, n, x.dtype, 1 if residual is None else 2, reductions=numbers
+                heuristic, m, n, x.dtype, arrays=1 if residual is None else 2, reductions=numbers
             ),
             candidates=functools.partial(configs, m, n, x.dtype),
         ),

@@ -140,6 +140,11 @@ def again(blocks: Blocks, _: Any, x: Any) -> Any:
     )
 
 
+def rounded(blocks: Blocks, _: Any, x: Any) -> Any:
+    f32 = ir.F32Type.get()
+    return _as_numbers(blocks, [inline.utils.llvm.inline_asm(f32, [n], "", "=f,0") for n in _numbers(x)])
+
+
 def store_numbers(blocks: Blocks, row: int, _: Any, ref: Any, i: Any, x: Any) -> None:
     thread = _Thread(blocks, i.registers.item(), None)
     arith, long = inline.utils.arith, ir.IntegerType.get_signless(64)
