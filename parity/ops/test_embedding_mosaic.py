@@ -35,7 +35,14 @@ from parity.support.tolerances import GRADIENT, OP
 H200 = GPUS["H200"]
 SHAPES = by_device(  # batch, seq, width, vocabulary
     cpu=[(1, 1, 16, 5), (3, 7, 33, 50), (2, 20, 384, 101)],
-    gpu=[(1, 16, 384, 30522), (64, 128, 384, 30522), (3, 77, 385, 1001), (33, 100, 1024, 30522), (2, 9, 6144, 30)],
+    gpu=[
+        (1, 16, 384, 30522),
+        (40, 1, 384, 99),
+        (64, 128, 384, 30522),
+        (3, 77, 385, 1001),
+        (33, 100, 1024, 30522),
+        (2, 9, 6144, 30),
+    ],
 )
 OPTIONS = pytest.mark.parametrize("names", [(), ("token_type_ids",), ("token_type_ids", "position_ids")], ids=str)
 

@@ -132,7 +132,9 @@ class Tokens:
             shared.append(self.vector(refs.token_type.at[0]))
         else:
             self.tables.append((refs.token_type, refs.types))
-        if refs.positions is None and (self.steps == 1 or apart(blocks) % self.seq == 0):
+        if refs.positions is None and self.seq == 1:
+            shared.append(self.vector(refs.position.at[0]))
+        elif refs.positions is None and (self.steps == 1 or apart(blocks) % self.seq == 0):
             shared.append(self.look_up(0, refs.position, self.find(0, refs.position, None)))
         else:
             self.tables.append((refs.position, refs.positions))

@@ -364,7 +364,7 @@ class Blocks:
         load = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), splat, splat, self.numbers_layout), return_type=result
         )
-        block: jax.Array = load(functools.partial(rows_ptx.look_up, self))(ref, *_numbers(i, j), rows)
+        block: jax.Array = load(functools.partial(rows_ptx.look_up, self))(ref, *_numbers(i, j), self._laid(rows))
         return block
 
     @meaning(_interpreted_store)
