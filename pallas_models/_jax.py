@@ -120,8 +120,6 @@ def prepare_mosaic_module(context: Any, name: str) -> None:
       context: Mosaic's, as `plgpu.inline_mgpu` gives it.
       name: of the kernel.
     """
-    # Inference of layouts has MLIR check the module hundreds of times: to wake threads takes longer than that.
-    context.module.context.enable_multithreading(False)
     if since(0, 11):
         _set_name(ir.InsertionPoint.current.block, name)
     context.scratch.host_init.append(functools.partial(_copy_words, context.scratch))

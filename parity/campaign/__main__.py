@@ -38,6 +38,7 @@ _CHUNKS = {
     "encoders": 16,
     "exports": 4,
     "models": 8,
+    "compiled": 8,
     "jobs": 1,
     "folders": 8,
     "checkpoints": 16,
@@ -60,8 +61,9 @@ def _parts() -> dict[str, str]:
 
 
 PARTS = _parts()
-# Parts whose processes are not like the others: these have as many devices on a machine with a GPU as without.
+# Parts whose processes are not like the others: they have no GPU where there is one, or so many devices of a CPU.
 _ENVIRONMENTS = {
+    "compiled": {"CUDA_VISIBLE_DEVICES": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
     "shardings": {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

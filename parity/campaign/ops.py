@@ -203,22 +203,25 @@ def _wide(x: Array) -> Array:
     return x.astype(np.float64)
 
 
+def transformed(p: Program) -> Callable[..., Any]:
+    """The function of a program: of the arrays and, for derivatives, of cotangents or tangents."""
+    match p.transformation.split()[0]:
+        case "vmap":
+            names = p.transformation.split()[2:]
+            return jax.vmap(p.call, ({key: 0 if key in names else None for key in p.inputs},))
+        case "vjp":
+            return functools.partial(_pull_back, p)
+        case "jvp":
+            return functools.partial(_push_forward, p)
+        case _:
+            return p.call
+
+
 @functools.lru_cache(maxsize=1)
 def _compiled(seed: int, index: int, implementation: str | None) -> tuple[Program, Callable[..., Any]]:
     """A program and its function of all arrays, compiled once for the cases that share it."""
     p = program(seed, index, implementation)
-    match p.transformation.split()[0]:
-        case "eager":
-            return p, p.call
-        case "vmap":
-            names = p.transformation.split()[2:]
-            return p, jax.jit(jax.vmap(p.call, ({key: 0 if key in names else None for key in p.inputs},)))
-        case "vjp":
-            return p, jax.jit(functools.partial(_pull_back, p))
-        case "jvp":
-            return p, jax.jit(functools.partial(_push_forward, p))
-        case _:
-            return p, jax.jit(p.call)
+    return p, transformed(p) if p.transformation == "eager" else jax.jit(transformed(p))
 
 
 def _pull_back(p: Program, arrays: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, jax.Array]:

@@ -19,6 +19,7 @@ from parity.campaign import __main__ as campaign
 from parity.campaign import ops
 from parity.support import bounded
 from parity.support.bounded import Bounded, disagreement, exact
+from parity.support.compiling import ptxas
 from parity.support.draws import DTYPES
 
 
@@ -203,6 +204,23 @@ def test_a_campaign_goes_on_after_failures(fake_part):
     assert report.rows["row", "0"] == {"cases": 11, "largest": 22}  # all but the one that did not end
     assert "| row | 1 | 11 | 23 |" in report.table()
     assert "24 cases, 4 failures" in report.summary()
+
+
+@pytest.mark.skipif(ptxas() is not None, reason="JAX's CUDA plugin is here")
+def test_compiling_is_left_out_without_compilers():
+    report = campaign.run({"compiled": campaign.PARTS["compiled"]}, 3, cases=2, workers=1)
+    assert "jax_plugins" in report.absent["compiled"] and not report.failures
+
+
+@pytest.mark.skipif(ptxas() is None, reason="needs JAX's CUDA plugin")
+def test_calls_are_compiled_for_a_gpu_that_is_not_here():
+    script = """
+from parity.campaign import compiled
+case = next(case for case in compiled.cases(3, "mosaic") if "rms_norm" in case.name)
+assert case.row[1] == "sm_90" and case.run() is None
+"""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=ROOT)
 
 
 def test_a_campaign_ends_in_time(fake_part):

@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import triton
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_models
@@ -148,8 +149,8 @@ def test_mosaic_interprets():
     assert type(_jax.mosaic_interpreter_params()).__name__ == "InterpretGPUParams"
 
 
-def mosaic_calls(*depths):
-    """The options of the calls in a program of a product 128 x depth x 128 for each depth."""
+def lowered_products(*depths):
+    """The module of a program that has a product 128 x depth x 128 in Mosaic for each depth."""
 
     def f(*operands):
         pairs = zip(operands[::2], operands[1::2], strict=True)
@@ -158,7 +159,18 @@ def mosaic_calls(*depths):
     shapes = [shape for k in depths for shape in ((128, k), (k, 128))]
     with cuda_device("NVIDIA H200", 132):
         operands = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
-        module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
+        return jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
+
+
+def test_programs_with_kernels_may_compile_in_threads():
+    """Programs that one thread lowers share an MLIR context, which has locks only while it may use threads."""
+    of_xla = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compiler_ir()
+    threads = ir.ThreadPool().get_max_concurrency()
+    assert lowered_products(64).context.get_num_threads() == of_xla.context.get_num_threads() == threads
+
+
+def mosaic_calls(*depths):
+    """The options of the calls in a program of such products."""
     found = []
 
     def walk(operation):
@@ -168,7 +180,7 @@ def mosaic_calls(*depths):
                 for inner in block.operations:
                     walk(inner)
 
-    walk(module.operation)
+    walk(lowered_products(*depths).operation)
     return found
 
 

@@ -159,7 +159,6 @@ class Compiler:
 
     def __init__(self, gpu: Target, folder: Path) -> None:
         from jax.experimental import topologies
-        from jax.experimental.mosaic.gpu import utils
 
         found = ptxas()
         assert found is not None, "the CUDA plugin of JAX and its ptxas are not installed: pip install jax[cuda13]"
@@ -168,13 +167,25 @@ class Compiler:
         self.stand_in.write_text(_PTXAS.format(ptxas=found), encoding="utf-8")
         self.stand_in.chmod(0o755)
         os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-        utils._infer_arch = lambda: gpu.capability  # without a GPU it has 9.0
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=target_config(gpu)
         )
         self.sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
         self.programs: dict[str, list[Resources]] = {}
         self.seen: dict[str, Resources] = {}  # kernels of Mosaic, which are compiled once in a process
+
+    def lower(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
+        """A program for the GPU, lowered, which may be compiled.
+
+        Raises:
+          NotImplementedError: no kernel serves the call.
+        """
+        from jax.experimental.mosaic.gpu import utils
+
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), arrays)
+        utils._infer_arch = lambda: self.gpu.capability  # without a GPU it has 9.0
+        with lowering_for(self.gpu):
+            return jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
 
     def compile(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> list[Resources]:
         """The kernels of this library in a program.
@@ -183,9 +194,7 @@ class Compiler:
           NotImplementedError: no kernel serves the call.
           Exception: a compiler refuses the program.
         """
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), arrays)
-        with lowering_for(self.gpu):
-            lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
+        lowered = self.lower(function, arrays)
         text = lowered.as_text()
         if text not in self.programs:
             self.programs[text] = self._compile(lowered)

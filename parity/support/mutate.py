@@ -2,8 +2,8 @@
 
 It applies the breaks of `parity/support/mutants.txt`, one after another, to a copy of the project and runs the
 tests that each break names. A mutant lives if its tests pass. It is not tried where they are all skipped, as on a
-version of JAX without the kernel's backend. The exit code is 0 if no mutant lives, 1 if one does, and 2 if tests
-fail on the unbroken copy.
+version of JAX without the kernel's backend: `--but` tries those that are left on another. The exit code is 0 if
+no mutant lives, 1 if one does, and 2 if tests fail on the unbroken copy.
 """
 
 import argparse
@@ -106,8 +106,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes")
     parser.add_argument("--seconds", type=float, default=300, metavar="N", help="that tests of a mutant may take")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of what became of each")
+    parser.add_argument(
+        "--but",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="but those that died in other runs, as of other JAXs",
+    )
     args = parser.parse_args(arguments)
-    mutants = [m for m in MUTANTS if args.only in f"{m.file} {m.old} {m.new}"]
+    dead = [
+        outcome["mutant"]
+        for path in args.but
+        for outcome in json.loads(path.read_text("utf-8"))
+        if outcome["state"] == "killed"
+    ]
+    named = [m for m in MUTANTS if args.only in f"{m.file} {m.old} {m.new}"]
+    mutants = [m for m in named if dataclasses.asdict(m) not in dead]
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         trees: queue.Queue[Path] = queue.Queue()

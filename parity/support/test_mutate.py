@@ -56,6 +56,9 @@ def test_outcomes(monkeypatch, tmp_path, capsys, old, state, code):
     assert capsys.readouterr().out.startswith(state)
     assert f'"state": "{state}"' in output.read_text()
     assert (tmp_path / "two.py").read_text() == "two = 1 + 1  # comment\n"
+    assert check.main(["mutate", "--workers", "1", "--but", str(output)]) == code
+    left = "0 mutants: \n" if state == "killed" else "1 mutants: 1 lives\n"
+    assert capsys.readouterr().out.endswith(left)
     skipped = "import pytest\n\n\n@pytest.mark.skip\ndef test_two():\n    pass\n"
     (tmp_path / "parity" / "test_two.py").write_text(skipped)
     assert check.main(["mutate", "--workers", "1"]) == 0
