@@ -335,12 +335,6 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
     return Sharding(equation=f"m D, D, D, m D -> {', '.join(results)}")
 
 
-def _prefer_mosaic(form: Form[Any], target: Target) -> bool:
-    """Whether Mosaic's kernel is as fast as Triton's: not where 512 threads, alone on an SM, hold a row of two."""
-    is_alone = form.residual is not None and 8192 < form.x.shape[-1] <= 16384
-    return not is_alone and prefer_on_hopper(form, target)
-
-
 _STATISTICS = {"return_statistics": True}  # for the gradient, of the forward pass
 
 _OP: Op[Form[Any]] = Op(
@@ -352,7 +346,7 @@ _OP: Op[Form[Any]] = Op(
             architectures=PORTABLE,
             call=mosaic.norm,
             config=mosaic.Config,
-            preferred=_prefer_mosaic,
+            preferred=mosaic.prefer,
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.norm, config=triton.Config),
     ),

@@ -26,8 +26,8 @@ from typing import Any
 
 from pallas_models import files
 from pallas_models._processes import cores
+from parity import COMPILES_ALONE, campaign
 from parity import bench as of_benchmarks
-from parity import campaign
 
 # Cases that a worker makes one after another: calls of ops share a program. Of parts that are not here, one. Parts
 # begin in this order.
@@ -63,7 +63,7 @@ def _parts() -> dict[str, str]:
 PARTS = _parts()
 # Parts whose processes are not like the others: they have no GPU where there is one, or so many devices of a CPU.
 _ENVIRONMENTS = {
-    "compiled": {"CUDA_VISIBLE_DEVICES": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+    "compiled": COMPILES_ALONE,
     "shardings": {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

@@ -9,9 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax_plugins.xla_cuda13  # noqa: F401
@@ -20,7 +18,7 @@ import numpy as np
 from pallas_models.target import lowering_for
 from parity.campaign import ops
 from parity.campaign._case import Case
-from parity.support.compiling import GENERATIONS, Compiler
+from parity.support.compiling import GENERATIONS, Lowering
 from parity.support.draws import Pick
 
 _SHARES = {"mosaic": 0.6, "triton": 0.3, None: 0.1}
@@ -28,7 +26,7 @@ _SHARES = {"mosaic": 0.6, "triton": 0.3, None: 0.1}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Trial:
-    compiler: Compiler
+    lowering: Lowering
     program: ops.Program
 
     def __call__(self) -> None:
@@ -36,16 +34,14 @@ class _Trial:
         arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in p.inputs.items()}
         with contextlib.suppress(NotImplementedError):  # what no kernel serves is refused in words
             if p.transformation == "vjp":
-                with lowering_for(self.compiler.gpu):
+                with lowering_for(self.lowering.gpu):
                     given.append(jax.eval_shape(p.call, arrays))
             elif p.transformation == "jvp":
                 given.append({name: arrays[name] for name in p.floats})
-            self.compiler.lower(ops.transformed(p), (arrays, *given)).compile()
+            self.lowering.lower(ops.transformed(p), (arrays, *given)).compile()
 
 
-@functools.cache
-def _compiler(generation: str) -> Compiler:
-    return Compiler(GENERATIONS[generation], Path(tempfile.mkdtemp()))
+_lowering = functools.cache(Lowering)
 
 
 def cases(seed: int, implementation: str | None = None) -> Iterator[Case]:
@@ -54,5 +50,5 @@ def cases(seed: int, implementation: str | None = None) -> Iterator[Case]:
     for number in itertools.count():
         name = implementation or Pick(np.random.default_rng([seed, number, 1])).by(_SHARES)
         program = ops.program(seed, number, name)
-        trial = _Trial(_compiler(generation), program)
-        yield Case(f"{generation}: {program}", trial, (program.op, generation, str(name)))
+        trial = _Trial(_lowering(GENERATIONS[generation]), program)
+        yield Case(f"{generation}: {program}", trial, (program.op, generation, str(name)), {"cases": 1})

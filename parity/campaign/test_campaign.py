@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_models import ops as library
-from parity import ROOT
+from parity import COMPILES_ALONE, ROOT
 from parity import __main__ as check
 from parity.campaign import __main__ as campaign
 from parity.campaign import ops
@@ -219,7 +219,7 @@ from parity.campaign import compiled
 case = next(case for case in compiled.cases(3, "mosaic") if "rms_norm" in case.name)
 assert case.row[1] == "sm_90" and case.run() is None
 """
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    environment = os.environ | COMPILES_ALONE
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=ROOT)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_models import files
-from parity import ROOT
+from parity import COMPILES_ALONE, ROOT
 from parity.support.compiling import GENERATIONS, Program, Resources, programs, read
 from parity.support.support_matrix import line, replaced
 
@@ -100,7 +100,7 @@ def compile_all(folder: Path, workers: int, only: str) -> None:
 def _compile(folder: Path, only: str, generation: str) -> None:
     results = folder / f"{generation}.jsonl"
     # A GPU that there is would be the one that kernels are lowered for.
-    environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | COMPILES_ALONE
     command = [sys.executable, "-m", "parity.support.compiling", generation, str(results), only]
     while True:
         before = len(read(results))

@@ -154,25 +154,19 @@ def ptxas() -> Path | None:
     return path if path.exists() else None
 
 
-class Compiler:
-    """Compiles programs for one GPU, in a process that has none."""
+class Lowering:
+    """Lowers programs for one GPU, in a process that has none."""
 
-    def __init__(self, gpu: Target, folder: Path) -> None:
+    def __init__(self, gpu: Target) -> None:
         from jax.experimental import topologies
+        from jax.experimental.mosaic.gpu import utils
 
-        found = ptxas()
-        assert found is not None, "the CUDA plugin of JAX and its ptxas are not installed: pip install jax[cuda13]"
-        self.gpu, self.folder, self.ptxas = gpu, folder, found
-        self.stand_in = folder / "ptxas"
-        self.stand_in.write_text(_PTXAS.format(ptxas=found), encoding="utf-8")
-        self.stand_in.chmod(0o755)
-        os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+        self.gpu = gpu
+        utils._infer_arch = lambda: gpu.capability  # without a GPU it has 9.0
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=target_config(gpu)
         )
         self.sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-        self.programs: dict[str, list[Resources]] = {}
-        self.seen: dict[str, Resources] = {}  # kernels of Mosaic, which are compiled once in a process
 
     def lower(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
         """A program for the GPU, lowered, which may be compiled.
@@ -180,12 +174,25 @@ class Compiler:
         Raises:
           NotImplementedError: no kernel serves the call.
         """
-        from jax.experimental.mosaic.gpu import utils
-
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), arrays)
-        utils._infer_arch = lambda: self.gpu.capability  # without a GPU it has 9.0
         with lowering_for(self.gpu):
             return jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
+
+
+class Compiler(Lowering):
+    """Compiles programs for one GPU, in a process that has none."""
+
+    def __init__(self, gpu: Target, folder: Path) -> None:
+        found = ptxas()
+        assert found is not None, "the CUDA plugin of JAX and its ptxas are not installed: pip install jax[cuda13]"
+        self.folder, self.ptxas = folder, found
+        self.stand_in = folder / "ptxas"
+        self.stand_in.write_text(_PTXAS.format(ptxas=found), encoding="utf-8")
+        self.stand_in.chmod(0o755)
+        os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+        super().__init__(gpu)
+        self.programs: dict[str, list[Resources]] = {}
+        self.seen: dict[str, Resources] = {}  # kernels of Mosaic, which are compiled once in a process
 
     def compile(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> list[Resources]:
         """The kernels of this library in a program.

@@ -1,6 +1,7 @@
 """Layer and RMS norm of rows in the registers of threads; rows that are too long for these are read twice."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.forms.norm import Form
+from pallas_models.kernels.mosaic.common.backend import prefer_on_hopper
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import iota
 from pallas_models.kernels.mosaic.common.row_config import Config, configs
@@ -15,6 +17,14 @@ from pallas_models.kernels.mosaic.common.row_config import heuristic as of_rows
 from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
+
+_ALONE = range(8193, 16385)  # columns of rows whose threads would be alone on a multiprocessor
+
+
+def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether `norm` is the fastest kernel for a call: not where threads that hold a row are alone on an SM."""
+    is_alone = form.residual is not None and form.x.shape[-1] in _ALONE
+    return not is_alone and prefer_on_hopper(form, target)
 
 
 def heuristic(m: int, n: int, dtype: DTypeLike, *, arrays: int, reductions: int) -> Config:
@@ -28,9 +38,17 @@ def heuristic(m: int, n: int, dtype: DTypeLike, *, arrays: int, reductions: int)
       arrays: how many arrays of such rows are read.
       reductions: how many numbers of a row its threads exchange.
     """
-    if 8192 < n <= 16384 and arrays == 1 and jnp.dtype(dtype).itemsize == 2 and n % 8 == 0:
+    if n in _ALONE and arrays == 1 and jnp.dtype(dtype).itemsize == 2 and n % 8 == 0:
         return Config(threads=256, block_n=4096, warpgroups=2, keep=True)
     return of_rows(m, n, dtype, arrays, reductions=reductions)
+
+
+def normalised(blocks: Blocks, y: jax.Array, means: Sequence[jax.Array], factor: jax.Array) -> jax.Array:
+    """A block of rows without their means, if there are any, in two parts, times their factors."""
+    if not means:
+        return y * blocks.spread(factor)
+    mean, rest = means
+    return (y - blocks.spread(mean)) * blocks.spread(factor) + blocks.spread(-rest * factor)
 
 
 class _Rows:
@@ -65,13 +83,7 @@ class _Rows:
     def write(self, step: jax.Array | int, y: jax.Array, means: tuple[jax.Array, ...], factor: jax.Array) -> None:
         """Stores the norm of the block of a step, and the sum that was normalised where it is asked for."""
         blocks, refs, j = self.blocks, self.refs, self.blocks.column(step)
-        h = y
-        if means:
-            mean, rest = means
-            h = (h - blocks.spread(mean)) * blocks.spread(factor) + blocks.spread(-rest * factor)
-        else:
-            h *= blocks.spread(factor)
-        out = h * blocks.load(refs.scale, self.i, j).astype(jnp.float32)
+        out = normalised(blocks, y, means, factor) * blocks.load(refs.scale, self.i, j).astype(jnp.float32)
         if refs.bias is not None:
             out += blocks.load(refs.bias, self.i, j).astype(jnp.float32)
         blocks.store(refs.out, self.i, j, out.astype(refs.out.dtype))

@@ -22,6 +22,7 @@ from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
 from pallas_models.kernels.mosaic.common.row_walk import Walk, registers
 from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.kernels.mosaic.common.vectors import vector_length
+from pallas_models.kernels.mosaic.norm import normalised
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -58,9 +59,7 @@ def heuristic(m: int, n: int, column: Column, dtype: DTypeLike, target: Target) 
     threads of a CTA, so that its size says how many a thread has; more CTAs leave more sums to add up.
     """
     vector = vector_length(n, dtype)
-    threads = min(pl.next_power_of_2(pl.cdiv(n, 32)), pl.next_power_of_2(pl.cdiv(n, vector)))
-    if 2 * threads <= _MOST_THREADS and n % (2 * threads * vector) == 0:
-        threads *= 2
+    threads = row_config.threads_of_row(n, vector, _MOST_THREADS)
     columns = pl.cdiv(n, threads * vector) * vector
     least = max(threads // WARPGROUP, 1)
     sizes = range(_MOST_WARPGROUPS // least * least, least, -least)  # and the least, where no other will do
@@ -133,13 +132,13 @@ class _Rows:
         y, *rest = (blocks.again(x).astype(jnp.float32) for x in arrays)
         if self.refs.residual is not None:
             y, *rest = y + rest[0], *rest[1:]
-        if means:
-            mean, remainder = means
-            h = (y - blocks.spread(mean)) * blocks.spread(factor) + blocks.spread(-remainder * factor)
-        else:
-            h = y * blocks.spread(factor)
         dout, *dsum = rest
-        return h, dout * blocks.again(self.scale).astype(jnp.float32), dout, dsum
+        return (
+            normalised(blocks, y, means, factor),
+            dout * blocks.again(self.scale).astype(jnp.float32),
+            dout,
+            dsum,
+        )
 
     def step(self, step: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         """Computes dx of a block, and adds up the terms of the gradients of scale and bias."""

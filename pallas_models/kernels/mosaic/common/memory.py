@@ -56,8 +56,11 @@ def load_transposed(ref: Ref, layout: Any) -> jax.Array:
 
 @meaning(lambda x, layout: x)
 def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
-    """The same values, each in the thread that has it in `layout`; what is not said is inferred, slowly."""
-    cast: jax.Array = plgpu.layout_cast(x, layout)
+    """The same values, each in the thread that has it in `layout`; what is not said is inferred, slowly.
+
+    An array that is a constant needs it where `plgpu.inline_mgpu` takes it. A number has none.
+    """
+    cast: jax.Array = plgpu.layout_cast(x, layout) if x.shape else x
     return cast
 
 

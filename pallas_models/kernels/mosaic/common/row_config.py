@@ -46,6 +46,12 @@ class Config:
             raise ValueError(f"{self}: warpgroups of a CTA must be a multiple of those that share a row")
 
 
+def threads_of_row(n: int, vector: int, most: int) -> int:
+    """Threads with up to 32 elements of a row each; twice as many, up to `most`, where all of them get some."""
+    threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(pl.cdiv(n, vector)))
+    return 2 * threads if 2 * threads <= most and n % (2 * threads * vector) == 0 else threads
+
+
 def heuristic(
     m: int, n: int, dtype: DTypeLike, arrays: int = 1, *, masked: bool = False, reductions: int = 2
 ) -> Config:
@@ -63,12 +69,9 @@ def heuristic(
     """
     vector, itemsize = vector_length(n, dtype), jnp.dtype(dtype).itemsize
     if n <= _WHOLE * _HELD:
-        threads = min(pl.next_power_of_2(pl.cdiv(n, _HELD)), pl.next_power_of_2(pl.cdiv(n, vector)))
-        rows = 1
-        if reductions > 2:
-            rows = 2 if m >= _MANY and threads <= _FEWER and arrays == 1 and itemsize == 2 else 1
-        elif threads <= _FEWER and n % (2 * threads * vector) == 0:
-            threads *= 2
+        threads = threads_of_row(n, vector, 0 if reductions > 2 else 2 * _FEWER)
+        is_paired = reductions > 2 and m >= _MANY and threads <= _FEWER and arrays == 1 and itemsize == 2
+        rows = 2 if is_paired else 1
         return Config(threads=threads, block_n=n, rows=rows, warpgroups=max(threads // WARPGROUP, 1))
     num_bytes = arrays * pl.cdiv(n, _MOST_THREADS) * (4 if vector == 1 else itemsize)
     has_room = num_bytes <= (_KEPT if arrays == 1 else _KEPT * 3 // 4)

@@ -379,7 +379,7 @@ class Blocks:
         """Stores a number for each row of block i, in a row of `ref`, (K, M), float32."""
         splat = plgpu.Layout.WG_SPLAT
         store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, self.numbers_layout))
-        x = self._laid(x)
+        x = memory.layout_cast(x, self.numbers_layout)
         store(functools.partial(rows_ptx.store_numbers, self, row))(ref, *_numbers(i), x)
 
     @meaning(_interpreted_load_numbers)
@@ -398,16 +398,12 @@ class Blocks:
         numbers: jax.Array = load(functools.partial(rows_ptx.load_numbers, self, row))(ref, *_numbers(i), *others)
         return numbers
 
-    def _laid(self, x: jax.Array) -> jax.Array:
-        """An array of a number for each row in its layout; a constant has none."""
-        return memory.layout_cast(x, self.numbers_layout) if self.numbers_shape else x
-
     @meaning(_interpreted_store_at)
     def store_at(self, ref: Ref, i: jax.Array, columns: jax.Array, x: jax.Array) -> None:
         """Stores a number for each row of block i at its column of rows (M, N), if there is one."""
         splat = plgpu.Layout.WG_SPLAT
         store = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, self.numbers_layout, self.numbers_layout))
-        x = self._laid(x)
+        x = memory.layout_cast(x, self.numbers_layout)
         store(functools.partial(rows_ptx.store_at, self))(ref, *_numbers(i), columns, x)
 
     def scratch_types(self, reductions: int, interpret: bool, *, arrays: int = 1) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Tile:
         kinds = plgpu.RefType(), self.row_layout, plgpu.Layout.WG_SPLAT
         result = plgpu.ShapeDtypeStruct((self.rows, self.columns), ref.dtype, layout=self.layout)
         load = plgpu.inline_mgpu(arg_types=kinds, return_type=result)(functools.partial(_load, self))
-        rows = memory.layout_cast(rows, self.row_layout)  # a constant has none
+        rows = memory.layout_cast(rows, self.row_layout)
         loaded: jax.Array = load(ref, rows, jnp.asarray(column, jnp.int32))
         return loaded
 
