@@ -169,7 +169,7 @@ class Tokens:
         """The normalised sums of rows, and the factor of each; both are 0 for rows that do not count."""
         blocks, n = self.blocks, self.blocks.n
         y = sum_of([*(x.astype(jnp.float32) for x in rows), *self.shared])
-        mean = blocks.reduce(self.refs, 0, "add", y) * (1.0 / n)
+        mean = blocks.rounded(blocks.reduce(self.refs, 0, "add", y) * (1.0 / n))
         d = y - blocks.spread(mean)
         inside = blocks.inside(self.column)
         if inside is not None:

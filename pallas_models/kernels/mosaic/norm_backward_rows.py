@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.row_config import WARPGROUP
+from pallas_models.kernels.mosaic.common.row_config import WARPGROUP, threads_of_row
 from pallas_models.kernels.mosaic.common.row_walk import Walk, registers
 from pallas_models.kernels.mosaic.common.rows import Blocks
 from pallas_models.kernels.mosaic.common.vectors import vector_length
@@ -59,7 +59,7 @@ def heuristic(m: int, n: int, column: Column, dtype: DTypeLike, target: Target) 
     threads of a CTA, so that its size says how many a thread has; more CTAs leave more sums to add up.
     """
     vector = vector_length(n, dtype)
-    threads = row_config.threads_of_row(n, vector, _MOST_THREADS)
+    threads = threads_of_row(n, vector, _MOST_THREADS)
     columns = pl.cdiv(n, threads * vector) * vector
     least = max(threads // WARPGROUP, 1)
     sizes = range(_MOST_WARPGROUPS // least * least, least, -least)  # and the least, where no other will do

@@ -364,7 +364,8 @@ class Blocks:
         load = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), splat, splat, self.numbers_layout), return_type=result
         )
-        block: jax.Array = load(functools.partial(rows_ptx.look_up, self))(ref, *_numbers(i, j), self._laid(rows))
+        rows = memory.layout_cast(rows, self.numbers_layout)
+        block: jax.Array = load(functools.partial(rows_ptx.look_up, self))(ref, *_numbers(i, j), rows)
         return block
 
     @meaning(_interpreted_store)
