@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from pallas_models import gpt2, minilm, ops, qwen3
-from pallas_models.kernels.common import trimul_scales
-from pallas_models.kernels.triton import trimul_bounds
 from parity.ops import test_trimul_backward as trimul
 from parity.support.common import (
     HOPPER,
@@ -22,7 +20,6 @@ from parity.support.common import (
     array,
     assert_close,
     cuda_device,
-    normal,
     random_params,
     without_gpu,
     without_triton,
@@ -119,16 +116,3 @@ def test_the_triangle_update_and_its_gradient_in_kernels_of_mosaic_alone(n, dire
         found = trimul.gradients(operands, cotangent, implementation=MOSAIC, **options)
     assert_close(out, ops.triangle_update(**operands, **options, implementation="xla"), 2e-2)
     trimul.assert_gradients(found, trimul.exact(operands, cotangent, **options), trimul.GRADIENTS["bfloat16"])
-
-
-@needs_jax_011
-@pytest.mark.parametrize("dtype, masked, biased", [("float32", True, True), ("bfloat16", False, False)])
-def test_bounds_are_those_of_the_kernel_of_triton(dtype, masked, biased):
-    rng = np.random.default_rng(3)
-    scale, shift, w = normal(rng, 40), normal(rng, 40), normal(rng, 40, 4, 33).astype(dtype)
-    mask = normal(rng, 2, 7, 7).at[0, 0, 0].set(jnp.inf) if masked else None
-    given = mask, scale, shift, w, normal(rng, 4, 33) if biased else None
-    kernel = jnp.max(trimul_bounds.bounds(*given, interpret=not ON_GPU), axis=0)
-    assert_close(trimul_scales.bounds(*given, interpret=False)[0], kernel, 1e-6)
-    spoiled = trimul_scales.bounds(mask, scale, shift, w.at[0, 0, 0].set(jnp.nan), given[-1], interpret=False)
-    assert np.isinf(spoiled[0, 0]) and np.isfinite(spoiled[0, 1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_models import ops
-from pallas_models.kernels.mosaic.common import memory
+from pallas_models.kernels.mosaic.common import memory, row_columns
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
 from pallas_models.kernels.mosaic.common.rows import Blocks
@@ -104,6 +104,37 @@ def added(x: jax.Array, factors: jax.Array, *, config: Config, ctas: int, interp
     )
 
 
+def reducing(refs: Refs, blocks: Blocks) -> None:
+    """Leaves the sum and the largest size of each column of the rows that a CTA walks."""
+    total, largest = blocks.full(0.0), blocks.full(0.0)
+    for step in range(-(-blocks.m // (blocks.shape[0] * blocks.num_ctas * blocks.groups))):
+        i = blocks.place() + step * blocks.num_ctas * blocks.groups
+        y = blocks.load(refs.x, i, blocks.column(0)).astype(jnp.float32)
+        total, largest = total + y, jnp.maximum(largest, jnp.abs(y))
+    columns = row_columns.columns_of(blocks)
+    for _ in range(2):  # the second time what the first one left is in the way
+        found = row_columns.reduce_rows(blocks, refs, ("add", "max"), total, largest)
+    for k, x in enumerate(found):
+        columns.store(refs.o.at[k], columns.place(), columns.column(0), x)
+
+
+def reduced(x: jax.Array, *, config: Config, ctas: int, interpret: bool) -> jax.Array:
+    blocks = Blocks.of(dataclasses.replace(config, block_n=x.shape[1]), x, ctas)
+    columns = row_columns.columns_of(blocks)
+    (found,) = launch(
+        functools.partial(reducing, blocks=blocks),
+        dict(x=x),
+        dict(o=jax.ShapeDtypeStruct((2, ctas, columns.n), jnp.float32)),
+        row_columns.scratch_types(blocks, 2, interpret),
+        name="reduced",
+        num_ctas=blocks.num_ctas,
+        num_warpgroups=blocks.warpgroups,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )
+    return found
+
+
 def walked(arrays: dict[str, jax.Array], *, config: Config, interpret: bool) -> list[jax.Array]:
     x = arrays["x"]
     blocks = Blocks.of(config, x)
@@ -165,6 +196,17 @@ def test_rows_of_mosaic(m, n, dtype, mask, config):
     assert_close(column_sums.sum(1), np.stack([y.sum(0), 2 * y.sum(0)]), SHORT)
 
 
+@WALKED
+def test_columns_of_rows_of_mosaic(m, n, dtype, mask, config):
+    x = drawn(m, n, dtype, mask)["x"]
+    with all_called("mosaic.common.row_columns"):
+        out = jax.jit(functools.partial(reduced, config=config, ctas=2, interpret=not ON_GPU))(x)
+    y, (total, largest) = float64(x), float64(out)
+    assert_close(total.sum(0)[:n], y.sum(0), SHORT)
+    np.testing.assert_array_equal(largest.max(0)[:n], np.abs(y).max(0))
+    assert not np.any(float64(out)[..., n:])
+
+
 @without_gpu
 @WALKED
 def test_rows_of_mosaic_lower(m, n, dtype, mask, config):
@@ -174,6 +216,8 @@ def test_rows_of_mosaic_lower(m, n, dtype, mask, config):
         assert MOSAIC_CALL in lowered_for_cuda(call, arrays)
         call = functools.partial(added, config=config, ctas=2, interpret=False)
         assert MOSAIC_CALL in lowered_for_cuda(call, arrays["x"], jax.ShapeDtypeStruct((2, m), "float32"))
+        call = functools.partial(reduced, config=config, ctas=2, interpret=False)
+        assert MOSAIC_CALL in lowered_for_cuda(call, arrays["x"])
 
 
 @pytest.mark.parametrize(

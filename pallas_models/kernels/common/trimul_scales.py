@@ -10,34 +10,6 @@ from jax.typing import DTypeLike
 LOG2_LARGEST = 14  # of left, right and sums: half of the range of float16, as rounding may add to them
 
 
-def bounds(
-    mask: jax.Array | None,
-    norm_scale: jax.Array,
-    norm_bias: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    *,
-    interpret: bool,
-) -> jax.Array:
-    """The bounds of Triton's kernel `trimul_bounds`, in one part and in plain XLA: for a JAX without Triton."""
-    del interpret
-
-    def largest(x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.where(x < jnp.inf, x, jnp.inf))
-
-    weights = jnp.abs(w.astype(jnp.float32))
-    scaled, shifted = (jnp.abs(x)[:, None, None] * weights for x in (norm_scale, norm_bias))
-    most = jnp.sqrt(len(w) * jnp.sum(scaled * scaled, axis=0)) + jnp.sum(shifted, axis=0)
-    if bias is not None:
-        most += jnp.abs(bias)
-    factor = jnp.float32(1.0)
-    if mask is not None:
-        factors = jnp.abs(mask.astype(jnp.float32))
-        factor = jnp.max(jnp.where(factors < jnp.inf, factors, 1.0))  # others spoil their own sums alone
-    sides = [most[0], most[2], weights[:, 0], weights[:, 2]]
-    return jnp.stack([*map(largest, sides), factor])[None]
-
-
 def scales(largest: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
     """Powers of two for left and right, times which they are at most `2**LOG2_LARGEST`, whatever x is.
 

@@ -1,9 +1,10 @@
 """The kernels that the triangle multiplicative update is made of, on one GPU and on several that share the pairs.
 
 Bounds of left and right, projections, products over third positions, and the end of the update are a kernel each.
-Mosaic has projections and products for Hopper GPUs. The other kernels, and projections of sizes that Mosaic's do
-not serve, are Triton's, so that this lies above both backends. GPUs that share the pairs exchange them by channels
-between kernels, or the kernels themselves store what they compute where it is needed.
+Mosaic has projections, products and an end for Hopper GPUs, and bounds for a JAX without Triton. Other kernels,
+and those for sizes that Mosaic's do not serve, are Triton's, so that this lies above both backends. GPUs that
+share the pairs exchange them by channels between kernels, or the kernels themselves store what they compute where
+it is needed.
 """
 
 import dataclasses
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models import _jax
-from pallas_models.kernels.common import trimul_scales
 from pallas_models.kernels.common.channel_exchange import ByChannels
 from pallas_models.kernels.common.trimul_scales import scales, sums_factor
 from pallas_models.kernels.forms.trimul import Form, Output, Product, Projection
+from pallas_models.kernels.mosaic import trimul_bounds as mosaic_bounds
 from pallas_models.kernels.mosaic import trimul_output as mosaic_output
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.mosaic import trimul_project as mosaic_project
@@ -66,7 +67,7 @@ def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, b
     project = mosaic_projection(form, target, _GROUPS if form.is_split else 1)
     return dataclasses.replace(
         kernels,
-        bounds=trimul_bounds.bounds if _jax.has_triton() else trimul_scales.bounds,
+        bounds=kernels.bounds if _jax.has_triton() else mosaic_bounds.bounds,
         project=kernels.project if project is None else project,
         multiply=functools.partial(mosaic_product.product, config=config),
         # Products copy whole tiles. The projections fill them up, if they write row by row.

@@ -206,10 +206,15 @@ def store_at(blocks: Blocks, _: Any, ref: Any, i: Any, columns: Any, x: Any) -> 
 
 
 def fold(blocks: Blocks, kind: Kind, x: Any) -> Any:
-    layout = blocks.of_threads.layout.to_mgpu()
+    return _of_numbers(blocks.of_threads, list(_of_thread(blocks, kind, x)))
+
+
+def _of_numbers(blocks: Blocks, numbers: list[Any]) -> Any:
+    """A block of vectors of one number each."""
+    layout = blocks.layout.to_mgpu()
     one = ir.VectorType.get((1,), ir.F32Type.get())
-    totals = [inline.utils.vector.broadcast(one, total) for total in _of_thread(blocks, kind, x)]
-    registers = np.array(totals, dtype=object).reshape(layout.registers_shape(blocks.of_threads.shape))
+    vectors = [inline.utils.vector.broadcast(one, number) for number in numbers]
+    registers = np.array(vectors, dtype=object).reshape(layout.registers_shape(blocks.shape))
     return _arrays.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
@@ -290,33 +295,83 @@ def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list
 
 def store_sums(blocks: Blocks, _: Any, ref: Any, row: Any, j: Any, x: Any, columns: Any = None) -> None:
     """Warps with other rows leave their sums in shared memory, and all threads of the CTA add them up."""
-    arith, thread = inline.utils.arith, _Thread(blocks, inline.i32(0), j.registers.item())
-    sums = [_tree(_arrays.addf, list(vectors)) for vectors in x.registers.reshape(blocks.rows, blocks.columns).T]
-    sums = [[inline.item(vector, k) for k in range(blocks.vector)] for vector in sums]
-    distance = blocks.row_lanes
-    while distance < WARP:
-        sums = [[arith.addf(y, inline.utils.shfl_bfly(y, distance)) for y in numbers] for numbers in sums]
-        distance *= 2
-    is_first = None if blocks.row_lanes == WARP else _below(thread.lane, blocks.row_lanes)
+    thread = _Thread(blocks, inline.i32(0), j.registers.item())
+    sums = _over_lanes(blocks, _arrays.addf, x)
     if columns is None:
+        is_first = None if blocks.row_lanes == WARP else _below(thread.lane, blocks.row_lanes)
         kind = ir.VectorType.get((blocks.vector,), ir.F32Type.get())
         (pointers,) = thread.pointers(ref, [row.registers.item()])
         for pointer, numbers, inside in zip(pointers, sums, thread.columns_inside(), strict=True):
             store_vector(inline.utils.vector.from_elements(kind, numbers), pointer, _both(is_first, inside))
         return
+    inline.asm("bar.sync 0;", "")  # other sums that were left here have been read
+    _leave_columns(thread, inline.address(columns), sums)
+    inline.asm("bar.sync 0;", "")
+    _store_totals(blocks, ref, row.registers.item(), inline.address(columns))
+
+
+def reduce_rows(
+    blocks: Blocks, of_columns: Blocks, kinds: Sequence[Kind], _: Any, columns: Any, *arrays: Any
+) -> list[Any]:
+    """As `store_sums`; threads keep what they find."""
+    arith, nothing = inline.utils.arith, inline.utils.c(0.0, ir.F32Type.get())
+    combines, size = [_combine(kind) for kind in kinds], blocks.row_groups * _row_bytes(blocks)
+    numbers = [_over_lanes(blocks, *given) for given in zip(combines, arrays, strict=True)]
+    places = [inline.add(inline.address(columns), size * k) for k in range(len(arrays))]
+    thread = _Thread(blocks, inline.i32(0), _group_and_piece(blocks)[1])
+    inline.asm("bar.sync 0;", "")  # other numbers that were left here have been read
+    for place, left in zip(places, numbers, strict=True):
+        _leave_columns(thread, place, left)
+    inline.asm("bar.sync 0;", "")
+    thread = _Thread(of_columns, inline.i32(0), _group_and_piece(of_columns)[1])
+    insides = thread.columns_inside()
+
+    def totals(combine: Callable[[Any, Any], Any], place: Any) -> Iterator[Any]:
+        for column, inside in zip(thread.columns, insides, strict=True):
+            if inside is None:
+                yield _total(blocks, combine, place, column)
+            else:
+                total = _total(blocks, combine, place, arith.select(inside, column, inline.i32(0)))
+                yield arith.select(inside, total, nothing)
+
+    return [_of_numbers(of_columns, list(totals(*given))) for given in zip(combines, places, strict=True)]
+
+
+def _over_lanes(blocks: Blocks, combine: Callable[[Any, Any], Any], x: Any) -> list[list[Any]]:
+    """The sums or the maxima of what a warp has of each column, for each vector of a thread."""
+    found = [_tree(combine, list(vectors)) for vectors in x.registers.reshape(blocks.rows, blocks.columns).T]
+    found = [[inline.item(vector, k) for k in range(blocks.vector)] for vector in found]
+    distance = blocks.row_lanes
+    while distance < WARP:
+        found = [[combine(y, inline.utils.shfl_bfly(y, distance)) for y in numbers] for numbers in found]
+        distance *= 2
+    return found
+
+
+def _leave_columns(thread: _Thread, first: Any, found: list[list[Any]]) -> None:
+    """Leaves what `_over_lanes` found in shared memory, from `first` on, in a row for each warp of other rows."""
+    blocks = thread.blocks
+    is_first = None if blocks.row_lanes == WARP else _below(thread.lane, blocks.row_lanes)
     group, _ = _group_and_piece(blocks)
     number = inline.add(inline.times(group, blocks.row_groups // blocks.groups), thread.row_of_warp)
-    width = blocks.shape[1] * blocks.row_warpgroups
-    first = inline.add(inline.address(columns), inline.times(number, 4 * width))
-    inline.asm("bar.sync 0;", "")  # other sums that were left here have been read
-    for column, numbers in zip(thread.columns, sums, strict=True):
+    first = inline.add(first, inline.times(number, _row_bytes(blocks)))
+    for column, numbers in zip(thread.columns, found, strict=True):
         _store_shared(inline.add(first, inline.times(column, 4)), numbers, is_first)
-    inline.asm("bar.sync 0;", "")
-    _store_totals(blocks, ref, row.registers.item(), inline.address(columns), width)
 
 
-def _store_totals(blocks: Blocks, ref: Any, row: Any, first: Any, width: int) -> None:
-    """Stores the sums of the rows of shared memory that begin at `first`, a column a thread."""
+def _total(blocks: Blocks, combine: Callable[[Any, Any], Any], first: Any, column: Any) -> Any:
+    """The sum or the maximum of a column of what `_leave_columns` has left."""
+    place, size = inline.add(first, inline.times(column, 4)), _row_bytes(blocks)
+    return _tree(combine, [_load_shared(inline.add(place, size * r), 1)[0] for r in range(blocks.row_groups)])
+
+
+def _row_bytes(blocks: Blocks) -> int:
+    """Bytes of shared memory for a number for each column."""
+    return 4 * blocks.row_warpgroups * blocks.shape[1]
+
+
+def _store_totals(blocks: Blocks, ref: Any, row: Any, first: Any) -> None:
+    """Stores the sums of columns that `_leave_columns` has left, a column a thread."""
     arith, kind = inline.utils.arith, ir.VectorType.get((1,), ir.F32Type.get())
     threads = blocks.warpgroups * WARPGROUP
     for k in range(0, blocks.n, threads):
@@ -324,9 +379,7 @@ def _store_totals(blocks: Blocks, ref: Any, row: Any, first: Any, width: int) ->
         if k + threads > blocks.n:
             inside = _below(column, blocks.n)
             column = arith.select(inside, column, inline.i32(0))
-        place = inline.add(first, inline.times(column, 4))
-        numbers = [_load_shared(inline.add(place, 4 * width * r), 1)[0] for r in range(blocks.row_groups)]
-        total = inline.utils.vector.broadcast(kind, _tree(_arrays.addf, numbers))
+        total = inline.utils.vector.broadcast(kind, _total(blocks, _arrays.addf, first, column))
         store_vector(total, address(ref, inline.add(inline.times(row, blocks.n), column)), inside)
 
 
