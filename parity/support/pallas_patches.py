@@ -14,18 +14,16 @@ import functools
 import gc
 import itertools
 import os
-import tempfile
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
 from jax._src import callback as callbacks
-from jax._src import compiler, lru_cache
+from jax._src import lru_cache
 from jax._src.interpreters import mlir
 from jax._src.lax import slicing
 from jax._src.pallas import hlo_interpreter, primitives
@@ -35,9 +33,7 @@ from jax._src.state import discharge
 def apply(*, on_gpu: bool) -> None:
     """Makes the changes for this process."""
     share_contexts()
-    if on_gpu:
-        keep_kernels()
-    else:
+    if not on_gpu:
         interpret_quickly()
     if jax.__version_info__ < (0, 11):
         compile_a_warpgroup_once()
@@ -59,29 +55,6 @@ def _ir_context() -> Any:
 def share_contexts() -> None:
     """One MLIR context for all programs. JAX loads 20 dialects into a new one for each, which takes 5 ms."""
     mlir.make_ir_context = _ir_context
-
-
-_compile = compiler.backend_compile_and_load
-_kernels = tempfile.TemporaryDirectory(prefix="kernels")
-_MOST_KERNELS = 8 << 20  # bytes; XLA reads and writes all of them in a compilation
-
-
-def _compile_new_kernels(
-    backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Sequence[Any]
-) -> Any:
-    path = Path(_kernels.name, f"{os.getpid()}-{threading.get_ident()}")
-    if path.exists() and path.stat().st_size > _MOST_KERNELS:
-        path.unlink()
-    options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(path)
-    return _compile(backend, module, devices, options, host_callbacks)
-
-
-def keep_kernels() -> None:
-    """XLA compiles a kernel, one of ours or its own, once for programs that follow each other, not once for each.
-
-    It keeps what it compiled in a file, without a lock: each thread has its own.
-    """
-    compiler.backend_compile_and_load = _compile_new_kernels
 
 
 _interpret = hlo_interpreter.pallas_call_hlo_interpret

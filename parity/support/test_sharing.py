@@ -5,11 +5,9 @@ import signal
 import subprocess
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from jax._src import compiler, lru_cache
+from jax._src import lru_cache
 
 from parity import ROOT
 from parity.support import pallas_patches, sharing
@@ -175,27 +173,3 @@ def test_programs_are_kept_whole(tmp_path, monkeypatch):
     cache.put("key", b"another")
     assert found == [None] and cache.get("key") == b"program"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_kernels_are_kept_for_a_thread_and_begin_anew_where_they_are_many(tmp_path, monkeypatch):
-    paths = []
-
-    def compiles(backend, module, devices, options, host_callbacks):
-        paths.append(Path(options.executable_build_options.debug_options.xla_gpu_kernel_cache_file))
-        with paths[-1].open("a") as file:
-            file.write("kernel")
-        return len(paths)
-
-    monkeypatch.setattr(pallas_patches, "_compile", compiles)
-    monkeypatch.setattr(pallas_patches, "_kernels", types.SimpleNamespace(name=str(tmp_path)))
-    monkeypatch.setattr(pallas_patches, "_MOST_KERNELS", 10)
-    monkeypatch.setattr(compiler, "backend_compile_and_load", None)
-    pallas_patches.keep_kernels()
-
-    def compiled():
-        return compiler.backend_compile_and_load(None, None, None, compiler.CompileOptions(), [])
-
-    assert [compiled() for _ in range(3)] == [1, 2, 3] and paths[0].read_text() == "kernel"
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(compiled).result() == 4
-    assert len(set(paths[:3])) == 1 and paths[3].parent == paths[0].parent and paths[3] != paths[0]
