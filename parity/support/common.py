@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import core
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_models import _jax, minilm, ops
@@ -272,7 +273,14 @@ def kernel_calls(text: str) -> int:
 
 def traces(kernel: str, function: Callable[..., Any], *arrays: Any) -> bool:
     """Whether a kernel of that name is in the program of `function`."""
-    return re.search(rf"name={kernel}\b", str(jax.make_jaxpr(function)(*arrays))) is not None
+
+    def has_it(jaxpr: Any) -> bool:
+        return any(
+            eqn.params.get("name") == kernel or any(map(has_it, core.jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+
+    return has_it(jax.make_jaxpr(function)(*arrays).jaxpr)
 
 
 def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:
