@@ -177,6 +177,14 @@ def test_threads_have_what_registers_have_room_for(batch, seq, n, dtype, forward
         assert (config.threads, config.warpgroups, config.num_ctas) == wanted
 
 
+def test_a_gradient_has_fewer_warps_before_hopper_where_ptxas_takes_more_registers():
+    def warpgroups(capability):
+        target = dataclasses.replace(H200, capability=capability)
+        return embedding_backward.heuristic(512 * 128, 128, 384, "float16", target).warpgroups
+
+    assert [warpgroups(capability) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))] == [2, 2, 4, 4]
+
+
 @pytest.mark.parametrize("seq, num_ctas", [(128, 128), (512, 128), (96, 120), (7, 126), (360, 132), (1000, 132)])
 def test_ctas_meet_the_same_positions_where_few_of_them_are_left_out(seq, num_ctas):
     config = config_of(512 * seq, seq, 32, 1, 1, 1, H200)

@@ -36,7 +36,10 @@ def heuristic(m: int, seq: int, n: int, dtype: DTypeLike, target: Target) -> Con
     """Chooses a config for m tokens of width n: see `embedding_walk.heuristic`."""
     # What all tokens share, the normalised sum, its gradient and three totals in float32; a scale, and a word and
     # a cotangent, each with the next one.
-    return heuristic_of(m, seq, n, dtype, _COLUMNS, 6 + 5 * jnp.dtype(dtype).itemsize / 4, target)
+    column = 6 + 5 * jnp.dtype(dtype).itemsize / 4
+    if target.capability < (9, 0):  # where ptxas takes more
+        column += 2
+    return heuristic_of(m, seq, n, dtype, _COLUMNS, column, target)
 
 
 def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
