@@ -95,8 +95,8 @@ def test_what_a_program_prints_after_an_interrupt_is_shown_and_kept(tmp_path, ca
 
 def test_the_log_has_each_line_at_once(tmp_path):
     log = tmp_path / "log"
-    wait = f"while not open({str(log)!r}).read():\n    time.sleep(0.01)\n"
-    code = f"import time\nprint('started', flush=True)\n{wait}print('read')"
+    read = f"log = pathlib.Path({str(log)!r})\nwhile not (log.exists() and log.read_text()):"
+    code = f"import pathlib, time\nprint('started', flush=True)\n{read}\n    time.sleep(0.01)\nprint('read')"
     assert check.run(check.Step("suite", [sys.executable, "-c", code]), log) == 0
     assert log.read_text() == "started\nread\n"
 
