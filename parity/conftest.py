@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import tempfile
 
 from parity.support import sharing
 
@@ -64,6 +65,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--unpatched"):
         pallas_patches.apply(on_gpu=ON_GPU)
+    if config.getoption("numprocesses", None) and sharing.COMPILED not in os.environ:  # workers have it from here
+        programs = tempfile.TemporaryDirectory(prefix="programs")
+        os.environ[sharing.COMPILED] = programs.name
+        config.add_cleanup(programs.cleanup)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

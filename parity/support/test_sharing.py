@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 from jax._src import lru_cache
 
@@ -173,3 +174,9 @@ def test_programs_are_kept_whole(tmp_path, monkeypatch):
     cache.put("key", b"another")
     assert found == [None] and cache.get("key") == b"program"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process shares with nobody")
+def test_workers_share_what_they_compile():
+    assert jax.config.jax_compilation_cache_dir == os.environ[sharing.COMPILED]
+    assert jax.config.jax_enable_compilation_cache and os.path.isdir(os.environ[sharing.COMPILED])
