@@ -271,16 +271,18 @@ def kernel_calls(text: str) -> int:
     return count("main")
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a traced program, and of those that they call."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for called in core.jaxprs_in_params(equation.params):
+            yield from equations(called)
+
+
 def traces(kernel: str, function: Callable[..., Any], *arrays: Any) -> bool:
     """Whether a kernel of that name is in the program of `function`."""
-
-    def has_it(jaxpr: Any) -> bool:
-        return any(
-            eqn.params.get("name") == kernel or any(map(has_it, core.jaxprs_in_params(eqn.params)))
-            for eqn in jaxpr.eqns
-        )
-
-    return has_it(jax.make_jaxpr(function)(*arrays).jaxpr)
+    program = jax.make_jaxpr(function)(*arrays).jaxpr
+    return any(equation.params.get("name") == kernel for equation in equations(program))
 
 
 def cuda_device(kind: str, num_cores: int) -> contextlib.AbstractContextManager[Any]:

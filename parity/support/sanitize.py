@@ -68,17 +68,12 @@ def functions(backend: str, call: Any, rest: Sequence[Any]) -> tuple[Callable[..
 
 def kernels(jaxpr: Any) -> int:
     """How many kernels a traced program has, as it would have once it is lowered, which takes longer."""
-    from jax._src import core
     from jax.interpreters import partial_eval
 
+    from parity.support.common import equations
+
     used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-
-    def count(jaxpr: Any) -> int:
-        below = (inner for eqn in jaxpr.eqns for inner in core.jaxprs_in_params(eqn.params))
-        own = sum(eqn.primitive.name in ("pallas_call", "mpmd_map") for eqn in jaxpr.eqns)
-        return own + sum(map(count, below))
-
-    return count(used)
+    return sum(equation.primitive.name in ("pallas_call", "mpmd_map") for equation in equations(used))
 
 
 def traced(backend: str, call: Any, arrays: Sequence[Any]) -> Any:
