@@ -48,6 +48,7 @@ def found(*operands):
         (200, 70, "float16", (20001,), 20000, 2),
         (130, 32, "bfloat16", (2, 100, 104), 20799, 2),
         (7, 33, "bfloat16", (3, 400), 0, 128),
+        (64, 64, "float16", (1, 150, 151), 22649, 128),  # CTAs for the mask alone, and hidden channels in whole vectors
         (300, 64, "float32", None, 0, 128),
     ],
 )

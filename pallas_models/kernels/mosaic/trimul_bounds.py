@@ -40,9 +40,9 @@ def _mask_blocks(mask: jax.Array, num_ctas: int) -> Blocks:
 
 
 def _kernel(refs: Refs, blocks: Blocks, of_mask: Blocks | None) -> None:
-    """Bounds some columns of one side, where there are any left, and some of the mask."""
+    """Bounds some columns of one side, where none are left the last ones once more, and some of the mask."""
     cta = jax.lax.axis_index("cta")
-    side, piece = jax.lax.rem(cta, 2), jax.lax.div(cta, 2)
+    side, piece = jax.lax.rem(cta, 2), jnp.minimum(jax.lax.div(cta, 2), blocks.steps - 1)
     largest_factor = None
     if of_mask is not None:  # its first part is on its way while weights are added up
         first = _load_factors(refs.mask, of_mask, cta)

@@ -28,6 +28,11 @@ _arrays = Backend("jax.experimental.mosaic.gpu.fragmented_array")
 Kind = Literal["add", "max"]
 
 
+def _past_columns(blocks: "Blocks", dtype: jnp.dtype) -> float:
+    """What a block past the last column has: anything where blocks end with the rows, as nothing is compared."""
+    return jnp.nan if blocks.have_whole_columns and jnp.issubdtype(dtype, jnp.floating) else 0
+
+
 def _interpreted_load(
     self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None
 ) -> jax.Array:
@@ -39,7 +44,8 @@ def _interpreted_load(
         """x, which was read from that many places before its beginning on, in an array of `size`."""
         x = jnp.pad(x, [(0, size - x.shape[axis]) if a == axis else (0, 0) for a in range(x.ndim)])
         kept = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < size - distance
-        return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.zeros((), x.dtype))
+        past = _past_columns(self, x.dtype) if axis == x.ndim - 1 else 0
+        return jnp.where(kept, jnp.roll(x, -distance, axis), jnp.asarray(past, x.dtype))
 
     if len(ref.shape) == 1:
         return jnp.broadcast_to(aligned(ref[columns], 0, width, j * width - first), self.shape)
@@ -53,7 +59,8 @@ def _interpreted_load(
 
 def _interpreted_look_up(self: "Blocks", ref: Ref, i: jax.Array, j: jax.Array, rows: jax.Array) -> jax.Array:
     height, width = self.shape
-    table = jnp.pad(ref[...], [(0, 0), (0, self.row_warpgroups * width)])
+    past = _past_columns(self, ref.dtype)
+    table = jnp.pad(ref[...], [(0, 0), (0, self.row_warpgroups * width)], constant_values=past)
     is_row = (i * height + jnp.arange(height) < self.m)[:, None]
     found = jax.lax.dynamic_slice_in_dim(table, j * width, width, axis=1)[jnp.reshape(rows, height)]
     return jnp.where(is_row, found, jnp.zeros((), ref.dtype))
@@ -260,6 +267,11 @@ class Blocks:
         return self.walkers is None and self.m % (self.shape[0] * self.groups) == 0
 
     @property
+    def have_whole_columns(self) -> bool:
+        """Whether blocks end with the rows, so that no thread asks which of its columns lie before the end."""
+        return self.n % (self.shape[1] * self.row_warpgroups) == 0
+
+    @property
     def layout(self) -> Any:
         """Where a block lies: a step in all threads of its rows, then the next one."""
         lanes = WARP // self.row_lanes, self.row_lanes * self.vector
@@ -289,10 +301,9 @@ class Blocks:
 
     def inside(self, j: jax.Array) -> jax.Array | None:
         """Which elements of a block lie before the end of their row; None where all do."""
-        width = self.shape[1]
-        if self.n % (width * self.row_warpgroups) == 0:
+        if self.have_whole_columns:
             return None
-        return memory.iota(self.shape, 1, self.layout) < self.n - j * width
+        return memory.iota(self.shape, 1, self.layout) < self.n - j * self.shape[1]
 
     @meaning(lambda self, x: x)
     def again(self, x: jax.Array) -> jax.Array:
@@ -343,6 +354,8 @@ class Blocks:
     def load(self, ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None) -> jax.Array:
         """Loads block (i, j) of rows (M, N), or columns j of a vector (N,) for each row; 0 past the end.
 
+        A block that begins past the last column is not asked for: where blocks end with the rows, it is other memory.
+
         Args:
           repeat: loads row `r // repeat` for row r, of W rows (W, N) that begin again after the last one.
         """
@@ -354,7 +367,7 @@ class Blocks:
 
     @meaning(_interpreted_look_up)
     def look_up(self, ref: Ref, i: jax.Array, j: jax.Array, rows: jax.Array) -> jax.Array:
-        """Loads columns j of a row of `ref` (M, N) for each row of block i; 0 past the end.
+        """Loads columns j of a row of `ref` (M, N) for each row of block i, as `load` does; 0 past the end.
 
         Args:
           rows: which row of `ref` each takes: there is one.

@@ -48,8 +48,7 @@ class _Thread:
     def columns_inside(self) -> list[Any]:
         """Whether each vector of columns lies in the row; None where all do."""
         blocks = self.blocks
-        is_whole = blocks.n % (blocks.shape[1] * blocks.row_warpgroups) == 0
-        return [None if is_whole else _below(column, blocks.n) for column in self.columns]
+        return [None if blocks.have_whole_columns else _below(column, blocks.n) for column in self.columns]
 
     def pointers(self, ref: Any, rows: Sequence[Any]) -> list[list[Any]]:
         """Where the vectors of rows of an array lie."""
