@@ -639,6 +639,12 @@ HOPPER_CASES = {
         {"block_q": 128, "num_cores": 1},
     ),
     "ragged, bias": ((70, 150, 1, 1, 64, {"bias": (1, 1), "mask": True}), {"block_kv": 128}),
+    "heads of 32": ((192, 128, 2, 1, 32, {"causal": True}), {"block_kv": 128, "num_cores": 1}),
+    "heads of 32, few": ((16, 16, 2, 2, 32, {"mask": True}), {}),
+    "heads of 32, ragged": (
+        (70, 150, 2, 1, 32, {"mask": True, "segments": True, "window": 90, "bias": (2, 1)}),
+        {"block_q": 128, "num_cores": 2},
+    ),
     # As with the windows above, of blocks of 64.
     "window that begins with the last key of a block": (
         (256, 256, 1, 1, 64, {"causal": True, "window": 66}),
@@ -776,6 +782,7 @@ def test_hopper_kernel_lowers(dtype, batch, seq, heads, kv_heads, head_dim, opti
 @pytest.mark.parametrize(
     "head_dim, options",
     [
+        (32, {"segment_ids": array(np.zeros((1, 1024)), "int32")}),
         (64, {"segment_ids": array(np.zeros((1, 1024)), "int32")}),
         (
             128,
@@ -852,7 +859,7 @@ def test_heads_walked_together_keep_all_programs_busy(heads, blocks, in_cache):
     "dtype, head_dim, options, message",
     [
         ("float32", 64, {}, "takes float16 and bfloat16, not float32"),
-        ("bfloat16", 80, {}, "takes heads of 64 and 128, not head_dim=80"),
+        ("bfloat16", 80, {}, "takes heads of 32, 64 and 128, not head_dim=80"),
         ("bfloat16", 64, {"sm_scale": -1.0}, "takes positive scales, not sm_scale=-1.0"),
         (
             "bfloat16",

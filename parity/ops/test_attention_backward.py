@@ -265,6 +265,7 @@ def test_a_policy_that_keeps_attention_runs_its_kernel_once(names, kernels):
     [
         (1000, 8, 64, {}),  # a last block to mask; causal ones and windows are above
         (1024, 8, 128, {}),  # or none
+        (64, 12, 32, {"mask": array(np.ones((2, 64), bool))}),
         (
             1024,
             8,
@@ -395,6 +396,9 @@ HOPPER_CASES = {
     "ragged, heads of 128": (70, 150, 1, 1, 128, {}),
     "window of one key": (130, 140, 1, 1, 128, {"causal": True, "window": 1}),
     "few": (5, 9, 2, 1, 64, {"causal": True}),
+    "heads of 32": (256, 128, 2, 1, 32, {}),
+    "heads of 32, few": (16, 16, 2, 2, 32, {"mask": True}),
+    "heads of 32, ragged": (150, 203, 2, 1, 32, {"causal": True, "mask": True, "segments": True}),
 }
 on_hopper = pytest.mark.parametrize(
     "name",

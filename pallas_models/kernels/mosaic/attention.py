@@ -54,8 +54,8 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     head_dim, sm_scale = form.head_dim, form.sm_scale
     if form.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {form.dtype}"
-    if form.item_axis is None and head_dim not in (64, 128):
-        return f"takes heads of 64 and 128, not {head_dim=}"
+    if form.item_axis is None and head_dim not in (32, 64, 128):
+        return f"takes heads of 32, 64 and 128, not {head_dim=}"
     if form.item_axis is not None and (head_dim != 32 or form.seq % ROWS or form.seq < 2 * ROWS):
         least = 2 * ROWS
         return (
@@ -73,8 +73,8 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
     del target
     if form.item_axis is not None:
         return form.bias is not None
-    # Triton's tiles are smaller, so that it skips more of what masks rule out.
-    if form.head_dim == 64 and form.has_masks:
+    # Triton's tiles are smaller, so that it skips more of what masks rule out, and pads short sequences less.
+    if form.head_dim == 32 or (form.head_dim == 64 and form.has_masks):
         return False
     if form.window is not None and form.window < (1024 if form.head_dim == 64 else 128):
         return False
@@ -122,7 +122,7 @@ def shared_memory(config: Config, head_dim: int, bias_itemsize: int = 0) -> int:
     """Bytes of shared memory that a CTA takes: queries, results, keys, values and masks of stages, barriers."""
     keys = config.num_stages * config.block_kv
     rows = config.lines * (config.block_q + keys)
-    ones = 2 * TILE_ROWS * config.block_kv if head_dim == 32 else 0
+    ones = 2 * TILE_ROWS * config.block_kv if head_dim == 32 else 0  # of pairs
     masks = (4 if config.lines > 1 else 8) * rows  # lines of pairs are not packed: they have no segments
     return 2 * head_dim * 2 * rows + config.block_q * keys * bias_itemsize + ones + masks + 2048
 

@@ -116,8 +116,8 @@ class Plan:
 
     @property
     def tensor_sums(self) -> bool:
-        """Whether tensor cores add up the weights too: products of so narrow heads leave them time."""
-        return self.form.head_dim == 32
+        """Whether tensor cores add up the weights of pairs, rounded as they are: so narrow heads leave them time."""
+        return self.form.item_axis is not None
 
     @property
     def line_copies(self) -> int:
