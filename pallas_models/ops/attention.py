@@ -129,8 +129,8 @@ def attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the Triton or the Mosaic kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half
-        precisions and a positive scale, D of 64 or 128, and D of 32 with at most a `mask` and few keys; gradients
-        with a bias or D of 32 run in Triton's kernels by default, in XLA where `"mosaic"` alone is named.
+        precisions, a positive scale and D of 32, 64 or 128; gradients with a bias run in Triton's kernels by
+        default, in XLA where `"mosaic"` alone is named. D of 32 is Triton's by default but for many long rows.
 
     Returns:
       (B, Sq, Hq, D) in the dtype of q; with `return_lse` also (B, Hq, Sq) float32, -inf where no key is left.

@@ -248,8 +248,8 @@ def _draw_masks(pick: Pick, batch: int, seq: int, kv_seq: int, heads: int, dtype
 
 def _draw_heads(pick: Pick, mosaic: bool) -> tuple[int, int, int, int]:
     kv_heads, group = pick.few(1, 2), pick.of((1, 2, 3))
-    head_dim = pick.of((32, 64, 128) if mosaic else (16, 20, 32, 48, 64, 80, 128) if ON_GPU else (16, 20, 32, 48, 64))
-    return pick.few(1, 2), kv_heads * group, kv_heads, head_dim
+    head_dims = (32, 64, 128) if mosaic else (16, 20, 32, 48, 64, *((80, 128) if ON_GPU else ()))
+    return pick.few(1, 2), kv_heads * group, kv_heads, pick.of(head_dims)
 
 
 def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:

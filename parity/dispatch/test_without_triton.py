@@ -107,12 +107,28 @@ def test_a_call_on_another_device_needs_no_triton():
 
 
 @needs_jax_011
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("n, direction", [(5, "outgoing"), *([(129, "incoming")] if ON_GPU else [])])
-def test_the_triangle_update_and_its_gradient_in_kernels_of_mosaic_alone(n, direction):
+def test_the_triangle_update_and_its_gradient_in_kernels_of_mosaic_alone(n, direction, dtype):
     operands, cotangent = trimul.draw(n, 64, 64, gate_after=True, bias=True, mask="factors")
-    options = dict(direction=direction, gate_after=True, compute_dtype="bfloat16")
+    options = dict(direction=direction, gate_after=True, compute_dtype=dtype)
     with without_triton():
         out = ops.triangle_update(**operands, **options, implementation=MOSAIC)
         found = trimul.gradients(operands, cotangent, implementation=MOSAIC, **options)
     assert_close(out, ops.triangle_update(**operands, **options, implementation="xla"), 2e-2)
-    trimul.assert_gradients(found, trimul.exact(operands, cotangent, **options), trimul.GRADIENTS["bfloat16"])
+    trimul.assert_gradients(found, trimul.exact(operands, cotangent, **options), trimul.GRADIENTS[dtype])
+
+
+@without_gpu
+@needs_jax_011
+def test_the_gradient_in_float16_has_the_kernels_of_bfloat16():
+    operands, _ = trimul.draw(256, 128, 128, gate_after=True, bias=True, mask="factors")
+
+    def calls(dtype: str) -> int:
+        def loss(x: jax.Array) -> jax.Array:
+            options = dict(direction="outgoing", gate_after=True, compute_dtype=dtype)
+            return jnp.sum(ops.triangle_update(**operands | {"x": x}, **options))
+
+        return lowered(jax.grad(loss), operands["x"]).count(f"@{MOSAIC_CALL}")
+
+    assert calls("float16") == calls("bfloat16") > 0

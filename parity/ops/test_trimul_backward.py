@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from pallas_models import ops, target
+from pallas_models.kernels.common import trimul_output_scales as output_scales
 from pallas_models.kernels.forms.trimul import Output, Product, Projection
 from pallas_models.kernels.mosaic import trimul_product as mosaic_product
 from pallas_models.kernels.schedules import trimul_backward as backward_schedules
 from pallas_models.kernels.triton import (
     trimul_output_backward,
+    trimul_output_scales,
     trimul_product,
     trimul_project_backward,
     trimul_weights_backward,
@@ -345,6 +347,35 @@ def test_cotangents_of_any_size(dtype, by):
     found, wanted = (gradients(operands, c, **options) for c in (cotangent * by, cotangent))
     for name in wanted:
         assert_close(found[name] / by, wanted[name], 2.0**-20)
+
+
+def test_largest_in_xla_are_those_of_the_kernel():
+    n, padded, width, c, h = 5, 8, 16, 10, 6  # rows and columns past the end hold what must not count
+    rng = np.random.default_rng(2)
+    y, dout = normal(rng, 2 * padded, h, width, dtype="float16"), normal(rng, 2 * n, n, c, dtype="float32")
+    of_result = np.zeros((2 * padded, 1, width), bool).reshape(2, padded, 1, width)
+    of_result[:, :n, :, :n] = True
+    y = jnp.where(of_result.reshape(y.shape[0], 1, width), y, jnp.arange(h, dtype="float16")[:, None] * 1e-4)
+    form = Output(
+        ys=(y,),
+        gate=None,
+        bounds=array(rng.uniform(1.0, 3.0, (4, 5)), "float32"),
+        scale=normal(rng, h),
+        shift=normal(rng, h),
+        w=normal(rng, h, c, dtype="float16"),
+        bias=None,
+        gate_after=False,
+        factor=2.0**-17,
+        epsilon=1e-5,
+        precision=jax.lax.Precision.HIGHEST,
+        out_dtype=jnp.dtype("float32"),
+        size=n,
+        rows=(n, padded),
+    )
+    dout = dout.at[3, 2, 1].set(jnp.inf).at[0, 0, 0].set(1e30)
+    in_xla = output_scales.find_largest(form, dout)
+    kernel = trimul_output_scales.find_largest(form, dout, target=target.current(), interpret=not ON_GPU)
+    assert_close(jnp.stack(in_xla) / jnp.stack(kernel), np.ones(3), 1e-5)
 
 
 def test_factors_of_a_mask_beyond_half_precision(n=7):

@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def tensor_sums(self) -> bool:
-        """Whether tensor cores add up the weights of pairs, rounded as they are: so narrow heads leave them time."""
+        """Whether tensor cores add up the weights, which are rounded, too: heads of pairs leave them time."""
         return self.form.item_axis is not None
 
     @property

@@ -14,7 +14,8 @@ from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import iota
 from pallas_models.kernels.mosaic.common.row_config import Config, configs
 from pallas_models.kernels.mosaic.common.row_config import heuristic as of_rows
-from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
+from pallas_models.kernels.mosaic.common.row_reader import Reader
+from pallas_models.kernels.mosaic.common.rows import Blocks, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -10,7 +10,8 @@ from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.common.backend import prefer_on_hopper
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import LONGEST_HELD, Config, configs, heuristic
-from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
+from pallas_models.kernels.mosaic.common.row_reader import Reader
+from pallas_models.kernels.mosaic.common.rows import Blocks, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from pallas_models.kernels.forms.softmax import Form
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.row_config import Config, configs, heuristic
-from pallas_models.kernels.mosaic.common.rows import Blocks, Reader, sum_of
+from pallas_models.kernels.mosaic.common.row_reader import Reader
+from pallas_models.kernels.mosaic.common.rows import Blocks, sum_of
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 

@@ -118,6 +118,7 @@ def bounds(
         mask = mask.ravel()
         vectors = pl.cdiv(mask.size, _WARPGROUPS * WARPGROUP * vector_length(mask.size, mask.dtype))
         num_ctas = max(num_ctas, min(vectors, _MOST_CTAS))
+    num_ctas = pl.next_power_of_2(num_ctas)  # Triton's kernels of the end load as many
     blocks = _weights_blocks(w, num_ctas)
     of_mask = None if mask is None else _mask_blocks(mask, num_ctas)
     (found,) = launch(

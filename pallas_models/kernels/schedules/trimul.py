@@ -67,7 +67,7 @@ def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, b
     project = mosaic_projection(form, target, _GROUPS if form.is_split else 1)
     return dataclasses.replace(
         kernels,
-        bounds=kernels.bounds if _jax.has_triton() else mosaic_bounds.bounds,
+        bounds=mosaic_bounds.bounds if _jax.since(0, 11) else kernels.bounds,  # JAX 0.10 does not lower it
         project=kernels.project if project is None else project,
         multiply=functools.partial(mosaic_product.product, config=config),
         # Products copy whole tiles. The projections fill them up, if they write row by row.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models import _jax
+from pallas_models.kernels.common import trimul_output_scales as output_scales
 from pallas_models.kernels.common.trimul_scales import powers_of_two
 from pallas_models.kernels.forms.trimul import Form, Output, Product
 from pallas_models.kernels.forms.trimul_backward import GATED, Given
@@ -84,8 +85,6 @@ def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> s
 
 def _unsupported_without_triton(form: Form[Any], target: Target) -> str | None:
     """Why Mosaic's kernels do not serve a call without some of Triton's; None if they do."""
-    if form.compute_dtype == jnp.float16:
-        return f"has scales in float16 that Triton finds, which JAX {jax.__version__} does not have"
     projection = abstract_projection(form)
     return (
         unsupported_without_triton(form, target)
@@ -240,7 +239,13 @@ def _gradient(
     found = Residuals(*kept) if kept else _residuals(update)
     end = _end(update, found)
     dout = _in_rows(dout)
-    of_output = trimul_output_scales.scales(end, dout, **where)
+    of_output = None  # other dtypes than float16 have the range of float32
+    if form.compute_dtype == jnp.float16:
+        if _jax.has_triton():
+            largest = trimul_output_scales.find_largest(end, dout, **where)
+        else:
+            largest = output_scales.find_largest(end, dout)
+        of_output = output_scales.scales(end, largest)
     of_end = kernels.chosen(mosaic_output, trimul_output_backward, "output_backward", end, **where)(
         end, dout, of_output
     )

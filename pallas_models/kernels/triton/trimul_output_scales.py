@@ -1,4 +1,4 @@
-"""Scales of the cotangents of the end of the triangle multiplicative update, which keep them within float16."""
+"""What the scales of the cotangents of the end of the triangle multiplicative update follow from."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
-from pallas_models.kernels.common.trimul_scales import powers_of_two
+from pallas_models.kernels.common.trimul_output_scales import Largest
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.triton.common import launch, load, store, tile_mask
 from pallas_models.kernels.triton.trimul_output import scaled
@@ -55,19 +55,12 @@ def _kernel(
     store(scale_ref.at[jnp.int32(0)], y_scale)
 
 
-def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpret: bool) -> jax.Array | None:
-    """Powers of two for the cotangents of the product with the weights, of y and of the gate: (3,).
-
-    Times these they are at most half of float16's largest number. None where products take other dtypes, whose
-    range needs none. The bounds come from the lengths of dout, from norms of the weights by Cauchy and Schwarz,
-    and from the gradient of a layer norm, a projection divided by the deviation: no cotangent is computed.
-    """
-    if form.w.dtype != jnp.float16:
-        return None
-    (y,), h = form.ys, form.hidden
+def find_largest(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpret: bool) -> Largest:
+    """`Largest` of dout (B, M, C)."""
+    (y,) = form.ys
     places = Places(form.abstract(), _BLOCK_M, y.shape[2])
     programs = min(len(y) * places.columns, _PROGRAMS_PER_CORE * target.num_cores)
-    largest, y_scale = launch(
+    found, y_scale = launch(
         functools.partial(_kernel, places=places, programs=programs),
         out_shape=(
             jax.ShapeDtypeStruct((programs, 3), jnp.float32),
@@ -79,30 +72,5 @@ def scales(form: Output[jax.Array], dout: jax.Array, *, target: Target, interpre
         interpret=interpret,
         name="trimul_output_scales",
     )(y, dout, form.bounds)
-    most, length, by_deviation = jnp.max(largest, axis=0)
-    scale, shift = (jnp.max(jnp.abs(v)) for v in (form.scale, form.shift))
-    if form.gate_after:
-        squares = jnp.sum(form.w.astype(jnp.float32) ** 2, axis=0)
-        out = jnp.sqrt(h * jnp.max(squares)) * (scale + shift)
-        gate = most * (out if form.bias is None else out + jnp.max(jnp.abs(form.bias)))
-    else:
-        gate = length * _norm(form.w) * (float(h) ** 0.5 * scale + shift)
-    dy = by_deviation * _norm(form.w) * scale * y_scale[0]
-    return powers_of_two(jnp.stack([most, dy, 0.25 * gate]))
-
-
-def _norm(w: jax.Array) -> jax.Array:
-    """A bound of how much longer w makes a vector: the 8-norm of its singular values, under twice the largest."""
-
-    def squared(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The largest element, and the product of x divided by it with its own transpose.
-
-        As a sum over elements, in float32: so small a product is no work, and a GPU's own would take fewer bits.
-        """
-        most = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(jnp.float32).tiny)
-        x = x / most
-        return most, jnp.sum(x[:, :, None] * x[:, None, :], axis=0)
-
-    most, squares = squared(w.astype(jnp.float32))
-    most_square, fourth = squared(squares)
-    return most * jnp.sqrt(most_square * jnp.sqrt(jnp.sqrt(jnp.sum(fourth * fourth))))
+    cotangent, length, by_deviation = jnp.max(found, axis=0)
+    return Largest(cotangent, length, by_deviation * y_scale[0])

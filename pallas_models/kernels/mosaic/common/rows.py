@@ -354,7 +354,7 @@ class Blocks:
     def load(self, ref: Ref, i: jax.Array, j: jax.Array, repeat: int | None = None) -> jax.Array:
         """Loads block (i, j) of rows (M, N), or columns j of a vector (N,) for each row; 0 past the end.
 
-        A block that begins past the last column is not asked for: where blocks end with the rows, it is other memory.
+        A block that begins past the last column may be other memory: where blocks end with the rows.
 
         Args:
           repeat: loads row `r // repeat` for row r, of W rows (W, N) that begin again after the last one.
@@ -479,29 +479,6 @@ class Blocks:
 
 def _numbers(*values: jax.Array) -> list[jax.Array]:
     return [jnp.asarray(value, jnp.int32) for value in values]
-
-
-class Reader:
-    """Blocks of some arrays of rows, None for those that a call does not have, in float32.
-
-    Rows that are held are read from memory once, all of them before anything else.
-    """
-
-    def __init__(self, blocks: Blocks, i: jax.Array, *refs: Ref | None) -> None:
-        self.blocks, self.i = blocks, i
-        self.refs = [ref for ref in refs if ref is not None]
-        self.held = [self._load(step) for step in range(blocks.steps)] if blocks.are_held else []
-
-    def _load(self, step: jax.Array | int) -> list[jax.Array]:
-        j = self.blocks.column(step)
-        return [self.blocks.load(ref, self.i, j) for ref in self.refs]
-
-    def read(self, step: Any) -> list[jax.Array]:
-        """The block of a step of each array."""
-        found = self.held[step] if self.held else self._load(step)
-        if len(self.held) > 1:  # float32 of all blocks would not fit
-            found = [self.blocks.again(x) for x in found]
-        return [x.astype(jnp.float32) for x in found]
 
 
 def sum_of(blocks: Iterable[jax.Array]) -> jax.Array:
