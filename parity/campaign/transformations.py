@@ -129,7 +129,8 @@ def _of_model(pick: Pick, implementation: str | None) -> Call:
             ids, mask = rest.get("ids"), rest.get("mask")
             match name:
                 case "trimul":
-                    return trimul.trimul(params, floats["x"], direction="incoming", implementation=implementation)
+                    options = dict(direction="incoming", compute_dtype="float32", implementation=implementation)
+                    return trimul.trimul(params, floats["x"], **options)
                 case "gpt2" | "gpt2.loss" | "qwen3.loss":
                     module = qwen3 if name == "qwen3.loss" else gpt2
                     return (module.logits if name == "gpt2" else module.loss)(params, ids, mask, **options)

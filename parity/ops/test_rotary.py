@@ -230,11 +230,13 @@ def test_mosaic(dtype, tolerance, shape, norm, by_row):
     assert_gradients_close(functools.partial(f, MOSAIC), arrays, cotangent, expected, max(tolerance, GRADIENT))
 
 
+# Slices of 128 bytes XLA makes one operation of with the call in a loop.
 @interprets_mosaic
-@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
-def test_mosaic_is_mapped_over(axes):
+@pytest.mark.parametrize("tokens, half", [(3, 4), (16, 32)])
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, 0, 0), (0, 0, 0)], ids=str)
+def test_mosaic_is_mapped_over(axes, tokens, half):
     rng = np.random.default_rng(13)
-    arrays = normal(rng, 2, 1, 3, 32), normal(rng, 2, 3, 4), normal(rng, 2, 3, 4)
+    arrays = normal(rng, 2, 1, tokens, 8 * half), normal(rng, 2, tokens, half), normal(rng, 2, tokens, half)
     given = [x[0] if axis is None else x for x, axis in zip(arrays, axes, strict=True)]
 
     def f(implementation):

@@ -91,13 +91,18 @@ def launch(
     # the arrays of a batch are changed one after another.
     @custom_batching.sequential_vmap
     def change(given: list[jax.Array], before: list[jax.Array]) -> list[jax.Array]:
+        empty = [jax.lax.empty(x.shape, x.dtype) for x in outputs.values()]
+        # In a loop XLA makes one operation of a call and the slices that it reads and writes, and forgets that
+        # the call changes an array in place: what it leaves as it is would not be in the result.
+        given, before = jax.lax.optimization_barrier((given, before))
+
         def run(refs: tuple[list[Ref], list[Ref]]) -> None:
             for ref, result in zip(refs[0], call(*given, *refs[1]), strict=True):
                 ref[...] = result
 
-        empty = [jax.lax.empty(x.shape, x.dtype) for x in outputs.values()]
         found, after = pl.run_state(run)((empty, before))
-        return [*after, *found]
+        changed_and_found: list[jax.Array] = jax.lax.optimization_barrier([*after, *found])
+        return changed_and_found
 
     results = change(list(present.values()), list(changed.values()))
     return results if interpret else compiled_ahead(results)
