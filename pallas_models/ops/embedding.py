@@ -15,7 +15,7 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.embedding import Form
 from pallas_models.kernels.mosaic import embedding as mosaic
 from pallas_models.kernels.mosaic import embedding_backward as mosaic_backward
-from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_nowhere, prefer_on_hopper
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import embedding as triton
 from pallas_models.ops import _checks, norm
 from pallas_models.ops._checks import Array
@@ -232,7 +232,7 @@ _OP: Op[Form[Any]] = Op(
             call=mosaic.embed_tokens,
             config=mosaic.Config,
             refuses=mosaic.unsupported,
-            preferred=prefer_nowhere,
+            preferred=mosaic.prefer,
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.embed_tokens, config=triton.Config),
     ),

@@ -799,6 +799,48 @@ def test_hopper_kernel_lowers_with_masks(head_dim, options):
     assert text.count(f"@{MOSAIC_CALL}") == 1
 
 
+@pytest.mark.parametrize(
+    "batch, seq, options",
+    [
+        (8, 16, {"mask": True}),
+        (2, 64, {"causal": True}),
+        pytest.param(6, 30, {"causal": True, "mask": True}, marks=edges),
+    ],
+    ids=str,
+)
+def test_short_sequences_go_together(monkeypatch, batch, seq, options):
+    if MOSAIC != "mosaic":
+        monkeypatch.setattr(target, "_local", lambda: gpu(1))
+    rng = np.random.default_rng(30)
+    q, k, v, dout = (normal(rng, batch, seq, heads, 32, dtype="bfloat16") for heads in (2, 1, 1, 2))
+    dlse = normal(rng, batch, 2, seq)
+    if "mask" in options:
+        options = options | {"mask": array(rng.random((batch, seq)) < 0.7).at[:, 0].set(True)}
+
+    def found(implementation, *arrays):
+        f = functools.partial(ops.attention, implementation=implementation, return_lse=True, **options)
+        results, pull = jax.vjp(f, *arrays)
+        return *results, *pull((dout.astype(arrays[0].dtype), dlse))
+
+    out, lse, *gradients = found(MOSAIC, q, k, v)
+    expected, wanted_lse, *wanted = found("xla", *(x.astype("float32") for x in (q, k, v)))
+    assert_close(out, expected, OP["bfloat16"])
+    assert_close(lse, wanted_lse, DEEP)
+    for gradient, one in zip(gradients, wanted, strict=True):
+        assert_close(gradient, one, 2 * OP["bfloat16"])
+
+
+@without_gpu
+@pytest.mark.parametrize("batch, count", [(64, 8), (4, 4), (9, 1)])
+def test_as_many_go_together_as_a_tile_has_room_for(batch, count):
+    x = jax.ShapeDtypeStruct((batch, 16, 2, 32), jnp.bfloat16)
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(functools.partial(ops.attention, implementation="mosaic"), x, x, x)
+    assert text.count(f"@{MOSAIC_CALL}") == 1
+    assert f"tensor<{batch // count}x{count * 16}x64xbf16>" in text
+    assert bool(re.search(r"stablehlo\.pad.*xbf16>", text)) == (count < 8)
+
+
 # The kernel for heads of 32, whose keys stay in shared memory.
 
 RESIDENT_CASES = {

@@ -17,6 +17,7 @@ from pallas_models import _jax
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic.attention_kernel import attention_kernel
 from pallas_models.kernels.mosaic.attention_plan import Plan
+from pallas_models.kernels.mosaic.common.attention_together import joined, part, part_rows, together
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS, pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import launch
@@ -131,6 +132,11 @@ def attention(
     form: Form[jax.Array], *, config: Config | Chooser | None, target: Target, interpret: bool
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention, (B, Sq, heads * head_dim), and the log-sum-exp that `return_lse` asks for."""
+    if (count := together(form, 2 * ROWS)) > 1:
+        results: Any = attention(joined(form, count), config=config, target=target, interpret=interpret)
+        if not form.return_lse:
+            return part(results, count)
+        return part(results[0], count), part_rows(results[1], count)
     call, bias_itemsize = form.abstract(), _bias_itemsize(form)
     config = choose(
         config,

@@ -18,6 +18,7 @@ from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic import attention
 from pallas_models.kernels.mosaic.attention_backward_kernel import backward_kernel, scratch_types
 from pallas_models.kernels.mosaic.attention_backward_walk import CONSUMERS, TILE, Side
+from pallas_models.kernels.mosaic.common.attention_together import join, join_rows, joined, part, together
 from pallas_models.kernels.mosaic.common.attention_walk import pad_rows, padded_masks, searched
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
 from pallas_models.kernels.mosaic.common.launch import launch
@@ -50,9 +51,15 @@ def attention_backward(
     interpret: bool,
 ) -> tuple[Any, ...]:
     """The gradients of the operands of `attention`, as the Triton kernel of this name gives them."""
-    del wanted, config  # there are no other operands with gradients, and no other tiles
     (out, lse), (dout, dlse), head_dim = kept, cotangents, form.head_dim
     assert dout is not None
+    if (count := together(form, TILE)) > 1:
+        kept = [join(out, count), join_rows(lse, count)]
+        cotangents = [join(dout, count), None if dlse is None else join_rows(dlse, count)]
+        options: Any = dict(wanted=wanted, config=config, target=target, interpret=interpret)
+        qkv, *others = attention_backward(joined(form, count), kept, cotangents, **options)
+        return tuple(part(dx, count) for dx in qkv), *others
+    del wanted, config  # there are no other operands with gradients, and no other tiles
     padded_dout, *padded = (pad_rows(x, TILE) for x in (dout, *form.qkv))
     q, k, v = form.replace(qkv=tuple(padded)).arrays
     rows, kv_rows = q.shape[1], k.shape[1]

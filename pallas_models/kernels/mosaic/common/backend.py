@@ -23,9 +23,3 @@ def prefer_on_hopper(form: Any, target: Target) -> bool:
     rows = next(x for x in form.operands if x is not None and jnp.issubdtype(x.dtype, jnp.floating))
     is_measured = rows.dtype.itemsize == 2 and rows.shape[-1] % 8 == 0
     return target.capability == (9, 0) and _jax.since(0, 11) and is_measured
-
-
-def prefer_nowhere(form: Any, target: Target) -> bool:
-    """No: a portable kernel that is slower than Triton's, or that no Hopper GPU has timed since it was changed."""
-    del form, target
-    return False
