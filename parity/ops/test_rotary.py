@@ -17,20 +17,24 @@ from pallas_models.kernels.triton.rotary import Config
 from pallas_models.kernels.triton.rotary_backward import Config as BackwardConfig
 from pallas_models.kernels.triton.rotary_backward import rotary_backward
 from pallas_models.ops.rotary import reference as xla
+from parity.ops.test_lowering import lowered_for_cuda
 from parity.support.common import (
     KERNEL,
     MOSAIC,
+    MOSAIC_CALL,
     ON_GPU,
     assert_close,
     assert_equal,
     assert_gradients_close,
     by_device,
     compiled,
+    cuda_device,
     float64,
     gpu,
     interprets_mosaic,
     normal,
     traces,
+    without_gpu,
 )
 from parity.support.tolerances import DEEP, GRADIENT, SHORT
 
@@ -244,6 +248,20 @@ def test_mosaic_is_mapped_over(axes, tokens, half):
         return jax.vmap(one, axes)(*given)
 
     assert_close(f(MOSAIC), f("xla"), SHORT)
+
+
+@without_gpu
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic changes no array in place")
+def test_mosaic_stands_between_barriers_in_a_loop():
+    def f(qkv, cos, sin):
+        one = functools.partial(ops.rotary, qkv, num_heads=2, num_kv_heads=1, implementation="mosaic")
+        return jax.lax.map(lambda tables: one(*tables), (cos, sin))
+
+    qkv, tables = jax.ShapeDtypeStruct((1, 16, 256), "float16"), jax.ShapeDtypeStruct((2, 16, 32), "float32")
+    with cuda_device("NVIDIA H200", 132):
+        text = lowered_for_cuda(f, qkv, tables, tables)
+    before, after = text.split(f"@{MOSAIC_CALL}")
+    assert before.count("optimization_barrier") == after.count("optimization_barrier") == 1
 
 
 @interprets_mosaic
