@@ -23,11 +23,16 @@ class Largest(NamedTuple):
     by_deviation: jax.Array
 
 
+def scaled(form: Output[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What y is scaled by, and the epsilon of its norm."""
+    largest = [jnp.max(form.bounds[:, i]) for i in range(form.bounds.shape[1])]
+    return trimul_scales.scaled_sums(largest, form.w.dtype, form.factor, form.epsilon)
+
+
 def find_largest(form: Output[jax.Array], dout: jax.Array) -> Largest:
     """`Largest` of dout (B, M, C), in XLA, which reduces arrays as fast as memory gives them: without Triton."""
     (y,), (rows, padded) = form.ys, form.rows
-    maxima = [jnp.max(form.bounds[:, i]) for i in range(form.bounds.shape[1])]
-    scale, epsilon = trimul_scales.scaled_sums(maxima, form.w.dtype, form.factor, form.epsilon)
+    scale, epsilon = scaled(form)
     y = y.reshape(-1, padded, *y.shape[1:])[:, :rows, :, : form.size].astype(jnp.float32)
     dout = dout.reshape(-1, rows, *dout.shape[1:]).astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.var(y, axis=2) + epsilon)

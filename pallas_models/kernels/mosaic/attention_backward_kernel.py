@@ -20,7 +20,7 @@ from pallas_models.kernels.mosaic.attention_backward_walk import CONSUMERS, Side
 from pallas_models.kernels.mosaic.common.attention_walk import ROWS
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.launch import Refs
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, row, tiled
+from pallas_models.kernels.mosaic.common.memory import layout_cast, row, row_bytes_of, tiled
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, put, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.scores import across, load_across, masked
@@ -33,7 +33,7 @@ def scratch_types(sides: Sequence[Side]) -> Mapping[str, Any]:
     """The shared memory and the barriers of a CTA. The sides take turns in the largest of it."""
     form, block, num_stages = sides[0].form, sides[0].block, sides[0].num_stages
     tile, blocks = (CONSUMERS, ROWS, form.head_dim), (num_stages, block, form.head_dim)
-    row_bytes = min(ROW_BYTES, form.head_dim * form.dtype.itemsize)
+    row_bytes = row_bytes_of(form.head_dim, form.dtype)
     shapes = dict(first_tiles=tile, second_tiles=tile, first_blocks=blocks, second_blocks=blocks, o_tiles=tile)
     shared: dict[str, Any] = {name: tiled(shape, form.dtype, row_bytes) for name, shape in shapes.items()}
     for side in sides:

@@ -19,7 +19,7 @@ from pallas_models.kernels.mosaic.common.attention_walk import (
     narrowed,
 )
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, tiled
+from pallas_models.kernels.mosaic.common.memory import TILE_ROWS, row_bytes_of, tiled
 from pallas_models.kernels.mosaic.common.scores import exponent_scale
 
 div, rem = jax.lax.div, jax.lax.rem  # which, unlike // and %, spend nothing on negative numbers
@@ -112,7 +112,7 @@ class Plan:
     @property
     def row_bytes(self) -> int:
         """Of a row of a tile of queries, keys, values or results."""
-        return min(ROW_BYTES, self.form.head_dim * self.form.dtype.itemsize)
+        return row_bytes_of(self.form.head_dim, self.form.dtype)
 
     @property
     def tensor_sums(self) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_models import _jax
-from pallas_models.kernels.common import trimul_scales
+from pallas_models.kernels.common import trimul_output_scales, trimul_scales
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic.common.backend import plgpu
@@ -113,8 +113,7 @@ def _prepared(form: Output[jax.Array], scales: jax.Array | None) -> tuple[jax.Ar
     of_product, of_y, of_gate = ones if scales is None else scales
     # Powers of two, but for what is beyond float32, where no cotangent is but 0.
     of_y, of_gate = (jnp.minimum(by / of_product, 2.0**126) for by in (of_y, of_gate))
-    largest = [jnp.max(form.bounds[:, i]) for i in range(form.bounds.shape[1])]
-    y_scale, epsilon = trimul_scales.scaled_sums(largest, dtype, form.factor, form.epsilon)
+    y_scale, epsilon = trimul_output_scales.scaled(form)
     w, scale, shift = (a.astype(jnp.float32) for a in (form.w, form.scale, form.shift))
     is_half = dtype == jnp.float16
     if not form.gate_after:

@@ -16,7 +16,7 @@ from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, load
+from pallas_models.kernels.mosaic.common.memory import load, row_bytes_of
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.common.products import with_sums
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
@@ -62,7 +62,7 @@ def _buffers(
     c, piece, x_dtype, dtype = form.x.shape[2], _piece(form.x.shape[2]), form.x.dtype, form.w.dtype
     float32 = jnp.dtype(jnp.float32)
     buffers = dict(
-        x_smem=Buffer((c // piece, ROWS, piece), x_dtype, _x_row_bytes(piece, x_dtype)),
+        x_smem=Buffer((c // piece, ROWS, piece), x_dtype, row_bytes_of(piece, x_dtype)),
         z_smem=Buffer((ROWS, c), dtype, piece * dtype.itemsize),
         factor_smem=Buffer((ROWS,), float32),
         norm_smem=Buffer((2, c), float32),
@@ -72,11 +72,6 @@ def _buffers(
     stagings = (staging(_MULTIPLIERS, columns, dtype) for columns in (COLUMNS, COLUMNS // 2))
     out_smem = next((buffer for buffer in stagings if buffer.num_bytes <= room), None)
     return None if out_smem is None else buffers | dict(out_smem=out_smem)
-
-
-def _x_row_bytes(piece: int, x_dtype: jnp.dtype) -> int:
-    """Bytes of a row of a tile of x."""
-    return min(ROW_BYTES, piece * x_dtype.itemsize)
 
 
 def _piece(c: int) -> int:
@@ -207,7 +202,7 @@ class _Normalizer:
         """Starts copies of the positions of a step."""
         item, rows = self.walk.place(step)
         item = self.walk.kernel.tiles.source(item)
-        row_bytes = _x_row_bytes(self.piece, self.refs.x.dtype)
+        row_bytes = row_bytes_of(self.piece, self.refs.x.dtype)
         for i, channels in enumerate(self.pieces):
             slot, full = self.refs.x_smem.at[i], self.refs.x_full
             copy_rows(self.refs.x, item, rows, channels, slot, full, row_bytes=row_bytes)

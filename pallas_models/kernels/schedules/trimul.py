@@ -62,7 +62,7 @@ def triton_kernels(config: Config | Chooser | None, *, by_rows: bool = False) ->
 
 
 def mosaic_kernels(form: Form[Any], config: Chooser | None, target: Target, *, by_rows: bool) -> Kernels:
-    """Products for Hopper GPUs, and projections, if they serve, else Triton's; the end is Triton's."""
+    """Bounds and products in Mosaic, and projections, if they serve, else Triton's; the end is Triton's."""
     kernels = triton_kernels(config, by_rows=by_rows)
     project = mosaic_projection(form, target, _GROUPS if form.is_split else 1)
     return dataclasses.replace(

@@ -16,6 +16,11 @@ ROW_BYTES = 128  # of a row of a tile of shared memory
 TILE_ROWS = 8  # of a tile of shared memory
 
 
+def row_bytes_of(columns: int, dtype: DTypeLike) -> int:
+    """Bytes of a row of a tile of shared memory for rows of so many columns."""
+    return min(ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
+
+
 def tiled(shape: tuple[int, ...], dtype: DTypeLike, row_bytes: int = ROW_BYTES) -> Any:
     """Shared memory of arrays (..., rows, columns), laid out as the tensor cores read them.
 
