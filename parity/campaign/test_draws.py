@@ -67,6 +67,13 @@ def first(seed: int, kind: str, op: str) -> int:
     raise LookupError(kind)
 
 
+@pytest.mark.parametrize("name", transformations.MODEL_NAMES)
+def test_every_model_is_called(name):
+    call = next(p.call for i in range(2000) if (p := transformations.program(1, i)).call.row == name)
+    floats, rest = call.arrays(np.random.default_rng(0))
+    assert all(np.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(call.of("xla"), floats, rest)))
+
+
 @pytest.mark.parametrize("kind, op", [("vmap", "softmax"), ("grad", "rms_norm"), ("scan", "mean_pool")])
 def test_a_break_under_a_transformation_is_found(monkeypatch, kind, op):
     index = first(0, kind, op)

@@ -97,10 +97,11 @@ _REMAT = {
 }
 
 
+MODEL_NAMES = ("gpt2.loss", "qwen3.loss", "gpt2", "minilm", "modernbert", "contrastive", "trimul")
+
+
 def _of_model(pick: Pick, implementation: str | None) -> Call:
-    name = pick.of(
-        ("gpt2.loss", "gpt2.loss", "qwen3.loss", "gpt2", "minilm", "modernbert", "contrastive", "trimul")
-    )
+    name = pick.of(("gpt2.loss", *MODEL_NAMES))
     layers, masked = pick.of((1, 2)), pick.of((None, "int32", "bool", "int8"))
     if name == "trimul":
         config: Any = trimul.TriMulConfig(channels=16, hidden=16, use_bias=pick.chance(0.5))
@@ -129,8 +130,13 @@ def _of_model(pick: Pick, implementation: str | None) -> Call:
             ids, mask = rest.get("ids"), rest.get("mask")
             match name:
                 case "trimul":
-                    options = dict(direction="incoming", compute_dtype="float32", implementation=implementation)
-                    return trimul.trimul(params, floats["x"], **options)
+                    return trimul.trimul(
+                        params,
+                        floats["x"],
+                        direction="incoming",
+                        compute_dtype="float32",
+                        implementation=implementation,
+                    )
                 case "gpt2" | "gpt2.loss" | "qwen3.loss":
                     module = qwen3 if name == "qwen3.loss" else gpt2
                     return (module.logits if name == "gpt2" else module.loss)(params, ids, mask, **options)
