@@ -63,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    sharing.name_failures(config)
     if not config.getoption("--unpatched"):
         pallas_patches.apply(on_gpu=ON_GPU)
     if config.getoption("numprocesses", None) and sharing.COMPILED not in os.environ:  # workers have it from here

@@ -158,6 +158,25 @@ def forget(error: pytest.ExceptionInfo[BaseException]) -> None:
     gc.collect()
 
 
+class Failures:
+    """Names each failure as it comes: pytest's own list is its last word, and a run may be cut off before."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = (crash.message if crash else report.longreprtext).strip().partition("\n")[0]
+            self.config.get_terminal_writer().line(f"\nFAILED {report.nodeid} ({report.when}): {reason}")
+
+
+def name_failures(config: pytest.Config) -> None:
+    """Names failures as they come, where they are printed: not in a worker."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Failures(config))
+
+
 def pytest_testnodedown(node: object, error: object) -> None:
     """Says why a worker died, as far as its end and the memory that is left tell."""
     if error is None:

@@ -122,11 +122,13 @@ def test_killed():
 @pytest.mark.parametrize("limited", [True, False])
 def test_what_a_run_says(gpu, tmp_path, limited):
     (tmp_path / "conftest.py").write_text(
-        "from parity.support.sharing import pytest_runtest_makereport, pytest_testnodedown"
+        "from parity.support.sharing import name_failures as pytest_configure\n"
+        "from parity.support.sharing import pytest_runtest_makereport, pytest_testnodedown\n"
     )
     (tmp_path / "test_it.py").write_text(TESTS)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "500"}
     environment.pop(sharing.FRACTION, None)
+    environment.pop("PYTEST_XDIST_WORKER", None)
     if limited:
         environment[sharing.FRACTION] = "0.1"
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "1", "-rs", "--junitxml=out.xml", "test_it.py"]
@@ -134,6 +136,7 @@ def test_what_a_run_says(gpu, tmp_path, limited):
     assert done.returncode == 1
     assert ("1 skipped" in done.stdout) == limited
     assert ("2 failed" if limited else "3 failed") in done.stdout
+    assert "FAILED test_it.py::test_wrong (call): AssertionError: wrong" in done.stdout.split("= FAILURES =")[0]
     share = f"{0.1 / sharing.JAX_PART * 24:.1f} GB"
     line = f"needs more than its {share} of the GPU: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99"
     assert (line in done.stdout) == limited
