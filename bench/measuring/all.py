@@ -4,7 +4,12 @@ All of them share a time budget. A benchmark may use the time that earlier ones 
 is meant for later ones. Then it is interrupted, and its measurements are kept as a partial result. The options
 given here are passed to each benchmark that has them. With --resume they go on where an earlier run ended:
 benchmarks whose whole result of this GPU and commit is there are left out.
+
+With --gpus N as many benchmarks run side by side, each on a GPU and on cores of its own, and what one prints is
+shown when it ends. Those of several GPUs come last and alone.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -13,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +33,8 @@ HELP = "every benchmark, one after the other"
 BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
 SHARES = {"minilm": 4.0, "sts": 2.0, "corpus": 2.0, "startup": 3.0}  # of the budget; 1 for the others
 FORWARD_ONLY = ("minilm",)  # token ids have no gradients
+SEVERAL_GPUS = ("scaling",)  # take all there are
+POLL_S = 0.1  # between two looks at the benchmarks that run
 GRACE_S = 15.0  # between the request to stop and the end by force
 
 Status = Literal["ok", "FAILED", "left out"]
@@ -100,6 +108,17 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_count(text: str) -> int:
+    """Parses how many GPUs.
+
+    Raises:
+      argparse.ArgumentTypeError: it is no whole number above 0.
+    """
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs above 0")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m bench all`."""
     parser.add_argument("--only", type=parse_names, default=list(BENCHMARKS), help="e.g. minilm,sts")
@@ -121,6 +140,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=results.DEFAULT_FOLDER, help="folder of the result files")
     parser.add_argument("--resume", action="store_true", help="leave out what is measured at this commit")
     parser.add_argument("--show-results", action="store_true", help="print the tables of each benchmark")
+    parser.add_argument(
+        "--gpus",
+        type=parse_count,
+        default=1,
+        metavar="N",
+        help="run on N GPUs side by side, one benchmark each; 1",
+    )
+    parser.add_argument("--weights", help="checkpoint folder of the benchmarks of MiniLM")
     parser.add_argument("--data", type=Path, help="folder of the sentences that sts, corpus and startup read")
     parser.add_argument(
         "--budget",
@@ -159,6 +186,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
         "--dtype": [",".join(args.dtype)] if args.dtype else None,
         "--mode": [",".join(args.mode)] if args.mode and name not in FORWARD_ONLY else None,
         "--shapes": [args.shapes[name]] if name in args.shapes else None,
+        "--weights": [args.weights] if args.weights else None,
         "--data": [str(args.data)] if args.data else None,
         "--quick": [] if args.quick else None,
         "--no-compile": [] if args.quick else None,
@@ -182,6 +210,44 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A GPU and the cores that a benchmark may use while others use the rest.
+
+    Attributes:
+      gpu: as CUDA_VISIBLE_DEVICES names it.
+      cores: numbers of cores.
+      others: how many GPUs others may use.
+    """
+
+    gpu: str
+    cores: frozenset[int]
+    others: int
+
+    def environment(self) -> dict[str, str]:
+        """What tells a process of it; results keep the last of it."""
+        return {"CUDA_VISIBLE_DEVICES": self.gpu, "BENCH_BESIDE": str(self.others)}
+
+
+def places(count: int) -> list[Place]:
+    """So many GPUs, each with its part of the cores.
+
+    Raises:
+      ValueError: there are fewer GPUs, or CUDA_VISIBLE_DEVICES names fewer.
+    """
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            listing = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+            named = ",".join(subprocess.check_output(listing, text=True, timeout=20).split())
+    gpus = list(filter(None, (named or "").split(",")))
+    if len(gpus) < count:
+        raise ValueError(f"--gpus {count}: there are {len(gpus)}, of those that CUDA_VISIBLE_DEVICES leaves")
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(len(cores) // count, 1)
+    parts = [frozenset(cores[i * each : (i + 1) * each] or cores) for i in range(count)]
+    return [Place(gpu, part, count - 1) for gpu, part in zip(gpus, parts, strict=False)]
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Interrupts a process, and ends it by force if that does not help."""
     if process.poll() is None:
@@ -193,31 +259,60 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def run_one(name: str, args: argparse.Namespace, budget: float) -> Outcome:
-    """Runs a benchmark in a process of its own, which writes to the same place as this one."""
-    started = time.monotonic()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """A benchmark in a process of its own, which writes to the same place as this one, or to `log`."""
 
-    def outcome(status: Status, message: str = "") -> Outcome:
-        return Outcome(name=name, status=status, message=message, seconds=time.monotonic() - started)
+    name: str
+    process: subprocess.Popen[bytes]
+    budget: float
+    started: float
+    place: Place | None
+    log: Path | None
 
-    try:
-        line = command(name, args)
-    except LookupError as error:
-        return outcome("left out", str(error))
-    except Exception as error:  # a benchmark that cannot be imported must not stop the others
-        return outcome("FAILED", f"{type(error).__name__}: {error}")
-    process = subprocess.Popen(line, env=_environment())
-    try:
-        code = process.wait(budget)
-    except subprocess.TimeoutExpired:
-        stop(process)
-        return outcome("FAILED", f"took longer than the {budget:.0f} s left for it (--budget)")
-    except KeyboardInterrupt:
-        stop(process)
-        raise
-    if code < 0:
-        return outcome("FAILED", f"ended by signal {-code}")
-    return outcome("FAILED", f"exit code {code}") if code else outcome("ok")
+    @classmethod
+    def begin(cls, name: str, args: argparse.Namespace, budget: float, place: Place | None) -> Running | Outcome:
+        """Starts it, on its GPU and cores if given; or tells why it cannot be."""
+        try:
+            line = command(name, args)
+        except LookupError as error:
+            return Outcome(name=name, status="left out", message=str(error))
+        except Exception as error:  # a benchmark that cannot be imported must not stop the others
+            return Outcome(name=name, status="FAILED", message=f"{type(error).__name__}: {error}")
+        if place is None:
+            return cls(name, subprocess.Popen(line, env=_environment()), budget, time.monotonic(), None, None)
+        number, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".log")
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, place.cores)  # the process has them from here
+        try:
+            environment = _environment() | place.environment()
+            process = subprocess.Popen(line, env=environment, stdout=number, stderr=number)
+        finally:
+            os.sched_setaffinity(0, before)
+            os.close(number)
+        return cls(name, process, budget, time.monotonic(), place, Path(path))
+
+    def outcome(self) -> Outcome | None:
+        """How it ended, interrupted if its time is up; None as long as it runs."""
+        try:
+            code = self.process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < self.started + self.budget:
+                return None
+            stop(self.process)
+            return self.ended("FAILED", f"took longer than the {self.budget:.0f} s left for it (--budget)")
+        if code < 0:
+            return self.ended("FAILED", f"ended by signal {-code}")
+        return self.ended("FAILED", f"exit code {code}") if code else self.ended("ok")
+
+    def ended(self, status: Status, message: str = "") -> Outcome:
+        """Its outcome; shows what it has printed, if that was kept."""
+        if self.log is not None:
+            print(self.log.read_text(errors="replace"), end="", flush=True)
+            self.log.unlink()
+        print(f"== {self.name}: {status} {message}".rstrip(), flush=True)
+        seconds = time.monotonic() - self.started
+        return Outcome(name=self.name, status=status, message=message, seconds=seconds)
 
 
 def summary(outcomes: list[Outcome], written: list[Path]) -> str:
@@ -256,46 +351,65 @@ def _interrupt(*_: object) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmarks; returns 1 if one failed or none ran, 2 for shapes of none that runs, 130 if stopped."""
+    """Runs the benchmarks; returns 1 if one failed or none ran, 2 for what cannot be run, 130 if stopped."""
     if idle := [name for name in args.shapes if name not in args.only]:
         print(f"--shapes: {', '.join(idle)} is not among --only {','.join(args.only)}", file=sys.stderr)
         return 2
+    try:
+        free = [None] if args.gpus == 1 else places(args.gpus)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     previous = signal.signal(signal.SIGTERM, _interrupt)  # no benchmark is left behind running
     try:
-        return run_all(args)
+        return run_all(args, free)
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def run_all(args: argparse.Namespace) -> int:
-    """Runs the benchmarks one after the other and prints how each ended; returns the exit code."""
+def run_all(args: argparse.Namespace, free: Sequence[Place | None]) -> int:
+    """Runs the benchmarks where nothing else runs and prints how each ended; returns the exit code."""
     before, started = files(args.output), time.monotonic()
     done = measured(args.output) if args.resume else set()
-    names = [name for name in args.only if name not in done]
+    waiting = [name for name in args.only if name not in done]
+    if args.gpus > 1:  # the longest first
+        waiting.sort(key=lambda name: (name in SEVERAL_GPUS, -SHARES.get(name, 1.0)))
     outcomes = [
         Outcome(name=name, status="left out", message="measured before") for name in args.only if name in done
     ]
-    interrupted = False
-    for number, name in enumerate(names, start=1):
-        left = max(budget_of(args) - (time.monotonic() - started), 1.0)
-        seconds = limit(names[number - 1 :], left)
-        times = f"at most {seconds:.0f} s, at most {left:.0f} s left in all"
-        print(f"\n== {number} of {len(names)}: {name}; {times}", flush=True)
-        try:
-            outcomes.append(run_one(name, args, seconds))
-        except KeyboardInterrupt:
-            interrupted = True
-            outcomes.append(Outcome(name=name, status="FAILED", message="interrupted"))
-            outcomes += [
-                Outcome(name=n, status="left out", message="interrupted before it") for n in names[number:]
-            ]
-            break
-        print(f"== {name}: {outcomes[-1].status} {outcomes[-1].message}".rstrip(), flush=True)
+    count, free, running, interrupted = len(waiting), list(free), list[Running](), False
+    try:
+        while waiting or running:
+            while waiting and free and not (running and waiting[0] in SEVERAL_GPUS):
+                left = max(budget_of(args) - (time.monotonic() - started), 1.0)
+                seconds = min(limit(waiting, left * args.gpus), left)
+                times = f"at most {seconds:.0f} s, at most {left:.0f} s left in all"
+                name, place = waiting.pop(0), free.pop(0)
+                on = f" on GPU {place.gpu}" if place and name not in SEVERAL_GPUS else ""
+                print(f"\n== {count - len(waiting)} of {count}: {name}{on}; {times}", flush=True)
+                begun = Running.begin(name, args, seconds, place if name not in SEVERAL_GPUS else None)
+                if isinstance(begun, Running):
+                    running.append(begun)
+                else:
+                    print(f"== {name}: {begun.status} {begun.message}".rstrip(), flush=True)
+                    outcomes.append(begun)
+                    free.append(place)
+            for one in list(running):
+                if (ended := one.outcome()) is not None:
+                    running.remove(one)
+                    outcomes.append(ended)
+                    free.append(one.place)
+    except KeyboardInterrupt:
+        interrupted = True
+        for one in running:
+            stop(one.process)
+            outcomes.append(one.ended("FAILED", "interrupted"))
+        outcomes += [Outcome(name=name, status="left out", message="interrupted before it") for name in waiting]
     written = [path for path, at in files(args.output).items() if before.get(path) != at]
     print(f"\n{summary(outcomes, written)}\n{time.monotonic() - started:.0f} s in all", flush=True)
     if interrupted:
         return 130
     return int(
         any(o.status == "FAILED" for o in outcomes)
-        or (bool(names) and all(o.status == "left out" for o in outcomes))
+        or (count > 0 and all(o.status == "left out" for o in outcomes))
     )

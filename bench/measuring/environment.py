@@ -53,6 +53,9 @@ def describe() -> dict[str, str]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     found = {"device": device(), "driver": driver[0] if driver else "none"}
     found |= {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    found["cores"] = str(len(os.sched_getaffinity(0)))
+    if others := os.environ.get("BENCH_BESIDE"):
+        found["beside"] = f"benchmarks on {others} other GPUs of the host"
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -1,11 +1,14 @@
 """`python -m bench all`: what it runs, and what it says and keeps when a benchmark fails, hangs or is stopped."""
 
 import argparse
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 
 from bench import __main__ as cli
 from bench.measuring import all as everything
-from bench.measuring import results
+from bench.measuring import environment, results
 from pallas_models import compilation_cache
 from parity.bench.test_bench import make_result
 
@@ -104,7 +107,8 @@ def test_budget(tmp_path, programs, save, capfd, monkeypatch, first):
             if len(waits) == 1:
                 while self.poll() is None and not (tmp_path / "out" / "nvidia-h200" / "minilm.json").exists():
                     time.sleep(0.01)
-                timeout = 0.0
+                later = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 6.0)
+                monkeypatch.setattr(everything, "time", later)
             return super().wait(timeout)
 
     monkeypatch.setattr(everything.subprocess, "Popen", UpOnceSaved)
@@ -157,8 +161,64 @@ def test_interrupted_benchmark(capsys, monkeypatch):
     assert "interrupted" in capsys.readouterr().err
 
 
+TOGETHER = """
+import json, os, sys, time
+from pathlib import Path
+folder, name = Path({folder!r}), {name!r}
+print(name, "begins", flush=True)
+(folder / name).write_text(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))]))
+until = time.monotonic() + 20
+while not (folder / {other!r}).exists():
+    assert time.monotonic() < until, "the other does not run beside it"
+    time.sleep(0.01)
+print(name, "ends")
+"""
+
+
+def test_benchmarks_on_gpus_of_their_own(tmp_path, programs, capfd, monkeypatch):
+    monkeypatch.setattr(everything, "BENCHMARKS", ("scaling", "minilm", "sts"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
+    monkeypatch.setenv("BENCH_BESIDE", "")
+    for name, other in (("minilm", "sts"), ("sts", "minilm")):
+        programs[name] = TOGETHER.format(folder=str(tmp_path), name=name, other=other)
+    programs["scaling"] = "import os; print('all of', os.environ['CUDA_VISIBLE_DEVICES'])"
+    only = ["--only", "scaling,minilm,sts"]
+    assert cli.main(["all", *only, "--gpus", "2", "--output", str(tmp_path / "out")]) == 0
+    out = capfd.readouterr().out
+    assert "== 1 of 3: minilm on GPU 5;" in out and "== 2 of 3: sts on GPU 3;" in out
+    assert "minilm begins\nminilm ends\n== minilm: ok" in out and "sts begins\nsts ends\n== sts: ok" in out
+    assert out.index("3 of 3: scaling;") > max(out.index("sts ends"), out.index("minilm ends"))
+    assert "all of 5,3,1\n" in out
+    (gpu, cores), (other, others) = (json.loads((tmp_path / name).read_text()) for name in ("minilm", "sts"))
+    assert (gpu, other) == ("5", "3")
+    assert len(os.sched_getaffinity(0)) == 1 or not set(cores) & set(others)
+
+
+def test_what_ran_beside_a_benchmark_is_told(monkeypatch):
+    place = everything.Place("1", frozenset(os.sched_getaffinity(0)), 3)
+    for name, value in place.environment().items():
+        monkeypatch.setenv(name, value)
+    found = environment.describe()
+    assert found["beside"] == "benchmarks on 3 other GPUs of the host"
+    assert found["cores"] == str(len(os.sched_getaffinity(0)))
+    monkeypatch.delenv("BENCH_BESIDE")
+    assert "beside" not in environment.describe()
+
+
+@pytest.mark.parametrize("visible", [None, "", "0"])
+def test_fewer_gpus_than_asked_for(tmp_path, capsys, monkeypatch, visible):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cli.main(["all", "--gpus", "2", "--output", str(tmp_path)]) == 2
+    assert f"--gpus 2: there are {len(visible or '')}, " in capsys.readouterr().err
+
+
 def test_options_reach_the_benchmarks_that_have_them(tmp_path):
-    args = options("--quick", "--dtype", "bf16,fp32", "--output", "out", "--show-results", "--data", "d")
+    args = options(
+        "--quick", "--dtype", "bf16,fp32", "--output", "out", "--show-results", "--data", "d", "--weights", "w"
+    )
     args.compilation_cache = None
     minilm, sts = (everything.command(name, args)[3:] for name in ("minilm", "sts"))
     for line in (minilm, sts):
@@ -167,6 +227,7 @@ def test_options_reach_the_benchmarks_that_have_them(tmp_path):
     for line in (minilm, sts):
         assert set(shared) <= set(line)
     assert "--data" in sts and "--data" not in minilm
+    assert line[line.index("--weights") + 1] == "w"
     assert "--no-compile" in minilm and "--no-compile" not in sts
     for name, line in (("minilm", minilm), ("sts", sts)):  # the benchmarks take what they are given
         parser = argparse.ArgumentParser()
@@ -236,6 +297,7 @@ def test_a_real_benchmark(tmp_path, capfd):
         (["--shapes", "sts:8x8"], "sts takes no shapes"),
         (["--budget", "0"], "'0' is no number of seconds above 0"),
         (["--budget", "long"], "'long' is no number of seconds above 0"),
+        (["--gpus", "0"], "'0' is no number of GPUs above 0"),
         (["--dtype", "fp8"], "unknown dtype fp8"),
     ],
 )
