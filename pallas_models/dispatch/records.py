@@ -99,7 +99,7 @@ class Op(Generic[F]):
 
     Attributes:
       name: the name of the public function.
-      reference: the op in plain XLA, called as `reference(form)`; None for an op that `stands_for` others.
+      reference: the op in plain XLA, called as `reference(form)`; None for what an op `stands_for`, in XLA.
       kernels: in the order in which they are preferred.
       sharding: which axes can be split over devices; or `sharding(form)`, which says so. Gradients are split as
         the operands are.
@@ -109,8 +109,8 @@ class Op(Generic[F]):
       contracted: `contracted(call, total, form)` is the op where an axis is split that no result has, with `call`
         like the reference and `total` adding up the results of devices.
       stands_for: `stands_for(form, names)` is the op made of other ops, which are given the implementations that
-        `names` names. It runs where no kernel serves the call, and is differentiated where one does. With names of
-        `("xla",)` it is the reference.
+        `names` names. It is differentiated where a kernel serves the call, and where none does it runs in place
+        of a reference, which it is with names of `("xla",)`.
       pays: `pays(form, target)` says whether a kernel is faster than the ops that the op `stands_for`. It is asked
         of whole calls where no implementation is named, and not again of the part of a call that a device has.
       maps: whether kernels are for calls that are mapped over (`vmap`), too; where not, and no implementation is

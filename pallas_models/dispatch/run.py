@@ -46,8 +46,9 @@ def run(op: Op[F], form: F, *, config: Any = None, implementation: Implementatio
 
 
 def _run_or_stand_for(op: Op[F], form: F, config: Any, names: tuple[Name, ...], target: Target) -> Any:
-    """Runs a kernel of an op where one serves the call and pays, else the ops that it stands for."""
+    """Runs a kernel where one serves the call and pays, else the reference of the op or the ops it stands for."""
     operands, implementation = form.operands, names or None
+    form = form.abstract()  # what is differentiated later holds no arrays of a trace that has ended
 
     def as_others(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: function(form.of(operands), names)
@@ -56,11 +57,11 @@ def _run_or_stand_for(op: Op[F], form: F, config: Any, names: tuple[Name, ...], 
         return _run_whole(op, form.of(operands), config, names, target)
 
     others = as_others(functools.partial(_stand_for, op))
-    if op.together is not None and _all_have_backward(op.together.parts(form.abstract()), implementation):
+    if op.together is not None and _all_have_backward(op.together.parts(form), implementation):
         return differentiated_as(others, as_others(op.together.call))(*operands)
     if not has_kernel(op, form, implementation=implementation):
-        return others(*operands)
-    if not names and not op.pays(form.abstract(), target):
+        return others(*operands) if op.reference is None else whole(*operands)
+    if not names and not op.pays(form, target):
         return others(*operands)
     by_kernel = whole if names or op.maps else _mapped_as(whole, others)
     return differentiated_as(by_kernel, others)(*operands)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_models._implementation import Implementation
-from pallas_models.dispatch.records import Backward, Kernel, Op
+from pallas_models._implementation import Implementation, Name
+from pallas_models.dispatch.records import Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.matmul_layer_norm import Form
@@ -22,7 +21,7 @@ from pallas_models.ops._checks import Array
 from pallas_models.ops.matmul import check as check_matmul
 from pallas_models.ops.matmul import matmul
 from pallas_models.ops.matmul import reference as matmul_reference
-from pallas_models.target import AMPERE_ON, HOPPER, Target
+from pallas_models.target import AMPERE_ON, HOPPER
 from pallas_models.tuning import Chooser
 
 
@@ -94,64 +93,21 @@ def matmul_layer_norm(
     return run(_OP, form, config=config, implementation=implementation).reshape(*x.shape[:-1], n)
 
 
-def reference(form: Form[jax.Array]) -> Any:
-    """The product and the layer norm in plain XLA; with `return_kept` a triple."""
-    dtype, product = form.x.dtype, matmul_reference(form.product)
-    vectors = form.scale, form.offset
-    out = norm.normalize(
-        product, *vectors, form.residual, epsilon=form.epsilon, return_statistics=form.return_kept
-    )
-    if not form.return_kept:
-        return out.astype(dtype)
-    out, statistics = out
-    return out.astype(dtype), product.astype(dtype), statistics
+def reference(form: Form[jax.Array]) -> jax.Array:
+    """The product and the layer norm in plain XLA."""
+    product, vectors = matmul_reference(form.product), (form.scale, form.offset)
+    return norm.normalize(product, *vectors, form.residual, epsilon=form.epsilon).astype(form.x.dtype)
 
 
-def _triton(
-    form: Form[jax.Array], *, config: triton.Config | Chooser | None, target: Target, interpret: bool
-) -> Any:
-    """The kernel; or, for the gradient, product and norm by themselves, and what they keep.
+def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
+    """A product and a norm, which a call is differentiated as: each has the better gradient.
 
     The sum of product and residual is not rounded: of rows far from 0 that would leave little to normalise.
     """
-    if not form.return_kept:
-        return triton.matmul_layer_norm(form, config=config, target=target, interpret=interpret)
-    names = _names(interpret)
-    product = matmul(form.x, form.w, bias=form.bias, precision=form.precision, implementation=names)
-    out, statistics = norm.with_statistics(
-        product, form.scale, form.offset, form.residual, epsilon=form.epsilon, implementation=names
-    )
-    return out, product, statistics
-
-
-def _names(interpret: bool) -> Implementation:
-    return "interpret" if interpret else "triton"
-
-
-def _backward(
-    form: Form[jax.Array],
-    kept: Sequence[jax.Array],
-    cotangents: Sequence[jax.Array | None],
-    *,
-    wanted: tuple[bool, ...],
-    config: Chooser | None,
-    target: Target,
-    interpret: bool,
-) -> tuple[jax.Array | None, ...]:
-    """The gradients of norm and product, each by its own."""
-    names, (product, statistics), dout = _names(interpret), kept, cotangents[0]
-    assert dout is not None
-    of_norm = product, form.scale, form.offset, form.residual, statistics
-    dproduct, dscale, doffset, dresidual = norm.gradient(
-        *of_norm, dout, epsilon=form.epsilon, implementation=names
-    )
-
-    def multiply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return matmul(x, w, bias=bias, precision=form.precision, implementation=names)
-
-    pull = jax.vjp(multiply, form.x, form.w, form.bias)[1]  # of which nothing is computed but the gradient
-    dx, dw, dbias = pull(dproduct)
-    return dx, dw, dscale, doffset, dbias, dresidual
+    served = (*names, "xla") if names else None  # by the kernel of the call, though not by theirs
+    product = matmul(form.x, form.w, bias=form.bias, precision=form.precision, implementation=served)
+    vectors = form.scale, form.offset
+    return norm.layer_norm(product, *vectors, residual=form.residual, epsilon=form.epsilon, implementation=served)
 
 
 _OP: Op[Form[Any]] = Op(
@@ -174,8 +130,8 @@ _OP: Op[Form[Any]] = Op(
             refuses=mosaic.unsupported,
             preferred=mosaic.prefer,
         ),
-        Kernel(backend="triton", architectures=AMPERE_ON, call=_triton, config=triton.Config),
+        Kernel(backend="triton", architectures=AMPERE_ON, call=triton.matmul_layer_norm, config=triton.Config),
     ),
-    backward=(Backward(backend="triton", call=_backward, keeps=-2, options={"return_kept": True}),),
-    sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N, m N, S m"),
+    stands_for=_apart,
+    sharding=Sharding(equation="m K, K N, N, N, N, m N -> m N"),
 )

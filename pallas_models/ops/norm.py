@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
-from pallas_models.dispatch.run import run, run_backward
+from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.norm import Form
 from pallas_models.kernels.mosaic import norm as mosaic
@@ -193,59 +193,6 @@ def _norm(
     )
     out = run(_OP, form, config=config, implementation=implementation)
     return jax.tree.map(lambda leaf: leaf.reshape(x.shape), out)
-
-
-def with_statistics(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    residual: jax.Array | None,
-    *,
-    epsilon: float,
-    implementation: Implementation,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes `layer_norm` of rows (M, D), and for `gradient` three numbers of each row in float32."""
-    form = _rows(x, scale, bias, residual, epsilon).replace(return_statistics=True)
-    out, statistics = run(_OP, form, implementation=implementation)
-    return out, statistics
-
-
-def gradient(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    residual: jax.Array | None,
-    statistics: jax.Array,
-    dout: jax.Array,
-    *,
-    epsilon: float,
-    implementation: Implementation,
-) -> tuple[jax.Array | None, ...]:
-    """The cotangents of the operands of `with_statistics`, from the cotangent of the norm."""
-    form = _rows(x, scale, bias, residual, epsilon)
-
-    def in_xla(operands: tuple[Any, ...], kept: list[Any], cotangents: list[Any]) -> list[jax.Array]:
-        return jax.tree.leaves(_gradient_in_xla(form.of(operands), kept, cotangents))
-
-    wanted = (True,) * len(form.OPERANDS)
-    found = run_backward(_OP, form, [statistics], [dout, None], wanted, in_xla, implementation=implementation)
-    given: tuple[jax.Array | None, ...] = jax.tree.unflatten(jax.tree.structure(form.operands), found)
-    return given
-
-
-def _rows(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, residual: jax.Array | None, epsilon: float
-) -> Form[jax.Array]:
-    """The layer norm of rows (M, D)."""
-    return Form(
-        x=x,
-        scale=scale,
-        bias=bias,
-        residual=residual,
-        subtract_mean=True,
-        return_residual=False,
-        epsilon=epsilon,
-    )
 
 
 def reference(form: Form[jax.Array]) -> Any:

@@ -1,5 +1,6 @@
 """JAX without Pallas's Triton backend, which it has deprecated: kernels of Mosaic take the place of Triton's."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,30 @@ def triangle_update_gradient() -> tuple[Callable[..., Any], Any]:
         return jax.grad(lambda moving: jnp.sum(function(operands | moving) ** 2))({"x": operands["x"]})
 
     return gradient, (operands,)
+
+
+@without_gpu
+@needs_jax_011
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_post_norm_layer_trains_in_the_kernels_of_products_and_norms(triton):
+    """A product with layer norm is differentiated as two ops, each with its best kernel."""
+    vectors = 4 * [shaped(384, dtype="float32")]
+
+    def gradient(x, w, scale, offset, bias, residual):
+        def loss(*arrays):
+            x, w, scale, offset, bias, residual = arrays
+            y = ops.matmul_layer_norm(x, w, scale, offset, bias=bias, residual=residual)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, range(6))(x, w, scale, offset, bias, residual)
+
+    arrays = shaped(32768, 384), shaped(384, 384), *vectors[:3], shaped(32768, 384)
+    with contextlib.nullcontext() if triton else without_triton(), cuda_device(*HOPPER):
+        text = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert TRITON_CALL not in text
+    assert text.count(f"@{MOSAIC_CALL}") == 4  # product, norm, and the gradient of each
+    assert text.count("stablehlo.dot_general") == 1  # of the cotangent and w, which XLA multiplies
+    assert "stablehlo.rsqrt" not in text
 
 
 @without_gpu

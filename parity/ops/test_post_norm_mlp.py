@@ -298,7 +298,7 @@ def test_gradients_of_the_hopper_kernel():
         return jax.grad(loss, (0, 1))(*(arrays[name] for name in names))
 
     for mine, expected in zip(gradients(MOSAIC), gradients("xla"), strict=True):
-        assert_close(mine, expected, OP["bfloat16"])
+        assert_close(mine, expected, MODEL["bfloat16"])
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ class Form(forms.Form, Generic[A]):
       residual: (M, N), or None.
       epsilon: added to the variance.
       precision: of float32 products.
-      return_kept: whether the result is a triple: the above, `x @ w + bias` in the dtype of x, and the statistics
-        of the layer norm.
     """
 
     OPERANDS: ClassVar = ("x", "w", "scale", "offset", "bias", "residual")
@@ -36,7 +34,6 @@ class Form(forms.Form, Generic[A]):
     residual: A | None
     epsilon: float
     precision: jax.lax.Precision
-    return_kept: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -36,8 +36,6 @@ def unsupported(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
         return f"takes float16 and bfloat16, not {x.dtype}"
     if residual is not None and residual.dtype != x.dtype:
         return f"takes a residual of the dtype of x, {x.dtype}, not {residual.dtype}"
-    if form.return_kept:
-        return "does not keep what the gradient wants"
     _, n, _ = form.sizes
     if n % (2 * _COLUMNS) or n > _MOST_COLUMNS:
         return f"takes rows of up to {_MOST_COLUMNS} columns in multiples of {2 * _COLUMNS}, not of {n}"
