@@ -242,7 +242,7 @@ _OP: Op[Form[Any]] = Op(
             architectures=PORTABLE,
             call=_backward_in_mosaic,
             refuses=mosaic_backward.unsupported,
-            preferred=prefer_on_hopper,
+            preferred=functools.partial(prefer_on_hopper, itemsizes=(2, 4)),
         ),
         Backward(backend="triton", call=_backward),
     ),

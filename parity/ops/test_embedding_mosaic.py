@@ -227,8 +227,10 @@ def test_rows_that_it_serves(module, most):
 @older
 @without_gpu
 @every_device
-def test_it_is_for_hopper_and_for_every_gpu_where_it_is_named_or_triton_is_missing(device):
-    call, arrays = embed(drawn((2, 20, 384, 101), "float16")[0])
+@pytest.mark.parametrize("dtype, kernels", [("float16", 2), ("float32", 1)])
+def test_it_is_for_hopper_and_for_every_gpu_where_it_is_named_or_triton_is_missing(device, dtype, kernels):
+    """By default in 16 bits, and in float32 its gradient alone."""
+    call, arrays = embed(drawn((2, 20, 384, 101), dtype)[0])
 
     def gradient(implementation):
         def f(*arrays):
@@ -240,7 +242,7 @@ def test_it_is_for_hopper_and_for_every_gpu_where_it_is_named_or_triton_is_missi
     with cuda_device(*device):
         assert lowered_for_cuda(gradient("mosaic"), *arrays).count(f"@{MOSAIC_CALL}") == 2
         by_default = lowered_for_cuda(gradient(None), *arrays).count(f"@{MOSAIC_CALL}")
-        assert by_default == (2 if targets.current().capability == (9, 0) else 0)
+        assert by_default == (kernels if targets.current().capability == (9, 0) else 0)
     with without_triton(), cuda_device(*device):
         text = lowered_for_cuda(gradient(None), *arrays)
     assert text.count(f"@{MOSAIC_CALL}") == 2 and TRITON_CALL not in text
