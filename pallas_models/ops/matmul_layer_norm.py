@@ -104,10 +104,10 @@ def _apart(form: Form[jax.Array], names: tuple[Name, ...]) -> jax.Array:
 
     The sum of product and residual is not rounded: of rows far from 0 that would leave little to normalise.
     """
-    served = (*names, "xla") if names else None  # by the kernel of the call, though not by theirs
-    product = matmul(form.x, form.w, bias=form.bias, precision=form.precision, implementation=served)
+    options: dict[str, Any] = dict(implementation=names or None)
+    product = matmul(form.x, form.w, bias=form.bias, precision=form.precision, **options)
     vectors = form.scale, form.offset
-    return norm.layer_norm(product, *vectors, residual=form.residual, epsilon=form.epsilon, implementation=served)
+    return norm.layer_norm(product, *vectors, residual=form.residual, epsilon=form.epsilon, **options)
 
 
 _OP: Op[Form[Any]] = Op(
