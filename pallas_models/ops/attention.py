@@ -119,7 +119,7 @@ def attention(
         Or of pairs, (B or 1, Hq or 1, Sq or 1, Skv), as `jax.nn.dot_product_attention` takes it: where it is not
         of keys alone, (B or 1, 1, 1, Skv), a bias is made of it.
       bias: added to the scaled scores; (B or 1, Hq or 1, Sq, Skv), float16, bfloat16 or float32. -1e30 and
-        below count for -inf, which masks a pair.
+        below count for -inf, which masks a pair; above 1e38 scores, which kernels have to base 2, leave float32.
       segment_ids: (B, Sq), integers. A query sees the keys with its own id. Equal ids need not be adjacent,
         but no block is skipped where ids are not sorted. `causal` compares positions in the row.
       kv_segment_ids: (B, Skv); `segment_ids` when None.

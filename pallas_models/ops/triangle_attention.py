@@ -70,7 +70,7 @@ def triangle_attention(
       k: as q, in its dtype.
       v: as q, in its dtype.
       bias: (..., H, N, N) in any float dtype, added to the scaled scores; None for none. -1e30 and below count for
-        -inf, which masks a pair in every line.
+        -inf, which masks a pair in every line; above 1e38 scores, which kernels have to base 2, leave float32.
       mask: (..., N, N), bool, integer or float: pairs where it is not 0 take part as keys; all when None.
       direction: `"starting"` or `"ending"`: whether the pairs (i, k) of a row i attend, as those that start at one
         node, or the pairs (k, j) of a column j.
