@@ -245,14 +245,7 @@ def _backward(
     target: Target,
     interpret: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of rows that no kernel holds."""
-    return _gradient_in_xla(form, kept, cotangents)
-
-
-def _gradient_in_xla(
-    form: Form[jax.Array], kept: list[jax.Array], cotangents: list[jax.Array | None]
-) -> tuple[jax.Array | None, ...]:
-    """The gradient that `norm_backward` computes, in plain XLA."""
+    """The gradient that `norm_backward` computes, in plain XLA, of rows that no kernel holds."""
     (statistics,), (dout, dsum) = kept, form.cotangents(cotangents)
     x, scale, bias, residual = form.operands
     *means, factor = statistics[:, :, None]
