@@ -31,7 +31,17 @@ from bench.measuring.harness import parse_dtypes, parse_modes
 HELP = "every benchmark, one after the other"
 
 BUDGET_S, QUICK_BUDGET_S = 870.0, 170.0  # of all together; with --quick
-SHARES = {"minilm": 4.0, "sts": 2.0, "corpus": 2.0, "startup": 3.0}  # of the budget; 1 for the others
+SHARES = {  # of the budget; 1 for the others
+    "minilm": 4.0,
+    "trimul": 4.0,
+    "train": 3.0,
+    "attention": 3.0,
+    "pairformer": 3.0,
+    "startup": 3.0,
+    "triangle-attention": 2.0,
+    "sts": 2.0,
+    "corpus": 2.0,
+}
 FORWARD_ONLY = ("minilm",)  # token ids have no gradients
 SEVERAL_GPUS = ("scaling",)  # take all there are
 POLL_S = 0.1  # between two looks at the benchmarks that run
