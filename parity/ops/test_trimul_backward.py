@@ -145,7 +145,7 @@ def assert_gradients(found: dict[str, jax.Array], wanted: dict[str, np.ndarray],
             cpu=[(17, 40, 33, False, True, "holes", "outgoing", "float16")],
             gpu=[
                 (n, c, h, gate_after, bias, mask, direction, dtype)
-                for n, c, h in ((33, 64, 128), (129, 128, 128), (200, 96, 50), (256, 128, 64))
+                for n, c, h in ((33, 64, 128), (129, 128, 128), (200, 96, 50), (256, 128, 64), (129, 384, 128))
                 for gate_after, bias, mask, direction, dtype in (
                     (False, True, "factors", "outgoing", "float16"),
                     (True, True, "holes", "incoming", "bfloat16"),
@@ -159,6 +159,25 @@ def test_gradients(n, c, h, gate_after, bias, mask, direction, dtype):
     operands, cotangent = draw(n, c, h, gate_after=gate_after, bias=bias, mask=mask)
     options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype)
     found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("implementation", [KERNEL, pytest.param(MOSAIC, marks=needs_jax_011)])
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize(
+    "c, h, gate_after, bias, mask, direction, dtype",
+    [
+        (136, 16, False, True, "factors", "outgoing", "float16"),
+        (16, 136, True, True, "holes", "incoming", "bfloat16"),
+        (160, 24, True, False, "none", "outgoing", "float16"),
+    ],
+)
+def test_more_channels_than_kernels_hold(
+    c, h, gate_after, bias, mask, direction, dtype, residuals, implementation
+):
+    operands, cotangent = draw(9, c, h, gate_after=gate_after, bias=bias, mask=mask, batch=2)
+    options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype)
+    found = gradients(operands, cotangent, implementation=implementation, residuals=residuals, **options)
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
@@ -201,14 +220,15 @@ def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtyp
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("c", [16, 136])
 @pytest.mark.parametrize("gate_after, mask, dtype", [(True, "none", "float16"), (False, "factors", "bfloat16")])
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
-def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask, dtype, residuals):
+def test_gradients_of_matrices_that_are_filled_up(monkeypatch, gate_after, mask, dtype, residuals, c):
     """As who copies whole tiles of them has them: two of 9 rows and columns, with rows of 16 and columns of 64."""
     kernels = backward_schedules._triton(None)
     forward = dataclasses.replace(kernels.forward, tile=(8, 64))
     monkeypatch.setattr(backward_schedules, "_triton", lambda _: dataclasses.replace(kernels, forward=forward))
-    operands, cotangent = draw(9, 16, 20, gate_after=gate_after, bias=True, mask=mask, batch=2)
+    operands, cotangent = draw(9, c, 20, gate_after=gate_after, bias=True, mask=mask, batch=2)
     options = dict(direction="incoming", gate_after=gate_after, compute_dtype=dtype)
     found = gradients(operands, cotangent, implementation=KERNEL, residuals=residuals, **options)
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
@@ -337,11 +357,14 @@ def test_an_unknown_residuals():
 
 # Ranges
 
+in_kernels_and_xla = pytest.mark.parametrize("c", [10, 130])
 
+
+@in_kernels_and_xla
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("by", [2.0**-60, 2.0**60])
-def test_cotangents_of_any_size(dtype, by):
-    n, c, h = by_device(cpu=(7, 10, 6), gpu=(64, 64, 64))
+def test_cotangents_of_any_size(dtype, by, c):
+    n, c, h = by_device(cpu=(7, c, 6), gpu=(64, 6 * c, 64))
     operands, cotangent = draw(n, c, h, gate_after=True, bias=True)
     options = dict(direction="incoming", gate_after=True, compute_dtype=dtype, implementation=KERNEL)
     found, wanted = (gradients(operands, c, **options) for c in (cotangent * by, cotangent))
@@ -378,17 +401,19 @@ def test_largest_in_xla_are_those_of_the_kernel():
     assert_close(jnp.stack(in_xla) / jnp.stack(kernel), np.ones(3), 1e-5)
 
 
-def test_factors_of_a_mask_beyond_half_precision(n=7):
-    operands, cotangent = draw(n, 10, 6, gate_after=False, bias=False, mask="none")
+@in_kernels_and_xla
+def test_factors_of_a_mask_beyond_half_precision(c, n=7):
+    operands, cotangent = draw(n, c, 6, gate_after=False, bias=False, mask="none")
     operands["mask"] = array(np.random.default_rng(1).uniform(3e3, 9e3, (1, n, n)), "float32")
     options = dict(direction="outgoing", gate_after=False, compute_dtype="float16")
     found = gradients(operands, cotangent, implementation=KERNEL, **options)
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
 
 
+@in_kernels_and_xla
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_x_and_weights_of_any_size(scale):
-    operands, cotangent = draw(7, 10, 6, gate_after=False, bias=False, mask="holes")
+def test_x_and_weights_of_any_size(scale, c):
+    operands, cotangent = draw(7, c, 6, gate_after=False, bias=False, mask="holes")
     operands["x"] = operands["x"] * 1e4 + 3e4
     operands["w_in"] = operands["w_in"].at[:, ::2].multiply(scale)
     options = dict(direction="outgoing", gate_after=False, compute_dtype="float16")
@@ -396,11 +421,12 @@ def test_x_and_weights_of_any_size(scale):
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
 
 
+@in_kernels_and_xla
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("gate_after", [False, True])
-def test_what_is_masked_adds_nothing(padding, gate_after):
+def test_what_is_masked_adds_nothing(padding, gate_after, c):
     """Where its result has no cotangent: not even 0 times what is not finite."""
-    operands, cotangent = draw(7, 10, 6, gate_after=gate_after, bias=True, mask="holes")
+    operands, cotangent = draw(7, c, 6, gate_after=gate_after, bias=True, mask="holes")
     kept = operands["mask"][..., None]
     cotangent = jnp.where(kept, cotangent, 0.0)
     options = dict(direction="outgoing", gate_after=gate_after, compute_dtype="float16", implementation=KERNEL)
@@ -473,19 +499,36 @@ def test_a_gradient_of_the_gradient():
     ],
 )
 def test_lowers_to_kernels(device, implementation, n, c, h, gate_after, direction, dtype):
-    shapes = jax.eval_shape(lambda: draw(4, c, h, gate_after=gate_after, bias=True, mask="none"))
-    operands, x = shapes[0], jax.ShapeDtypeStruct((1, n, n, c), "bfloat16")
     options = dict(direction=direction, gate_after=gate_after, compute_dtype=dtype, implementation=implementation)
-
-    def pulled(operands, cotangent):
-        return jax.vjp(lambda o: ops.triangle_update(**o, **options), operands)[1](cotangent)
-
-    with cuda_device(*device):
-        lowered = jax.jit(pulled).trace(operands | {"x": x}, x).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
+    text = lowered(device, n, c, h, **options)
     assert "stablehlo.dot_general" not in text
     assert kernel_calls(text) >= 8
     assert (text.count(f"@{MOSAIC_CALL}") > 0) == (implementation == "mosaic")
+
+
+def lowered(device: tuple[str, int], n: int, c: int, h: int, *, gate_after: bool, **options: Any) -> str:
+    """The program of an update and its gradient."""
+    shapes = jax.eval_shape(lambda: draw(4, c, h, gate_after=gate_after, bias=True, mask="none"))
+    operands, x = shapes[0], jax.ShapeDtypeStruct((1, n, n, c), "bfloat16")
+
+    def pulled(operands, cotangent):
+        call = functools.partial(ops.triangle_update, gate_after=gate_after, **options)
+        return jax.vjp(lambda o: call(**o), operands)[1](cotangent)
+
+    with cuda_device(*device):
+        program = jax.jit(pulled).trace(operands | {"x": x}, x).lower(lowering_platforms=("cuda",))
+    return str(program.as_text())
+
+
+@without_gpu
+@pytest.mark.parametrize("device", [HOPPER, ADA], ids=["h200", "ada"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_with_more_channels_sums_over_third_positions_are_kernels(device, implementation):
+    """The products with weights alone are XLA's: these have no axes in common but the one that is summed."""
+    text = lowered(device, 256, 384, 128, gate_after=False, direction="outgoing", implementation=implementation)
+    assert "stablehlo.dot_general" in text
+    assert ("batching_dims" in text) == (implementation == "xla")
+    assert (kernel_calls(text) >= 5) == (implementation is None)
 
 
 def projection_of(n: int, c: int, h: int, g: int, *, dtype: str, x_dtype: str) -> Projection[Any]:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from pallas_models import _jax
 from pallas_models.kernels.common import trimul_output_scales as output_scales
+from pallas_models.kernels.common import trimul_wide_backward as wide
 from pallas_models.kernels.common.trimul_scales import powers_of_two
-from pallas_models.kernels.forms.trimul import Form, Output, Product
+from pallas_models.kernels.forms.trimul import Form, Output, Product, Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given
 from pallas_models.kernels.mosaic import trimul_output as mosaic_end
 from pallas_models.kernels.mosaic import trimul_output_backward as mosaic_output
@@ -41,7 +42,7 @@ from pallas_models.kernels.triton import (
 from pallas_models.target import Target
 from pallas_models.tuning import Chooser
 
-_WIDEST = 128  # channels, and hidden channels: programs hold all of them
+_WIDEST = 128  # channels, and hidden channels, of which a program of a kernel holds all
 
 
 class Residuals(NamedTuple):
@@ -65,32 +66,25 @@ class Residuals(NamedTuple):
         return cls(*(jnp.zeros((b, rows, n, columns), form.compute_dtype) for n in channels))
 
 
-def unsupported(form: Form[Any], target: Target) -> str | None:
-    """Why the gradient's kernels do not serve a call; None if they do."""
-    del target
-    c, h = form.x.shape[3], form.hidden
-    if max(c, h) > _WIDEST:
-        return f"takes up to {_WIDEST} channels and hidden channels, not {c} and {h}"
-    return None
-
-
 def unsupported_by_mosaic(form: Form[jax.ShapeDtypeStruct], target: Target) -> str | None:
     """Why `mosaic` does not serve a call; None if it does."""
-    return (
-        unsupported(form, target)
-        or mosaic_product.unsupported(form.compute_dtype)
-        or (None if _jax.has_triton() else _unsupported_without_triton(form, target))
+    return mosaic_product.unsupported(form.compute_dtype) or (
+        None if _jax.has_triton() else _unsupported_without_triton(form, target)
     )
 
 
 def _unsupported_without_triton(form: Form[Any], target: Target) -> str | None:
     """Why Mosaic's kernels do not serve a call without some of Triton's; None if they do."""
     projection = abstract_projection(form)
-    return (
-        unsupported_without_triton(form, target)
-        or mosaic_project.unsupported(projection, target)
-        or mosaic_weights.unsupported(projection, target)
-    )
+    obstacle = unsupported_without_triton(form, target)
+    if obstacle or _is_wide(projection):
+        return obstacle
+    return mosaic_project.unsupported(projection, target) or mosaic_weights.unsupported(projection, target)
+
+
+def _is_wide(form: Projection[Any] | Output[Any]) -> bool:
+    """Whether no kernel holds all channels of a step of the gradient, which is XLA's then."""
+    return max(form.w.shape) > _WIDEST
 
 
 def keeping_tiles(form: Form[Any]) -> dict[str, Any]:
@@ -119,6 +113,8 @@ class _Kernels:
         where = dict(target=target, interpret=interpret)
         if self.for_hopper and mosaic.unsupported(form.abstract(), target) is None:
             return functools.partial(getattr(mosaic, name), **where)
+        if _is_wide(form):
+            return getattr(wide, name)
         return functools.partial(getattr(triton, name), config=self.config, **where)
 
 
@@ -241,7 +237,7 @@ def _gradient(
     dout = _in_rows(dout)
     of_output = None  # other dtypes than float16 have the range of float32
     if form.compute_dtype == jnp.float16:
-        if _jax.has_triton():
+        if _jax.has_triton() and not _is_wide(end):
             largest = trimul_output_scales.find_largest(end, dout, **where)
         else:
             largest = output_scales.find_largest(end, dout)

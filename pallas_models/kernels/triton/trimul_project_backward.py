@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.trimul_sides import Side
 from pallas_models.kernels.forms.trimul import Projection
-from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
+from pallas_models.kernels.forms.trimul_backward import Given, OfPositions
 from pallas_models.kernels.triton.column_sums import column_sums
 from pallas_models.kernels.triton.common import (
     activate,
@@ -137,48 +138,6 @@ def sigmoid(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return 0.5 * tanh(0.5 * x) + 0.5
 
 
-class Side(NamedTuple):
-    """Some channels of left or right before the mask, and cotangents of what makes them: (positions, channels).
-
-    Attributes:
-      value: of the projection times its gate's sigmoid.
-      projection: the cotangent of the projection.
-      gate: the cotangent of the gate, times `GATED` and the scale of the projection.
-    """
-
-    value: jax.Array
-    projection: jax.Array
-    gate: jax.Array
-
-    @classmethod
-    def pulled(
-        cls,
-        products: list[jax.Array],
-        cotangent: jax.Array,
-        factor: jax.Array | None,
-        scales: tuple[jax.Array | float, jax.Array | float],
-        *,
-        dtype: DTypeLike,
-    ) -> "Side":
-        """The gradient of `factor * p * sigmoid(g)` for products p and g.
-
-        Args:
-          cotangent: of the side, in float32.
-          factor: the factors of the mask by position, or None.
-          scales: what the cotangents of p and of g are multiplied by.
-        """
-        p, g = products
-        s = sigmoid(g, dtype)
-        value = p * s
-        of_p, of_g = scales
-        dp, dg = cotangent * s, cotangent * (GATED * value * (1.0 - s))
-        if factor is None:
-            dp, dg = dp * of_p, dg * of_g
-        else:  # 0 times what is not finite would be NaN
-            dp, dg = (jnp.where(factor == 0.0, 0.0, d * (factor * by)) for d, by in ((dp, of_p), (dg, of_g)))
-        return cls(value, dp.astype(dtype), dg.astype(dtype))
-
-
 class Weights(NamedTuple):
     """The weights of a call, arrays or references.
 
@@ -240,7 +199,8 @@ class _Block:
                 products = [y + bias for y, bias in zip(products, biases, strict=True)]
             given = load(ref.at[rows.filled, columns, rows.span], tile_mask(mask, rows.mask)).T.astype(jnp.float32)
             factor = None if self.factor is None else self.factor[:, None]
-            pulled = Side.pulled(products, given, factor, self.before, dtype=self.z.dtype)
+            p, g = products
+            pulled = Side.pulled(p, sigmoid(g, self.z.dtype), given, factor, self.before, dtype=self.z.dtype)
             for i, d in enumerate((pulled.projection, pulled.gate)):
                 dzs[min(i, len(dzs) - 1)] += dot(d, ws[i], trans_b=True)
             if dmask is not None:

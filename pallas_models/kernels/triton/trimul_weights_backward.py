@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.common.backend import Ref
+from pallas_models.kernels.common.trimul_sides import Side
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import Given, OfWeights
 from pallas_models.kernels.triton.column_sums import column_sums
@@ -30,7 +31,7 @@ from pallas_models.kernels.triton.common import (
     store,
     tile_mask,
 )
-from pallas_models.kernels.triton.trimul_project_backward import Rows, Side
+from pallas_models.kernels.triton.trimul_project_backward import Rows, sigmoid
 from pallas_models.target import HOPPER, Target
 from pallas_models.tuning import Chooser, Problem, choose
 
@@ -152,8 +153,10 @@ def _kernel(
                 products = [y + b for y, b in zip(products, biases, strict=True)]
             cotangent = load(dside_ref.at[rows.filled, channels, rows.span], tile_mask(n_mask, rows.mask)).T
             factor = rows.factor(mask_ref)
+            p, g = products
             pulled = Side.pulled(
-                products,
+                p,
+                sigmoid(g, dtype),
                 cotangent.astype(jnp.float32),
                 None if factor is None else factor[:, None],
                 (shrink, 1.0),
