@@ -97,6 +97,18 @@ def test_lines_side_by_side(reference, items, block_kv, direction):
     assert_close(attend(q, k, v, bias, mask, direction=direction, config=config), expected, GRADIENT)
 
 
+@both
+def test_weights_add_up_to_1_however_large_scores_are(direction):
+    """The maximum is one of the scores that it is subtracted from, rounded as that is."""
+    rng = np.random.default_rng(18)
+    q, k = (normal(rng, 4, 2, 2, 16, 32, dtype="float16") for _ in range(2))
+    q = q.at[..., 9].set(65504 * jnp.sign(q[..., 9])).at[..., 3].set(65504).at[..., 5].set(-65504)
+    k, v = k.at[..., 9].set(65504).at[..., 7].set(65504), jnp.ones_like(q)
+    assert_close(
+        kernel(q, k, v, bias=normal(rng, 4, 16, 2, 2), direction=direction), np.ones(q.shape), OP["float16"]
+    )
+
+
 def test_lines_side_by_side_where_only_some_have_blocks_without_a_mask(reference):
     """Of two lines one has holes: the blocks that need no mask are those of both."""
     q, k, v, bias, _ = operands(1, 300, 1, 16, lines=4)

@@ -135,7 +135,10 @@ def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array) -> jax.Arr
 
 
 def _biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
-    return scores * scale + bias.astype(jnp.float32)
+    # XLA computes this again for each that reads it, and would round product and sum once in one place, twice
+    # in another, were they not kept apart. The maximum must be one of the scores that it is subtracted from.
+    bias = bias.astype(jnp.float32)
+    return jnp.where(jnp.isnan(bias), bias, scores * scale) + bias
 
 
 @meaning(_biased)
