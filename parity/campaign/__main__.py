@@ -95,6 +95,7 @@ class Report:
     cases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[Failure] = dataclasses.field(default_factory=list)
     late: list[Failure] = dataclasses.field(default_factory=list)  # begun, and not at their end when time was up
+    interrupted: bool = False
     absent: dict[str, str] = dataclasses.field(default_factory=dict)  # parts left out, and what they lack
     rows: dict[tuple[str, ...], dict[str, float]] = dataclasses.field(default_factory=dict)
 
@@ -111,6 +112,7 @@ class Report:
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
             "late": [dataclasses.asdict(case) for case in self.late],
             "absent": self.absent,
+            "interrupted": self.interrupted,
             "rows": [{"row": row, **columns} for row, columns in sorted(self.rows.items())],
         }
 
@@ -139,13 +141,15 @@ class Report:
             more = f" and {len(others)} more of it" if others else ""
             lines.append(f"FAILED {first.command}{more}\n  {first.name}\n  {first.message}")
         lines += [f"LATE {case.command}\n  {case.name}\n  {case.message}" for case in self.late[:_SHOWN]]
-        lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures")
+        ended = ", interrupted" if self.interrupted else ""
+        lines.append(f"{sum(self.cases.values())} cases, {len(self.failures)} failures{ended}")
         # Damaged texts hold what no encoding has.
         return "\n".join(lines).encode(errors="backslashreplace").decode()
 
 
 def make_cases(connection: multiprocessing.connection.Connection, seed: int, options: dict[str, Any]) -> None:
     """The work of a process: it makes the cases that it is told, and tells when each begins and ends."""
+    os.setsid()  # an interrupt from the keyboard is for who makes the report
     import jax
 
     if jax.default_backend() == "cpu":  # compiling well takes longer than running badly
@@ -169,6 +173,16 @@ def make_cases(connection: multiprocessing.connection.Connection, seed: int, opt
         connection.send(None)
 
 
+@dataclasses.dataclass(slots=True)
+class _Deadline:
+    """When no more cases are made, in seconds of `time.monotonic`; an interrupt makes it earlier."""
+
+    until: float
+
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+
 _STARTING_S = 120.0  # before its first case a process imports JAX, slowly where others compile beside it
 _starting = threading.Lock()
 
@@ -190,9 +204,14 @@ class _Worker:
     """A process that makes cases, and another one after it where it crashed or did not end."""
 
     def __init__(
-        self, seed: int, options: dict[str, Any], patience: float, until: float, environment: Mapping[str, str]
+        self,
+        seed: int,
+        options: dict[str, Any],
+        patience: float,
+        deadline: _Deadline,
+        environment: Mapping[str, str],
     ) -> None:
-        self.seed, self.options, self.patience, self.until = seed, options, patience, until
+        self.seed, self.options, self.patience, self.deadline = seed, options, patience, deadline
         self.environment = environment
         self._start()
 
@@ -214,7 +233,7 @@ class _Worker:
         begun, name, since = start, "", time.monotonic()
         self.late: tuple[int, str, float] | None = None
         self.connection.send((part, start, stop))
-        while (left := self.until - time.monotonic()) > 0:
+        while (left := self.deadline.left()) > 0:
             patience = self.patience if name else max(self.patience, _STARTING_S)
             try:
                 if not self.connection.poll(min(patience, left)):
@@ -224,6 +243,8 @@ class _Worker:
                     raise TimeoutError(f"no answer in {patience:.0f} s")
                 answer = self.connection.recv()
             except (EOFError, OSError, TimeoutError) as error:
+                if self.deadline.left() <= 0:  # it was ended
+                    break
                 self.process.kill()
                 self.process.join()
                 what = str(error) if isinstance(error, TimeoutError) else f"crashed with {self.process.exitcode}"
@@ -273,8 +294,8 @@ def run(
       command: what failures are made again with.
     """
     options = options or {}
-    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    report, lock = Report(), threading.Lock()
+    deadline = _Deadline(math.inf if minutes is None else time.monotonic() + 60 * minutes)
+    report, lock, running = Report(), threading.Lock(), list[_Worker]()
     last = math.inf if cases is None else first + cases
     begun, spent = dict.fromkeys(parts, first), dict.fromkeys(parts, 0.0)
 
@@ -284,7 +305,7 @@ def run(
         One that the worker has made before is preferred, unless it is ahead by what it takes to begin another.
         """
         left = [part for part in parts if begun[part] < last and part not in report.absent]
-        if not left or time.monotonic() >= until:
+        if not left or deadline.left() <= 0:
             return None
         part = min(left, key=lambda part: spent[part] + _BEGINNING * (part not in made))
         start = begun[part]
@@ -308,7 +329,8 @@ def run(
             started = time.monotonic()
             kind = part if part in _ENVIRONMENTS else ""
             if kind not in workers:
-                workers[kind] = _Worker(seed, options, patience, until, _ENVIRONMENTS.get(part, {}))
+                workers[kind] = _Worker(seed, options, patience, deadline, _ENVIRONMENTS.get(part, {}))
+                running.append(workers[kind])
             worker = workers[kind]
             results = worker.make(parts[part], start, stop)
             with lock:
@@ -332,15 +354,22 @@ def run(
     threads = [threading.Thread(target=work) for _ in range(workers)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        report.interrupted, deadline.until = True, time.monotonic()
+        for worker in running:
+            worker.end()
+        for thread in threads:
+            thread.join()
     for found in (report.failures, report.late):
         found.sort(key=lambda failure: (failure.part, failure.case))
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a campaign; returns the exit code, 1 where a case failed, 2 where none could be made."""
+    """Runs a campaign; returns the exit code: 1 if a case failed, 2 if none could be made, 130 if stopped."""
     parser = argparse.ArgumentParser(prog="python -m parity campaign", description=__doc__)
     parser.add_argument("--minutes", type=float, metavar="N", help="stop after so long")
     parser.add_argument("--cases", type=int, metavar="N", help="stop after so many cases of each part")
@@ -387,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not report.cases:
         print("no case came to its end; processes alone take half a minute to start", file=sys.stderr)
         return 2
-    return int(bool(report.failures))
+    return 130 if report.interrupted else int(bool(report.failures))
 
 
 if __name__ == "__main__":

@@ -171,13 +171,14 @@ def test_a_break_is_found(monkeypatch, op, transformation):
 
 
 PART = """
-import itertools, os, time
+import itertools, os, signal, time
 from parity.campaign._case import Case
 
 def run(i):
     if i == 3: raise KeyError("three")
     if i == 5: os._exit(7)
-    if i == 20: time.sleep(100)
+    if i == 40: os.kill(os.getppid(), signal.SIGINT)
+    if i in (20, 40): time.sleep(100)
     return "odd one" if i == 9 else None
 
 def cases(seed, implementation=None):
@@ -247,7 +248,8 @@ def test_a_case_that_is_late_is_named():
             return self.answers.pop()
 
     worker = object.__new__(campaign._Worker)
-    worker.connection, worker.patience, worker.until = Connection(), 300.0, time.monotonic() + 60
+    worker.connection, worker.patience = Connection(), 300.0
+    worker.deadline = campaign._Deadline(time.monotonic() + 60)
     assert worker.make("fake", 20, 24) == []
     number, name, seconds = worker.late
     assert (number, name) == (20, "case 30") and 0 <= seconds < 60
@@ -255,6 +257,29 @@ def test_a_case_that_is_late_is_named():
     report = campaign.Report(late=[late])
     assert "LATE again\n  case 30\n  began 3 s before time was up\n0 cases, 0 failures" in report.summary()
     assert report.as_json()["late"][0]["case"] == 20
+
+
+def test_a_campaign_that_is_interrupted_tells_what_came_of_it(fake_part, tmp_path):
+    script = f"""
+import sys
+from parity.campaign import __main__ as campaign
+report = campaign.run({fake_part!r}, 10, first=38, workers=1)
+print(report.summary())
+campaign.run = lambda *_, **__: report
+sys.exit(campaign.main(["--cases", "1", "--output", {str(tmp_path)!r}]))
+"""
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "fake: 2 cases" in done.stdout and "2 cases, 0 failures, interrupted" in done.stdout
+    kept = json.loads((tmp_path / "campaign.json").read_text())
+    assert kept["cases"] == {"fake": 2} and kept["interrupted"]
 
 
 def test_a_case_is_made_again_by_its_number(fake_part, monkeypatch, tmp_path, capsys):
