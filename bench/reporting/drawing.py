@@ -186,11 +186,20 @@ def plain_ticks(axis: Any) -> None:
 
 
 def legend(figure: Any, columns: int) -> None:
-    """Puts the legend below the axes, in as many columns at most as fit the longest label."""
-    labels = [label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]]
-    columns = max(1, min(columns, len(labels), 68 // (max(map(len, labels), default=0) + 6)))
+    """Puts the legend below the axes, in as many columns at most as fit the longest line of a label."""
+    found = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    labels = [textwrap.fill(label, 55, break_on_hyphens=False) for _, label in found]
+    longest = max((len(line) for label in labels for line in label.splitlines()), default=0)
+    columns = max(1, min(columns, len(labels), 68 // (longest + 6)))
     with style():
-        figure.legend(loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.2)
+        figure.legend(
+            [handle for handle, _ in found],
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            handlelength=1.5,
+            columnspacing=1.2,
+        )
 
 
 def bars(
