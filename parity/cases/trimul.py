@@ -213,6 +213,8 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     )
     if not ON_GPU:
         c, h = min(c, 64), min(h, 64)
+    if pick.chance(0.1):  # whose gradient has products of XLA's
+        c = pick.of((192, 256))
     options: dict[str, Any] = {
         "direction": pick.of(("outgoing", "incoming")),
         "gate_after": pick.chance(0.5),
