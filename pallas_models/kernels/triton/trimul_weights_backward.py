@@ -114,7 +114,7 @@ def _kernel(
     h, gates, dtype = w_ref.shape[2], given.gate.shape[1], w_ref.dtype
     block_m, block_n, block_c = config.block_m, config.block_n, block_size(c, 16, 1024)
     dot = functools.partial(plgpu.dot, precision=form.precision)
-    cs, c_mask = span(0, block_c), in_bounds(0, block_c, c)
+    cs, c_mask, ns = span(0, block_c), in_bounds(0, block_c, c), span(0, block_n)
     split, chunk, of_a_side = pl.program_id(0), pl.program_id(1), pl.cdiv(h, block_n)
     steps = jax.lax.div(items * pl.cdiv(size, block_m) - split + config.splits - 1, jnp.int32(config.splits))
 
@@ -134,9 +134,9 @@ def _kernel(
         zeros += [] if db_ref is None else [jnp.zeros(block_n, jnp.float32)] * 2
         sums = jax.lax.fori_loop(0, steps, step, zeros)
         for k in range(2):
-            store(dw_ref.at[split, chunk, jnp.int32(k), cs, :], sums[k], tile_mask(c_mask, None))
+            store(dw_ref.at[split, chunk, jnp.int32(k), cs, ns], sums[k], tile_mask(c_mask, None))
             if db_ref is not None:
-                store(db_ref.at[split, chunk, jnp.int32(k), :], sums[2 + k])
+                store(db_ref.at[split, chunk, jnp.int32(k), ns], sums[2 + k])
 
     def of_side(side: int, dside_ref: Ref) -> None:
         start = (chunk - side * of_a_side) * block_n
