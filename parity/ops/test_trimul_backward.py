@@ -482,6 +482,16 @@ def test_a_gradient_of_the_gradient():
     assert_close(of_gradient(KERNEL), of_gradient("xla"), DEEP)
 
 
+@pytest.mark.parametrize("c", [4, 130])
+def test_with_integers_of_64_bits(c):
+    """Kernels are lowered where a number of Python's has 64 bits."""
+    operands, cotangent = draw(7, c, 6, gate_after=False, bias=True)
+    options = dict(direction="outgoing", gate_after=False, compute_dtype="float16")
+    with jax.enable_x64(True):
+        found = gradients(operands, cotangent, implementation=KERNEL, **options)
+    assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
+
+
 # Lowering
 
 
