@@ -113,7 +113,10 @@ def output_backward(form: Output[jax.Array], dout: jax.Array, scales: jax.Array 
 
 
 def _sides(form: Projection[jax.Array], z: jax.Array, given: Given) -> tuple[jax.Array, Side]:
-    """The cotangents of left and right, (B, M, 2, H), and of what makes them."""
+    """The cotangents of left and right, (B, M, 2, H), and of what makes them.
+
+    Both steps ask for them, in one program, in which XLA computes them once.
+    """
     factor = None if form.mask is None else form.mask.astype(jnp.float32)[..., None, None]
     products = _product("bmc,ckh->bmkh", z, form.w, form.precision)
     if form.bias is not None:
