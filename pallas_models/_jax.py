@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 from jax._src import config, sharding_impls
+from jax._src.interpreters import batching
 from jax._src.pallas import core
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.sharding import Mesh, PartitionSpec
@@ -86,6 +87,18 @@ def is_lowered_alone(primitive: Primitive) -> None:
     versions from 0.10 on.
     """
     primitive.is_high = lambda *_, **__: False  # type: ignore[method-assign]
+
+
+def batched(program: ClosedJaxpr, axis: Any, axes: tuple[int | None, ...]) -> tuple[ClosedJaxpr, Any]:
+    """A program mapped over axes of its arguments, None where it is not, and the axes of its results.
+
+    `jax.vmap` does not say which results are mapped. In all versions from 0.10 on.
+
+    Args:
+      axis: of what size, as a rule in `fancy_primitive_batchers` has it.
+    """
+    found: tuple[ClosedJaxpr, Any] = batching.batch_jaxpr2(program, axis, axes)
+    return found
 
 
 def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_models.dispatch.settings import plain_settings
 from pallas_models.dispatch.transposable import linear
+from pallas_models.dispatch.whole import whole
 
 # `pull(arrays, kept, cotangents, wanted)`: cotangents of the leaves of arrays, from the cotangents of results.
 Pull = Callable[[tuple[Any, ...], list[Any], list[Any], tuple[bool, ...]], list[Any]]
@@ -63,7 +64,7 @@ def with_derivative(
 
     def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         with plain_settings(primals):
-            out, kept, results = (function(*primals), [], 0) if keep is None else keep(*primals)
+            out, kept, results = (whole(function, *primals), [], 0) if keep is None else keep(*primals)
         leaves, tree = jax.tree.flatten(primals)
         changes = jax.tree.leaves(tangents)
         moving = [i for i, t in enumerate(changes) if not isinstance(t, SymbolicZero)]

@@ -26,6 +26,7 @@ from pallas_models.dispatch.platforms import by_platform, on_cuda
 from pallas_models.dispatch.records import Backward, Call, Kernel
 from pallas_models.dispatch.sharding import Total, varying_alike
 from pallas_models.dispatch.spreading import Joint, Leaves, Shared, can_spread, is_explicit
+from pallas_models.dispatch.whole import whole
 from pallas_models.kernels.forms import Form
 from pallas_models.tuning import Chooser
 
@@ -109,7 +110,7 @@ def _forward(call: Call[F]) -> Callable[..., Any] | None:
 def _keep(call: Call[F], backward: Backward[F], *operands: Any) -> tuple[Any, list[Any], int]:
     """The results of the forward pass, the results that the gradient keeps, and how many there are."""
     keeping = call.replace(form=backward.keeping(call.form))
-    results = _function(keeping)(*operands)
+    results = whole(_function(keeping), *operands)
     # In a scan XLA has a kernel run twice if its result is both used and stored with the results of other steps,
     # unless something is in between.
     results = jax.lax.optimization_barrier(results)

@@ -337,15 +337,12 @@ class Kind:
       order: how many derivatives it takes, and
       reverse: whether in reverse mode, or else in forward mode.
       closes: the mode in which its result cannot be differentiated any more.
-      loops: whether it is a loop that can be differentiated. JAX then drops the derivatives that functions bring,
-        so that a gradient of it cannot be differentiated once more: JAX would ask for the derivative of a kernel.
     """
 
     of: Callable[..., Function]
     order: int = 0
     reverse: bool = False
     closes: str = ""
-    loops: bool = False
 
 
 KINDS = {
@@ -360,9 +357,9 @@ KINDS = {
     "jacfwd": Kind(_jacfwd, 1),
     "hessian": Kind(_hessian, 2),
     "custom_vjp": Kind(_custom_vjp, closes="forward"),
-    "scan": Kind(_scan, loops=True),
-    "map": Kind(_map, loops=True),
-    "fori": Kind(_fori, loops=True),
+    "scan": Kind(_scan),
+    "map": Kind(_map),
+    "fori": Kind(_fori),
     "while": Kind(_while, closes="reverse"),
     "cond": Kind(_cond),
 }
@@ -424,7 +421,7 @@ class Program:
 
 
 def _steps(pick: Pick, call: Call) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    closed, orders, looped = set[str](), 0, False
+    closed, orders = set[str](), 0
     for _ in range(pick.of((1, 2) if call.deep else range(1, DEEPEST + 1))):
         kind = pick.by(_SHARES)
         found = KINDS[kind]
@@ -433,16 +430,13 @@ def _steps(pick: Pick, call: Call) -> Iterator[tuple[str, tuple[Any, ...]]]:
             continue
         if kind == "custom_vjp" and "reverse" in closed:
             continue  # it differentiates
-        if looped and found.order == 2:
-            continue
         if kind == "vmap":
             over = {name: 0 for name in call.mapped if pick.chance(0.5)} or {call.mapped[0]: 0}
             yield kind, (over, 0)
         else:
             yield kind, ()
-        closed |= {"forward", "reverse"} if looped and found.reverse else {found.closes}
+        closed.add(found.closes)
         orders += found.order
-        looped |= found.loops
 
 
 def program(seed: int, index: int, implementation: str | None = None) -> Program:

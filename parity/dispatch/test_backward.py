@@ -1,6 +1,7 @@
 """How a gradient of its own serves an op: when it is called, for what, and under which transformations."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_models import ops
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
@@ -156,6 +158,15 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], bool]] = {
     "checkpoint": (lambda f: jax.jit(jax.grad(jax.checkpoint(f), BOTH))(X, W), True),
     "scan": (lambda f: jax.grad(scanned(f), BOTH)(X, W), True),
     "checkpointed_scan": (lambda f: jax.grad(scanned(jax.checkpoint(f)), BOTH)(X, W), True),
+    "jvp_of_grad_of_scan": (lambda f: jax.jvp(jax.grad(scanned(f), BOTH), (X, W), (X, W)), True),
+    "hessian_of_scan": (lambda f: jax.hessian(scanned(f), BOTH)(X, W), True),
+    "grad_of_grad_of_scan": (lambda f: jax.grad(of_gradient(scanned(f)), BOTH)(X, W), True),
+    "jvp_of_grad_of_scan_of_vmap": (
+        lambda f: jax.jvp(
+            jax.grad(scanned(lambda x, w: mapped(f, (0, None))(jnp.stack([x, 0.5 * x]), w)), BOTH), (X, W), (X, W)
+        ),
+        True,
+    ),
     "disable_jit": (without_jit, True),
     "enable_x64": (wide, True),
 }
@@ -183,6 +194,32 @@ def test_transforms_agree_with_those_of_the_reference(transform, loss, implement
     expected = result("xla")
     for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
+        assert_near(a, b)
+
+
+def _norm(x, w, name):
+    return ops.rms_norm(x, w[0], implementation=name)
+
+
+def _descent(x, w, name):
+    return x - jax.grad(lambda x: jnp.sum(jnp.sin(_norm(x, w, name))))(x)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("call", [_norm, _descent])
+def test_a_gradient_of_kernels_in_a_loop_is_differentiated_again(call, mapped):
+    def found(implementation):
+        f = functools.partial(call, name=implementation)
+        step = (lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, 0.5 * x]), w)[1]) if mapped else f
+
+        def loss(x, w):
+            return jnp.sum(jnp.sin(jax.lax.scan(lambda x, _: (step(x, w), None), x, None, length=2)[0]))
+
+        pushed = jax.jvp(jax.grad(loss, BOTH), (X, W.T), (X, W.T))[1]
+        return pushed, jax.grad(of_gradient(loss, 0), BOTH)(X, W.T)
+
+    out, expected = (jax.jit(found, static_argnums=0)(name) for name in ("interpret", "xla"))
+    for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
         assert_near(a, b)
 
 

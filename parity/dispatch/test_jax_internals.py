@@ -8,11 +8,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import triton
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir
+from jax.interpreters import batching
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_models
@@ -101,6 +103,30 @@ def test_a_primitive_is_lowered_alone():
     primitive = Primitive("test")
     _jax.is_lowered_alone(primitive)
     assert primitive.is_high(jnp.ones(2), program=None) is False
+
+
+def test_a_program_is_mapped_and_says_which_results_are():
+    program = jax.make_jaxpr(lambda x, y: (2 * y, x + y, y.sum()))(jnp.ones(3), jnp.ones(3))
+
+    def of(x, y):
+        return one.bind(x, y)
+
+    found = []
+
+    def batch(axis, args, axes):
+        mapped, out_axes = _jax.batched(program, axis, tuple(axes))
+        found.append(out_axes)
+        return jaxpr_as_fun(mapped)(*args), out_axes
+
+    one = Primitive("one")
+    one.multiple_results = True
+    one.def_abstract_eval(lambda *_: program.out_avals)
+    batching.fancy_primitive_batchers[one] = batch
+    x = jnp.arange(6.0).reshape(3, 2)
+    _, y, _ = jax.jit(jax.vmap(lambda x: of(x, jnp.ones(3)), 1, [None, 1, None]))(x)
+    np.testing.assert_array_equal(y, x + 1)
+    ((first, second, third),) = found
+    assert (first, third) == (None, None) and second is not None
 
 
 PARTITIONED = """
