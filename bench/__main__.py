@@ -75,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.command in COMPILING and arguments is None:  # what is called by a program leaves JAX's settings
         compilation_cache().enable(args.compilation_cache)
+        # JAX gives no memory back, and would take three quarters: too much where torch computes the same.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     try:
         return int(module_of(args.command).run(args))
     except KeyboardInterrupt:

@@ -263,11 +263,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     shapes = SHAPES if gpu else CPU_SHAPES
     todo = [(m, shape) for m in models for shape in (shapes[m][:1] if args.quick else shapes[m])]
-    result = dataclasses.replace(
-        results.begun(NAME, {"MiniLM's weights": checkpoint.origin}),
-        partial=args.quick or args.no_compile or args.model is not None or not gpu,
-        ceilings=environment.measure_ceilings(timing.QUICK) if gpu else {},
-    )
+    result = results.begun(NAME, {"MiniLM's weights": checkpoint.origin})
+    if gpu:
+        result.ceilings.update(environment.measure_ceilings(timing.QUICK))
     budget = timing.QUICK if args.quick or not gpu else timing.STANDARD
     no_compile = "--no-compile" if args.no_compile else "" if gpu else "torch.compile is measured on a GPU"
     say(f"compiling: {COMPILED_AT_ONCE} programs of JAX at a time, and one of torch")
@@ -294,13 +292,15 @@ def run(args: argparse.Namespace) -> int:
             entries=measure(workload, budget, gpu=gpu),
         )
         result.cases.append(case)
-        path = results.save(result, args.output)  # kept, should the run be interrupted
+        results.save(result, args.output)  # kept, should the run be interrupted
         say(f"{len(result.cases)} of {len(todo)}: {case.label}: {summary(case)}")
+    if gpu and not (args.quick or args.no_compile or args.model):
+        result = results.complete(result, args.output)
     if args.show_results:
         print(f"\n{table(result)}\n\n{tables.entries(result)}\n\n{tables.conditions(result)}")
     for line in tables.failures(result):
         print(line)
-    say(f"results: {path}")
+    say(f"results: {results.path_of(result, args.output)}")
     return int(any(e.status != "ok" for case in result.cases for e in case.entries if e.family == "ours"))
 
 

@@ -6,6 +6,7 @@ A benchmark imports them from `bench.measuring.harness`, which has an example.
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -380,6 +381,14 @@ class TorchPrograms:
         if hasattr(torch._dynamo.config, "recompile_limit"):
             torch._dynamo.config.recompile_limit = 64  # one program a shape and dtype, more than its default of 8
         return ""
+
+    def forget(self) -> None:
+        """Gives the GPU's memory back that torch keeps of a case which nothing refers to any more."""
+        if self.gpu and not self.missing:
+            import torch
+
+            gc.collect()  # tensors that an error's traceback refers to
+            torch.cuda.empty_cache()
 
     def attempts(self, contender: Contender, sets: Sequence[tuple[Any, ...]]) -> list[Attempt]:
         """A contender, ready to be called on the input sets, in each of its ways."""

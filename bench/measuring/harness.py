@@ -253,6 +253,7 @@ class Benchmark:
         for done, ((dtype, shape, mode), workload) in enumerate(workloads.items(), start=1):
             flagged = shape if mode == "forward" else (*shape, mode)
             case = self.measure(dtype, flagged, workload, programs, in_torch.result(), budget, gpu=gpu)
+            in_torch.result().forget()
             result.cases.append(case)
             results.save(result, args.output)  # kept, should the run be interrupted
             left = (time.perf_counter() - started) / done * (len(workloads) - done)

@@ -244,6 +244,32 @@ def test_without_torch(run, monkeypatch):
     assert status["torch-eager"] == status["torch-compile-graph"] == "torch is not installed"
 
 
+def test_torch_keeps_no_memory_of_a_case(run, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(contenders.TorchPrograms, "forget", lambda self: forgotten.append(self))
+    _, result = run(benchmark_of(Contender("torch", "torch", in_torch()), Contender("ours", "ours", double)))
+    assert len(forgotten) == len(result.cases) > 0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+def test_torch_gives_memory_back_that_an_error_refers_to():
+    torch = pytest.importorskip("torch")
+    programs = contenders.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
+    before = torch.cuda.memory_reserved()
+
+    def fails():
+        x = torch.ones(2**26, device="cuda")
+        raise MemoryError(x.shape)
+
+    try:
+        fails()
+    except MemoryError as error:
+        error.itself = error
+    assert torch.cuda.memory_reserved() >= before + 2**28
+    programs.forget()
+    assert torch.cuda.memory_reserved() <= before
+
+
 def test_shapes():
     benchmark = benchmark_of()
     assert benchmark.parse_shapes("8x4, 2x3+odd") == [(8, 4), (2, 3, "odd")]

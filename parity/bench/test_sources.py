@@ -1,9 +1,12 @@
 """`bench.measuring.sources`: which code a result times, and whether it has changed since."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
+import bench.cases
 from bench.__main__ import BENCHMARKS
 from bench.measuring import results, sources
 from bench.reporting import readme, report, sheet
@@ -97,3 +100,13 @@ def test_the_committed_sheet_is_of_the_committed_results():
     gpus = sorted({path.parent for path in results.stored(results.DEFAULT_FOLDER)})
     found = [result for folder in gpus for result in report.load_all(folder)[0] if not result.partial]
     assert sheet.text(found) == (results.DEFAULT_FOLDER / sheet.NAME).read_text("utf-8")
+
+
+def test_benchmarks_make_their_results_whole_by_what_records_the_sources():
+    begun = 0
+    for path in Path(bench.cases.__path__[0]).glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "results.begun(" in text:
+            begun += 1
+            assert "results.complete(" in text and not re.search(r"\bpartial=", text), path.name
+    assert begun >= 5
