@@ -246,7 +246,7 @@ def rooflines(results: Sequence[Result], name: str) -> Plot | None:
 
 
 def means(results: Sequence[Result], name: str) -> Plot | None:
-    """Geometric means of the speed-ups of every benchmark, forward passes, device time."""
+    """Geometric means of the speed-ups in device time: of forward passes, and of training steps."""
     cases = {result.benchmark: tables.forward(result.cases) for result in results}
     every = [case for of in cases.values() for case in of]
     found: dict[str, tuple[str, list[float | None]]] = {
@@ -273,10 +273,10 @@ def means(results: Sequence[Result], name: str) -> Plot | None:
     )
     return Plot(
         name=name,
-        title="Speed-up of forward passes, device time",
+        title="Speed-up by benchmark, device time",
         alt=f"bars of geometric means: {said}",
-        note="Geometric mean over the forward cases of each benchmark of the other's time over that of ours: the"
-        " best of all others in each case, then the best of each family, in the cases that it has.",
+        note="Geometric mean over the forward cases of each benchmark, and over training steps, of the other's time"
+        " over ours: the best of all others in each case, then the best of each family, in the cases that it has.",
         figure=figure,
     )
 

@@ -18,7 +18,7 @@ MARK = " †"  # of a result that is older than the kernels that it times
 SUMMARY = "summary"  # the name of the markers in README.md
 PLOTS = {  # in the folder "plots" beside the results, by name: what each shows
     "minilm-speedup-device": "Speed-up of the MiniLM forward pass over XLA and torch at eight shapes",
-    "all-speedup": "Speed-up of forward passes over the best of all others, of XLA and of torch, by benchmark",
+    "all-speedup": "Speed-up over the best of all others, of XLA and of torch, by benchmark",
     "all-roofline": "Roofline with our kernels on it, and their shares of the ceilings",
 }
 
