@@ -29,8 +29,11 @@ COLORS: dict[Family, str] = {
     "peer": "#009e73",
 }
 CLOSEST = "#5c6770"  # of the best of all other families
-# Of lines that stand for no family: no two are of one hue.
-PALETTE = ("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#6a51c7", "#d55e00", "#8b5a2b", "#a6a000", "#8d99a6")
+# Of lines that stand for no family: none is like another beside it.
+PALETTE = (
+    *("#1f8fd6", "#e69f00", "#009e73", "#cc79a7", "#6a51c7", "#d55e00", "#8b5a2b", "#a6a000", "#8d99a6"),
+    *("#a11d33", "#2e4a7d", "#5f7f3a", "#17becf"),
+)
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],

@@ -220,7 +220,7 @@ def rooflines(results: Sequence[Result], name: str) -> Plot | None:
     with style():
         rates.plot([low, ridge, high], [low * copy, matmul, matmul], color=INK, linewidth=1.2, label="ceilings")
         shares.axhline(100, color=INK, linewidth=1.2)
-        for (label, found), mark in zip(points.items(), itertools.cycle("os^Dvp<>h"), strict=False):
+        for (label, found), mark in zip(points.items(), itertools.cycle("os^Dvp<>hXP*d"), strict=False):
             x, rate, share = zip(*found, strict=True)
             form = dict(color=colors[label], markersize=5, markeredgecolor="white", markeredgewidth=0.3)
             rates.plot(x, rate, mark, label=label, **form)
@@ -275,8 +275,9 @@ def means(results: Sequence[Result], name: str) -> Plot | None:
         name=name,
         title="Speed-up by benchmark, device time",
         alt=f"bars of geometric means: {said}",
-        note="Geometric mean over the forward cases of each benchmark, and over training steps, of the other's time"
-        " over ours: the best of all others in each case, then the best of each family, in the cases that it has.",
+        note="Geometric mean over the forward cases of each benchmark, and over training steps, of the other's"
+        " time over ours: the best of all others in each case, then the best of each family, in the"
+        " cases that it has.",
         figure=figure,
     )
 
