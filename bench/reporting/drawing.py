@@ -114,7 +114,7 @@ class Plot:
             heading = self.figure.suptitle(textwrap.fill(self.title, 48), fontsize=10)
             self.figure.savefig(drawn, format="png", dpi=DPI, facecolor="white")
             heading.set(visible=False, in_layout=False)
-        image = Image.open(drawn).convert("RGB").quantize(16, Image.Quantize.FASTOCTREE)
+        image = Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.FASTOCTREE)
         said = PngImagePlugin.PngInfo()
         said.add_text(DRAWING, self.drawing)
         with files.replacing(path) as file:

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from bench import __main__ as cli
@@ -21,7 +22,8 @@ from bench.reporting import drawing, plots, readme, report, tables
 from parity import ROOT
 from parity.bench.test_bench import entry, make_result
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: the report's plots are drawn with it")
+pytest.importorskip("matplotlib", reason="not installed: the report's plots are drawn with it")
+colors_of = pytest.importorskip("matplotlib.colors")
 Image, PngImagePlugin = (pytest.importorskip(f"PIL.{name}") for name in ("Image", "PngImagePlugin"))
 
 ALL = ("speedup", "roofline")
@@ -329,13 +331,18 @@ def test_a_plot_is_drawn_anew_only_where_it_shows_something_else(tmp_path):
     assert save() == first
 
 
-def test_kinds_of_what_is_shown_are_told_apart():
+def test_kinds_of_what_is_shown_are_told_apart(tmp_path):
     """Ten benchmarks have ten pairs of colour and mark, and each family has one colour everywhere."""
     found, _ = report.load_all(results.DEFAULT_FOLDER / report.README_GPU)
     (overview,) = [plot for plot in plots.headlines(found) if plot.name == "all-roofline"]
     rates = overview.figure.axes[0].lines[1:]
     assert len(rates) >= 9 and len({line.get_color() for line in rates}) == len(rates)
     assert len({line.get_marker() for line in rates}) == len(rates)
+    overview.save_png(tmp_path)
+    shown = np.unique(np.asarray(Image.open(tmp_path / "all-roofline.png").convert("RGB")).reshape(-1, 3), axis=0)
+    for line in rates:  # in the picture, too, whose colours are few
+        color = 255 * np.array(colors_of.to_rgb(line.get_color()))
+        assert np.min(np.linalg.norm(shown - color, axis=1)) < 12, line.get_label()
     shares = [y for line in overview.figure.axes[1].lines[1:] for y in line.get_ydata()]
     assert len(shares) > 60 and all(0 < share < 103 for share in shares)
     colors = {}
