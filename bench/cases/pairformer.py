@@ -7,7 +7,7 @@ is the result: models differ in what becomes of padding.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,18 +29,14 @@ def param_shapes() -> Any:
     return jax.eval_shape(lambda: pairformer.init_block(jax.random.key(0), CONFIG))
 
 
-TREE = jax.tree.structure(param_shapes())
+PATHS = [tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(param_shapes())]
 # Adds the same to all keys of a query, so that its gradient is nothing but rounding: no gradient by it is taken.
-NO_EFFECT = next(
-    i
-    for i, (path, _) in enumerate(jax.tree.leaves_with_path(param_shapes()))
-    if jax.tree_util.keystr(path) == "['single_attention']['pair_norm']['bias']"
-)
+NO_EFFECT = PATHS.index(("single_attention", "pair_norm", "bias"))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_inputs(seed: Any, dtype: str, batch: int, n: int) -> tuple[jax.Array, ...]:
-    """Pairs, single representation, parameters in the order of `TREE`, the one without effect last, both masks.
+    """Pairs, single representation, parameters in the order of `PATHS`, the one without effect last, both masks.
 
     Parameters are as large as real ones.
     """
@@ -62,13 +58,24 @@ def random_inputs(seed: Any, dtype: str, batch: int, n: int) -> tuple[jax.Array,
     return pair, single, *leaves, there[:, :, None] & there[:, None], there
 
 
+def _nested(leaves: Sequence[Any]) -> dict[str, Any]:
+    """Parameters by name; torch.compile cannot follow `jax.tree.unflatten`."""
+    params: dict[str, Any] = {}
+    for path, leaf in zip(PATHS, leaves, strict=True):
+        node = params
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return params
+
+
 def of_params(block: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
     """A block as a function of the inputs, with one result."""
 
     def run(pair: Any, single: Any, *rest: Any) -> Any:
-        *leaves, no_effect, pair_mask, single_mask = rest
-        leaves.insert(NO_EFFECT, no_effect)
-        pair, single = block(TREE.unflatten(leaves), pair, single, pair_mask, single_mask)
+        *_, no_effect, pair_mask, single_mask = rest
+        leaves = [*rest[:NO_EFFECT], no_effect, *rest[NO_EFFECT:-3]]
+        pair, single = block(_nested(leaves), pair, single, pair_mask, single_mask)
         return (pair + single.reshape(*single.shape[:2], -1, pair.shape[-1]).sum(2)[:, None]) * pair_mask[
             ..., None
         ]
@@ -146,7 +153,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
         flop=products + between,
         bytes=float(2 * batch * (n * n * c + n * s) * itemsize(dtype)),
         limit=decoders.LIMITS[dtype],
-        gradient=Gradient(inputs=1 + TREE.num_leaves, flop=2.0 * products + 2.25 * between),
+        gradient=Gradient(inputs=1 + len(PATHS), flop=2.0 * products + 2.25 * between),
     )
 
 

@@ -31,7 +31,8 @@ def block(*, fused: bool) -> Callable[..., tuple[Any, Any]]:
         kernels = {"g_out": p["gate_after"]["kernel"], "p_out": p["out"]["kernel"]}
         kernels |= {"p_in": torch.cat([left, right], 1), "g_in": torch.cat([gate_left, gate_right], 1)}
         if fused:
-            weights = {f"{name}_weight": kernel.t() for name, kernel in kernels.items()}
+            # (out, in) in memory, as users have them.
+            weights = {f"{name}_weight": kernel.t().contiguous() for name, kernel in kernels.items()}
             weights |= {"norm_in_weight": p["norm"]["scale"], "norm_in_bias": p["norm"]["bias"]}
             weights |= {"norm_out_weight": p["out_norm"]["scale"], "norm_out_bias": p["out_norm"]["bias"]}
             return triangle_multiplicative_update(

@@ -39,7 +39,10 @@ def test_torch_programs(monkeypatch, on_cpu, fused):
     monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", types.SimpleNamespace())
     inputs = pairformer.random_inputs(0, "fp32", 2, 5)
     tensors = pairformer.of_one_dtype(*(torch.tensor(np.asarray(x)) for x in inputs))
-    assert_close(pairformer.in_torch(fused=fused)(*tensors), pairformer.reference(*inputs), CHAIN)
+    function = pairformer.in_torch(fused=fused)
+    assert_close(function(*tensors), pairformer.reference(*inputs), CHAIN)
+    traced = torch.compile(function, backend="eager", fullgraph=True)
+    assert_close(traced(*tensors), function(*tensors), CHAIN)
 
 
 @pytest.mark.skipif(ON_GPU, reason="XLA counts the operations of a program for a CPU")
