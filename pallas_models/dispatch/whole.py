@@ -54,7 +54,7 @@ def _batch(axis: Any, args: Any, axes: Any, *, function: ClosedJaxpr) -> tuple[l
 
 
 _whole.def_impl(_evaluate)
-_whole.def_abstract_eval(lambda *_, function: function.out_avals)
+_whole.def_effectful_abstract_eval(lambda *_, function: (function.out_avals, function.effects))  # an interpreter's
 ad.primitive_jvps[_whole] = _jvp
 batching.fancy_primitive_batchers[_whole] = _batch
 mlir.register_lowering(_whole, mlir.lower_fun(_evaluate, multiple_results=True))
