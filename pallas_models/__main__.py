@@ -107,8 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         "--ranges",
         metavar="PATH",
         type=Path,
-        help="of int8 and uint8: take those of a folder, or of an .npz, .parquet or .safetensors, written before; "
-        "default: the first file's",
+        help="of int8 and uint8: take the ranges of a folder, or of an .npz, .parquet or .safetensors, written "
+        "before; default: the first file's",
     )
     embed.add_argument(
         "--similarities", action="store_true", help="show pairwise similarities; done anyway without --output"

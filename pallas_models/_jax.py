@@ -82,7 +82,7 @@ def without_shard_map_types() -> contextlib.AbstractContextManager[None]:
 def is_lowered_alone(primitive: Primitive) -> None:
     """Says that JAX need not rewrite a program that is a parameter of a primitive, whose lowering lowers it alone.
 
-    JAX asks that of each call. By itself it says yes of programs that it calls high, from 0.12 on programs inside
+    JAX asks this for each call. It says yes for programs that it calls high, from 0.12 on programs inside
     of a shard_map among them, and then wants a rule of the primitive that rewrites them. The method is in all
     versions from 0.10 on.
     """

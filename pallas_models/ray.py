@@ -197,6 +197,6 @@ class _EmbedFile:
 def _check_ranges(dtype: str, ranges: Ranges) -> None:
     if dtype in writing.RANGED and ranges is None:
         raise ValueError(
-            f"{dtype=} needs ranges that all workers share; expected those of a sample, as a folder that "
+            f"{dtype=} needs ranges that all workers share; expected ranges of a sample, as a folder that "
             "was written before has them (`--ranges FOLDER` of the command), not None"
         )

@@ -67,7 +67,7 @@ AMPERE_ON = Architectures("an NVIDIA GPU from Ampere on", 8)
 HOPPER = Architectures("a Hopper GPU", 9, 9)
 """For the kernels of Mosaic."""
 BLACKWELL = Architectures("a Blackwell GPU of the datacenter", 10, 10)
-"""For blocks of Triton's kernels: an RTX 50xx or RTX PRO 6000 has those of an Ada GPU."""
+"""For blocks of Triton's kernels: an RTX 50xx or RTX PRO 6000 takes an Ada GPU's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

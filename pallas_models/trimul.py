@@ -169,7 +169,7 @@ def config_of(params: Params, epsilon: float) -> TriMulConfig:
       epsilon: of the config, as parameters do not tell it.
 
     Raises:
-      ValueError: `params` are those of something else.
+      ValueError: `params` belong to another module.
     """
     try:
         (channels,), (hidden,) = params["norm"]["scale"].shape, params["out_norm"]["scale"].shape

@@ -124,7 +124,7 @@ def _open_indexed(path: Path, stack: contextlib.ExitStack) -> dict[str, LazyTens
     # The files lie beside the index: a name with a folder in it might lead anywhere.
     if strange := [file for file in files if not re.fullmatch(r"(?!\.)[\w.-]{1,200}\.safetensors", file)]:
         raise CheckpointError(
-            f"{path} names the file {checkpoint.shown(strange[0])}; expected that of a .safetensors file beside it"
+            f"{path} names the file {checkpoint.shown(strange[0])}; expected a .safetensors file beside it"
         )
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:

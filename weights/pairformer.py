@@ -255,7 +255,7 @@ def _under(stored: Tensors, prefix: str, source: object) -> _Stack | None:
 
 
 def _as(layout: Layout, stored: Tensors, prefix: str, source: object) -> _Stack | None:
-    """The tensors under the prefix as those of a layout; None where they are not."""
+    """The tensors under the prefix by a layout's names; None where they do not have them."""
     if layout.blocks is None:
         tensors = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
         shape = tensors[prefix + _signature(layout)].shape if prefix + _signature(layout) in tensors else ()
@@ -280,7 +280,7 @@ def _as(layout: Layout, stored: Tensors, prefix: str, source: object) -> _Stack 
 
 
 def _parts(module: Module, modules: Mapping[str, Module], stack: _Stack) -> Iterator[tuple[str, _Made]]:
-    """The parameters of a module, one of those of a block, by their dotted names."""
+    """The parameters of a module of a block, by their dotted names."""
     size, bias = stack.size, functools.partial(_bias, stack)
     if isinstance(module, Norm):
         yield from _norm("", module, size(module))

@@ -84,7 +84,7 @@ def _contender(contender: Contender, inputs: tuple[Any, ...], count: int | None,
     same = itertools.takewhile(lambda pair: pair[0].shape == pair[1].shape, pairs)
     compared = sum(is_floating(a) for a, _ in same)
     if not compared:
-        return dataclasses.replace(contender, skip="its gradients are those of other inputs")
+        return dataclasses.replace(contender, skip="its gradients are of other inputs")
     if both:
 
         def load() -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def _after_cotangent(prepare: Callable[..., tuple[Any, ...]]) -> Callable[..., t
 def _vjp(
     function: Callable[..., Any], params: Sequence[Any], inputs: Sequence[Any], count: int | None
 ) -> tuple[jax.Array, Any]:
-    """The first result, and the function from its cotangent to those of the first `count` inputs and of params."""
+    """The first result, and what gives the cotangents of the first `count` inputs and of params from its own."""
     leaves, tree = jax.tree.flatten((tuple(inputs[:count]), tuple(params)))
     moving = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
 

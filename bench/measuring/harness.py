@@ -169,9 +169,7 @@ class Benchmark:
             if not good or set(flags) - set(self.flags) or len(set(flags)) < len(flags):
                 syntax = "x".join(axis.upper() for axis in self.axes) + "".join(f"[+{f}]" for f in self.flags)
                 known = ",".join(map(shape_text, self.shapes))
-                raise argparse.ArgumentTypeError(
-                    f"{item!r} is no shape; expected {syntax}, such as those of {known}"
-                )
+                raise argparse.ArgumentTypeError(f"{item!r} is no shape; expected {syntax}, such as {known}")
             found.append((*map(int, sizes), *flags))
         return found
 

@@ -86,7 +86,7 @@ def differences(before: Result, after: Result) -> list[str]:
     for name in before.ceilings.keys() & after.ceilings.keys():
         ratio = after.ceilings[name] / before.ceilings[name] if before.ceilings[name] else math.nan
         if abs(ratio - 1) > 0.01:
-            lines.append(f"measured ceiling {name}: B has {ratio:.3f} times that of A")
+            lines.append(f"measured ceiling {name}: B has {ratio:.3f} times A's")
     for file, result, other in (("A", before, after), ("B", after, before)):
         if only := only_in(result, other):
             lines.append(f"only in {file}: {', '.join(only)}")

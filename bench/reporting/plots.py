@@ -68,7 +68,7 @@ def speedup(result: Result, name: str, clock: tables.Clock, kind: str) -> Plot |
         name=name,
         title=f"Speed-up of {result.benchmark}, {kind}",
         alt=f"bars for {len(labels)} cases; geometric mean {said or 'not known, as some were not measured'}",
-        note="Time of the best candidate of each family over that of ours. Right of the line, ours is faster.",
+        note="Time of the best candidate of each family over ours. Right of the line, ours is faster.",
         figure=figure,
     )
 
@@ -239,7 +239,7 @@ def rooflines(results: Sequence[Result], name: str) -> Plot | None:
         title=f"Roofline of {results[0].benchmark}" if len(results) == 1 else "Roofline of our kernels",
         alt=f"{count} points of {', '.join(points)} under ceilings of {copy:.2f} TB/s and {matmul:.0f} TFLOP/s",
         note=f"A mark for each case, a colour for each of the {of}. Bytes are what the whole call must move at the"
-        " least, had it no intermediate results. A share is that of the ceilings of the same run; of several runs"
+        " least, had it no intermediate results. A share is of the ceilings of the same run; of several runs"
         " the line is their mean.",
         figure=figure,
     )

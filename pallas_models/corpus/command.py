@@ -202,7 +202,7 @@ def _kept(corpus: reading.Corpus, layout: Layout) -> Iterator[str]:
 def _warn_of_few(sentences: int, args: argparse.Namespace) -> None:
     if sentences < _FEW:
         print(
-            f"warning: the ranges of {args.dtype} are those of {sentences} sentences; others may lie far outside. "
+            f"warning: the ranges of {args.dtype} come from {sentences} sentences; others may lie far outside. "
             f"Take them from {_FEW} or more: --ranges",
             file=sys.stderr,
         )

@@ -37,7 +37,7 @@ def triangle_attention(
     config: mosaic.Config | triton.Config | Chooser | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes the attention of AlphaFold's triangles, between the pairs of a row or between those of a column.
+    """Computes the attention of AlphaFold's triangles, between the pairs of a row or of a column.
 
     For each pair (i, j) and head h:
 
@@ -66,7 +66,7 @@ def triangle_attention(
 
     Args:
       q: (..., N, N, H, D), float16, bfloat16 or float32. Kernels take D up to 256; powers of two are fastest. Of
-        the lines, rows for "starting" and columns for "ending", there may be fewer: those of one device.
+        the lines, rows for "starting" and columns for "ending", there may be fewer: a device may hold a part.
       k: as q, in its dtype.
       v: as q, in its dtype.
       bias: (..., H, N, N) in any float dtype, added to the scaled scores; None for none. -1e30 and below count for

@@ -2,14 +2,14 @@
 
 The blocks of AlphaFold 2 and 3, and of Boltz, Protenix, OpenFold and OpenFold 3, which differ in biases, sizes and
 order. Parameters are nested dicts of arrays, and tell sizes, biases and parts; functions take the rest by name.
-Algorithms are those of the supplements of [AlphaFold 2](https://doi.org/10.1038/s41586-021-03819-2) and
+Algorithms follow the supplements of [AlphaFold 2](https://doi.org/10.1038/s41586-021-03819-2) and
 [AlphaFold 3](https://doi.org/10.1038/s41586-024-07487-w).
 
 Every function computes an update, to which `residual=True` adds what it updates at no cost; blocks and stacks have
 it added. There is no dropout. Masks are bool, integer or float: not 0 for what is there, 0 for padding, holes
 allowed. What is masked has no part in the update of anything else, and its own is finite.
 
-Norms, softmax and sums are float32. `**options` are those of `Options`: `compute_dtype`, `precision` and
+Norms, softmax and sums are float32. `**options` are the fields of `Options`: `compute_dtype`, `precision` and
 `implementation`. Gradients keep what the gradients of the ops do that a function is made of, and three float32
 numbers for each that is gated.
 """
@@ -107,7 +107,7 @@ def init_block(
     *,
     dtype: DTypeLike = jnp.float32,
 ) -> Params:
-    """Draws the random parameters of one block, with those of its parts; arguments as in `init`."""
+    """Draws the random parameters of one block and of its parts; arguments as in `init`."""
     return init_params(Block if isinstance(config, PairformerConfig) else EvoformerBlock, config, key, dtype)
 
 
@@ -184,7 +184,7 @@ def block(
 
     Raises:
       TypeError: an array has another dtype.
-      ValueError: shapes do not fit, an option is unknown, or `params` are not those of a block or do not fit
+      ValueError: shapes do not fit, an option is unknown, or `params` are not a block's or do not fit
         together (all that do not are listed).
     """
     params = _configs.as_dict(params)
@@ -307,7 +307,7 @@ def triangle_attention(
 
     Raises:
       TypeError: `pair` or `mask` has another dtype.
-      ValueError: shapes do not fit, an option is unknown, or `params` are those of something else.
+      ValueError: shapes do not fit, an option is unknown, or `params` belong to another module.
     """
     module = _attention(TriangleAttention, params, epsilon)
     return module(pair, mask, direction=direction, ending_bias=ending_bias, residual=residual, **options)
@@ -339,7 +339,7 @@ def attention_pair_bias(
 
     Raises:
       TypeError: an array has another dtype.
-      ValueError: shapes do not fit, or `params` are those of something else.
+      ValueError: shapes do not fit, or `params` belong to another module.
     """
     check_float("single", single)
     if single.ndim != 3:
@@ -441,7 +441,7 @@ def transition(
 
     Raises:
       TypeError: `x` has another dtype.
-      ValueError: shapes do not fit, or `params` are those of something else.
+      ValueError: shapes do not fit, or `params` belong to another module.
     """
     params = _configs.as_dict(params)
     config = _configs.found("a transition", lambda: _configs.transition(params, epsilon))
@@ -483,7 +483,7 @@ def outer_product_mean(
 
     Raises:
       TypeError: an array has another dtype.
-      ValueError: shapes do not fit, an option is unknown, or `params` are those of something else.
+      ValueError: shapes do not fit, an option is unknown, or `params` belong to another module.
     """
     params = _configs.as_dict(params)
     if normalization not in ("shifted", "clamped"):

@@ -75,7 +75,7 @@ class Numerics:
         residual: jax.Array | None = None,
         out_dtype: DTypeLike | None = None,
     ) -> jax.Array:
-        """x (..., K) times a kernel (K, ...), whose other axes are one here, as are those of its bias."""
+        """x (..., K) times a kernel (K, ...), whose other axes are one here, as are the axes of its bias."""
         return ops.matmul(
             x,
             kernel.reshape(len(kernel), -1).astype(x.dtype),

@@ -115,7 +115,7 @@ class EvoformerConfig:
     num_layers: int = 48
 
 
-# The MSA module of AlphaFold 3, Protenix and OpenFold 3, whose blocks are those of an Evoformer in other parts.
+# The MSA module of AlphaFold 3, Protenix and OpenFold 3, whose blocks are an Evoformer's in all other parts.
 MSA_MODULE = EvoformerConfig(
     pair=PairConfig(),
     outer_product=OuterProductConfig(),

@@ -292,7 +292,7 @@ def test_a_real_benchmark(tmp_path, capfd):
         (["--only", "minilm,conv"], "unknown benchmark conv; expected some of minilm, "),
         (["--shapes", "8x8"], "'8x8': expected BENCHMARK:SHAPE"),
         (["--shapes", "conv:8x8"], "unknown benchmark conv"),
-        (["--shapes", "gemm:8x8"], "gemm: '8x8' is no shape; expected MxNxK, such as those of 512x512x512,"),
+        (["--shapes", "gemm:8x8"], "gemm: '8x8' is no shape; expected MxNxK, such as 512x512x512,"),
         (["--shapes", "norm:8x8+causal"], "norm: '8x8+causal' is no shape; expected ROWSxCOLUMNS[+rms]"),
         (["--shapes", "sts:8x8"], "sts takes no shapes"),
         (["--budget", "0"], "'0' is no number of seconds above 0"),

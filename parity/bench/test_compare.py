@@ -91,7 +91,7 @@ def test_differing_conditions_and_statuses(tmp_path, capsys):
     for line in (
         "driver: 580.1 in A, 590.2 in B",
         "setting weights: random in A, real in B",
-        "measured ceiling copy_tb_per_s: B has 0.500 times that of A",
+        "measured ceiling copy_tb_per_s: B has 0.500 times A's",
         "only in A: 1x128 fp16, 1x16 fp16 torch-graph",
         "only in B: 2x16 fp16",
         "1x16 fp16 ours-10: ok in A, failed in B (out of memory)",

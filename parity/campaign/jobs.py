@@ -170,7 +170,7 @@ def _different(found: dict[str, bytes], expected: dict[str, bytes]) -> str | Non
     if found.keys() != expected.keys():
         return f"files are {sorted(found)[:30]}, expected {sorted(expected)[:30]}"
     other = [name for name, content in found.items() if content != expected[name]]
-    return f"{other} are others than those of a job alone" if other else None
+    return f"{other} are others than a job alone gives" if other else None
 
 
 def _two(variants: tuple[str, str], apart: float, there: bool) -> str | None:

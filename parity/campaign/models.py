@@ -1,7 +1,7 @@
 """Small models of odd configs, written by transformers: each is right, or refused with the name of a field.
 
 Configs are drawn as people have them: sizes, activations, heads, ids of padding, positions, tied embeddings and
-scales. Hidden states, or logits of language models, are compared with those of torch in float64.
+scales. Hidden states, or logits of language models, are compared with torch's in float64.
 """
 
 import dataclasses

@@ -375,7 +375,7 @@ def test_a_file_holds_its_ranges(folder, table, tmp_path, capsys, suffix):
         pytest.importorskip("pyarrow")
     corpus, queries = tmp_path / f"corpus.{suffix}", tmp_path / "queries.npy"
     assert embed(folder, table, "--column", "text", "--dtype", "int8", "--output", corpus) == 0
-    assert "warning: the ranges of int8 are those of 50 sentences" in capsys.readouterr().err
+    assert "warning: the ranges of int8 come from 50 sentences" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("the guitar\n")
     options = ("--dtype", "int8", "--ranges", corpus, "--output", queries)
     assert embed(folder, tmp_path / "text.txt", *options) == 0

@@ -206,7 +206,7 @@ def test_drafts_of_killed_writers_are_removed_and_no_others(tmp_path):
         killed.wait()
         assert len(names(tmp_path)) == 2
         files.write(tmp_path / "c", "x")
-        assert len(names(tmp_path)) == 2 and "c" in names(tmp_path)  # that of the writer that goes on is there
+        assert len(names(tmp_path)) == 2 and "c" in names(tmp_path)  # the file of the writer that goes on is there
         other.send_signal(signal.SIGKILL)
 
 

@@ -51,7 +51,7 @@ def test_each_kernel_is_compiled_once(compiled):
     for options, device in compiled:
         assert hashlib.sha256(options["module"]).digest() == options["kernel_hash"]
         assert device == "gpu"
-        assert options["use_custom_barrier"] is False  # the other attributes are those of the call
+        assert options["use_custom_barrier"] is False  # the call has the other attributes
     lower(64, 256)
     assert len(compiled) == 4
 

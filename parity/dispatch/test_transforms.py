@@ -180,7 +180,7 @@ FUNCTIONS = OPERATIONS + [getattr(module, name) for module, names in MODELS.item
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f"{f.__module__}.{f.__name__}")
 def test_annotations(function):
-    """What takes arrays takes those of NumPy, and `help` of an operation begins with a signature to be read."""
+    """What takes arrays takes NumPy's, and `help` of an operation begins with a signature to be read."""
 
     def parts(hint):
         return {hint}.union(*map(parts, typing.get_args(hint)))

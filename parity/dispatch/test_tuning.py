@@ -396,7 +396,7 @@ def double(x, offset=None, *, factor=2.0, config=None, implementation=None, conf
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
-    """Microseconds of each config, in place of those of a GPU; a config that is not in it takes 100."""
+    """Microseconds of each config, in place of a GPU's; a config that is not in it takes 100."""
     found: dict[Any, float] = {}
     config_of: dict[Any, Any] = {}
     rng = np.random.default_rng(71)

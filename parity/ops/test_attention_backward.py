@@ -238,7 +238,7 @@ def test_kernels_alone_and_no_array_of_all_pairs(
     with cuda_device(*device):
         text = lowered_for_cuda(gradient_of(heads, kv_heads, **options), qkv)
     in_mosaic = on_hopper == "mosaic" and device == HOPPER
-    # Forward, and gradients; Triton has a kernel for those of queries and one for those of keys and values.
+    # Forward, and gradients; Triton has a kernel for queries and one for keys and values.
     assert kernel_calls(text) == (2 if in_mosaic else 3)
     assert text.count(f"@{MOSAIC_CALL}") == (2 if in_mosaic else 0)
     assert "stablehlo.dot_general" not in text
@@ -296,7 +296,7 @@ def test_tiles_fit_into_shared_memory(device):
 
 
 def test_the_gradient_of_a_bias_fits_into_shared_memory():
-    """Its loop reads all of its tiles in each stage, where that of the queries' gradient holds two of them."""
+    """Its loop reads all of its tiles in each stage; the loop of the queries' gradient holds two of them."""
 
     def loss(qkv: jax.Array, bias: jax.Array) -> jax.Array:
         return jnp.sum(ops.attention_qkv(qkv, num_heads=4, num_kv_heads=2, bias=bias, implementation="triton"))

@@ -146,7 +146,7 @@ def assert_differentiates(reference, function, expected, arrays, cotangent):
 def test_gradients_of_every_dtype(reference, dtype, tolerance, shape, implementation):
     """In half precision logits and their gradient are rounded as well as the result.
 
-    The cotangent is that of a sum over tokens: that of their mean would make subnormal numbers of float16.
+    The cotangent is of a sum over tokens: the cotangent of their mean would make subnormal numbers of float16.
     """
     if shape[2] >= 50_000:
         sharing.needs(9 * GB)

@@ -441,7 +441,7 @@ def test_gradients_of_rows_that_a_cluster_shares(reference, name, dtype, shape):
 
 @pytest.mark.parametrize("n, own", [(65536, True), (18432, True), (10000, False), (4096, False)])
 def test_gradients_of_long_rows_have_a_kernel_of_their_own_on_hopper(n, own):
-    """Kernels of clusters; JAX 0.11 adds those of rows that a CTA holds, up to 8192 columns, and the norm's."""
+    """Kernels of clusters; JAX 0.11 adds kernels of rows that a CTA holds, up to 8192 columns, and the norm's."""
     x, scale = jax.ShapeDtypeStruct((40, n), "bfloat16"), jax.ShapeDtypeStruct((n,), "float32")
 
     def gradient(x, scale):

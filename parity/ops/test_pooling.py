@@ -128,7 +128,7 @@ def test_tiny_and_huge_means(reference, implementation, scale):
 
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-20, 1e-30, 0.0])
 def test_any_epsilon(implementation, epsilon):
-    """Neither its square nor that of a mean may leave float32: no token gives zeros, all others a unit norm."""
+    """Neither its square nor a mean's may leave float32: no token gives zeros, all others a unit norm."""
     x, mask = operands((4, 9, 33), seed=10)
     mask = mask.at[1].set(0)
     scale = jnp.asarray([1.0, 1.0, 1e-8, 1e25])[:, None, None]

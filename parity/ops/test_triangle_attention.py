@@ -110,7 +110,7 @@ def test_weights_add_up_to_1_however_large_scores_are(direction):
 
 
 def test_lines_side_by_side_where_only_some_have_blocks_without_a_mask(reference):
-    """Of two lines one has holes: the blocks that need no mask are those of both."""
+    """Of two lines one has holes: the blocks that need no mask need none in either."""
     q, k, v, bias, _ = operands(1, 300, 1, 16, lines=4)
     mask = np.ones((1, 4, 300), int)
     mask[0, 1, 40:90], mask[0, 2, 200:], mask[0, 3] = 0, 0, 0

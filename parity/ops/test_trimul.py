@@ -121,7 +121,7 @@ def challenge_cases() -> list[tuple]:
 
 @jax.jit
 def errors(out: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest error of an element in units of what is allowed, and that of the whole, in norm."""
+    """The largest error of an element as a part of its bound, and the error of the whole, in norm."""
     error = jnp.abs(out - expected)
     allowed = 2e-2 + 2e-2 * jnp.abs(expected)
     return jnp.max(error / allowed), jnp.linalg.norm(error) / jnp.linalg.norm(expected)
@@ -281,7 +281,7 @@ def test_masks_of_every_kind(torch_trimul, implementation):
 
 @both_directions
 def test_what_is_masked_does_not_matter(implementation, direction):
-    # A masked pair has an update of its own, and no part in that of others: not even by 0 times infinity.
+    # A masked pair has an update of its own, and no part in the updates of others: not even by 0 times infinity.
     params = random_params(trimul.TriMulConfig(channels=12, hidden=8, gate_after=True))
     x, mask = pairs(1, 9, 9, 12), pair_mask("random", 1, 9, 9)
     f = update(direction=direction, implementation=implementation)
@@ -302,7 +302,7 @@ def test_nothing_but_padding(implementation, gate_after):
     assert_equal(f(params, x.at[0].set(3.0), mask)[1], f(params, x, mask)[1])
 
 
-# Range: sums over k leave that of float16
+# Range: sums over k leave float16's
 
 
 def test_range(implementation):
@@ -506,7 +506,7 @@ def test_the_end_takes_the_shared_memory_that_was_thought(c, h, gate_after, num_
 @pytest.mark.parametrize("num_warps", [4, 8])
 @pytest.mark.parametrize("c, kernels", [(16, 2), (32, 2), (64, 1), (128, 1)])
 def test_project_every_block_of_columns(c, kernels, num_warps, num_stages):
-    """4 blocks of left and right: of few channels each is a program's own, as ptxas mixes up those of a loop."""
+    """4 blocks of left and right: of few channels each is a program's own, as ptxas mixes up a loop's."""
     b, m, h, rng = 2, 576, 64, np.random.default_rng(c)
     form = Projection(
         x=normal(rng, b, m, c),

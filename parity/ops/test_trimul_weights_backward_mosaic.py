@@ -37,7 +37,7 @@ def draw(
 ) -> Operands:
     """A call: cotangents of items in whole tiles, 0 where matrices of `rows` items are filled up.
 
-    They are as large as their scales make them: float16 holds those of gates, times `GATED`, at full precision.
+    They are as large as their scales make them: float16 holds the gates', times `GATED`, at full precision.
     """
     rng, width = np.random.default_rng(size + c), size + -size % 64
 

@@ -1,4 +1,4 @@
-"""Scores of pairs of sentences: those of sentence-transformers on the same folders, and what is refused."""
+"""Scores of pairs of sentences, as sentence-transformers gives them on the same folders, and refusals."""
 
 import json
 import pickle

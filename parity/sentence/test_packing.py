@@ -191,7 +191,7 @@ def test_gradients_are_those_of_padded_rows():
     expected = jax.grad(lambda params: jnp.sum(embed(params, ids, mask) * cotangent))(params)
     for path, leaf in jax.tree.leaves_with_path(expected):
         ours = functools.reduce(lambda tree, key: tree[key.key], path, found)
-        if path[-1].key == "bias" and path[-2].key == "qkv":  # that of the keys is zero
+        if path[-1].key == "bias" and path[-2].key == "qkv":  # the bias of the keys has none
             third = config.hidden_size
             ours, leaf = (jnp.delete(x, slice(third, 2 * third)) for x in (ours, leaf))
         assert_close(ours, leaf, MODEL_GRADIENT)

@@ -2,7 +2,7 @@
 
 `mutants.txt` holds them. A line "/x" names the file `pallas_models/x.py`, and the breaks of that file follow it. A
 break is the lines of the file that it replaces, after "-", the lines that take their place, after "+", and the
-tests, after a space: "matmul -k gelu" means `parity/ops/test_matmul.py -k gelu`. A name is that of a test file of
+tests, after a space: "matmul -k gelu" means `parity/ops/test_matmul.py -k gelu`. A name means a test file of
 `parity/ops`, or of the only one in another folder; "weights/gpt2" names the folder too. `mutate.py` runs them.
 """
 

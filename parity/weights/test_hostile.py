@@ -219,7 +219,7 @@ def test_an_index_names_files_beside_it(tmp_path, name):
     index["weight_map"] = {tensor: name for tensor in index["weight_map"]}
     path.write_text(json.dumps(index))
     save_file(bert_tensors(), tmp_path / "x.safetensors")
-    refused("names the file .*; expected that of a .safetensors file beside it", "minilm", folder)
+    refused("names the file .*; expected a .safetensors file beside it", "minilm", folder)
 
 
 @pytest.mark.parametrize("family, prefix", [("minilm", "bert."), ("gpt2", "transformer."), ("qwen3", "model.")])

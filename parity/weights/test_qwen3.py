@@ -114,7 +114,7 @@ def test_a_tied_head_may_be_there_but_not_differ(tmp_path):
 
 @pytest.mark.parametrize("shards", [0, 5])
 def test_no_more_than_a_parameter_is_in_memory_beside_the_model(tmp_path, shards):
-    # tracemalloc sees the arrays of NumPy, not those of JAX: a parameter as it is read and as it is joined, and
+    # tracemalloc sees the arrays of NumPy, not JAX's: a parameter as it is read and as it is joined, and
     # one or two before it, of which JAX lets go when it copies the next.
     config = Qwen3Config(
         vocab_size=500,

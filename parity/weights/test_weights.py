@@ -491,7 +491,7 @@ def test_command_line_converts(folder, tmp_path, capsys):
 
 
 def test_a_folder_has_nothing_of_the_model_before(folder, tmp_path):
-    """Its length, its pooling and its tokenizer would be taken for those of the new one."""
+    """Its length, its pooling and its tokenizer would be taken for the new one's."""
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 8}')
     other, new = checkpoints.write(tmp_path / "other"), tmp_path / "new"
     for name in ("modules.json", "1_Pooling/config.json"):

@@ -46,7 +46,7 @@ def scaled_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """What the sums, times `factor`, are scaled by as left and right are, and the epsilon of their norm.
 
-    The norm of scaled sums is that of the sums if epsilon is scaled, too: not to 0, or zeros would become NaN.
+    Scaled sums have the same norm as the sums if epsilon is scaled, too: not to 0, or zeros would become NaN.
     """
     left, right = scales(largest, dtype)
     scale = factor * left * right

@@ -74,7 +74,7 @@ class _Norm(NamedTuple):
         return cls(jnp.where(inverse == 0.0, 0.0, d * inverse), inverse)
 
     def pulled(self, cotangent: jax.Array) -> jax.Array:
-        """The cotangent of x, from that of `unit`."""
+        """The cotangent of x, from the cotangent of `unit`."""
         along = _mean(cotangent * self.unit)
         return (cotangent - _mean(cotangent) - self.unit * along) * self.inverse
 

@@ -27,7 +27,7 @@ from pallas_models.tuning import Chooser
 
 # By head size, rows of a block and blocks in the ring: the fastest on an H200, for a side alone and for both.
 # Queries whose masks want room too take the blocks for both.
-# Heads of 32 take those of 64; others have not been timed.
+# Heads of 32 take the blocks of 64; others have not been timed.
 _OF_QUERIES = {32: (128, 4), 64: (128, 4), 128: (128, 2)}
 _OF_KEYS = {32: (128, 3), 64: (128, 3), 128: (64, 3)}
 _OF_BOTH = {32: (128, 4), 64: (128, 4), 128: (64, 3)}

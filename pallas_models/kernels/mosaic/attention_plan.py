@@ -80,7 +80,7 @@ class Plan:
         return pl.cdiv(self.form.items, self.lines)
 
     def item(self, first: jax.Array, line: jax.Array | int) -> jax.Array:
-        """The item of a line of a tile, given that of the first; the last one for lines past it."""
+        """The item of a line of a tile, given the first line's; the last one for lines past it."""
         if self.lines == 1:
             return first
         items = self.form.items

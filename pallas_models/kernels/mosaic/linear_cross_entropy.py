@@ -210,7 +210,7 @@ def cross_entropy(
         target,
     )
     blocks = Blocks.of(config, logits)
-    if bias is not None:  # rows of it are read as those of the logits are
+    if bias is not None:  # rows of it are read as rows of the logits are
         bias = jnp.pad(bias, (0, width - vocab))
     rows, in_place = dict(logits=logits), gradient and _jax.since(0, 11)
     apart = jax.ShapeDtypeStruct(logits.shape, logits.dtype) if gradient and not in_place else None

@@ -48,7 +48,7 @@ class Column:
     sums: int
 
     def registers(self, ahead: bool) -> float:
-        """Registers for it: inputs, those of the next row too if `ahead`, scale, sums, and one to compute."""
+        """Registers for it: inputs, also of the next row if `ahead`, scale, sums, and one to compute."""
         return (self.inputs * (1 + ahead) + self.scale) / 4 + self.sums + 1
 
 

@@ -22,7 +22,7 @@ from pallas_models.kernels.mosaic.post_norm_layers_kernel import VECTORS, Kernel
 from pallas_models.target import Target
 
 _MOST_CTAS = 12  # of a cluster, whose shared memory has room for what all of them send
-_LEAST_CORES = 132  # of an H100 or H200: a cluster has those of one GPC, which smaller GPUs may not have
+_LEAST_CORES = 132  # of an H100 or H200: a cluster has the cores of one GPC, which smaller GPUs may not have
 _MOST_LAYERS = 12  # whose arrays a kernel takes as arguments
 
 

@@ -56,7 +56,7 @@ def output(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """The end of the update, (B', M, C), for `form` without its gate, which is that of the x of `gating`."""
+    """The end of the update, (B', M, C), for `form` without its gate, which is made of the x of `gating`."""
     (y,), c, x = form.ys, form.w.shape[1], gating.x
     if interpret:
         check_interpreted_sizes(positions=(form.size, ROWS))

@@ -264,7 +264,7 @@ class _Puller:
         return jnp.where(along_rows(kept, h), d, 0.0) * along_rows(inverse, h), inverse
 
     def pulled_product(self) -> jax.Array:
-        """The cotangents of the operand, scaled like those of the product."""
+        """The cotangents of the operand, scaled like the cotangents of the product."""
         w = self.refs.w_smem
         return self.multiplied(self.walk.product(self.own, w.shape[1]), transpose=True)
 

@@ -378,7 +378,7 @@ class _Block:
         return self.warpgroup.refs
 
     def pulled(self) -> tuple[jax.Array, jax.Array | None]:
-        """The cotangents of the normalised positions, (64, C), and those of the mask."""
+        """The cotangents of the normalised positions, (64, C), and of the mask."""
         shape = ROWS, len(self.zs) * _PIECE
         # What float16 cannot hold at its own size is summed apart.
         wide = self.warpgroup.dtype != jnp.float16
@@ -406,7 +406,7 @@ class _Block:
         return dz if wide else dz * of_gate, dmask
 
     def along(self, scale: jax.Array | float) -> jax.Array:
-        """A factor of all positions times that of their mask."""
+        """A factor of all positions times the factor of their mask."""
         scale = jnp.float32(scale)
         if self.factor is None:
             return layout_cast(jnp.full(ROWS, scale), plgpu.Layout.WGMMA.reduce(1))

@@ -305,7 +305,7 @@ class _Consumer:
         self.store([sums], self.of_all_tiles(add, 1))
 
     def of_side(self, *sums: Ref) -> None:
-        """The weights of projections and of their gates, whose cotangents are those of left or right."""
+        """The weights of projections and of their gates, whose cotangents left or right gives."""
         refs = self.walk.refs
         unit = self.walk.chunk * _UNITS + self.unit
         full = refs.w_full.at[self.unit]

@@ -343,7 +343,7 @@ class Update:
         return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
 
     def finish(self, output: Output[jax.Array], gating: Projection[jax.Array]) -> jax.Array:
-        """The result for the items of an `end`, whose gate is that of `gating` if it was not computed before."""
+        """The result for the items of an `end`, whose gate `gating` computes if nothing did before."""
         run = self.kernels.finish
         if output.gate is None:
             assert self.kernels.finish_with_gate is not None

@@ -60,7 +60,7 @@ class Residuals(NamedTuple):
 
     @classmethod
     def unread(cls, form: Form[jax.Array]) -> Self:
-        """Zeros, where the gradient is that of the reference, which reads none of them."""
+        """Zeros, where the reference computes the gradient, and reads none of them."""
         b, rows, columns = len(form.x), *(form.padded or form.x.shape[1:3])
         channels = 2 * form.hidden, form.w_gate.shape[1], form.hidden
         return cls(*(jnp.zeros((b, rows, n, columns), form.compute_dtype) for n in channels))
@@ -96,7 +96,7 @@ def keeping_tiles(form: Form[Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kernels:
-    """The kernels of the gradient, and those of the forward pass.
+    """The kernels of the gradient and of the forward pass.
 
     Attributes:
       forward: of the forward pass.
@@ -304,7 +304,7 @@ def _sides_backward(update: Update, sides: jax.Array, dy: jax.Array) -> list[jax
 
 
 def _scales(update: Update, scales: jax.Array | None) -> jax.Array:
-    """The scales of `Given`, from those of the cotangents of the end."""
+    """The scales of `Given`, from the scales of the end's cotangents."""
     of_y, of_gate = (jnp.float32(1.0), jnp.float32(1.0)) if scales is None else scales[1:]
     shrink = jnp.float32(1.0)
     if update.form.factors is not None and update.form.compute_dtype == jnp.float16:

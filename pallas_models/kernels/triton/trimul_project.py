@@ -36,7 +36,7 @@ from pallas_models.target import Target
 from pallas_models.tuning import Chooser, Problem, choose
 
 # Channels of rows of x that are normalised in this kernel, in a loop over blocks of columns. With 16 or 32, ptxas
-# of CUDA 13.0 and 13.5 may unroll the loop, and then takes the product of the first block for those of others.
+# of CUDA 13.0 and 13.5 may unroll the loop, and then takes the product of the first block for the other products.
 _NARROW = 64, 128
 _GROUP = 8  # rows: projections and gates alternate in groups of 8, so that a thread holds a value and its gate
 

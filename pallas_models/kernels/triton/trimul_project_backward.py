@@ -92,7 +92,7 @@ def shared_memory(config: Config, form: Projection[Any], target: Target) -> int:
     z = block_m * c * itemsize
     if ahead and max(form.hidden, form.gates) <= block_n:
         # A loop over channels of one step is none to Triton. So it loads ahead in the loop over positions, and all
-        # that a step reads. The sizes are those of compiled kernels.
+        # that a step reads. Compiled kernels have these sizes.
         weights, cotangent = 5 * c * block_n * itemsize, block_m * block_n * itemsize
         rows = block_m * (c * form.x.dtype.itemsize + 8)  # and factors of a mask
         if target.runs(HOPPER):  # its products still read operands while the next ones arrive
@@ -107,7 +107,7 @@ def shared_memory(config: Config, form: Projection[Any], target: Target) -> int:
 
 
 class Rows(NamedTuple):
-    """The place of a block of positions: the item of x, and that of left, right and gate as they are filled up."""
+    """The place of a block of positions: the item of x, and of left, right and gate as they are filled up."""
 
     item: jax.Array
     filled: jax.Array
@@ -183,7 +183,7 @@ class _Block:
         return span(0, self.z.shape[1]), in_bounds(0, self.z.shape[1], c)
 
     def add_side(self, side: int, sums: list[Any]) -> list[Any]:
-        """Adds the products of the cotangents of left (0) or right (1) to the sums, and to that of the mask."""
+        """Adds the products of the cotangents of left (0) or right (1) to the sums, and to the mask's sum."""
         (cs, c_mask), weights, rows = self.channels, self.weights, self.rows
         ref, h = (self.given.left, self.given.right)[side], weights.w.shape[2]
         dot = functools.partial(plgpu.dot, precision=self.precision)

@@ -21,7 +21,7 @@ def copy_rows(
     """Starts a copy of rows of `ref`, (items, rows, columns) in device memory, to `tiled` memory of `row_bytes`.
 
     The array may have any number of rows: past the end zeros are copied. Pallas's own copies split the rows of the
-    array, too, into those of tiles, and take none whose last tile is not full.
+    array, too, into rows of tiles, and take none whose last tile is not full.
 
     Args:
       full: the barrier at which the copy arrives, or barriers, the i-th of which it is.
@@ -40,7 +40,7 @@ def _copy_whole_rows(
 def _copy_ragged_rows(
     ref: Ref, item: Any, rows: pl.Slice, columns: pl.Slice, slot: Ref, full: Ref, i: Any, row_bytes: int
 ) -> None:
-    """`copy_rows` in bulk copies of rows that lie one after another in `slot`, all of them or those of a tile."""
+    """`copy_rows` in bulk copies of rows that lie one after another in `slot`, all of them or a tile's."""
     shape, width = slot.shape, row_bytes // ref.dtype.itemsize
     num_bytes = shape[0] * shape[1] * ref.dtype.itemsize
 

@@ -48,7 +48,7 @@ def store_rows(ref: Ref, item: jax.Array, rows: pl.Slice, columns: pl.Slice, x: 
 
 def _emit_stores(shape: tuple[int, int], column: int, _: Any, ref: Any, x: Any, item: Any, row: Any) -> None:
     (rows, width), halves = shape, x.mlir_dtype.width == 16
-    words = list(x.registers.flat)  # those of two columns of the first rows, of the last rows, of the next columns
+    words = list(x.registers.flat)  # of two columns of the first rows, of the last rows, of the next columns
     itemsize, size = x.mlir_dtype.width // 8, len(words)
     llvm, integer = inline.utils.llvm, inline.utils.ir.IntegerType.get_signless(16 * itemsize)
     words = [llvm.bitcast(integer, word) for word in words]
@@ -114,7 +114,7 @@ def _column_sums(x: jax.Array) -> jax.Array:
 def column_sums(x: jax.Array) -> jax.Array:
     """The sums of the columns of x (64, 64), float32, over the 16 rows of each warp: (4, 64) as a vector.
 
-    Threads hand over half of their sums at a time, until a thread has those of the two columns that it is to have.
+    Threads hand over half of their sums at a time, until a thread has the sums of its own two columns.
     """
     layout = plgpu.Layout.WG_STRIDED((_WARPS * SUMMED,), vec_size=2)
     result = plgpu.ShapeDtypeStruct((_WARPS * SUMMED,), jnp.float32, layout=layout)

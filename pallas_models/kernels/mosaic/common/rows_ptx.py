@@ -267,7 +267,7 @@ def _group_and_piece(blocks: Blocks) -> tuple[Any, Any]:
 
 
 def _over_warps(blocks: Blocks, combine: Callable[[Any, Any], Any], totals: list[Any], sums: Any) -> list[Any]:
-    """Each warp leaves its numbers in shared memory, and all threads of a row read those of all its warps.
+    """Each warp leaves its numbers in shared memory, and all threads of a row read the numbers of all its warps.
 
     Of several arrays the numbers of all rows lie one after another.
     """

@@ -15,7 +15,7 @@ _HOPPER = 227 * 1024  # bytes of a CTA
 
 
 def available(target: Target) -> int:
-    """Bytes that a CTA may use: those of a Hopper GPU where the target is not known or kernels are interpreted."""
+    """Bytes that a CTA may use: as on a Hopper GPU where the target is not known or kernels are interpreted."""
     return target.shared_memory if target.runs(HOPPER) else _HOPPER
 
 
