@@ -311,6 +311,27 @@ def few_heads(num_kv_heads: int) -> dict[str, Any]:
     return dict(errors=[relative_error(out, expected)], collectives={}, is_spread=True)
 
 
+def loop() -> dict[str, Any]:
+    """A product with the Hessian of a loop of kernels, each device with a part of the rows."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(4)
+    arrays = normal(rng, 8, 32), normal(rng, 32)
+
+    def loss(implementation: str | None, x: jax.Array, scale: jax.Array) -> jax.Array:
+        step = lambda x, _: (ops.rms_norm(x, scale, implementation=implementation), None)  # noqa: E731
+        return jnp.sum(jnp.sin(jax.lax.scan(step, x, None, length=3)[0]))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    def spread(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jax.lax.psum(loss("interpret", x, scale), "data")
+
+    def product(f: Callable[..., jax.Array]) -> Any:
+        return jax.jit(lambda *arrays: jax.jvp(jax.grad(f, (0, 1)), arrays, arrays)[1])(*arrays)
+
+    pairs = zip(product(spread), product(functools.partial(loss, "xla")), strict=True)
+    return dict(errors=[relative_error(out, expected) for out, expected in pairs], collectives={}, is_spread=True)
+
+
 def ring(*, causal: bool, implementation: str) -> dict[str, Any]:
     """Attention whose sequence is spread over 4 devices and whose heads over 2, against all of it in float64."""
     mesh = jax.make_mesh(tuple(DEVICES.values()), tuple(DEVICES), axis_types=(AxisType.Auto,) * len(DEVICES))
@@ -396,6 +417,7 @@ def main() -> None:
     runs["forward pass in tiles"] = {"all-to-all": 16}, forward_in_tiles  # left, right and sums, in two groups
     for heads in (1, 2):
         runs[f"attention, {heads} heads of keys"] = {}, functools.partial(few_heads, heads)
+    runs["loop, again"] = {}, loop
     # Keys, values, mask and ids in each pass, and the gradients of two of them, to each of the other devices.
     passed = {"collective-permute": 3 * (4 + 4 + 2)}
     runs["ring, causal"] = passed, functools.partial(ring, causal=True, implementation="interpret")
