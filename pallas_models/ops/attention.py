@@ -375,8 +375,11 @@ def _attend_block(
     scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * early
     valid = []
     if bias is not None:
-        scores += bias.astype(jnp.float32)
-        valid.append(bias.astype(jnp.float32) > MASKING_BIAS)
+        # XLA computes scores again for each that reads them, and would round product and sum once in one place,
+        # twice in another, were they not kept apart. The maximum must be a score that it is subtracted from.
+        bias = bias.astype(jnp.float32)
+        scores = jnp.where(jnp.isnan(bias), bias, scores) + bias
+        valid.append(bias > MASKING_BIAS)
     if form.mask is not None:
         valid.append((form.mask != 0)[:, None, None, :])
     if segment_ids is not None and form.kv_segment_ids is not None:

@@ -197,6 +197,9 @@ def formula(
     sums = b.total(used)
     sums = Bounded(np.where(left, sums.value, 1.0), sums.error)
     out = b.dot(used, b.exact(v), operand=operand, dtype=dtype) / sums
+    if dtype != "float32":  # the reference rounds weights after it divides: small ones are off by more
+        sizes = np.abs(np.where(np.isfinite(v), v, 0.0))
+        out = out.off(b.SMALLEST[dtype] * (1.0 - 1.0 / np.maximum(sums.value, 1.0)) * (seen @ sizes))
     out = b.where(left, b.rounded(out, dtype), 0.0).map(lambda a: a.transpose(0, 2, 1, 3))
     if not return_lse:
         return out

@@ -218,6 +218,15 @@ def test_scores_of_thousands(reference, implementation, dtype, scale):
     assert_close(out, expected, {"float32": 1e-3, "float16": 1e-3, "bfloat16": 6e-3}[dtype])
 
 
+def test_weights_add_up_to_1_however_large_scores_and_a_bias_are(implementation):
+    """The maximum is one of the scores that it is subtracted from, rounded as that is."""
+    rng = np.random.default_rng(21)
+    q, k = (normal(rng, 2, 33, 2, 20, dtype="bfloat16") for _ in range(2))
+    bias = 1e12 * normal(rng, 1, 2, 33, 33)
+    out = ops.attention(q, k * jnp.bfloat16(1e13), jnp.ones_like(q), bias=bias, implementation=implementation)
+    assert_close(out, np.ones(q.shape), OP["bfloat16"])
+
+
 @pytest.mark.parametrize("scale", [0.125 * np.log2(np.e), 1.0, 7.0, 3e8])
 def test_exponents_of_any_scores(scale):
     # The GPU fuses product and difference, which the interpreter does not: so float64, of float32 operands.
