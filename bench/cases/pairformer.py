@@ -7,11 +7,12 @@ is the result: models differ in what becomes of padding.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from bench.measuring import timing
 from bench.measuring.harness import DTYPES, Benchmark, Contender, Gradient, Shape, Workload, itemsize
@@ -29,53 +30,47 @@ def param_shapes() -> Any:
     return jax.eval_shape(lambda: pairformer.init_block(jax.random.key(0), CONFIG))
 
 
-PATHS = [tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(param_shapes())]
+def path_of(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of a parameter, of which JAX has the keys."""
+    return tuple(key.key for key in keys)
+
+
 # Adds the same to all keys of a query, so that its gradient is nothing but rounding: no gradient by it is taken.
-NO_EFFECT = PATHS.index(("single_attention", "pair_norm", "bias"))
+NO_EFFECT = ("single_attention", "pair_norm", "bias")
+PATHS = [path_of(keys) for keys, _ in jax.tree.leaves_with_path(param_shapes())]
+PATHS.append(PATHS.pop(PATHS.index(NO_EFFECT)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_inputs(seed: Any, dtype: str, batch: int, n: int) -> tuple[jax.Array, ...]:
-    """Pairs, single representation, parameters in the order of `PATHS`, the one without effect last, both masks.
+    """Pairs, single representation, parameters in the order of `PATHS`, both masks.
 
     Parameters are as large as real ones.
     """
     shapes = jax.tree.leaves_with_path(param_shapes())
     pair_key, single_key, mask_key, *keys = jax.random.split(jax.random.key(seed), 3 + len(shapes))
 
-    def parameter(key: jax.Array, path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].key
+    def parameter(key: jax.Array, name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if name != "kernel":
             return 0.05 * jax.random.normal(key, shape.shape) + (name == "scale")
         return (jax.random.normal(key, shape.shape) * shape.shape[0] ** -0.5).astype(DTYPES[dtype])
 
-    leaves = [parameter(key, *leaf) for key, leaf in zip(keys, shapes, strict=True)]
+    named = [(path_of(keys), shape) for keys, shape in shapes]
+    params = {path: parameter(key, path[-1], shape) for key, (path, shape) in zip(keys, named, strict=True)}
     channels, of_single = CONFIG.pair.channels, CONFIG.single_attention.channels
     pair = jax.random.normal(pair_key, (batch, n, n, channels)).astype(DTYPES[dtype])
     single = jax.random.normal(single_key, (batch, n, of_single)).astype(DTYPES[dtype])
     there = jax.random.bernoulli(mask_key, 0.875, (batch, n)).at[:, 0].set(True)
-    leaves.append(leaves.pop(NO_EFFECT))
-    return pair, single, *leaves, there[:, :, None] & there[:, None], there
-
-
-def _nested(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Parameters by name; torch.compile cannot follow `jax.tree.unflatten`."""
-    params: dict[str, Any] = {}
-    for path, leaf in zip(PATHS, leaves, strict=True):
-        node = params
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return params
+    return pair, single, *(params[path] for path in PATHS), there[:, :, None] & there[:, None], there
 
 
 def of_params(block: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
     """A block as a function of the inputs, with one result."""
 
     def run(pair: Any, single: Any, *rest: Any) -> Any:
-        *_, no_effect, pair_mask, single_mask = rest
-        leaves = [*rest[:NO_EFFECT], no_effect, *rest[NO_EFFECT:-3]]
-        pair, single = block(_nested(leaves), pair, single, pair_mask, single_mask)
+        *leaves, pair_mask, single_mask = rest
+        params = traverse_util.unflatten_dict(dict(zip(PATHS, leaves, strict=True)))  # torch.compile follows it
+        pair, single = block(params, pair, single, pair_mask, single_mask)
         return (pair + single.reshape(*single.shape[:2], -1, pair.shape[-1]).sum(2)[:, None]) * pair_mask[
             ..., None
         ]

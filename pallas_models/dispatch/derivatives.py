@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_models.dispatch.settings import plain_settings
+from pallas_models.dispatch.tangents import jvp_by
 from pallas_models.dispatch.transposable import linear
 from pallas_models.dispatch.whole import whole
 
@@ -28,13 +29,10 @@ def differentiated_as(function: Callable[..., Any], other: Callable[..., Any]) -
         changes = jax.tree.leaves(tangents)
         moving = [i for i, t in enumerate(changes) if not isinstance(t, SymbolicZero)]
 
-        def at(*some: jax.Array) -> Any:
-            every = list(leaves)
-            for i, x in zip(moving, some, strict=True):
-                every[i] = x
-            return other(*jax.tree.unflatten(tree, every))
+        def of_leaves(*leaves: jax.Array) -> Any:
+            return other(*jax.tree.unflatten(tree, leaves))
 
-        return jax.jvp(at, [leaves[i] for i in moving], [changes[i] for i in moving])
+        return jvp_by(of_leaves, leaves, moving, [changes[i] for i in moving])
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call
@@ -72,15 +70,11 @@ def with_derivative(
             return out, jax.tree.map(jnp.zeros_like, out)
 
         def tangent(residuals: list[jax.Array], moved: list[jax.Array]) -> list[jax.Array]:
-            def at(*some: jax.Array) -> Any:
-                every = residuals[: len(leaves)]
-                for i, x in zip(moving, some, strict=True):
-                    every[i] = x
-                return derivative(*jax.tree.unflatten(tree, every))
+            def of_leaves(*leaves: jax.Array) -> Any:
+                return derivative(*jax.tree.unflatten(tree, leaves))
 
             with plain_settings(residuals):
-                primals = tuple(residuals[i] for i in moving)
-                return jax.tree.leaves(jax.jvp(at, primals, tuple(moved))[1])
+                return jax.tree.leaves(jvp_by(of_leaves, residuals[: len(leaves)], moving, moved)[1])
 
         # The transpose comes later, and must keep no array of this trace.
         first = jax.typeof(jax.tree.leaves(out)[0])

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from pallas_models.dispatch.tangents import jvp_by
+
 # `transpose(residuals, cotangents, wanted)`: a cotangent for each operand that is wanted, anything for the others.
 # A cotangent of the result is None where it is zero.
 Transpose = Callable[[list[Any], list[Any], tuple[bool, ...]], Sequence[Any]]
@@ -52,14 +54,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
     tangents_out = _linear.bind(*primals[:count], *changes, **params)
     moving = [i for i, t in enumerate(tangents[:count]) if not isinstance(t, ad.Zero)]
     if moving:
-
-        def at(*residuals: Any) -> list[Any]:
-            args = list(primals)
-            for i, value in zip(moving, residuals, strict=True):
-                args[i] = value
-            return _evaluate(*args, **params)
-
-        _, more = jax.jvp(at, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+        function = jaxpr_as_fun(params["function"])
+        _, more = jvp_by(function, primals, moving, [tangents[i] for i in moving])
         tangents_out = [jnp.add(a, b) for a, b in zip(tangents_out, more, strict=True)]
     return out, tangents_out
 

@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from pallas_models import _jax
+from pallas_models.dispatch.tangents import jvp_by
 
 
 def whole(function: Callable[..., Any], *arrays: Any) -> Any:
@@ -37,14 +38,7 @@ def _evaluate(*args: Any, function: ClosedJaxpr) -> list[Any]:
 
 def _jvp(primals: Any, tangents: Any, *, function: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def at(*some: Any) -> list[Any]:
-        args = list(primals)
-        for i, x in zip(moving, some, strict=True):
-            args[i] = x
-        return _evaluate(*args, function=function)
-
-    return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return jvp_by(jaxpr_as_fun(function), primals, moving, [tangents[i] for i in moving])
 
 
 def _batch(axis: Any, args: Any, axes: Any, *, function: ClosedJaxpr) -> tuple[list[Any], Any]:

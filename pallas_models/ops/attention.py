@@ -15,7 +15,7 @@ from pallas_models._implementation import Implementation
 from pallas_models.dispatch.records import Backward, Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
-from pallas_models.kernels.common.scores import LOWEST, MASKING_BIAS, NO_KEY
+from pallas_models.kernels.common.scores import LOWEST, MASKING_BIAS, NO_KEY, biased_in_xla
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.mosaic import attention as mosaic
 from pallas_models.kernels.mosaic import attention_backward as mosaic_backward
@@ -372,14 +372,11 @@ def _attend_block(
     early, late = (
         (sm_scale, 1.0) if bias is not None or sm_scale == 0.0 else (math.copysign(1.0, sm_scale), abs(sm_scale))
     )
-    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq) * early
+    scores = einsum("bqhgd,bkhd->bhgqk", q, k).reshape(batch, num_heads, seq, kv_seq)
+    scores = scores * early if bias is None else biased_in_xla(scores, early, bias)
     valid = []
     if bias is not None:
-        # XLA computes scores again for each that reads them, and would round product and sum once in one place,
-        # twice in another, were they not kept apart. The maximum must be a score that it is subtracted from.
-        bias = bias.astype(jnp.float32)
-        scores = jnp.where(jnp.isnan(bias), bias, scores) + bias
-        valid.append(bias > MASKING_BIAS)
+        valid.append(bias.astype(jnp.float32) > MASKING_BIAS)
     if form.mask is not None:
         valid.append((form.mask != 0)[:, None, None, :])
     if segment_ids is not None and form.kv_segment_ids is not None:

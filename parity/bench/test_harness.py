@@ -255,6 +255,7 @@ def test_torch_keeps_no_memory_of_a_case(run, monkeypatch):
 def test_torch_gives_memory_back_that_an_error_refers_to():
     torch = pytest.importorskip("torch")
     programs = contenders.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
+    programs.forget()  # else what other tests left may be taken
     before = torch.cuda.memory_reserved()
 
     def fails():

@@ -30,6 +30,16 @@ def lowest_score(scale: float, *, with_bias: bool = False) -> float:
     )
 
 
+def biased_in_xla(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
+    """`scores * scale + bias`, float32, the same for all that read it.
+
+    XLA computes this again for each, and would round product and sum once in one place, twice in another, were
+    they not kept apart. A row's maximum must be one of the scores that it is subtracted from.
+    """
+    bias = bias.astype(jnp.float32)
+    return jnp.where(jnp.isnan(bias), bias, scores * scale) + bias
+
+
 def exponents(peak: jax.Array, scale: float) -> tuple[jax.Array | float, jax.Array]:
     """The factor and the shift that make exponents to the base 2 of scores: `score * factor - shift`.
 

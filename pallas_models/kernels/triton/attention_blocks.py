@@ -12,6 +12,7 @@ import numpy as np
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.common.band import Index, Runs
 from pallas_models.kernels.common.primitives import meaning
+from pallas_models.kernels.common.scores import biased_in_xla
 from pallas_models.kernels.forms.attention import Form
 from pallas_models.kernels.triton.common import block_size, fma, plgpu
 
@@ -134,14 +135,7 @@ def exp2_of(x: jax.Array, scale: jax.Array | float, shift: jax.Array) -> jax.Arr
     return y
 
 
-def _biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
-    # XLA computes this again for each that reads it, and would round product and sum once in one place, twice
-    # in another, were they not kept apart. The maximum must be one of the scores that it is subtracted from.
-    bias = bias.astype(jnp.float32)
-    return jnp.where(jnp.isnan(bias), bias, scores * scale) + bias
-
-
-@meaning(_biased)
+@meaning(biased_in_xla)
 def biased(scores: jax.Array, scale: float, bias: jax.Array) -> jax.Array:
     """`scores * scale + bias`, float32, rounded once.
 
