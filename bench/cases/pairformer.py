@@ -95,7 +95,7 @@ def in_torch(*, fused: bool) -> Callable[..., Any]:
     import torch
 
     run = of_params(pair_stack.block(fused=fused))
-    without_gradients = torch.inference_mode()(run)
+    without_gradients = torch.no_grad()(run)  # not inference_mode, with which torch.compile fails
     return lambda *inputs: (run if any(x.requires_grad for x in inputs) else without_gradients)(*inputs)
 
 

@@ -83,10 +83,14 @@ def plain(
 
 
 def by_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention in float32, one head after another: the scores of all would not fit in memory."""
+    """Causal attention in float32, one head after another: the scores of all would not fit in memory.
+
+    Nor would they be kept for the gradient, which computes them again.
+    """
     seq = q.shape[1]
     causal = jnp.tril(jnp.ones((seq, seq), bool))
 
+    @jax.checkpoint
     def one(head: jax.Array) -> jax.Array:
         group = head // (CONFIG.num_heads // CONFIG.num_kv_heads)
         scores = (

@@ -57,13 +57,13 @@ from bench.measuring.contenders import (
     Gradient,
     JaxPrograms,
     Measure,
-    TorchPrograms,
     Workload,
     cosine_distance,
     normal,
 )
 from bench.measuring.gradients import MODES, Mode
 from bench.measuring.results import Case, Result
+from bench.measuring.torch_programs import TorchPrograms
 from bench.reporting import tables
 
 __all__ = [

@@ -183,6 +183,15 @@ def split_calls(kernels: Sequence[Launch], calls: int) -> list[list[Launch]] | N
     return found if all(launches == names[0] for launches in names) else None
 
 
+def without_frames(error: Exception) -> Exception:
+    """An error that keeps nothing of where it was raised: tensors there would fill the GPU's memory."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+    return error
+
+
 def _queue(candidate: Candidate, calls: int, first: int = 0) -> Any:
     output = None
     for i in range(first, first + calls):
@@ -262,7 +271,7 @@ def measure(
         try:
             f(*args, **options)
         except Exception as error:  # reported as the result of this candidate
-            failed[name] = error
+            failed[name] = without_frames(error)
 
     def warm_up(name: str) -> None:
         _run(candidates[name], 2)  # work that is done once, on first use

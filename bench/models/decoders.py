@@ -16,7 +16,8 @@ def one_by_one(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @jax.jit
     def reference(x: jax.Array, *leaves: jax.Array) -> jax.Array:
         weights = [leaf.astype(jnp.float32) for leaf in leaves]
-        return jax.lax.map(lambda row: layer(row[None].astype(jnp.float32), *weights)[0], x)
+        of_one = jax.checkpoint(lambda row: layer(row[None].astype(jnp.float32), *weights)[0])
+        return jax.lax.map(of_one, x)  # what all sequences keep for their gradients would not fit in memory
 
     return reference
 

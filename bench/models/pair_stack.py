@@ -62,7 +62,9 @@ def block(*, fused: bool) -> Callable[..., tuple[Any, Any]]:
         if fused:
             out = triangle_attention(q, k, v, bias, mask=keep)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~keep, -1e9))
+            # Of four axes: torch.compile takes more for another pattern, and fails.
+            q, k, v, scores = (x.flatten(0, 1) for x in (q, k, v, bias.masked_fill(~keep, -1e9)))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=scores).unflatten(0, z.shape[:2])
         return finish(out, gate, p)
 
     def transition(p: Any, x: Any) -> Any:

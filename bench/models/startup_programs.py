@@ -182,7 +182,7 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
     import jax
 
     from bench.cases import minilm as benchmark
-    from bench.measuring import contenders, timing
+    from bench.measuring import timing, torch_programs
     from bench.models import minilm_models
     from pallas_models import minilm
 
@@ -214,9 +214,9 @@ def embed(batch: int, seq: int, dtype: str, gpu: bool) -> dict[str, Any]:
 
         model = minilm_models.torch_model(checkpoint, dtype, "cuda")
         inputs = [tuple(torch.from_dlpack(x).long() for x in given) for given in jax.block_until_ready(sets)]
-        graphs = contenders.capture(model, inputs)
+        graphs = torch_programs.capture(model, inputs, beside=0)
         candidates["torch-graph"] = timing.Candidate(
-            call=lambda i: graphs[i % len(graphs)](), wait=contenders.synchronize
+            call=lambda i: graphs[i % len(graphs)](), wait=torch_programs.synchronize
         )
 
     def wait_for(candidate: timing.Candidate, i: int) -> None:

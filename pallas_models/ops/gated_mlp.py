@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,10 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.gated_mlp import Form
 from pallas_models.kernels.forms.matmul import Activation
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
+from pallas_models.kernels.mosaic import gated_mlp_backward as mosaic_backward
+from pallas_models.kernels.mosaic.common.backend import PORTABLE, prefer_on_hopper
 from pallas_models.kernels.triton import gated_mlp as triton
+from pallas_models.kernels.triton import gated_mlp_backward as triton_backward
 from pallas_models.ops import _checks, _half_precision, activations
 from pallas_models.ops._checks import Array
 from pallas_models.ops.matmul import matmul
@@ -141,16 +144,36 @@ def _backward(
     config: Chooser | None,
     target: Target,
     interpret: bool,
+    epilogue: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradients as products in XLA of x, both weights and the cotangents of both products."""
-    gate, up = (y.astype(jnp.float32) for y in kept)
+    """The gradients as products in XLA of x, both weights and the cotangents of both products.
+
+    Args:
+      kept: both products.
+      epilogue: `gated_mlp_backward` of a backend, if a kernel is to compute their cotangents.
+    """
     dout = cotangents[0]
     assert dout is not None
-    finish = functools.partial(_finish, activation=form.activation)
-    dy = jnp.stack(jax.vjp(finish, gate, up)[1](dout.astype(jnp.float32)), axis=1)
-    dbias = None if form.bias is None else jnp.sum(dy, axis=0).astype(form.bias.dtype)
+    if epilogue is not None:
+        kernel: dict[str, Any] = dict(config=config, target=target, interpret=interpret)
+        dy, dbias = epilogue(*kept, dout, activation=form.activation, has_bias=form.bias is not None, **kernel)
+        dy = dy.astype(jnp.float32)
+    else:
+        finish = functools.partial(_finish, activation=form.activation)
+        gate, up, wide = (y.astype(jnp.float32) for y in (*kept, dout))
+        dy = jnp.stack(jax.vjp(finish, gate, up)[1](wide), axis=1)
+        dbias = None if form.bias is None else jnp.sum(dy, axis=0)
     product = functools.partial(_half_precision.einsum, EQUATION, precision=form.precision)
-    return *jax.vjp(product, form.x, form.w_gate_up)[1](dy), dbias
+    dx, dw = jax.vjp(product, form.x, form.w_gate_up)[1](dy)
+    return dx, dw, None if form.bias is None or dbias is None else dbias.astype(form.bias.dtype)
+
+
+def _prefer_mosaic_backward(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
+    """Whether Mosaic's kernel for the gradient of the epilogue is as fast as Triton's, by the results' columns."""
+    return form.w_gate_up.shape[2] % 8 == 0 and prefer_on_hopper(form, target)
+
+
+_PRODUCTS = {"return_products": True}
 
 
 _OP: Op[Form[Any]] = Op(
@@ -167,7 +190,23 @@ _OP: Op[Form[Any]] = Op(
         ),
         Kernel(backend="triton", architectures=AMPERE_ON, call=triton.gated_matmul, config=triton.Config),
     ),
-    backward=(Backward(backend="xla", call=_backward, keeps=-2, options={"return_products": True}),),
+    backward=(
+        Backward(
+            backend="mosaic",
+            architectures=PORTABLE,
+            call=functools.partial(_backward, epilogue=mosaic_backward.gated_mlp_backward),
+            keeps=-2,
+            options=_PRODUCTS,
+            preferred=_prefer_mosaic_backward,
+        ),
+        Backward(
+            backend="triton",
+            call=functools.partial(_backward, epilogue=triton_backward.gated_mlp_backward),
+            keeps=-2,
+            options=_PRODUCTS,
+        ),
+        Backward(backend="xla", call=_backward, keeps=-2, options=_PRODUCTS),
+    ),
     sharding=Sharding(equation="m K, K G n, G n -> m n, m n, m n"),
 )
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.util
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as cli
-from bench.measuring import contenders, environment, gradients, harness, results, timing
+from bench.measuring import contenders, environment, gradients, harness, results, timing, torch_programs
 from bench.measuring.harness import Benchmark, Contender, Gradient, Workload
 from parity.bench.test_bench import FAST
 from parity.support.common import ON_GPU, cuda_device, kernel_calls, without_gpu
@@ -237,7 +238,7 @@ def test_an_impossible_shape(run, capsys):
 
 
 def test_without_torch(run, monkeypatch):
-    monkeypatch.setattr(contenders.TorchPrograms, "_missing", lambda self: "torch is not installed")
+    monkeypatch.setattr(torch_programs.TorchPrograms, "_missing", lambda self: "torch is not installed")
     code, result = run(benchmark_of(Contender("torch", "torch", in_torch()), Contender("ours", "ours", double)))
     assert code == 0
     status = {entry.name: entry.message for entry in result.cases[0].entries}
@@ -246,7 +247,7 @@ def test_without_torch(run, monkeypatch):
 
 def test_torch_keeps_no_memory_of_a_case(run, monkeypatch):
     forgotten = []
-    monkeypatch.setattr(contenders.TorchPrograms, "forget", lambda self: forgotten.append(self))
+    monkeypatch.setattr(torch_programs.TorchPrograms, "forget", lambda self: forgotten.append(self))
     _, result = run(benchmark_of(Contender("torch", "torch", in_torch()), Contender("ours", "ours", double)))
     assert len(forgotten) == len(result.cases) > 0
 
@@ -254,7 +255,7 @@ def test_torch_keeps_no_memory_of_a_case(run, monkeypatch):
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
 def test_torch_gives_memory_back_that_an_error_refers_to():
     torch = pytest.importorskip("torch")
-    programs = contenders.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
+    programs = torch_programs.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
     programs.forget()  # else what other tests left may be taken
     before = torch.cuda.memory_reserved()
 
@@ -269,6 +270,62 @@ def test_torch_gives_memory_back_that_an_error_refers_to():
     assert torch.cuda.memory_reserved() >= before + 2**28
     programs.forget()
     assert torch.cuda.memory_reserved() <= before
+
+
+class Held:
+    """What the frames of an error must not keep."""
+
+
+@pytest.mark.parametrize("where", ["loading", "checking", "timing"])
+def test_what_failed_keeps_nothing(where):
+    kept = []
+
+    def fails(*_):
+        held = Held()
+        kept.append(weakref.ref(held))
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise ValueError("second") from None
+
+    attempt = contenders.Attempt(name="x", family="torch", output=fails)
+    if where == "loading":
+        try:
+            fails()
+        except ValueError as error:
+            attempt.stop(error)
+        error = attempt.error
+    elif where == "checking":
+        attempt.check({0: jnp.ones(3)}, contenders.RELATIVE, 1e-3)
+        error = attempt.error
+    else:
+        candidate = timing.Candidate(call=fails, wait=lambda _: None)
+        error = timing.measure({"x": candidate}, timing.QUICK, on_device=False)["x"]
+    assert isinstance(error, ValueError) and str(error) == "second"
+    assert kept and all(held() is None for held in kept)
+
+
+@pytest.mark.parametrize(
+    "family, skipped", [("torch", "a graph takes 9 GB"), ("peer", "a graph takes 9 GB"), ("ours", "")]
+)
+def test_a_rival_that_memory_is_short_for_is_skipped(family, skipped):
+    attempt = contenders.Attempt(name="x", family=family)
+    attempt.stop(MemoryError("a graph takes 9 GB"))
+    assert attempt.skipped == skipped and (attempt.error is None) == bool(skipped)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+def test_a_graph_that_leaves_too_little_is_not_captured():
+    torch = pytest.importorskip("torch")
+    programs = torch_programs.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
+    programs.forget()  # else what other tests left may be taken
+    before = torch.cuda.memory_reserved()
+    x = torch.ones(2**26, device="cuda")
+    with pytest.raises(MemoryError, match=r"a CUDA graph takes 0\.[3-9] GB and other calls 1000\.0, of"):
+        torch_programs.capture(lambda x: (2 * x).sum(), [(x,)], beside=10**12)
+    del x
+    programs.forget()
+    assert torch.cuda.memory_reserved() <= before + 2**25
 
 
 def test_shapes():
@@ -319,7 +376,7 @@ def test_relative_error():
 def test_capture():
     torch = pytest.importorskip("torch")
     inputs = [(torch.randn(8, device="cuda"),) for _ in range(2)]
-    calls = contenders.capture(lambda x: 2 * x, inputs)
+    calls = torch_programs.capture(lambda x: 2 * x, inputs, beside=0)
     for call, (x,) in zip(calls, inputs, strict=True):
         assert torch.equal(call(), 2 * x)
 

@@ -12,14 +12,19 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_models import ops
+from pallas_models.kernels.forms.gated_mlp import Form
 from pallas_models.kernels.mosaic import gated_mlp as mosaic
+from pallas_models.kernels.mosaic import gated_mlp_backward as mosaic_backward
 from pallas_models.kernels.triton import gated_mlp
+from pallas_models.kernels.triton import gated_mlp_backward as triton_backward
 from pallas_models.kernels.triton.matmul import Config
+from pallas_models.ops.gated_mlp import reference as reference_of
 from parity.ops.test_lowering import HOPPER, every_device, lowered_for_cuda
 from parity.support.common import (
     KERNEL,
     MOSAIC,
     MOSAIC_CALL,
+    ON_GPU,
     TRITON_CALL,
     array,
     assert_close,
@@ -30,6 +35,7 @@ from parity.support.common import (
     cuda_device,
     float64,
     gpu,
+    interprets_mosaic,
     kernel_calls,
     normal,
     without_gpu,
@@ -405,4 +411,90 @@ def test_the_gradient_computes_no_product_again(backend):
 
     with cuda_device(*HOPPER):
         text = lowered_for_cuda(pull, arrays[0][:, :64], *arrays)
-    assert kernel_calls(text) == 1 and text.count("stablehlo.dot_general") == 2
+    assert kernel_calls(text) == 2 and text.count("stablehlo.dot_general") == 2
+    assert text.count("gated_mlp_backward") >= 1 and "stablehlo.exponential" not in text
+
+
+ACTIVATIONS = [None, *sorted(ops.ACTIVATIONS)]
+
+
+def epilogue_gradient(activation):
+    """Gate, up and the cotangent, and in float64 the cotangents of gate and up, (M, 2, N)."""
+    rng = np.random.default_rng(33)
+    gate, up, dout = normal(rng, 37, 90, scale=2.0), normal(rng, 37, 90), normal(rng, 37, 90)
+    gate = gate.at[0, :7].set(jnp.asarray([-1e4, -30.0, -8.0, 1e-3, 8.0, 30.0, 1e4]))
+    apply = {
+        None: lambda x: x,
+        "gelu": functools.partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": jax.nn.gelu,
+    }
+    f = apply.get(activation) or getattr(jax.nn, activation)
+    with jax.enable_x64(True):
+        given = [x.astype("float64") for x in (gate, up, dout)]
+        expected = jnp.stack(jax.vjp(lambda gate, up: f(gate) * up, *given[:2])[1](given[2]), axis=1)
+        return (gate, up, dout), np.asarray(expected)
+
+
+@pytest.mark.parametrize("config", [(1, 16, 1, 1), (8, 64, 2, 3), (4, 128, 1, 40), None], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_the_epilogue(activation, config):
+    arrays, expected = epilogue_gradient(activation)
+    if config is not None:
+        names = ("block_m", "block_n", "num_warps", "splits")
+        config = triton_backward.Config(**dict(zip(names, config, strict=True)))
+    options = dict(activation=activation, config=config, target=gpu(), interpret=KERNEL == "interpret")
+    backward = functools.partial(triton_backward.gated_mlp_backward, **options)
+    dy, dbias = jax.jit(functools.partial(backward, has_bias=True))(*arrays)
+    assert_close(dy, expected, SHORT)
+    assert_close(dbias, expected.sum(0), SHORT)
+    alone, absent = jax.jit(functools.partial(backward, has_bias=False))(*arrays)
+    assert absent is None
+    assert_close(alone, expected, SHORT)
+
+
+@interprets_mosaic
+@pytest.mark.parametrize("config", [(1, 2, 3), (16, 1, 40), (128, 3, 1), None], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_the_epilogue_in_mosaic(activation, config):
+    arrays, expected = epilogue_gradient(activation)
+    if config is not None:
+        config = mosaic_backward.Config(**dict(zip(("threads", "block_m", "splits"), config, strict=True)))
+    options = dict(activation=activation, config=config, target=gpu(), interpret=not ON_GPU)
+    backward = functools.partial(mosaic_backward.gated_mlp_backward, **options)
+    dy, dbias = jax.jit(functools.partial(backward, has_bias=True))(*arrays)
+    assert_close(dy, expected, SHORT)
+    assert_close(dbias, expected.sum(0), SHORT)
+    alone, absent = jax.jit(functools.partial(backward, has_bias=False))(*arrays)
+    assert absent is None
+    assert_close(alone, expected, SHORT)
+
+
+def test_products_that_are_kept_leave_the_ring_as_many_steps():
+    for shape in [(8192, 12288, 4096), (2048, 12288, 4096), (8192, 3072, 1024)]:
+        config = mosaic.heuristic(*shape, gpu(), out_dtype="bfloat16")
+        assert mosaic.heuristic(*shape, gpu(), out_dtype="bfloat16", products="bfloat16") == config
+        assert config.num_stages >= 3
+
+
+@edges
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block_m, block_n, ping_pong", [(64, 128, True), (192, 128, True), (128, 256, False)])
+def test_both_products_of_the_hopper_kernel(block_m, block_n, ping_pong, out_dtype):
+    arrays = operands((192, 128, 256), "bfloat16", seed=17)
+    config = mosaic.Config(block_m=block_m, block_n=block_n, num_stages=2, ping_pong=ping_pong)
+
+    def form(arrays, out_dtype):
+        return Form(
+            **dict(zip(Form.OPERANDS, arrays, strict=True)),
+            activation="silu",
+            precision=jax.lax.Precision.HIGHEST,
+            out_dtype=jnp.dtype(out_dtype),
+            return_products=True,
+        )
+
+    def call(*arrays):
+        return mosaic.gated_matmul(form(arrays, out_dtype), config=config, target=gpu(), interpret=not ON_GPU)
+
+    expected = reference_of(form([x.astype("float32") for x in arrays], "float32"))
+    for found, right in zip(jax.jit(call)(*arrays), expected, strict=True):
+        assert_close(found, right, OP["bfloat16"])

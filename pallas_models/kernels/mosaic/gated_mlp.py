@@ -45,8 +45,15 @@ def prefer(form: Form[jax.ShapeDtypeStruct], target: Target) -> bool:
 
 def shared_memory(config: Config, out_dtype: DTypeLike, *, products: DTypeLike | None = None) -> int:
     """Bytes of shared memory that a CTA takes; `products` is their dtype, None where they are not kept."""
-    dtypes = (out_dtype,) if products is None else (out_dtype, products)
-    return gemm.shared_memory(config, *(Staging.of(config, config.block_n // 2, dtype) for dtype in dtypes))
+    dtypes = {jnp.dtype(dtype) for dtype in (out_dtype, products) if dtype is not None}
+    return gemm.shared_memory(config, *(_staging(config, dtype) for dtype in dtypes))
+
+
+def _staging(config: Config, dtype: DTypeLike) -> Staging:
+    """Where an output leaves: by way of slots of which the first is free again when the next output begins."""
+    staging = Staging.of(config, config.block_n // 2, dtype)
+    in_turn = len(staging.blocks) % staging.num_slots == 0
+    return staging if in_turn else dataclasses.replace(staging, num_slots=1)
 
 
 # Fitted to 6 products of 128 to 16384 rows in bfloat16 on an H200; columns count gate and up together.
@@ -128,21 +135,21 @@ class _Epilogue:
     @property
     def out(self) -> Staging:
         """Where the result leaves."""
-        return Staging.of(self.config, self.config.block_n // 2, self.form.out_dtype)
+        return _staging(self.config, self.form.out_dtype)
 
     @property
     def kept(self) -> Staging | None:
-        """Where gate and up leave, one after the other."""
+        """Where gate and up leave, one after the other: by way of the result's slots if they have its dtype."""
         if not self.form.return_products:
             return None
-        return Staging.of(self.config, self.config.block_n // 2, self.form.x.dtype)
+        return _staging(self.config, self.form.x.dtype)
 
     @property
     def scratch_types(self) -> dict[str, Any]:
         """Shared memory and barriers of both methods below."""
         consumers, columns = self.config.num_consumers, self.config.block_n // 2
         types: dict[str, Any] = dict(slots=self.out.scratch_type)
-        if self.kept is not None:
+        if self.kept is not None and self.kept != self.out:
             types["kept_slots"] = self.kept.scratch_type
         if self.form.bias is not None:
             types["ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=consumers)
@@ -172,7 +179,7 @@ class _Epilogue:
             return activate(form.activation, product(0, block, slot), form.out_dtype) * product(1, block, slot)
 
         if self.kept is not None:
+            slots = refs.slots if self.kept == self.out else refs.kept_slots
             for part, of in enumerate((refs.gate, refs.up)):
-                of_part = functools.partial(product, part)
-                store(tile, self.kept, Output(refs.kept_slots, warpgroup, of, of_part), wait=True)
+                store(tile, self.kept, Output(slots, warpgroup, of, functools.partial(product, part)), wait=True)
         store(tile, self.out, Output(refs.slots, warpgroup, refs.o, value), wait=True)
