@@ -155,6 +155,7 @@ def workload(dtype: str, shape: Shape) -> Workload:
                     functools.partial(jax_pallas, causal=causal, head_dim=head_dim, tuned=tuned),
                     gpu=True,
                     skip=without or ("" if heads == kv_heads else "it takes as many heads of keys as of queries"),
+                    differentiable=not tuned,  # its gradient has tiles of its own
                 )
                 for name, tuned in (("jax-pallas", False), ("jax-pallas-tuned", True))
             ),

@@ -55,7 +55,7 @@ def describe() -> dict[str, str]:
     found |= {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     found["cores"] = str(len(os.sched_getaffinity(0)))
     if others := os.environ.get("BENCH_BESIDE"):
-        found["beside"] = f"benchmarks on {others} other GPUs of the host"
+        found["beside"] = f"benchmarks, one on each of the other GPUs used ({others})"
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -363,5 +363,6 @@ def conditions(result: Result) -> str:
         found.append(f"copy {ceilings['copy_tb_per_s']:.2f} TB/s")
     if "matmul_bf16_tflop_per_s" in ceilings:
         found.append(f"8192^3 bf16 product {ceilings['matmul_bf16_tflop_per_s']:.0f} TFLOP/s")
-    found += [f"{name}: {value}" for name, value in result.settings.items()]
+    told = {name: env[name] for name in ("cores", "beside") if name in env} | result.settings
+    found += [f"{name}: {value}" for name, value in told.items()]
     return f"{'; '.join(found)}. Measured {result.date[:10]} at commit {env.get('commit', 'unknown')}."

@@ -199,7 +199,7 @@ def test_what_ran_beside_a_benchmark_is_told(monkeypatch):
     for name, value in place.environment().items():
         monkeypatch.setenv(name, value)
     found = environment.describe()
-    assert found["beside"] == "benchmarks on 3 other GPUs of the host"
+    assert found["beside"] == "benchmarks, one on each of the other GPUs used (3)"
     assert found["cores"] == str(len(os.sched_getaffinity(0)))
     monkeypatch.delenv("BENCH_BESIDE")
     assert "beside" not in environment.describe()

@@ -164,6 +164,14 @@ def test_conditions_and_tables(page):
     assert page.count("<table>") == page.count('<div class="scroll"') > 3
 
 
+def test_conditions_tell_what_ran_beside():
+    told = tables.conditions(
+        minilm_result(environment={"device": "NVIDIA L4", "cores": "4", "beside": "the suite"})
+    )
+    assert "; cores: 4; beside: the suite" in told and told.count("cores") == 1
+    assert "beside" not in tables.conditions(minilm_result(environment={"device": "NVIDIA L4"}))
+
+
 def test_same_page_from_the_same_results(tmp_path):
     results.save(sts_result(), tmp_path)
     pages = []

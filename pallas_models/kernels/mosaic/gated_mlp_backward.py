@@ -41,7 +41,7 @@ def _kernel(refs: Refs, *, tile: Tile, config: Config, activation: str | None) -
             parts = [dgate, dout * activate(activation, gate, jnp.float32)]
             for part, dy in enumerate(parts):
                 tile.store(refs.dy, 2 * rows + part, dy, column)
-            totals = [total + dy for total, dy in zip(totals, parts, strict=False)]
+            totals = [total + dy for total, dy in zip(totals, parts, strict=False)]  # none without biases
         return totals
 
     steps = pl.cdiv(pl.cdiv(m, block_m * tile.rows), splits)

@@ -42,7 +42,7 @@ def _kernel(
         parts = [dgate, dout * activate(activation, gate)]
         for part, dy in enumerate(parts):
             store(dy_ref.at[rows, jnp.int32(part), columns], dy, mask)
-        return [total + dy for total, dy in zip(totals, parts, strict=False)]
+        return [total + dy for total, dy in zip(totals, parts, strict=False)]  # none without biases
 
     steps = pl.cdiv(pl.cdiv(m, block_m), splits)
     zeros = [] if dbias_ref is None else [jnp.zeros((block_m, block_n), jnp.float32)] * 2
