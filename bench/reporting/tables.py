@@ -61,8 +61,8 @@ class Headline:
 
     Attributes:
       case: which of its cases is shown.
-      ours, baseline: the figures of ours and of the fastest baseline in it, with their units.
-      ratio: how many times faster ours is in that case.
+      ours, baseline: the figures of ours and of the fastest baseline in it, with their units; "-" without any.
+      ratio: how many times faster ours is in that case; None without a baseline.
       mean: the geometric mean of that over all cases that have both; None if only one has.
       wall_mean: the same by wall time, where `mean` is by device time.
     """
@@ -70,7 +70,7 @@ class Headline:
     case: str
     ours: str
     baseline: str
-    ratio: float
+    ratio: float | None
     mean: float | None
     wall_mean: float | None = None
 
