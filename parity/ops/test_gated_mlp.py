@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import hypothesis
@@ -435,38 +436,42 @@ def epilogue_gradient(activation):
         return (gate, up, dout), np.asarray(expected)
 
 
-@pytest.mark.parametrize("config", [(1, 16, 1, 1), (8, 64, 2, 3), (4, 128, 1, 40), None], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+def check_epilogue(backward, arrays, expected):
+    """The cotangents and their sums, and the cotangents alone; the row of extreme gates by itself."""
+    dy, dbias = jax.jit(functools.partial(backward, has_bias=True))(*arrays)
+    alone, absent = jax.jit(functools.partial(backward, has_bias=False))(*arrays)
+    assert absent is None
+    for found in (dy, alone):
+        for part, rows in itertools.product((0, 1), (slice(1), slice(1, None))):
+            assert_close(found[rows, part], expected[rows, part], SHORT)
+    for part in (0, 1):
+        assert_close(dbias[part], expected[:, part].sum(0), SHORT)
+
+
+def epilogues(*configs):
+    """Each activation with the config that is chosen for it, and one with each of those given."""
+    cases = [(activation, None) for activation in ACTIVATIONS] + [("silu", config) for config in configs]
+    return pytest.mark.parametrize("activation, config", cases, ids=str)
+
+
+@epilogues((1, 16, 1, 1), (8, 64, 2, 3), (4, 128, 1, 40))
 def test_the_gradient_of_the_epilogue(activation, config):
     arrays, expected = epilogue_gradient(activation)
     if config is not None:
         names = ("block_m", "block_n", "num_warps", "splits")
         config = triton_backward.Config(**dict(zip(names, config, strict=True)))
     options = dict(activation=activation, config=config, target=gpu(), interpret=KERNEL == "interpret")
-    backward = functools.partial(triton_backward.gated_mlp_backward, **options)
-    dy, dbias = jax.jit(functools.partial(backward, has_bias=True))(*arrays)
-    assert_close(dy, expected, SHORT)
-    assert_close(dbias, expected.sum(0), SHORT)
-    alone, absent = jax.jit(functools.partial(backward, has_bias=False))(*arrays)
-    assert absent is None
-    assert_close(alone, expected, SHORT)
+    check_epilogue(functools.partial(triton_backward.gated_mlp_backward, **options), arrays, expected)
 
 
 @interprets_mosaic
-@pytest.mark.parametrize("config", [(1, 2, 3), (16, 1, 40), (128, 3, 1), None], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@epilogues((1, 2, 3), (16, 1, 40), (128, 3, 1))
 def test_the_gradient_of_the_epilogue_in_mosaic(activation, config):
     arrays, expected = epilogue_gradient(activation)
     if config is not None:
         config = mosaic_backward.Config(**dict(zip(("threads", "block_m", "splits"), config, strict=True)))
     options = dict(activation=activation, config=config, target=gpu(), interpret=not ON_GPU)
-    backward = functools.partial(mosaic_backward.gated_mlp_backward, **options)
-    dy, dbias = jax.jit(functools.partial(backward, has_bias=True))(*arrays)
-    assert_close(dy, expected, SHORT)
-    assert_close(dbias, expected.sum(0), SHORT)
-    alone, absent = jax.jit(functools.partial(backward, has_bias=False))(*arrays)
-    assert absent is None
-    assert_close(alone, expected, SHORT)
+    check_epilogue(functools.partial(mosaic_backward.gated_mlp_backward, **options), arrays, expected)
 
 
 def test_products_that_are_kept_leave_the_ring_as_many_steps():
