@@ -183,7 +183,10 @@ def _model(pick: Pick) -> _Drawn:
         return _Drawn(name, packed, (ids, segments), 0, (0, 1))
     function = {"modernbert": "encode", "mpnet": "embed", "minilm.embed": "embed"}.get(name) or name.split(".")[1]
     masked = pick.chance(0.6) or function == "embed"
-    applied = functools.partial(getattr(module, function), params, config=config)
+    options: dict[str, Any] = dict(config=config)
+    if function == "encode" and not masked:
+        options["mask"] = None
+    applied = functools.partial(getattr(module, function), params, **options)
     return _Drawn(name, applied, (ids, mask) if masked else (ids,), 0, (0, 1))
 
 

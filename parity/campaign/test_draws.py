@@ -13,6 +13,7 @@ import pytest
 from parity.campaign import __main__ as campaign
 from parity.campaign import encoders, exports, folders, jobs, ops, shardings, transformations
 from parity.support.bounded import apart
+from parity.support.draws import Pick
 
 MODULES = [encoders, exports, folders, jobs, shardings, transformations]
 needs_models = pytest.mark.skipif(
@@ -122,6 +123,15 @@ def test_operands_are_spread_in_every_way():
             for size, axes in zip(p.inputs[name].shape, spec, strict=True):
                 parts = [s.mesh[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())]
                 assert size % int(np.prod(parts)) == 0
+
+
+def test_every_model_that_is_exported_can_be_called():
+    picks = (Pick(np.random.default_rng([3, i])) for i in range(150))
+    drawn = {(one.name, len(one.arrays)): one for one in map(exports._model, picks)}
+    assert {name for name, _ in drawn} == set(exports.MODELS)
+    assert {("modernbert", 1), ("modernbert", 2)} <= set(drawn)
+    for one in drawn.values():
+        jax.eval_shape(one.function, *one.arrays)
 
 
 def test_symbols_stand_for_batches_and_lengths():
