@@ -1,4 +1,4 @@
-"""Workloads and contenders, and what turns a contender's function into calls that can be timed.
+"""Workloads and contenders, and what turns a contender's JAX function into calls that can be timed.
 
 A benchmark imports them from `bench.measuring.harness`, which has an example.
 """
