@@ -55,8 +55,8 @@ def random_inputs(seed: Any, dtype: str, batch: int, n: int) -> tuple[jax.Array,
             return 0.05 * jax.random.normal(key, shape.shape) + (name == "scale")
         return (jax.random.normal(key, shape.shape) * shape.shape[0] ** -0.5).astype(DTYPES[dtype])
 
-    named = [(path_of(keys), shape) for keys, shape in shapes]
-    params = {path: parameter(key, path[-1], shape) for key, (path, shape) in zip(keys, named, strict=True)}
+    named = [(path_of(path), shape) for path, shape in shapes]
+    params = {name: parameter(key, name[-1], shape) for key, (name, shape) in zip(keys, named, strict=True)}
     channels, of_single = CONFIG.pair.channels, CONFIG.single_attention.channels
     pair = jax.random.normal(pair_key, (batch, n, n, channels)).astype(DTYPES[dtype])
     single = jax.random.normal(single_key, (batch, n, of_single)).astype(DTYPES[dtype])

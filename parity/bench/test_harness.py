@@ -252,11 +252,18 @@ def test_torch_keeps_no_memory_of_a_case(run, monkeypatch):
     assert len(forgotten) == len(result.cases) > 0
 
 
+@pytest.fixture
+def programs():
+    """The programs of torch on a GPU, of which nothing is there to be given back."""
+    pytest.importorskip("torch")
+    made = torch_programs.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
+    made.forget()  # else what other tests left may be taken
+    return made
+
+
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
-def test_torch_gives_memory_back_that_an_error_refers_to():
+def test_torch_gives_memory_back_that_an_error_refers_to(programs):
     torch = pytest.importorskip("torch")
-    programs = torch_programs.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
-    programs.forget()  # else what other tests left may be taken
     before = torch.cuda.memory_reserved()
 
     def fails():
@@ -315,10 +322,8 @@ def test_a_rival_that_memory_is_short_for_is_skipped(family, skipped):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
-def test_a_graph_that_leaves_too_little_is_not_captured():
+def test_a_graph_that_leaves_too_little_is_not_captured(programs):
     torch = pytest.importorskip("torch")
-    programs = torch_programs.TorchPrograms(gpu=True, compile_mode="default", compile_budget=0, no_compile=True)
-    programs.forget()  # else what other tests left may be taken
     before = torch.cuda.memory_reserved()
     x = torch.ones(2**26, device="cuda")
     with pytest.raises(MemoryError, match=r"a CUDA graph takes 0\.[3-9] GB and other calls 1000\.0, of"):

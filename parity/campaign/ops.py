@@ -257,7 +257,7 @@ def _check_derivative(
 
     Normal directions see the error of every element: the projection of an error is normal with its norm as the
     standard deviation, of which 6 are never passed. A tangent may be small as its terms cancel, and its error is
-    not: the norm is the mean of the tangents along several directions.
+    not: the norm is the root of the mean square of tangents along several directions.
     """
     wide = {key: _wide(x) for key, x in arrays.items()}
     values = [out.value for out in p.expected(wide)]
