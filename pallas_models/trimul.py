@@ -39,7 +39,7 @@ class TriMulConfig:
 
 
 class TriMul(nnx.Module):
-    """The update of (B, N, N, C), without the residual that it is added to."""
+    """The update of (B, N, N, C)."""
 
     def __init__(self, config: TriMulConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         c, h = config.channels, config.hidden
@@ -62,6 +62,7 @@ class TriMul(nnx.Module):
         direction: Direction,
         compute_dtype: DTypeLike = jnp.float16,
         precision: jax.lax.PrecisionLike = None,
+        residual: bool = False,
         residuals: Residuals = "save",
         implementation: Implementation | None = None,
     ) -> jax.Array:
@@ -90,6 +91,7 @@ class TriMul(nnx.Module):
             epsilon=config.epsilon,
             compute_dtype=compute_dtype,
             precision=precision,
+            residual=residual,
             residuals=residuals,
             implementation=implementation,
         )
@@ -121,10 +123,11 @@ def trimul(
     epsilon: float = 1e-5,
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
     residuals: Residuals = "save",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes the triangle multiplicative update of x, without the residual that it is added to.
+    """Computes the triangle multiplicative update of x, to which it is added with `residual`.
 
     Args:
       params: nested dict of arrays, from `init` or `weights.load_trimul`. They tell the sizes, the biases
@@ -137,6 +140,7 @@ def trimul(
       compute_dtype: of the operands of products, whatever the dtype of x: float16, bfloat16, or float32 for
         float32 end to end.
       precision: of products of float32 operands: None is true float32, DEFAULT allows TF32 on a GPU.
+      residual: whether x is added to its update, as models do it.
       residuals: whether the gradient keeps left, right, their product and the gate, `"save"`, or computes them
         again, `"recompute"`; `ops.triangle_update` says what each takes.
       implementation: as `pallas_models.ops` has it; None for the best available.
@@ -156,6 +160,7 @@ def trimul(
         direction=direction,
         compute_dtype=compute_dtype,
         precision=precision,
+        residual=residual,
         residuals=residuals,
         implementation=implementation,
     )

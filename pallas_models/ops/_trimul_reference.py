@@ -90,8 +90,8 @@ class _Steps:
         by_left, by_right = by_scales
         return self.by_channels.apply(sum_over_k, left * by_left, right * by_right) / by_left / by_right
 
-    def end(self, z: jax.Array, y: jax.Array) -> jax.Array:
-        """The result (B, I, J, C), from the layer norm of x and the sums (H, B, I, J)."""
+    def end(self, x: jax.Array, z: jax.Array, y: jax.Array) -> jax.Array:
+        """The result (B, I, J, C), from x, its layer norm and the sums (H, B, I, J)."""
         form = self.form
         y = norm.normalize(y, form.out_norm_scale, form.out_norm_bias, None, epsilon=form.epsilon, axis=0)
         gate = jax.nn.sigmoid(self.product("bijc,cg->bijg", z, form.w_gate, form.b_gate))
@@ -99,7 +99,7 @@ class _Steps:
             out = self.product("hbij,hc->bijc", y, form.w_out, form.b_out) * gate
         else:
             out = self.product("bijh,hc->bijc", jnp.moveaxis(y, 0, -1) * gate, form.w_out, form.b_out)
-        return out.astype(form.out_dtype)
+        return (out + x.astype(jnp.float32) if form.residual else out).astype(form.out_dtype)
 
 
 def _at_once(steps: _Steps) -> jax.Array:
@@ -107,7 +107,7 @@ def _at_once(steps: _Steps) -> jax.Array:
     form = steps.form
     z = steps.normed(form.x)
     left, right = steps.sides(z, form.mask, (0, 1))
-    return steps.end(z, steps.sums(left, right, steps.scales()))
+    return steps.end(form.x, z, steps.sums(left, right, steps.scales()))
 
 
 def row_bytes(form: Form[Any]) -> int:
@@ -139,7 +139,8 @@ def _in_slices(steps: _Steps, most: int) -> jax.Array:
     def of_rows(take: Take) -> jax.Array:
         left = side(0, take)
         y = in_parts(n, rows, 3, lambda take: steps.sums(left, side(1, take), by_scales))
-        return steps.end(steps.normed(take(form.x, 1)), y)
+        x = take(form.x, 1)
+        return steps.end(x, steps.normed(x), y)
 
     return in_parts(n, rows, 1, of_rows)
 

@@ -47,6 +47,7 @@ def triangle_update(
     compute_dtype: DTypeLike = jnp.float16,
     precision: jax.lax.PrecisionLike = None,
     out_dtype: DTypeLike | None = None,
+    residual: bool = False,
     rows_over: AxisNames = (),
     columns_over: AxisNames = (),
     residuals: Residuals = "save",
@@ -65,6 +66,7 @@ def triangle_update(
         gate = sigmoid(z @ w_gate + b_gate)
         out = (layer_norm(y) * gate) @ w_out + b_out         where not gate_after
         out = (layer_norm(y) @ w_out + b_out) * gate         where gate_after
+        out += x                                             with residual
 
     Algorithms 11 and 12 of [AlphaFold 2](https://doi.org/10.1038/s41586-021-03819-2), whose gate comes after
     the output projection, as in AlphaFold 3, OpenFold, Boltz and Protenix. In lucidrains' module and in GPU
@@ -132,6 +134,7 @@ def triangle_update(
       compute_dtype: of the operands of products: float16, bfloat16, or float32 for float32 end to end.
       precision: of products of float32 operands, as in `matmul`.
       out_dtype: dtype of the result; the dtype of `x` when None.
+      residual: whether x is added to the result, in float32, before it is rounded.
       rows_over: names of the axes of the mesh over which a `jax.shard_map` around this call has split the first
         axis N of x, mask and result, which then are a device's part. Under `jax.jit` there is no need of it.
       columns_over: names of the axes of the mesh over which it has split the second axis N.
@@ -180,6 +183,7 @@ def triangle_update(
         compute_dtype=jnp.dtype(compute_dtype),
         precision=_checks.as_precision(precision),
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+        residual=residual,
         rows_over=rows_over,
         columns_over=columns_over,
         max_temporary_bytes=max_temporary_bytes,

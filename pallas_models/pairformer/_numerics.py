@@ -46,8 +46,8 @@ class Numerics:
             implementation=options.get("implementation"),
         )
 
-    def norm(self, x: jax.Array, norm: LayerNorm, update: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """The layer norm of x + update, an operand of products, and x + update itself.
+    def norm(self, x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
+        """The layer norm of x, an operand of products, and x itself.
 
         What reads x after the norm takes the second: the norm's kernel then adds both of its gradients.
         """
@@ -55,12 +55,32 @@ class Numerics:
             x,
             norm.scale[...],
             norm.bias[...],
-            residual=update,
             return_residual=True,
             epsilon=self.epsilon,
             implementation=self.implementation,
         )
         return self.operand(y), x
+
+    def projections(
+        self, x: jax.Array, norm: LayerNorm, w: jax.Array, bias: jax.Array | None, w_first: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """G projections of the layer norm of pairs x (B, N, N, C), biases (B, H, N, N), and x itself.
+
+        w is (C, G, H, D), its bias (G, H, D); the biases come of w_first, (C, H).
+        """
+        dtype = x.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        *found, biases, x = ops.layer_norm_projections(
+            x,
+            norm.scale[...],
+            norm.bias[...],
+            w.reshape(*w.shape[:2], -1).astype(dtype),
+            bias=None if bias is None else bias.reshape(len(bias), -1),
+            w_first=w_first.astype(dtype),
+            epsilon=self.epsilon,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        return *found, jnp.moveaxis(biases, 0, 1), x
 
     def operand(self, x: jax.Array) -> jax.Array:
         return x if self.compute_dtype is None else x.astype(self.compute_dtype)

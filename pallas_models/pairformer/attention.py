@@ -65,21 +65,29 @@ class _Attention(nnx.Module):
         linear = Linear if config.out_bias else Projection
         self.out = linear(config.num_heads * config.head_dim, config.channels, dtype=dtype, rngs=rngs)
 
+    @property
+    def biases(self) -> jax.Array | None:
+        """The biases (4, H, D) of all projections, zeros for those that have none; None where none has one."""
+        own = self.projections
+        if not (self.config.query_bias or self.config.gate_bias):
+            return None
+        zeros = jnp.zeros(own.kernel.shape[2:], jnp.float32)
+        query = own.query_bias[...] if self.config.query_bias else zeros
+        return jnp.stack([query, zeros, zeros, own.gate_bias[...] if self.config.gate_bias else zeros])
+
     def project(self, numerics: Numerics, y: jax.Array, first: int, last: int) -> jax.Array:
         """Projections `first` to `last` of y (..., C), side by side: (..., (last - first) * H * D)."""
-        projections, bias = self.projections, None
-        if first == 0 and self.config.query_bias:  # keys and values have none
-            bias = jnp.pad(projections.query_bias[...][None], ((0, last - 1), (0, 0), (0, 0)))
-        elif first == 3 and self.config.gate_bias:
-            bias = projections.gate_bias[...]
-        return numerics.product(y, projections.kernel[:, first:last], bias)
+        biased = (first == 0 and self.config.query_bias) or (last == 4 and self.config.gate_bias)
+        biases = self.biases if biased else None
+        bias = None if biases is None else biases[first:last]
+        return numerics.product(y, self.projections.kernel[:, first:last], bias)
 
     def finish(
-        self, numerics: Numerics, out: jax.Array, y: jax.Array, x: jax.Array, *, residual: bool
+        self, numerics: Numerics, out: jax.Array, gate: jax.Array, x: jax.Array, *, residual: bool
     ) -> jax.Array:
-        """The output projection of out (..., H, D), gated by y, in the dtype of x; plus x with `residual`."""
+        """The output projection of out (..., H, D), gated, in the dtype of x; plus x with `residual`."""
         return numerics.product(
-            gated(out, self.project(numerics, y, 3, 4)),
+            gated(out, gate),
             self.out.kernel[...],
             self.out.bias[...] if isinstance(self.out, Linear) else None,
             residual=x if residual else None,
@@ -101,32 +109,29 @@ class TriangleAttention(_Attention):
         *,
         direction: Direction,
         ending_bias: EndingBias = "transposed",
-        update: jax.Array | None = None,
         residual: bool = False,
         **options: Unpack[Options],
     ) -> jax.Array:
-        """Computes the attention of `pair + update`; the rest is as in `triangle_attention`."""
+        """Computes the attention, with the arguments and errors of `triangle_attention`."""
         config, numerics = self.config, Numerics.of(self.config.epsilon, options)
         check_pairs(pair, config.channels, mask)
         if ending_bias not in ("transposed", "in_place"):
             raise ValueError(f"{ending_bias=} is unknown; expected 'transposed' or 'in_place'")
-        y, x = numerics.norm(jnp.asarray(pair), self.norm, update)
-        bias = numerics.pair_bias(y, self.pair_bias.kernel[...])
+        *qkv, gate, bias, x = numerics.projections(
+            jnp.asarray(pair), self.norm, self.projections.kernel[...], self.biases, self.pair_bias.kernel[...]
+        )
         if direction == "ending" and ending_bias == "in_place":
             bias = bias.mT
-        heads = (*y.shape[:-1], config.num_heads, config.head_dim)
-        q, k, v = (self.project(numerics, y, i, i + 1).reshape(heads) for i in range(3))
+        heads = (*x.shape[:-1], config.num_heads, config.head_dim)
         out = ops.triangle_attention(
-            q,
-            k,
-            v,
+            *(y.reshape(heads) for y in qkv),
             bias=bias,
             mask=mask,
             direction=direction,
             precision=numerics.precision,
             implementation=numerics.implementation,
         )
-        return self.finish(numerics, out, y, x, residual=residual)
+        return self.finish(numerics, out, gate, x, residual=residual)
 
 
 class AttentionPairBias(_Attention):
@@ -153,7 +158,7 @@ class AttentionPairBias(_Attention):
         y, x = numerics.norm(jnp.asarray(x), self.norm)
         bias = numerics.pair_bias(numerics.norm(jnp.asarray(pair), self.pair_norm)[0], self.pair_bias.kernel[...])
         out = _by_rows(self.project(numerics, y, 0, 3), bias, as_bool(mask), numerics)
-        return self.finish(numerics, out, y, x, residual=residual)
+        return self.finish(numerics, out, self.project(numerics, y, 3, 4), x, residual=residual)
 
 
 class ColumnAttention(_Attention):
@@ -177,7 +182,7 @@ class ColumnAttention(_Attention):
             implementation=numerics.implementation,
         )
         out = out.reshape(batch, n, rows, width // 3).swapaxes(1, 2)
-        return self.finish(numerics, out, y, x, residual=residual)
+        return self.finish(numerics, out, self.project(numerics, y, 3, 4), x, residual=residual)
 
 
 def _by_rows(qkv: jax.Array, bias: jax.Array, mask: jax.Array | None, numerics: Numerics) -> jax.Array:

@@ -144,11 +144,12 @@ class _PairBlock(nnx.Module):
         """The pairs after both updates, both attentions and the transition, each added."""
         of_update: Any = options | {
             "compute_dtype": options.get("compute_dtype") or pair.dtype,
+            "residual": True,
             "residuals": self.pair_config.residuals,
         }
-        pair = pair + self.tri_mul_out(pair, mask, direction="outgoing", **of_update)
-        update = self.tri_mul_in(pair, mask, direction="incoming", **of_update)
-        pair = self.tri_att_start(pair, mask, direction="starting", update=update, residual=True, **options)
+        pair = self.tri_mul_out(pair, mask, direction="outgoing", **of_update)
+        pair = self.tri_mul_in(pair, mask, direction="incoming", **of_update)
+        pair = self.tri_att_start(pair, mask, direction="starting", residual=True, **options)
         ending_bias = self.pair_config.ending_bias
         pair = self.tri_att_end(pair, mask, direction="ending", ending_bias=ending_bias, residual=True, **options)
         return self.pair_transition(pair, residual=True, **options)

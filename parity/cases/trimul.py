@@ -55,8 +55,8 @@ def _arguments(x: Any, *weights_and_mask: Any) -> dict[str, Any]:
 
 
 def _again(*arrays: Any) -> dict[str, Any]:
-    """Outgoing, with the gate before, and a gradient that keeps nothing; of as many channels as hidden ones."""
-    return _arguments(*arrays) | dict(direction="outgoing", gate_after=False, residuals="recompute")
+    """Outgoing, with the gate before, x added, and a gradient that keeps nothing; as many channels as hidden."""
+    return _arguments(*arrays) | dict(direction="outgoing", gate_after=False, residual=True, residuals="recompute")
 
 
 def _square(size: int, dtype: str) -> Arrays:
@@ -82,7 +82,7 @@ def _outgoing(x: Any, *weights: Any) -> dict[str, Any]:
 
 def _incoming(x: Any, *weights_and_mask: Any) -> dict[str, Any]:
     *weights, mask = weights_and_mask
-    return _outgoing(x, *weights) | dict(direction="incoming", mask=mask)
+    return _outgoing(x, *weights) | dict(direction="incoming", mask=mask, residual=True)
 
 
 def _spread(rng: np.random.Generator) -> Sequence[Spread]:
@@ -149,6 +149,7 @@ def _formula(
     epsilon: float = 1e-5,
     compute_dtype: str = "float16",
     out_dtype: str | None = None,
+    residual: bool = False,
     residuals: str = "save",
 ) -> Bounded:
     """The update as AlphaFold has it: norm, four projections, their product over a third node, norm, gate."""
@@ -199,7 +200,7 @@ def _formula(
         parts = (np.abs(y.value * out_norm_scale) + np.abs(out_norm_bias)) * gate.value
         gated = b.rounded(b.plus(y * b.exact(out_norm_scale), out_norm_bias) * gate, compute_dtype)
         out = product(gated.off(2 * half_ulp * parts), w_out, b_out)
-    out = b.rounded(out, out_dtype or dtype)
+    out = b.rounded(b.plus(out, x) if residual else out, out_dtype or dtype)
     if mask is not None:
         out = Bounded(out.value, np.where(unknown, np.inf, out.error))
     return out
@@ -240,6 +241,8 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
         inputs[name] = Input(shape, pick.other(dtype), "weight", scale, shift)
     if masked:
         inputs["mask"] = Input((batch, n, n), pick.of(("bool", "int32", dtype)), "mask")
+    if pick.chance(0.3):
+        options["residual"] = True
     return inputs, options
 
 

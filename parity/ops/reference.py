@@ -154,6 +154,25 @@ def matmul_layer_norm(
     return layer_norm(matmul(x, w, bias, residual), scale, offset, epsilon=epsilon)
 
 
+def layer_norm_projections(
+    x: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    w_first: Tensor | None = None,
+    *,
+    epsilon: float = 1e-5,
+) -> tuple[Tensor, ...]:
+    y = layer_norm(x, scale, offset, epsilon=epsilon)
+    outs = list(torch.einsum("...c,cgn->g...n", y, w).unbind())
+    if bias is not None:
+        outs = [out + b for out, b in zip(outs, bias, strict=True)]
+    if w_first is not None:
+        outs.append(torch.einsum("...c,cf->f...", y, w_first))
+    return *outs, x
+
+
 def post_norm_mlp(
     y: Tensor,
     x: Tensor,

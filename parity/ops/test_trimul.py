@@ -38,7 +38,7 @@ from parity.support.common import (
     normal,
 )
 from parity.support.sharing import GB
-from parity.support.tolerances import CHAIN, DEEP, OP, SHORT
+from parity.support.tolerances import CHAIN, DEEP, OP, ROUNDED, SHORT
 
 X, MASK = normal(np.random.default_rng(9), 1, 5, 5, 10), np.ones((1, 5, 5), bool)
 both_directions = pytest.mark.parametrize("direction", ["outgoing", "incoming"])
@@ -187,6 +187,26 @@ def test_out_dtype(implementation):
     out = f(out_dtype="float32")
     assert out.dtype == jnp.float32
     assert_equal(out.astype("bfloat16"), f())
+
+
+@pytest.mark.parametrize("most", [None, 60_000], ids=["at once", "in slices"])
+@both_directions
+def test_residual(implementation, direction, most):
+    """x is added before the one rounding, in the forward pass of a gradient too."""
+    params, x = random_params(trimul.TriMulConfig(channels=16, hidden=32)), pairs(9, 9, 16).astype("bfloat16")
+    options = dict(direction=direction, max_temporary_bytes=most, implementation=implementation)
+    f = functools.partial(triangle_update, params, compute_dtype="float32", **options)
+    apart = f(x, out_dtype="float32") + x.astype("float32")
+    added = functools.partial(f, residual=True)
+    assert_close(added(x, out_dtype="float32"), apart, DEEP)
+    assert_close(added(x), apart, ROUNDED["bfloat16"])
+    assert_close(jax.vjp(functools.partial(added, out_dtype="float32"), x)[0], apart, DEEP)
+
+
+def test_residual_of_the_module(implementation):
+    params, x = random_params(trimul.TriMulConfig(channels=8, hidden=4, gate_after=True)), pairs(2, 5, 5, 8)
+    plain, added = (update(direction="incoming", residual=r, implementation=implementation) for r in (False, True))
+    assert_close(added(params, x), plain(params, x) + x, OP["float16"])
 
 
 def triangle_update(params, x, *, direction="outgoing", **options):

@@ -181,6 +181,16 @@ def test_more_channels_than_kernels_hold(
     assert_gradients(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("implementation", [KERNEL, pytest.param(MOSAIC, marks=needs_jax_011)])
+def test_gradient_of_a_residual(implementation):
+    """The cotangent, added to the gradient of x; all others stay as they are."""
+    operands, cotangent = draw(9, 16, 32, gate_after=True, bias=True, mask="holes")
+    options = dict(direction="outgoing", gate_after=True, compute_dtype="bfloat16")
+    found = gradients(operands, cotangent, residual=True, implementation=implementation, **options)
+    wanted = exact(operands, cotangent, **options)
+    assert_gradients(found, wanted | {"x": wanted["x"] + float64(cotangent)}, GRADIENTS["bfloat16"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_programs_that_walk_over_many_blocks(monkeypatch, dtype):
     """As on a GPU at large sizes: here each block would have a program of its own."""

@@ -33,7 +33,16 @@ Call = tuple[Output[jax.Array], Projection[jax.Array]]
 
 
 def draw(
-    matrices: int, n: int, h: int, c: int, *, gate_after: bool, dtype: str, x_dtype: str, bias: bool = True
+    matrices: int,
+    n: int,
+    h: int,
+    c: int,
+    *,
+    gate_after: bool,
+    dtype: str,
+    x_dtype: str,
+    bias: bool = True,
+    residual: bool = False,
 ) -> Call:
     """An end of matrices (n, n), and its gate; y is filled up with NaN to rows of 8 and columns of 64."""
     rng = np.random.default_rng(n + h)
@@ -68,7 +77,7 @@ def draw(
         b_gate=normal(rng, gates) if bias else None,
         **shared,
     )
-    return form, gating
+    return form.replace(residual=gating.x) if residual else form, gating
 
 
 def exact(form: Output[jax.Array], gating: Projection[jax.Array]) -> np.ndarray:
@@ -91,7 +100,8 @@ def exact(form: Output[jax.Array], gating: Projection[jax.Array]) -> np.ndarray:
     y = normed(y, form.scale, form.shift, form.epsilon)
     y = y if form.gate_after else y * gate
     out: np.ndarray = y @ float64(form.w) + of(form.bias)
-    return out * gate if form.gate_after else out
+    out = out * gate if form.gate_after else out
+    return out if form.residual is None else out + float64(form.residual)
 
 
 def program(call: Call, interpret: bool = INTERPRET) -> Any:
@@ -124,7 +134,8 @@ def run(call: Call) -> jax.Array:
 )
 def test_output(n, h, c, dtype, x_dtype, gate_after):
     matrices = 1 if n > 70 else 2
-    call = draw(matrices, n, h, c, gate_after=gate_after, dtype=dtype, x_dtype=x_dtype, bias=n != 13)
+    options: dict[str, Any] = dict(gate_after=gate_after, bias=n != 13, residual=h == c)
+    call = draw(matrices, n, h, c, dtype=dtype, x_dtype=x_dtype, **options)
     out = run(call)
     assert out.dtype == x_dtype and out.shape == (matrices * n, n, c)
     assert_close(out, exact(*call), OP[x_dtype if x_dtype == "bfloat16" else dtype])
@@ -151,9 +162,9 @@ def test_what_is_not_finite_stays_where_it_is(gate_after):
 
 @both_gates
 @finds_races
-@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
-def test_has_no_races(x_dtype, gate_after):
-    call = draw(1, 16, 64, 64, gate_after=gate_after, dtype="float16", x_dtype=x_dtype)
+@pytest.mark.parametrize("x_dtype, residual", [("float32", False), ("bfloat16", True)])
+def test_has_no_races(x_dtype, residual, gate_after):
+    call = draw(1, 16, 64, 64, gate_after=gate_after, dtype="float16", x_dtype=x_dtype, residual=residual)
     with no_races():
         jax.block_until_ready(run(call))
 
@@ -161,16 +172,17 @@ def test_has_no_races(x_dtype, gate_after):
 @without_gpu
 @both_gates
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("n", [5, 200, 320])
-def test_lowers(n, x_dtype, gate_after):
+@pytest.mark.parametrize("n, residual", [(5, False), (200, True), (320, False)])
+def test_lowers(n, x_dtype, gate_after, residual):
     """To the one kernel, in the shared memory that a Hopper GPU has."""
-    form, gating = (
-        form.abstract() for form in draw(1, 8, 128, 128, gate_after=gate_after, dtype="float16", x_dtype=x_dtype)
-    )
+    options: dict[str, Any] = dict(gate_after=gate_after, residual=residual)
+    form, gating = (form.abstract() for form in draw(1, 8, 128, 128, dtype="float16", x_dtype=x_dtype, **options))
     rows, columns = n + -n % 8, n + -n % 64
     y = jax.ShapeDtypeStruct((rows, 128, columns), form.w.dtype)
     form = form.replace(ys=(y,), size=n, rows=(n, rows))
     gating = gating.replace(x=jax.ShapeDtypeStruct((n, n, 128), x_dtype))
+    if residual:
+        form = form.replace(residual=gating.x)
 
     def f(*operands: Any) -> jax.Array:
         out: jax.Array = program((form, gating), interpret=False)(*operands)

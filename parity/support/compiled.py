@@ -87,6 +87,14 @@ EXCEPTIONS = (
         44,
         "the fewest positions a step, with the weights and the sums of their gradient in registers",
     ),
+    Spills(
+        "matmul",
+        "triton",
+        "float32",
+        ("sm_86", "sm_89"),
+        32,
+        "few rows of many columns, as of biases with the heads first, in float32",
+    ),
 )
 
 

@@ -38,6 +38,7 @@ class Form(forms.Form, Generic[A]):
       compute_dtype: of the operands of products.
       precision: of products of float32 operands.
       out_dtype: of the result.
+      residual: whether x is added to the result.
       rows_over: the axes of the mesh that the rows of x are split over.
       columns_over: the axes of the mesh that the columns of x are split over.
       max_temporary_bytes: how much memory tensors of pairs may take beside x and the result; None for any.
@@ -82,6 +83,7 @@ class Form(forms.Form, Generic[A]):
     compute_dtype: jnp.dtype
     precision: jax.lax.Precision
     out_dtype: jnp.dtype
+    residual: bool = False
     rows_over: tuple[str, ...] = ()
     columns_over: tuple[str, ...] = ()
     max_temporary_bytes: int | None = None
@@ -233,7 +235,7 @@ class Product(forms.Form, Generic[A]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output(forms.Form, Generic[A]):
-    """The end of the update: `(layer_norm(y) * gate) @ w + bias`, or `(layer_norm(y) @ w + bias) * gate`.
+    """The end of the update: `(layer_norm(y) * gate) @ w + bias`, or `(layer_norm(y) @ w + bias) * gate`; plus x.
 
     Attributes:
       ys: y, (B, H, M), in equal parts of its channels: the sums over third positions times `factor` and, as left
@@ -244,6 +246,7 @@ class Output(forms.Form, Generic[A]):
       shift: (H,), float32, its bias.
       w: (H, C), in the dtype of the products.
       bias: (C,), float32, or None.
+      residual: x, (B, size, C), or None where it is not added.
       gate_after: whether the gate is applied to the result and not to the hidden channels.
       factor: the factor of the products.
       epsilon: added to the variance.
@@ -253,7 +256,7 @@ class Output(forms.Form, Generic[A]):
       rows: how many of so many rows of each matrix, which the items are, the result has; (1, 1) for all items.
     """
 
-    OPERANDS: ClassVar = ("ys", "gate", "bounds", "scale", "shift", "w", "bias")
+    OPERANDS: ClassVar = ("ys", "gate", "bounds", "scale", "shift", "w", "bias", "residual")
 
     ys: tuple[A, ...]
     gate: A | None
@@ -262,6 +265,7 @@ class Output(forms.Form, Generic[A]):
     shift: A
     w: A
     bias: A | None
+    residual: A | None = None
     gate_after: bool
     factor: float
     epsilon: float

@@ -18,18 +18,27 @@ from pallas_models.kernels.common import trimul_scales
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Form, Output, Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.channels import (
+    PIECE,
+    ROWS,
+    in_pieces,
+    loaded,
+    normed,
+    pieces,
+    product,
+    same_rows,
+    store,
+)
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load, load_transposed
-from pallas_models.kernels.mosaic.common.products import multiply, with_sums
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load_transposed
 from pallas_models.kernels.mosaic.common.ring import Ring
-from pallas_models.kernels.mosaic.common.row_copies import copy_back, copy_rows
+from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
-from pallas_models.kernels.mosaic.trimul_project_parts import ROWS, Place, Tiles, along_rows, mean
+from pallas_models.kernels.mosaic.trimul_project_parts import Place, Tiles
 from pallas_models.target import Target
 
-_PIECE = 64  # channels that are multiplied at a time
 _WIDTHS = 64, 128
 _WORKERS = 2  # with three each has too few registers: 255 us and not 229 at N = 1024 on an H200
 _REGISTERS = 40, 232  # of a thread of the producer, and of the workers
@@ -77,7 +86,7 @@ def output(
         dict(out=jax.ShapeDtypeStruct((form.batch, form.size, c), form.out_dtype)),
         dict(
             **{name: buffer.scratch_type for name, buffer in buffers.items()},
-            full=plgpu.Barrier(num_arrivals=1 + c // _PIECE, num_barriers=_WORKERS * slots),
+            full=plgpu.Barrier(num_arrivals=1 + c // PIECE, num_barriers=_WORKERS * slots),
             free=plgpu.Barrier(num_barriers=slots),
             weights_full=plgpu.Barrier(num_arrivals=2),
         ),
@@ -101,7 +110,7 @@ def _buffers(
         w_smem=Buffer((h, c), dtype, ROW_BYTES),
         out_smem=Buffer((_WORKERS, c // width, ROWS, width), form.out_dtype, ROW_BYTES),
     )
-    x_smem = Buffer((c // _PIECE, ROWS, _PIECE), gating.x.dtype, ROW_BYTES)
+    x_smem = Buffer((c // PIECE, ROWS, PIECE), gating.x.dtype, ROW_BYTES)
     tile = dict(x_smem=x_smem, y_smem=Buffer((h, ROWS), dtype, ROW_BYTES))
     room = available(target) - _OTHERS - num_bytes(buffers.values())
     slots = min(room // num_bytes(tile.values()), _MOST_SLOTS)
@@ -167,7 +176,7 @@ class _Walk:
         refs, ring = self.refs, self.ring(jax.lax.rem(step, _WORKERS))
         slot, (item, rows) = ring.acquire(step), self.place(step)
         full = ring.first_full + slot
-        for i, piece in enumerate(_pieces(refs.x.shape[2])):
+        for i, piece in enumerate(pieces(refs.x.shape[2])):
             tile = refs.x_smem.at[slot, i]
             copy_rows(refs.x, item, rows, piece, tile, refs.full, full, row_bytes=ROW_BYTES)
         y = refs.y.at[self.source(item), :, rows]
@@ -208,24 +217,30 @@ class _Worker:
         slot = jax.lax.rem(step, kernel.slots)
         ring.wait(slot)
         gate = self.gate(slot)
-        zs = self.normed(self.y(slot), epsilon, "y")
-        plgpu.commit_smem()  # all have read
-        ring.release(slot)
+        zs = normed(self.y(slot), epsilon, refs.y_scale, refs.y_shift)
+        if kernel.form.residual is None:
+            self.release(ring, slot)
         if not kernel.form.gate_after:
-            zs = [
-                z * gate[:, columns].astype(jnp.float32) for z, columns in zip(zs, _slices(len(zs)), strict=True)
-            ]
-        out = self.shifted(self.product(zs, refs.w_smem), refs.out_shift, 1.0)
+            zs = [z * part.astype(jnp.float32) for z, part in zip(zs, in_pieces(gate), strict=True)]
+        out = self.shifted(product(zs, refs.w_smem), refs.out_shift, 1.0)
         if kernel.form.gate_after:
             out *= gate.astype(jnp.float32)
-        self.store(out.astype(refs.out.dtype), item, rows)
+        parts = in_pieces(out)
+        if kernel.form.residual is not None:
+            parts = [part + x for part, x in zip(parts, loaded(refs.x_smem.at[slot]), strict=True)]
+            self.release(ring, slot)
+        store(parts, refs.out_smem.at[self.own], refs.out, (item, rows.start))
+
+    def release(self, ring: Ring, slot: jax.Array) -> None:
+        """Lets the next tile be copied to a slot that has been read."""
+        plgpu.commit_smem()  # all have read
+        ring.release(slot)
 
     def gate(self, slot: jax.Array) -> jax.Array:
         """The gate of a tile, in the dtype of the weights."""
         refs = self.refs
-        xs = [load(refs.x_smem.at[slot, i], plgpu.Layout.WGMMA) for i in range(refs.x_smem.shape[1])]
-        zs = self.normed([x.astype(jnp.float32) for x in xs], self.walk.kernel.x_epsilon, "x")
-        half = self.shifted(self.product(zs, refs.w_gate_smem), refs.gate_shift, 0.5)
+        zs = normed(loaded(refs.x_smem.at[slot]), self.walk.kernel.x_epsilon, refs.x_scale, refs.x_shift)
+        half = self.shifted(product(zs, refs.w_gate_smem), refs.gate_shift, 0.5)
         return (0.5 * jnp.tanh(half) + 0.5).astype(refs.w_gate.dtype)
 
     def y(self, slot: jax.Array) -> list[jax.Array]:
@@ -233,61 +248,10 @@ class _Worker:
         y = self.refs.y_smem
         return [
             load_transposed(y.at[slot, piece], plgpu.Layout.WGMMA).astype(jnp.float32)
-            for piece in _pieces(y.shape[1])
+            for piece in pieces(y.shape[1])
         ]
 
-    def normed(self, parts: list[jax.Array], epsilon: Any, name: str) -> list[jax.Array]:
-        """The layer norm of all positions of a tile."""
-        width = len(parts) * _PIECE
-        center = along_rows(mean(parts, width), _PIECE)
-        ds = [part - center for part in parts]
-        inverse = along_rows(jax.lax.rsqrt(mean([d * d for d in ds], width) + epsilon), _PIECE)
-        scale, shift = getattr(self.refs, f"{name}_scale"), getattr(self.refs, f"{name}_shift")
-        return [
-            d * inverse * _columns(scale.at[piece]) + _columns(shift.at[piece])
-            for d, piece in zip(ds, _pieces(width), strict=True)
-        ]
-
-    def product(self, zs: list[jax.Array], w: Ref) -> jax.Array:
-        """The product of all channels of a tile and the weights."""
-        zs = [z.astype(w.dtype) for z in zs]
-
-        def compute(sums: Ref) -> jax.Array:
-            for z, piece in zip(zs, _pieces(w.shape[0]), strict=True):
-                multiply(sums, z, w.at[piece])
-            plgpu.wgmma_wait(0)
-            return sums[...]
-
-        return layout_cast(with_sums(compute, (ROWS, w.shape[1])), plgpu.Layout.WGMMA)
-
-    def store(self, out: jax.Array, item: jax.Array, rows: pl.Slice) -> None:
-        """Stores the result of a tile."""
-        staged = self.refs.out_smem.at[self.own]
-        count, _, width = staged.shape
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in range(count):
-            staged[i] = out[:, i * width : (i + 1) * width]
-        plgpu.commit_smem()
-        for i in range(count):
-            copy_back(staged.at[i], self.refs.out, (item, rows.start, i * width))
-
-    def shifted(self, product: jax.Array, shift: Ref | None, factor: float) -> jax.Array:
-        """`factor` times the product and its bias."""
-        product = product if factor == 1.0 else product * factor
-        return product if shift is None else product + factor * _columns(shift.at[pl.Slice(0, product.shape[1])])
-
-
-def _pieces(width: int) -> list[pl.Slice]:
-    """All channels, some at a time."""
-    return [pl.Slice(i, _PIECE) for i in range(0, width, _PIECE)]
-
-
-def _slices(count: int) -> list[slice]:
-    """The same as slices of an array in registers."""
-    return [slice(i * _PIECE, (i + 1) * _PIECE) for i in range(count)]
-
-
-def _columns(vector: Ref) -> jax.Array:
-    """A vector in device memory as every row of a tile."""
-    loaded = load(vector, plgpu.Layout.WGMMA.reduce(0))
-    return jax.lax.broadcast_in_dim(loaded, (ROWS, loaded.shape[0]), [1])
+    def shifted(self, y: jax.Array, shift: Ref | None, factor: float) -> jax.Array:
+        """`factor` times a product and its bias."""
+        y = y if factor == 1.0 else y * factor
+        return y if shift is None else y + factor * same_rows(shift.at[pl.Slice(0, y.shape[1])])

@@ -17,11 +17,12 @@ from pallas_models.kernels.common import trimul_output_scales, trimul_scales
 from pallas_models.kernels.forms.trimul import Output
 from pallas_models.kernels.forms.trimul_backward import OfEnd
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.channels import ROWS
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import launch
 from pallas_models.kernels.mosaic.common.memory import tiled
 from pallas_models.kernels.mosaic.trimul_output_backward_kernel import PAIRS, PULLERS, Kernel, Numbers
-from pallas_models.kernels.mosaic.trimul_project_parts import ROWS, Tiles
+from pallas_models.kernels.mosaic.trimul_project_parts import Tiles
 from pallas_models.target import Target
 
 _ONES = 8  # columns of ones: the fewest that tensor cores multiply

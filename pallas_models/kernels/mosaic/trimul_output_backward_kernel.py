@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.activations import times
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import (
     ROW_BYTES,
@@ -30,7 +31,7 @@ from pallas_models.kernels.mosaic.common.products import product, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
-from pallas_models.kernels.mosaic.trimul_project_parts import ROWS, Place, Tiles, along_rows
+from pallas_models.kernels.mosaic.trimul_project_parts import Place, Tiles
 
 PULLERS = 2  # warpgroups that take turns with tiles
 PAIRS = 3  # tiles of y and of the gate in shared memory

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, row_bytes_of
@@ -24,14 +25,11 @@ from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available,
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.kernels.mosaic.trimul_project_parts import (
     COLUMNS,
-    ROWS,
     Gating,
     Products,
     Tiles,
-    along_rows,
     arranged,
     arranged_biases,
-    mean,
     staging,
     unsupported_by_both,
     whole_mask,

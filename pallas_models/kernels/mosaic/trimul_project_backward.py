@@ -18,6 +18,7 @@ from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -26,15 +27,7 @@ from pallas_models.kernels.mosaic.common.products import in_layout, multiply, pu
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
-from pallas_models.kernels.mosaic.trimul_project_parts import (
-    ROWS,
-    Place,
-    Tiles,
-    along_rows,
-    mean,
-    unsupported_by_both,
-    whole_mask,
-)
+from pallas_models.kernels.mosaic.trimul_project_parts import Place, Tiles, unsupported_by_both, whole_mask
 from pallas_models.target import Target
 
 _CHUNK = 32  # channels of a side that are multiplied at a time

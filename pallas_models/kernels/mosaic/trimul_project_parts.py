@@ -1,9 +1,7 @@
 """What both kernels of projections share: how columns make products, tiles of positions, gates and stores."""
 
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -15,12 +13,12 @@ from pallas_models import _jax
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.channels import ROWS
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, store_transposed
 from pallas_models.kernels.mosaic.common.peers import Peers
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer
 
-ROWS = 64  # positions that are normalised and multiplied at a time
 COLUMNS = 64  # of projections, and as many of their gates, in one product
 Place = tuple[jax.Array, pl.Slice]  # an item of the batch, and some of its positions
 
@@ -153,16 +151,6 @@ class Tiles:
             return item
         matrix, row = jax.lax.div(item, self.padded_rows), jax.lax.rem(item, self.padded_rows)
         return matrix * self.rows + jnp.minimum(row, self.rows - 1)
-
-
-def along_rows(v: jax.Array, columns: int) -> jax.Array:
-    """A value for each of `ROWS` positions as that many equal columns."""
-    return jax.lax.broadcast_in_dim(v, (ROWS, columns), [0])
-
-
-def mean(parts: list[jax.Array], c: int) -> jax.Array:
-    """Mean over the c columns that `parts` have side by side."""
-    return jnp.sum(functools.reduce(operator.add, parts), axis=1) * (1.0 / c)
 
 
 def staging(num_warpgroups: int, columns: int, dtype: jnp.dtype) -> Buffer:

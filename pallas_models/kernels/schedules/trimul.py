@@ -343,8 +343,10 @@ class Update:
         return self.kernels.multiply(product, target=target or self.target, interpret=self.interpret)
 
     def finish(self, output: Output[jax.Array], gating: Projection[jax.Array]) -> jax.Array:
-        """The result for the items of an `end`, whose gate `gating` computes if nothing did before."""
+        """The result for the items of an `end`, whose gate `gating` computes, of x, if nothing did before."""
         run = self.kernels.finish
+        if self.form.residual:
+            output = output.replace(residual=gating.x)
         if output.gate is None:
             assert self.kernels.finish_with_gate is not None
             run = functools.partial(self.kernels.finish_with_gate, gating=gating)

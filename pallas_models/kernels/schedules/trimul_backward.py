@@ -255,11 +255,14 @@ def _gradient(
     of_w = kernels.chosen(mosaic_weights, trimul_weights_backward, "weights_backward", projection, **where)(
         projection, of_x.z, given
     )
+    dx = of_x.x
+    if form.residual:
+        dx = dx.astype(jnp.float32) + dout.reshape(dx.shape).astype(jnp.float32)
     # Of the projections, whose weights are scaled, and of their gates, whose are not.
     (left, right), (of_projections, of_gates, of_gate, _) = update.scales, scales
     by = jnp.stack([of_projections * left, of_gates, of_projections * right, of_gates])
     found_all = (
-        of_x.x.reshape(form.x.shape),
+        dx.reshape(form.x.shape),
         None if of_x.mask is None else of_x.mask.reshape(form.x.shape[:3]),
         of_x.scale,
         of_x.shift,

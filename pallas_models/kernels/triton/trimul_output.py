@@ -123,6 +123,7 @@ def _output_kernel(
     shift_ref: Ref,  # (H,)
     w_ref: Ref,  # (H, C)
     b_ref: Ref | None,  # (C,)
+    x_ref: Ref | None,  # (B, M, C), if it is added
     o_ref: Ref,  # (B, M, C)
     *,
     config: Config,
@@ -191,6 +192,8 @@ def _output_kernel(
             if gate_after:
                 gate = load(gate_ref.at[item, columns, rows], tile_mask(column_mask, row_mask))
                 out *= gate.T.astype(jnp.float32)
+            if x_ref is not None:
+                out += load(x_ref.at[batch, rows, columns], mask).astype(jnp.float32)
             store(o_ref.at[batch, rows, columns], out, mask)
 
         if held:
@@ -237,4 +240,4 @@ def output(
         num_stages=config.num_stages,
         interpret=interpret,
         name="trimul_output",
-    )(list(form.ys), form.gate, form.bounds, form.scale, form.shift, form.w, form.bias)
+    )(list(form.ys), form.gate, form.bounds, form.scale, form.shift, form.w, form.bias, form.residual)
