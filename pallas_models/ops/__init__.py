@@ -30,6 +30,7 @@ from pallas_models.ops.attention import attention, attention_qkv, segment_ids_fr
 from pallas_models.ops.attention_post_norm_mlp import attention_post_norm_mlp
 from pallas_models.ops.embedding import embed_tokens
 from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
+from pallas_models.ops.gated_projection import gated_projection
 from pallas_models.ops.layer_norm_projections import layer_norm_projections
 from pallas_models.ops.linear_cross_entropy import linear_cross_entropy
 from pallas_models.ops.matmul import matmul
@@ -56,6 +57,7 @@ __all__ = [
     "embed_tokens",
     "gated_matmul",
     "gated_mlp",
+    "gated_projection",
     "layer_norm",
     "layer_norm_projections",
     "linear_cross_entropy",

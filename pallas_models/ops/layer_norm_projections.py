@@ -50,13 +50,13 @@ def layer_norm_projections(
       x: (..., C), float16, bfloat16 or float32.
       scale: (C,), scale of the layer norm, any float dtype.
       offset: (C,), bias of the layer norm, any float dtype.
-      w: (C, G, N), G projections side by side, float16, bfloat16 or float32.
+      w: (C, G, N), G projections side by side, or none, float16, bfloat16 or float32.
       bias: (G, N), any float dtype, or None.
       w_first: (C, F), the dtype of `w`, of a projection whose columns come first, or None.
       epsilon: added to the variance.
       precision: of float32 products, as in `matmul`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves `w` of half
-        precision, C and N of 64 or 128, and F of 8 or less.
+        precision, C and N of 64 or 128, and F of 64 or less.
 
     Returns:
       The G projections, (..., N) each, in the dtype of `w`; where there is `w_first` its projection, (F, ...); and

@@ -1,7 +1,6 @@
 """How every module of the pair stack computes norms and products."""
 
 import dataclasses
-import math
 from typing import Self, TypedDict
 
 import jax
@@ -73,7 +72,7 @@ class Numerics:
             x,
             norm.scale[...],
             norm.bias[...],
-            w.reshape(*w.shape[:2], -1).astype(dtype),
+            w.reshape(*w.shape[:2], w.shape[2] * w.shape[3]).astype(dtype),
             bias=None if bias is None else bias.reshape(len(bias), -1),
             w_first=w_first.astype(dtype),
             epsilon=self.epsilon,
@@ -107,20 +106,29 @@ class Numerics:
             implementation=self.implementation,
         )
 
-    def pair_bias(self, pair: jax.Array, kernel: jax.Array) -> jax.Array:
-        """The biases (B, H, N, N) of normalised pairs (B, N, N, C), written with the heads first."""
-        batch, rows, columns, channels = pair.shape
-        bias = ops.matmul(
-            kernel.T.astype(pair.dtype),
-            pair.reshape(batch * rows * columns, channels),
-            transpose_w=True,
+    def pair_bias(self, pair: jax.Array, norm: LayerNorm, kernel: jax.Array) -> jax.Array:
+        """The biases (B, H, N, N) of pairs (B, N, N, C), by their layer norm."""
+        none = jnp.zeros((len(kernel), 0, 1, 1), kernel.dtype)
+        return self.projections(pair, norm, none, None, kernel)[0]
+
+    def gated_product(
+        self,
+        x: jax.Array,
+        gate: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array | None = None,
+        *,
+        residual: jax.Array | None,
+        out_dtype: DTypeLike,
+    ) -> jax.Array:
+        """x (..., H, D), times the sigmoid of gate (..., H * D), times a kernel (H * D, C); plus a residual."""
+        return ops.gated_projection(
+            x.reshape(gate.shape).astype(gate.dtype),
+            gate,
+            kernel.astype(gate.dtype),
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
             precision=self.precision,
             implementation=self.implementation,
         )
-        return jnp.moveaxis(bias.reshape(kernel.shape[1], batch, rows, columns), 0, 1)
-
-
-def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """x (..., H, D) times the sigmoid of gate (..., H * D), with the heads side by side."""
-    x = x.reshape(*x.shape[: gate.ndim - 1], math.prod(x.shape[gate.ndim - 1 :]))
-    return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)

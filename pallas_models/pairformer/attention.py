@@ -13,7 +13,7 @@ from pallas_models._modules import LayerNorm, Linear, Projection, random_param
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.triangle_attention import Direction
-from pallas_models.pairformer._numerics import Numerics, Options, gated
+from pallas_models.pairformer._numerics import Numerics, Options
 
 EndingBias = Literal["transposed", "in_place"]
 
@@ -86,8 +86,9 @@ class _Attention(nnx.Module):
         self, numerics: Numerics, out: jax.Array, gate: jax.Array, x: jax.Array, *, residual: bool
     ) -> jax.Array:
         """The output projection of out (..., H, D), gated, in the dtype of x; plus x with `residual`."""
-        return numerics.product(
-            gated(out, gate),
+        return numerics.gated_product(
+            out,
+            gate,
             self.out.kernel[...],
             self.out.bias[...] if isinstance(self.out, Linear) else None,
             residual=x if residual else None,
@@ -156,7 +157,7 @@ class AttentionPairBias(_Attention):
         check_sequences("msa", x, self.config.channels, mask)
         check_pairs(pair, self.config.pair_channels)
         y, x = numerics.norm(jnp.asarray(x), self.norm)
-        bias = numerics.pair_bias(numerics.norm(jnp.asarray(pair), self.pair_norm)[0], self.pair_bias.kernel[...])
+        bias = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
         out = _by_rows(self.project(numerics, y, 0, 3), bias, as_bool(mask), numerics)
         return self.finish(numerics, out, self.project(numerics, y, 3, 4), x, residual=residual)
 

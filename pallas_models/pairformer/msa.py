@@ -13,7 +13,7 @@ from pallas_models import ops
 from pallas_models._modules import LayerNorm, Linear, Projection, random_param
 from pallas_models.ops import _checks, _half_precision
 from pallas_models.ops._checks import Array
-from pallas_models.pairformer._numerics import Numerics, Options, gated
+from pallas_models.pairformer._numerics import Numerics, Options
 from pallas_models.pairformer.attention import (
     AttentionConfig,
     HeadProjections,
@@ -154,7 +154,7 @@ class PairAveraging(nnx.Module):
         check_sequences("msa", msa, config.channels)
         check_pairs(pair, config.pair_channels, mask)
         y, x = numerics.norm(jnp.asarray(msa), self.norm)
-        bias = numerics.pair_bias(numerics.norm(jnp.asarray(pair), self.pair_norm)[0], self.pair_bias.kernel[...])
+        bias = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
         where = None if mask is None else as_bool(mask)[:, None]
         weights = ops.softmax(bias, where=where, implementation=numerics.implementation).astype(y.dtype)
         values, gate = (numerics.product(y, self.projections.kernel[:, i]) for i in range(2))
@@ -162,9 +162,6 @@ class PairAveraging(nnx.Module):
         out = _half_precision.einsum(
             "bhij,bsjhd->bsihd", weights, values, precision=_checks.as_precision(numerics.precision)
         )
-        return numerics.product(
-            gated(out.astype(y.dtype), gate),
-            self.out.kernel[...],
-            residual=x if residual else None,
-            out_dtype=x.dtype,
+        return numerics.gated_product(
+            out, gate, self.out.kernel[...], residual=x if residual else None, out_dtype=x.dtype
         )

@@ -154,6 +154,12 @@ def matmul_layer_norm(
     return layer_norm(matmul(x, w, bias, residual), scale, offset, epsilon=epsilon)
 
 
+def gated_projection(
+    x: Tensor, gate: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    return matmul(x * torch.sigmoid(gate), w, bias, residual)
+
+
 def layer_norm_projections(
     x: Tensor,
     scale: Tensor,

@@ -63,6 +63,7 @@ def program(implementation: Any = MOSAIC) -> Any:
         (72, 64, 1, 128, 0, "float16", "float32"),
         (136, 128, 2, 64, 8, "bfloat16", "bfloat16"),  # tiles for one CTA more than another
         (64, 64, 3, 64, 1, "float16", "bfloat16"),
+        (72, 128, 0, 64, 16, "bfloat16", "bfloat16"),  # the biases of heads alone
         *by_device(
             cpu=[(200, 64, 4, 128, 4, "bfloat16", "bfloat16")],
             gpu=[
@@ -181,7 +182,7 @@ def test_errors(changed, error, message):
         ((64, 64, 2, 64, 4), "float32", "takes weights in float16 and bfloat16, not float32"),
         ((64, 96, 2, 64, 4), "float16", "takes 64 or 128 channels and columns, not 96 and 64"),
         ((64, 64, 2, 256, 4), "float16", "takes 64 or 128 channels and columns, not 64 and 256"),
-        ((64, 64, 2, 64, 9), "float16", "takes w_first of 8 columns or fewer, not 9"),
+        ((64, 64, 2, 64, 65), "float16", "takes w_first of 64 columns or fewer, not 65"),
         ((64, 128, 6, 128, 4), "float16", "does not fit 6 projections of 128 channels to 128 columns into shared"),
     ],
 )

@@ -43,6 +43,11 @@ class Form(forms.Form, Generic[A]):
         return *self.x.shape, count, n
 
     @property
+    def first(self) -> int:
+        """F."""
+        return 0 if self.w_first is None else self.w_first.shape[1]
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Of the operands of products, and of their results."""
         return self.w.dtype

@@ -7,6 +7,7 @@ time; the others take turns with them, and what they multiply stays in registers
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,18 +33,13 @@ from pallas_models.kernels.mosaic.common.channels import (
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load_transposed
-from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
-from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
-from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
-from pallas_models.kernels.mosaic.trimul_project_parts import Place, Tiles
+from pallas_models.kernels.mosaic.common.shared_memory import Buffer
+from pallas_models.kernels.mosaic.common.turns import WARPGROUPS, WORKERS, Turns, buffers_of
+from pallas_models.kernels.mosaic.trimul_project_parts import Tiles
 from pallas_models.target import Target
 
 _WIDTHS = 64, 128
-_WORKERS = 2  # with three each has too few registers: 255 us and not 229 at N = 1024 on an H200
-_REGISTERS = 40, 232  # of a thread of the producer, and of the workers
-_MOST_SLOTS = 6
-_OTHERS = 2048  # bytes of shared memory that barriers and alignment take
 
 
 def unsupported(form: Form[Any]) -> str | None:
@@ -80,19 +76,15 @@ def output(
         out_shift=form.bias,
     )
     buffers, slots = _buffers(form, gating, target)
+    turns = Turns(tiles.count, num_ctas, slots, copies=1 + c // PIECE, weights=2)
     (out,) = launch(
-        _Kernel(form.abstract(), tiles, num_ctas, slots, gating.epsilon),
+        _Kernel(form.abstract(), tiles, turns, gating.epsilon),
         dict(x=x, y=y, w_gate=gating.w_gate, w=form.w, bounds=jnp.max(form.bounds, axis=0), **vectors),
         dict(out=jax.ShapeDtypeStruct((form.batch, form.size, c), form.out_dtype)),
-        dict(
-            **{name: buffer.scratch_type for name, buffer in buffers.items()},
-            full=plgpu.Barrier(num_arrivals=1 + c // PIECE, num_barriers=_WORKERS * slots),
-            free=plgpu.Barrier(num_barriers=slots),
-            weights_full=plgpu.Barrier(num_arrivals=2),
-        ),
+        {name: buffer.scratch_type for name, buffer in buffers.items()} | turns.scratch_types,
         name="trimul_output",
         num_ctas=num_ctas,
-        num_warpgroups=_WORKERS + 1,
+        num_warpgroups=WARPGROUPS,
         interpret=interpret,
         unsafe_no_auto_barriers=True,
         reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
@@ -108,14 +100,10 @@ def _buffers(
     buffers = dict(
         w_gate_smem=Buffer(gating.w_gate.shape, dtype, ROW_BYTES),
         w_smem=Buffer((h, c), dtype, ROW_BYTES),
-        out_smem=Buffer((_WORKERS, c // width, ROWS, width), form.out_dtype, ROW_BYTES),
+        out_smem=Buffer((WORKERS, c // width, ROWS, width), form.out_dtype, ROW_BYTES),
     )
     x_smem = Buffer((c // PIECE, ROWS, PIECE), gating.x.dtype, ROW_BYTES)
-    tile = dict(x_smem=x_smem, y_smem=Buffer((h, ROWS), dtype, ROW_BYTES))
-    room = available(target) - _OTHERS - num_bytes(buffers.values())
-    slots = min(room // num_bytes(tile.values()), _MOST_SLOTS)
-    some = {name: dataclasses.replace(b, shape=(slots, *b.shape)) for name, b in tile.items()}
-    return buffers | some, slots
+    return buffers_of(buffers, dict(x_smem=x_smem, y_smem=Buffer((h, ROWS), dtype, ROW_BYTES)), target)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,84 +112,42 @@ class _Kernel:
 
     form: Output[Any]
     tiles: Tiles
-    num_ctas: int
-    slots: int
+    turns: Turns
     x_epsilon: float
 
     def __call__(self, refs: Refs) -> None:
-        warpgroup, cta = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("cta")
-        steps = jax.lax.div(self.tiles.count - cta + self.num_ctas - 1, self.num_ctas)
-        walk = _Walk(self, refs, cta, steps)
-        producer_registers, worker_registers = _REGISTERS
-        specialize(
-            Role(range(_WORKERS, _WORKERS + 1), producer_registers, lambda _: walk.produce()),
-            Role(range(_WORKERS), worker_registers, lambda own: _Worker(walk, own).run()),
-            warpgroup=warpgroup,
+        def copy_weights() -> None:
+            for name in ("w_gate", "w"):
+                plgpu.copy_gmem_to_smem(getattr(refs, name), getattr(refs, f"{name}_smem"), refs.weights_full)
+
+        self.turns.take(
+            refs,
+            copy_weights=copy_weights,
+            copy=functools.partial(self.copy, refs),
+            worker=lambda own: _Worker(self, refs, own).step,
         )
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Walk:
-    """The tiles of a CTA, one a step: every `num_ctas`-th. The workers take turns with them."""
-
-    kernel: _Kernel
-    refs: Refs
-    cta: jax.Array
-    steps: jax.Array
-
-    def place(self, step: jax.Array) -> Place:
-        """Where the tile of a step is in x and in the result."""
-        return self.kernel.tiles.place(self.cta + step * self.kernel.num_ctas)
+    def copy(self, refs: Refs, tile: jax.Array, slot: jax.Array, full: jax.Array) -> None:
+        """Copies a tile of x and of y."""
+        item, rows = self.tiles.place(tile)
+        for i, piece in enumerate(pieces(refs.x.shape[2])):
+            to = refs.x_smem.at[slot, i]
+            copy_rows(refs.x, item, rows, piece, to, refs.full, full, row_bytes=ROW_BYTES)
+        y = refs.y.at[self.source(item), :, rows]
+        plgpu.copy_gmem_to_smem(y, refs.y_smem.at[slot], refs.full.at[full])
 
     def source(self, item: jax.Array) -> jax.Array:
         """The item of y that an item of the result is made of."""
-        kept, rows = self.kernel.form.rows
+        kept, rows = self.form.rows
         return item if kept == rows else jax.lax.div(item, kept) * rows + jax.lax.rem(item, kept)
 
-    def ring(self, worker: jax.Array) -> Ring:
-        """The ring of tiles, as a worker sees it."""
-        slots = self.kernel.slots
-        return Ring(self.refs.full, self.refs.free, slots, worker * slots)
 
-    def produce(self) -> None:
-        """Copies the weights and all tiles, and waits until they have been read."""
-        refs = self.refs
-        for name in ("w_gate", "w"):
-            plgpu.copy_gmem_to_smem(getattr(refs, name), getattr(refs, f"{name}_smem"), refs.weights_full)
-        pl.loop(0, self.steps)(self.copy)
-        self.ring(jnp.int32(0)).drain(self.steps)
-
-    def copy(self, step: jax.Array) -> None:
-        """Copies the tile of a step."""
-        refs, ring = self.refs, self.ring(jax.lax.rem(step, _WORKERS))
-        slot, (item, rows) = ring.acquire(step), self.place(step)
-        full = ring.first_full + slot
-        for i, piece in enumerate(pieces(refs.x.shape[2])):
-            tile = refs.x_smem.at[slot, i]
-            copy_rows(refs.x, item, rows, piece, tile, refs.full, full, row_bytes=ROW_BYTES)
-        y = refs.y.at[self.source(item), :, rows]
-        plgpu.copy_gmem_to_smem(y, refs.y_smem.at[slot], ring.full_of(slot))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Worker:
-    """A warpgroup that finishes the positions of every `_WORKERS`-th tile."""
+    """A warpgroup that finishes the positions of every second tile of a CTA."""
 
-    walk: _Walk
-    own: jax.Array
-
-    @property
-    def refs(self) -> Refs:
-        return self.walk.refs
-
-    def run(self) -> None:
-        """Finishes all tiles, and waits until they are stored."""
-        form = self.walk.kernel.form
-        _, epsilon = trimul_scales.scaled_sums(self.bounds(), form.w.dtype, form.factor, form.epsilon)
-        plgpu.barrier_wait(self.refs.weights_full)
-        steps = jax.lax.div(self.walk.steps - self.own + _WORKERS - 1, _WORKERS)
-        pl.loop(0, steps)(functools.partial(self.step, epsilon))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def __init__(self, kernel: _Kernel, refs: Refs, own: jax.Array) -> None:
+        self.kernel, self.refs, self.own, form = kernel, refs, own, kernel.form
+        _, self.epsilon = trimul_scales.scaled_sums(self.bounds(), form.w.dtype, form.factor, form.epsilon)
 
     def bounds(self) -> list[jax.Array]:
         """The bounds of left and right, as vectors: Mosaic takes no exponents of scalars."""
@@ -209,37 +155,29 @@ class _Worker:
         layout = plgpu.Layout.WGMMA.reduce(1)
         return [layout_cast(jnp.broadcast_to(bound, (ROWS,)), layout) for bound in bounds]
 
-    def step(self, epsilon: jax.Array, i: jax.Array) -> None:
-        """Finishes the i-th tile of this warpgroup, given the epsilon of the norm of y."""
-        refs, kernel = self.refs, self.walk.kernel
-        step = i * _WORKERS + self.own
-        ring, (item, rows) = self.walk.ring(self.own), self.walk.place(step)
-        slot = jax.lax.rem(step, kernel.slots)
-        ring.wait(slot)
+    def step(self, tile: jax.Array, slot: jax.Array, release: Callable[[], None]) -> None:
+        """Finishes a tile."""
+        refs, form = self.refs, self.kernel.form
         gate = self.gate(slot)
-        zs = normed(self.y(slot), epsilon, refs.y_scale, refs.y_shift)
-        if kernel.form.residual is None:
-            self.release(ring, slot)
-        if not kernel.form.gate_after:
+        zs = normed(self.y(slot), self.epsilon, refs.y_scale, refs.y_shift)
+        if form.residual is None:
+            release()
+        if not form.gate_after:
             zs = [z * part.astype(jnp.float32) for z, part in zip(zs, in_pieces(gate), strict=True)]
         out = self.shifted(product(zs, refs.w_smem), refs.out_shift, 1.0)
-        if kernel.form.gate_after:
+        if form.gate_after:
             out *= gate.astype(jnp.float32)
         parts = in_pieces(out)
-        if kernel.form.residual is not None:
+        if form.residual is not None:
             parts = [part + x for part, x in zip(parts, loaded(refs.x_smem.at[slot]), strict=True)]
-            self.release(ring, slot)
+            release()
+        item, rows = self.kernel.tiles.place(tile)
         store(parts, refs.out_smem.at[self.own], refs.out, (item, rows.start))
-
-    def release(self, ring: Ring, slot: jax.Array) -> None:
-        """Lets the next tile be copied to a slot that has been read."""
-        plgpu.commit_smem()  # all have read
-        ring.release(slot)
 
     def gate(self, slot: jax.Array) -> jax.Array:
         """The gate of a tile, in the dtype of the weights."""
         refs = self.refs
-        zs = normed(loaded(refs.x_smem.at[slot]), self.walk.kernel.x_epsilon, refs.x_scale, refs.x_shift)
+        zs = normed(loaded(refs.x_smem.at[slot]), self.kernel.x_epsilon, refs.x_scale, refs.x_shift)
         half = self.shifted(product(zs, refs.w_gate_smem), refs.gate_shift, 0.5)
         return (0.5 * jnp.tanh(half) + 0.5).astype(refs.w_gate.dtype)
 

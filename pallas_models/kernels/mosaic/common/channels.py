@@ -19,6 +19,11 @@ ROWS = 64  # positions that are normalised and multiplied at a time
 PIECE = 64  # channels that are multiplied at a time
 
 
+def positions(tile: jax.Array) -> pl.Slice:
+    """The positions of a tile, where all lie in one row."""
+    return pl.Slice(pl.multiple_of(tile * ROWS, ROWS), ROWS)
+
+
 def pieces(width: int) -> list[pl.Slice]:
     """All channels, some at a time."""
     return [pl.Slice(i, PIECE) for i in range(0, width, PIECE)]
