@@ -35,7 +35,8 @@ def layer_norm_projections(
     """Computes `y @ w[:, g] + bias[g]` for every g, and `(y @ w_first).T`; y is `layer_norm(x) * scale + offset`.
 
     These are queries, keys, values and gates of an attention, and the biases of its heads. y is normalised in
-    float32 and rounded to the dtype of `w`. Where one kernel computes all of it y is never written.
+    float32 and rounded to the dtype of `w`. Where one kernel computes all of it y is never written;
+    else it is rounded to the dtype of `x` before.
 
     Where it is differentiated, norm and products are kernels of their own, the product with `w_first` XLA's where
     the implementation that is named has none of so few columns. Beside the operands the gradient keeps y and three

@@ -54,7 +54,8 @@ def _spread(rng: np.random.Generator) -> Sequence[Spread]:
         "rows", ops.layer_norm_projections, _arguments, lambda size, dtype: some, 6, result=_joined, kernels=4
     )
     specs = (P("data"), *[P()] * 5)
-    return (Spread(call=call, specs=specs, result=P("data"), sums=5, kinds=("explicit",)),)
+    sums = 3 + 2 * 2  # of w and of its bias a sum for each projection
+    return (Spread(call=call, specs=specs, result=P("data"), sums=sums, kinds=("explicit",)),)
 
 
 def _formula(

@@ -344,9 +344,7 @@ class Update:
 
     def finish(self, output: Output[jax.Array], gating: Projection[jax.Array]) -> jax.Array:
         """The result for the items of an `end`, whose gate `gating` computes, of x, if nothing did before."""
-        run = self.kernels.finish
-        if self.form.residual:
-            output = output.replace(residual=gating.x)
+        run, output = self.kernels.finish, output.replace(residual=gating.x if self.form.residual else None)
         if output.gate is None:
             assert self.kernels.finish_with_gate is not None
             run = functools.partial(self.kernels.finish_with_gate, gating=gating)
