@@ -168,7 +168,9 @@ def test_a_second_process_compiles_nothing(tmp_path):
     for _ in range(2):
         start = time.time()
         found = startup.measured("encode", platform="cpu", **options, started=start, count=500)
-        assert min(found.values()) >= 0 and found["second_encode_s"] < found["first_encode_s"]
+        assert min(found.values()) >= 0
+        if not kept:  # the first call compiles; the second process finds everything, so that both calls are as quick
+            assert found["second_encode_s"] < found["first_encode_s"]
         assert (
             found["import_s"] + found["load_s"] + found["first_encode_s"] <= found["total_s"] < time.time() - start
         )
