@@ -169,7 +169,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
         start = time.time()
         found = startup.measured("encode", platform="cpu", **options, started=start, count=500)
         assert min(found.values()) >= 0
-        if not kept:  # the first call compiles; the second process finds everything, so that both calls are as quick
+        if not kept:  # it compiles; the second process finds all, so that both of its calls are as quick
             assert found["second_encode_s"] < found["first_encode_s"]
         assert (
             found["import_s"] + found["load_s"] + found["first_encode_s"] <= found["total_s"] < time.time() - start
