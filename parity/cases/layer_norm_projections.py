@@ -72,7 +72,7 @@ def _formula(
 ) -> tuple[Bounded, ...]:
     """Products of layer_norm(x) scale + offset, rounded before them."""
     y = b.normalised(b.exact(x), epsilon, subtract_mean=True) * b.exact(scale)
-    y = b.rounded(b.plus(y, offset), dtype)
+    y = b.held(b.rounded(b.plus(y, offset), dtype), dtype)
 
     def product(w: Array, bias: Array | None = None) -> Bounded:
         return b.rounded(b.product(y, w, bias, dtype=dtype, precision=precision), dtype)
