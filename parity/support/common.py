@@ -240,6 +240,14 @@ def assert_gradients_close(
         assert_close(gradient, wanted, tolerance)
 
 
+def assert_named_close(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> None:
+    """Asserts that arrays by name, such as gradients, are finite and each as a whole near those of `wanted`."""
+    for name, x in found.items():
+        assert np.all(np.isfinite(float64(x))), name
+        error = relative_error(x, wanted[name])
+        assert error <= tolerance, f"{name}: relative error {error:.2e} is over {tolerance:.1e}"
+
+
 def assert_equal(a: Any, b: Any) -> None:
     """Asserts that two results are bit for bit the same, and not NaN."""
     if ON_GPU and a.size > _LARGE:

@@ -27,12 +27,12 @@ from pallas_models.kernels.mosaic.common.channels import (
     same_rows,
     store,
 )
-from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
-from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer
-from pallas_models.kernels.mosaic.common.turns import WARPGROUPS, WORKERS, Turns, buffers_of
+from pallas_models.kernels.mosaic.common.turns import WORKERS, Turns, launch_in_turns, num_slots
 from pallas_models.target import Target
 
 _WIDTHS = 64, 128
@@ -45,7 +45,7 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
         return f"takes float16 and bfloat16, not {form.x.dtype}"
     if n not in _WIDTHS or k not in _WIDTHS:
         return f"takes 64 or 128 channels and columns, not {k} and {n}"
-    if _buffers(form, target)[1] < 2:
+    if num_slots(*_buffers(form), target) < 2:
         return f"does not fit tiles of {k} channels and {n} columns of {form.out_dtype} into shared memory"
     return None
 
@@ -56,22 +56,18 @@ def gated_projection(form: Form[jax.Array], *, config: None, target: Target, int
     m, n, _ = form.sizes
     if interpret:
         check_interpreted_sizes(positions=(m, ROWS))
-    tiles = pl.cdiv(m, ROWS)
-    num_ctas = min(num_cores(target, interpret), tiles)
-    buffers, slots = _buffers(form, target)
     given = _tiles(form)
-    copies = sum(array.shape[1] // PIECE for array in given.values())
-    turns = Turns(tiles, num_ctas, slots, copies=copies, weights=1)
-    (out,) = launch(
-        _Kernel(form.abstract(), turns),
+    (out,) = launch_in_turns(
+        _Kernel(form.abstract()),
         {name: array[None] for name, array in given.items()} | dict(w=form.w, bias=form.bias),
         dict(out=jax.ShapeDtypeStruct((1, m, n), form.out_dtype)),
-        {name: buffer.scratch_type for name, buffer in buffers.items()} | turns.scratch_types,
+        *_buffers(form),
+        tiles=pl.cdiv(m, ROWS),
+        copies=sum(array.shape[1] // PIECE for array in given.values()),
+        weights=1,
         name="gated_projection",
-        num_ctas=num_ctas,
-        num_warpgroups=WARPGROUPS,
+        target=target,
         interpret=interpret,
-        unsafe_no_auto_barriers=True,
     )
     return out.reshape(m, n)
 
@@ -82,8 +78,8 @@ def _tiles(form: Form[Any]) -> dict[str, Any]:
     return given if form.residual is None else given | dict(residual=form.residual)
 
 
-def _buffers(form: Form[Any], target: Target) -> tuple[dict[str, Buffer], int]:
-    """The shared memory of a CTA, and how many tiles of all operands it has."""
+def _buffers(form: Form[Any]) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    """The shared memory that a CTA keeps, and that of a tile of all operands."""
     width = ROW_BYTES // form.out_dtype.itemsize
     kept = dict(
         w_smem=Buffer(form.w.shape, form.w.dtype, ROW_BYTES),
@@ -93,7 +89,7 @@ def _buffers(form: Form[Any], target: Target) -> tuple[dict[str, Buffer], int]:
         f"{name}_smem": Buffer((array.shape[1] // PIECE, ROWS, PIECE), array.dtype, ROW_BYTES)
         for name, array in _tiles(form).items()
     }
-    return buffers_of(kept, tile, target)
+    return kept, tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,9 +97,8 @@ class _Kernel:
     """The body of the kernel."""
 
     form: Form[Any]
-    turns: Turns
 
-    def __call__(self, refs: Refs) -> None:
+    def __call__(self, turns: Turns, refs: Refs) -> None:
         def copy(tile: jax.Array, slot: jax.Array, full: jax.Array) -> None:
             for name, array in _tiles(self.form).items():
                 for i, piece in enumerate(pieces(array.shape[1])):
@@ -111,7 +106,7 @@ class _Kernel:
                     to = getattr(refs, f"{name}_smem").at[slot, i]
                     copy_rows(*place, to, refs.full, full, row_bytes=ROW_BYTES)
 
-        self.turns.take(
+        turns.take(
             refs,
             copy_weights=lambda: plgpu.copy_gmem_to_smem(refs.w, refs.w_smem, refs.weights_full),
             copy=copy,

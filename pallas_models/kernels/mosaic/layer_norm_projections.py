@@ -29,12 +29,12 @@ from pallas_models.kernels.mosaic.common.channels import (
     same_rows,
     store,
 )
-from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
-from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, store_transposed
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer
-from pallas_models.kernels.mosaic.common.turns import WARPGROUPS, WORKERS, Turns, buffers_of
+from pallas_models.kernels.mosaic.common.turns import WORKERS, Turns, launch_in_turns, num_slots
 from pallas_models.target import Target
 
 _WIDTHS = 64, 128
@@ -55,7 +55,7 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
             return f"takes w_first of {_MOST_FIRST} columns or fewer, not {form.first}"
     elif not count:
         return "takes a projection or more"
-    if _buffers(form, target)[1] < 2:
+    if num_slots(*_buffers(form), target) < 2:
         return f"does not fit {count} projections of {c} channels to {n} columns into shared memory"
     return None
 
@@ -69,26 +69,23 @@ def layer_norm_projections(
     if interpret:
         check_interpreted_sizes(positions=(m, ROWS))
     tiles = pl.cdiv(m, ROWS)
-    num_ctas = min(num_cores(target, interpret), tiles)
-    buffers, slots = _buffers(form, target)
     w, w_first, first = form.w, form.w_first, None
     if w_first is not None:
         columns = _first_columns(form)
         w_first = jnp.pad(w_first.T, ((0, columns - form.first), (0, 0)))
         first = jax.ShapeDtypeStruct((columns, ROWS * tiles), form.dtype)
     weights = dict(w=jnp.moveaxis(w, 1, 0) if count else None, w_first=w_first)
-    present = sum(array is not None for array in weights.values())
-    turns = Turns(tiles, num_ctas, slots, copies=form.x.shape[1] // PIECE, weights=present)
-    results = launch(
-        _Kernel(form.abstract(), turns),
+    results = launch_in_turns(
+        _Kernel(form.abstract()),
         dict(x=form.x[None], scale=form.scale, offset=form.offset, bias=form.bias, **weights),
         {f"out{i}": jax.ShapeDtypeStruct((1, m, n), form.dtype) for i in range(count)} | dict(first=first),
-        {name: buffer.scratch_type for name, buffer in buffers.items()} | turns.scratch_types,
+        *_buffers(form),
+        tiles=tiles,
+        copies=form.x.shape[1] // PIECE,
+        weights=sum(array is not None for array in weights.values()),
         name="layer_norm_projections",
-        num_ctas=num_ctas,
-        num_warpgroups=WARPGROUPS,
+        target=target,
         interpret=interpret,
-        unsafe_no_auto_barriers=True,
         reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
     )
     outs = [out.reshape(m, n) for out in results[:count]]
@@ -100,8 +97,8 @@ def _first_columns(form: Form[Any]) -> int:
     return form.first + -form.first % TILE_ROWS
 
 
-def _buffers(form: Form[Any], target: Target) -> tuple[dict[str, Buffer], int]:
-    """The shared memory of a CTA, and how many tiles of x it has."""
+def _buffers(form: Form[Any]) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    """The shared memory that a CTA keeps, and that of a tile of x."""
     _, c, count, n = form.sizes
     dtype = form.dtype
     kept: dict[str, Buffer] = {}
@@ -116,7 +113,7 @@ def _buffers(form: Form[Any], target: Target) -> tuple[dict[str, Buffer], int]:
             w_first_smem=Buffer((columns, c), dtype, ROW_BYTES),
             first_smem=Buffer((WORKERS, columns, ROWS), dtype, ROW_BYTES),
         )
-    return buffers_of(kept, dict(x_smem=Buffer((c // PIECE, ROWS, PIECE), form.x.dtype, ROW_BYTES)), target)
+    return kept, dict(x_smem=Buffer((c // PIECE, ROWS, PIECE), form.x.dtype, ROW_BYTES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,9 +121,8 @@ class _Kernel:
     """The body of the kernel."""
 
     form: Form[Any]
-    turns: Turns
 
-    def __call__(self, refs: Refs) -> None:
+    def __call__(self, turns: Turns, refs: Refs) -> None:
         def copy_weights() -> None:
             for name in ("w", "w_first"):
                 if (w := getattr(refs, name)) is not None:
@@ -137,7 +133,7 @@ class _Kernel:
                 to = refs.x_smem.at[slot, i]
                 copy_rows(refs.x, jnp.int32(0), positions(tile), piece, to, refs.full, full, row_bytes=ROW_BYTES)
 
-        self.turns.take(
+        turns.take(
             refs,
             copy_weights=copy_weights,
             copy=copy,

@@ -30,12 +30,12 @@ from pallas_models.kernels.mosaic.common.channels import (
     same_rows,
     store,
 )
-from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
-from pallas_models.kernels.mosaic.common.launch import Refs, launch
+from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes
+from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load_transposed
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer
-from pallas_models.kernels.mosaic.common.turns import WARPGROUPS, WORKERS, Turns, buffers_of
+from pallas_models.kernels.mosaic.common.turns import WORKERS, Turns, launch_in_turns
 from pallas_models.kernels.mosaic.trimul_project_parts import Tiles
 from pallas_models.target import Target
 
@@ -66,7 +66,6 @@ def output(
     if interpret:
         check_interpreted_sizes(positions=(form.size, ROWS))
     tiles = Tiles(form.batch, form.size, 1, 1)
-    num_ctas = min(num_cores(target, interpret), tiles.count)
     vectors = dict(
         x_scale=gating.norm_scale,
         x_shift=gating.norm_bias,
@@ -75,35 +74,34 @@ def output(
         gate_shift=gating.b_gate,
         out_shift=form.bias,
     )
-    buffers, slots = _buffers(form, gating, target)
-    turns = Turns(tiles.count, num_ctas, slots, copies=1 + c // PIECE, weights=2)
-    (out,) = launch(
-        _Kernel(form.abstract(), tiles, turns, gating.epsilon),
+    (out,) = launch_in_turns(
+        _Kernel(form.abstract(), tiles, gating.epsilon),
         dict(x=x, y=y, w_gate=gating.w_gate, w=form.w, bounds=jnp.max(form.bounds, axis=0), **vectors),
         dict(out=jax.ShapeDtypeStruct((form.batch, form.size, c), form.out_dtype)),
-        {name: buffer.scratch_type for name, buffer in buffers.items()} | turns.scratch_types,
+        *_buffers(form, gating),
+        tiles=tiles.count,
+        copies=1 + c // PIECE,
+        weights=2,
         name="trimul_output",
-        num_ctas=num_ctas,
-        num_warpgroups=WARPGROUPS,
+        target=target,
         interpret=interpret,
-        unsafe_no_auto_barriers=True,
         reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
     )
     return out
 
 
 def _buffers(
-    form: Output[jax.Array], gating: Projection[jax.Array], target: Target
-) -> tuple[dict[str, Buffer], int]:
-    """The shared memory of a CTA, and how many tiles of x and of y it has."""
+    form: Output[jax.Array], gating: Projection[jax.Array]
+) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    """The shared memory that a CTA keeps, and that of a tile of x and of y."""
     (h, c), dtype, width = form.w.shape, form.w.dtype, ROW_BYTES // form.out_dtype.itemsize
-    buffers = dict(
+    kept = dict(
         w_gate_smem=Buffer(gating.w_gate.shape, dtype, ROW_BYTES),
         w_smem=Buffer((h, c), dtype, ROW_BYTES),
         out_smem=Buffer((WORKERS, c // width, ROWS, width), form.out_dtype, ROW_BYTES),
     )
     x_smem = Buffer((c // PIECE, ROWS, PIECE), gating.x.dtype, ROW_BYTES)
-    return buffers_of(buffers, dict(x_smem=x_smem, y_smem=Buffer((h, ROWS), dtype, ROW_BYTES)), target)
+    return kept, dict(x_smem=x_smem, y_smem=Buffer((h, ROWS), dtype, ROW_BYTES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,15 +110,14 @@ class _Kernel:
 
     form: Output[Any]
     tiles: Tiles
-    turns: Turns
     x_epsilon: float
 
-    def __call__(self, refs: Refs) -> None:
+    def __call__(self, turns: Turns, refs: Refs) -> None:
         def copy_weights() -> None:
             for name in ("w_gate", "w"):
                 plgpu.copy_gmem_to_smem(getattr(refs, name), getattr(refs, f"{name}_smem"), refs.weights_full)
 
-        self.turns.take(
+        turns.take(
             refs,
             copy_weights=copy_weights,
             copy=functools.partial(self.copy, refs),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.activations import times
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, same_rows
 from pallas_models.kernels.mosaic.common.launch import Refs
 from pallas_models.kernels.mosaic.common.memory import (
     ROW_BYTES,
@@ -275,8 +275,7 @@ class _Puller:
 
     def vector(self, i: int, columns: pl.Slice) -> jax.Array:
         """Some columns of the i-th of the vectors, equal for all positions."""
-        v = load(self.refs.vectors.at[i, columns], plgpu.Layout.WGMMA.reduce(0))
-        return jax.lax.broadcast_in_dim(v, (ROWS, columns.size), [1])
+        return same_rows(self.refs.vectors.at[i, columns])
 
     def pull_norm(
         self,

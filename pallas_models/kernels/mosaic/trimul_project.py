@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean, same_rows
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, row_bytes_of
@@ -261,8 +261,7 @@ class _Normalizer:
 
     def vector(self, i: int, channels: pl.Slice) -> jax.Array:
         """The scale (0) or the bias (1) of the norm, equal for all positions."""
-        v = load(self.refs.norm_smem.at[i, channels], plgpu.Layout.WGMMA.reduce(0))
-        return jax.lax.broadcast_in_dim(v, (ROWS, self.piece), [1])
+        return same_rows(self.refs.norm_smem.at[i, channels])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,8 +307,7 @@ class _Multiplier:
                 plgpu.barrier_arrive(refs.z_free)
 
             if refs.b is not None:
-                shift = load(refs.b.at[j], plgpu.Layout.WGMMA.reduce(0))
-                y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
+                y += same_rows(refs.b.at[j])
             gating.finish(y, j, place, masked)
 
         @pl.when(count == 0)

@@ -18,7 +18,7 @@ from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.forms.trimul_backward import GATED, Given, OfPositions
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean, same_rows
 from pallas_models.kernels.mosaic.common.elementwise import elementwise
 from pallas_models.kernels.mosaic.common.interpreter import num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -348,8 +348,7 @@ class _Warpgroup:
 
     def vector(self, i: int, channels: pl.Slice) -> jax.Array:
         """The scale (0) or the bias (1) of the norm, equal for all positions."""
-        v = load(self.refs.norm_smem.at[i, channels], plgpu.Layout.WGMMA.reduce(0))
-        return jax.lax.broadcast_in_dim(v, (ROWS, _PIECE), [1])
+        return same_rows(self.refs.norm_smem.at[i, channels])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -443,8 +442,7 @@ class _Block:
 
         y = with_sums(compute, (ROWS, 2 * _CHUNK))
         if refs.bias is not None:
-            bias = load(refs.bias.at[j], plgpu.Layout.WGMMA.reduce(0))
-            y += jax.lax.broadcast_in_dim(bias, y.shape, [1])
+            y += same_rows(refs.bias.at[j])
         return y
 
     def add_gate(self, sums: Ref, first: int, j: jax.Array, _: None) -> None:

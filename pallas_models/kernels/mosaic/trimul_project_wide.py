@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_models.kernels.common.backend import Ref
 from pallas_models.kernels.forms.trimul import Projection
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean
+from pallas_models.kernels.mosaic.common.channels import ROWS, along_rows, mean, same_rows
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.memory import load, tiled
@@ -204,8 +204,7 @@ class _Consumer:
         @pl.loop(0, products.count)
         def _(j: jax.Array) -> None:
             y = self.product(zs, (step * products.count + j) * self.w_steps)
-            shift = load(refs.b.at[j], plgpu.Layout.WGMMA.reduce(0))
-            y += jax.lax.broadcast_in_dim(shift, y.shape, [1])
+            y += same_rows(refs.b.at[j])
             gating.finish(y, j, place, masked)
 
     def copy(self, which: Sequence[int], step: jax.Array) -> None:

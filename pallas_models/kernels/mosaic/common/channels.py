@@ -45,7 +45,7 @@ def mean(parts: list[jax.Array], c: int) -> jax.Array:
 
 
 def same_rows(vector: Ref) -> jax.Array:
-    """A vector in device memory as every row of a tile."""
+    """A vector in device or shared memory as every row of a tile."""
     loaded = load(vector, plgpu.Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(loaded, (ROWS, loaded.shape[0]), [1])
 

@@ -1,7 +1,8 @@
 """How a CTA goes through tiles: one warpgroup copies them ahead, two others take turns with them."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_models.kernels.mosaic.common.backend import plgpu
-from pallas_models.kernels.mosaic.common.launch import Refs
+from pallas_models.kernels.mosaic.common.interpreter import num_cores
+from pallas_models.kernels.mosaic.common.launch import Refs, launch
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.target import Target
 
-WORKERS = 2  # with three each has too few registers: an end of the triangle update took 255 us and not 229
-WARPGROUPS = WORKERS + 1
+WORKERS = 2  # with three each has too few registers: the update's end took 255 us, not 229, at N = 1024 on an H200
 _MOST_SLOTS = 6
 _OTHERS = 2048  # bytes of shared memory that barriers and alignment take
 _REGISTERS = 40, 232  # of a thread of the producer, and of the workers
@@ -25,10 +26,55 @@ _REGISTERS = 40, 232  # of a thread of the producer, and of the workers
 Step = Callable[[jax.Array, jax.Array, Callable[[], None]], None]
 
 
-def buffers_of(kept: dict[str, Buffer], tile: dict[str, Buffer], target: Target) -> tuple[dict[str, Buffer], int]:
-    """The shared memory of a CTA, what it keeps and slots for tiles; and how many slots there is room for."""
-    slots = min((available(target) - _OTHERS - num_bytes(kept.values())) // num_bytes(tile.values()), _MOST_SLOTS)
-    return kept | {name: dataclasses.replace(b, shape=(slots, *b.shape)) for name, b in tile.items()}, slots
+def num_slots(kept: dict[str, Buffer], tile: dict[str, Buffer], target: Target) -> int:
+    """For how many tiles a CTA has room in shared memory beside what it keeps."""
+    return min((available(target) - _OTHERS - num_bytes(kept.values())) // num_bytes(tile.values()), _MOST_SLOTS)
+
+
+def launch_in_turns(
+    body: Callable[["Turns", Refs], None],
+    operands: Mapping[str, jax.Array | None],
+    out_type: Mapping[str, jax.ShapeDtypeStruct | None],
+    kept: dict[str, Buffer],
+    tile: dict[str, Buffer],
+    *,
+    tiles: int,
+    copies: int,
+    weights: int,
+    name: str,
+    target: Target,
+    interpret: bool,
+    **compiler_params: Any,
+) -> list[jax.Array]:
+    """`launch` of a kernel that goes through its tiles by `Turns`, which `body` is given.
+
+    Args:
+      kept: shared memory that a CTA keeps.
+      tile: shared memory of a tile, of which there are as many as there is room for.
+      tiles: how many the kernel has.
+      copies: that arrive for a tile.
+      weights: copies that arrive before all tiles.
+    """
+    slots = num_slots(kept, tile, target)
+    turns = Turns(tiles, min(num_cores(target, interpret), tiles), slots)
+    buffers = kept | {key: dataclasses.replace(b, shape=(slots, *b.shape)) for key, b in tile.items()}
+    return launch(
+        functools.partial(body, turns),
+        operands,
+        out_type,
+        dict(
+            **{key: buffer.scratch_type for key, buffer in buffers.items()},
+            full=plgpu.Barrier(num_arrivals=copies, num_barriers=WORKERS * slots),
+            free=plgpu.Barrier(num_barriers=slots),
+            weights_full=plgpu.Barrier(num_arrivals=weights),
+        ),
+        name=name,
+        num_ctas=turns.num_ctas,
+        num_warpgroups=WORKERS + 1,
+        interpret=interpret,
+        unsafe_no_auto_barriers=True,
+        **compiler_params,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,24 +85,11 @@ class Turns:
       tiles: how many there are.
       num_ctas: CTAs.
       slots: shared memory for so many tiles.
-      copies: that arrive for a tile.
-      weights: copies that arrive before all tiles.
     """
 
     tiles: int
     num_ctas: int
     slots: int
-    copies: int
-    weights: int
-
-    @property
-    def scratch_types(self) -> dict[str, Any]:
-        """The barriers of a CTA."""
-        return dict(
-            full=plgpu.Barrier(num_arrivals=self.copies, num_barriers=WORKERS * self.slots),
-            free=plgpu.Barrier(num_barriers=self.slots),
-            weights_full=plgpu.Barrier(num_arrivals=self.weights),
-        )
 
     def take(
         self,
@@ -114,7 +147,7 @@ class Turns:
 
         producer_registers, worker_registers = _REGISTERS
         specialize(
-            Role(range(WORKERS, WARPGROUPS), producer_registers, produce),
+            Role(range(WORKERS, WORKERS + 1), producer_registers, produce),
             Role(range(WORKERS), worker_registers, work),
             warpgroup=warpgroup,
         )
