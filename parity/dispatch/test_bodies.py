@@ -9,9 +9,9 @@ KERNELS = "pallas_models.kernels"
 TREES = {
     name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items() if name.startswith(KERNELS)
 }
-# What runs before a kernel is traced: the two launches, one of which runs any kernel, and methods of objects of
+# What runs before a kernel is traced: the launches, one of which runs any kernel, and methods of objects of
 # kernels that say which memory they want.
-BEFORE = {"launch", "scratch_types", "sums_scratch_types", "mail_types"}
+BEFORE = {"launch", "launch_in_turns", "scratch_types", "sums_scratch_types", "mail_types"}
 Part = tuple[str, ast.FunctionDef | ast.ClassDef]  # of the code of a module
 
 
