@@ -9,6 +9,8 @@ from parity.support import sharing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: there is a worker for each core
+# No program says from which lines of source it comes, which took a twentieth of the suite's time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
 os.environ.setdefault("PJRT_NPROC", "32")
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the first flag
@@ -33,7 +35,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from parity.support import order, pallas_patches
+from parity.support import grid, order, pallas_patches
 from parity.support.common import IMPLEMENTATIONS, KERNEL, ON_GPU
 from parity.support.tolerances import OP
 
@@ -78,7 +80,11 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"parity: kernels run as implementation={KERNEL!r}, {shapes} shapes, {patched}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what -k selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not ON_GPU:
+        items[:], left_out = grid.thinned(items)
+        config.hook.pytest_deselected(items=left_out)
     slow, slowest = (order.SLOW_ON_GPU, order.SLOWEST_ON_GPU) if ON_GPU else (order.SLOW_ON_CPU, ())
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items[:] = order.slow_first(

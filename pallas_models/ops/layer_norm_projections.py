@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pallas_models._implementation import Implementation, Name
-from pallas_models.dispatch.records import Kernel, Op
+from pallas_models.dispatch.records import Kernel, Op, by_name
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.layer_norm_projections import Form
@@ -57,7 +57,8 @@ def layer_norm_projections(
       epsilon: added to the variance.
       precision: of float32 products, as in `matmul`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves `w` of half
-        precision, C and N of 64 or 128, and F of 64 or less.
+        precision, C and N of 64 or 128, and F of 64 or less, by a kernel that has not run on a GPU yet: None takes
+        norm and products apart.
 
     Returns:
       The G projections, (..., N) each, in the dtype of `w`; where there is `w_first` its projection, (F, ...); and
@@ -135,7 +136,14 @@ def _sharding(form: Form[jax.ShapeDtypeStruct]) -> Sharding:
 _OP: Op[Form[Any]] = Op(
     name="layer_norm_projections",
     kernels=(
-        Kernel(backend="mosaic", architectures=HOPPER, call=_kernel, config=None, refuses=mosaic.unsupported),
+        Kernel(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=_kernel,
+            config=None,
+            refuses=mosaic.unsupported,
+            preferred=by_name,
+        ),
     ),
     stands_for=_apart,
     sharding=_sharding,

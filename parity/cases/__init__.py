@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pallas_models import ops
 from pallas_models.dispatch.records import Op
 from parity.cases._records import Call, Case, Empty, Spread, Without
+from parity.support.common import by_device
 
 __all__ = [
     "BY_BACKEND",
@@ -18,6 +19,7 @@ __all__ = [
     "FILES",
     "HOPPER_CALLS",
     "OPS",
+    "TRANSFORMED",
     "Call",
     "Case",
     "Empty",
@@ -44,6 +46,9 @@ def _all(of_ops: list[tuple[T, ...] | Without]) -> list[T]:
 
 CALLS: list[Call] = _all([case.calls for case in OPS.values()])
 HOPPER_CALLS: list[Call] = _all([case.hopper_calls for case in OPS.values()])
+# What is transformed and made under JAX's settings. Neither looks into a kernel: where it is interpreted, the
+# first call of an op is enough.
+TRANSFORMED = by_device(cpu=list({call.op: call for call in reversed(CALLS)}.values()), gpu=CALLS)
 
 
 def records() -> dict[str, dict[str, Op[Any]]]:

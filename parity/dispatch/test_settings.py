@@ -17,10 +17,10 @@ from jax.experimental.pallas import triton
 
 from pallas_models import gpt2, minilm, modernbert, ops, qwen3, training, trimul
 from parity import ROOT
-from parity.cases import CALLS, OPS, Call, Case, Empty, Without
+from parity.cases import OPS, TRANSFORMED, Call, Case, Empty, Without
 from parity.support.common import KERNEL, ON_GPU, TRITON_CALL, assert_close, cuda_device, float64, normal
 
-every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+every_op = pytest.mark.parametrize("call", TRANSFORMED, ids=lambda call: call.name)
 
 
 @contextlib.contextmanager
@@ -168,6 +168,7 @@ def test_kernels_are_lowered_without_warnings():
                 lower(jax.jit(theirs).trace(x))
 
 
+@pytest.mark.covering(1)
 @every_setting
 @pytest.mark.parametrize("model", ["minilm", "packed", "gpt2", "qwen3", "trimul", "loss", "contrastive"])
 def test_models_compute_the_same(models, plain_model, model, setting):

@@ -12,8 +12,9 @@ import pytest
 from jax import export
 
 from pallas_models import gpt2, minilm, modernbert, ops, pairformer, qwen3, trimul
-from parity.cases import CALLS, OPS, Call
+from parity.cases import CALLS, OPS, TRANSFORMED, Call
 from parity.support.common import (
+    IMPLEMENTATIONS,
     KERNEL,
     ON_GPU,
     TRITON_CALL,
@@ -33,7 +34,8 @@ def program(call: Call, implementation: str | None):
     return jax.jit(call(implementation))
 
 
-every_op = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+every_op = pytest.mark.parametrize("call", TRANSFORMED, ids=lambda call: call.name)
+KERNELS = IMPLEMENTATIONS[1:]  # the first is plain XLA, with which they are compared
 
 
 def stacked(arrays, which, copies=3):
@@ -48,7 +50,7 @@ def stacked(arrays, which, copies=3):
 
 
 @every_op
-@pytest.mark.parametrize("implementation", [KERNEL, None])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_vmap_over_inputs_and_over_everything(call: Call, implementation):
     arrays = call.arrays()
     for which in (set(call.batched), set(range(len(arrays)))):
@@ -87,7 +89,7 @@ def test_grad_of_vmap_under_jit(call: Call):
 
     argnums = tuple(range(call.floats))
     expected = jax.jit(jax.value_and_grad(loss("xla"), argnums))(*floats)
-    for implementation in (KERNEL, None):
+    for implementation in KERNELS:
         gradients = jax.jit(jax.value_and_grad(loss(implementation), argnums))(*floats)
         for out, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
             assert_close(out, wanted, DEEP)

@@ -79,6 +79,7 @@ def update_weights(rng, c, hidden, c_out, *, biases=True, dtype="float32"):
 # The triangle multiplicative update
 
 
+@pytest.mark.covering(1)
 @implementations
 @pytest.mark.parametrize(
     "direction, batch, masks, hidden, c_out, biases",
@@ -336,6 +337,7 @@ def attend_pairs(single_repr, pair_repr, mask, *, num_heads, rms=False, **w):
     return linear(g.sigmoid() * out, w["w_proj_o"], w.get("b_proj_o")), z
 
 
+@pytest.mark.covering(1)
 @implementations
 @pytest.mark.parametrize(
     "b, m, masks, options, rms",

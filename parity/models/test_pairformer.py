@@ -320,6 +320,7 @@ def of_relu(error: float) -> float:
 OF_RELU = {"float32": 0.0, "bfloat16": of_relu(2.0**-9)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", GRADIENT)
 def test_gradients_of_parts(reference, torch_pairformer, implementation, dtype):
     calls, expected = {}, {}

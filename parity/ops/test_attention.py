@@ -74,6 +74,7 @@ def qkv_of(
     return normal(np.random.default_rng(seed), batch, seq, 3 * heads * head_dim, dtype=dtype, scale=scale)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "unmasked"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape, masked):
@@ -296,6 +297,7 @@ CASES = {
 PAIRS = {"keys": "bk", "keys of all": "k", "queries": "bqk", "heads": "bhk", "pairs": "bhqk", "pairs of all": "qk"}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("name", PAIRS)
 def test_masks_as_jax_takes_them(implementation, name, with_bias):

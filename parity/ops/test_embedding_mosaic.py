@@ -84,6 +84,7 @@ def embed(form, **options):
     return call, (form.word, form.position, form.token_type, form.scale, form.bias)
 
 
+@pytest.mark.covering(2)
 @OPTIONS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(dtype, tolerance, shape, names):
@@ -118,6 +119,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", [(), ("token_type_ids", "position_ids")], ids=str)
 @pytest.mark.parametrize("shape, config", WAYS, ids=str)
 def test_every_config(shape, config, names):

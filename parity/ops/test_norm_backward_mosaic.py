@@ -73,6 +73,7 @@ def assert_all_close(found, x, scale, residual, cotangents, name, tolerance, eps
         assert_close(gradient, wanted, tolerance)
 
 
+@pytest.mark.covering(2)
 @NAMES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(dtype, tolerance, name, shape):
@@ -120,6 +121,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.covering(1)
 @NAMES
 @pytest.mark.parametrize("shape, way", [(shape, way) for shape, *way in WAYS], ids=str)
 def test_every_config(name, shape, way):

@@ -40,6 +40,7 @@ def vectors_of(name, scale, bias):
     return (scale, bias) if name == "layer_norm" else (scale,)
 
 
+@pytest.mark.covering(2)
 @NAMES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, dtype, tolerance, name, shape):
@@ -65,6 +66,7 @@ def test_operands_of_mixed_dtype(reference, name):
     assert_close(out, reference.compute(getattr(reference, name), x, *vectors, residual), OP["float16"])
 
 
+@pytest.mark.covering(1)
 @every_way
 @NAMES
 @pytest.mark.parametrize("shape", [(33, 50), (5, 200)], ids=str)
@@ -78,6 +80,7 @@ def test_every_way(name, shape, config):
     assert_equal(total, expected_total)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "dtype, shift, scale, tolerance",
     [
@@ -112,6 +115,7 @@ def test_rows_that_vary_less_than_their_mean_is_rounded(block_n, keep):
     assert_close(f(x, scale, bias), expected, LONG if keep or block_n > 300 else WELFORD)
 
 
+@pytest.mark.covering(1)
 @NAMES
 @pytest.mark.parametrize("config", [None, WAYS[2], WAYS[4]], ids=["held", "warps", "walked"])
 def test_gradients_from_its_statistics(reference, name, config):

@@ -142,6 +142,7 @@ def test_attention_in_the_kernel(batch, seq, n, tokens):
     assert_close(out[valid], expected[valid], OP["float16"])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "batch, seq, n, tokens",
     [(1, 128, 384, ()), (3, 40, 96, ("mask",)), (2, 19, 160, ("segment_ids",)), (7, 16, 64, ("mask",))],

@@ -144,6 +144,7 @@ MASK_SHAPES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 def test_masks_are_broadcast(reference, shape, algorithm):

@@ -39,6 +39,7 @@ HELD_AND_WALKED = pytest.mark.parametrize(
 softmax = functools.partial(compiled.softmax, implementation=ROWS)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, dtype, tolerance, shape):
     x = draw(*shape, dtype=dtype)
@@ -47,6 +48,7 @@ def test_against_torch(reference, dtype, tolerance, shape):
     assert_close(out, reference.compute(reference.softmax, x), tolerance)
 
 
+@pytest.mark.covering(1)
 @every_way
 @pytest.mark.parametrize("shape", [(33, 50), (5, 200)], ids=str)
 def test_every_way(reference, shape, config):
@@ -62,6 +64,7 @@ def test_algorithms_that_it_has(reference, algorithm):
     assert_close(softmax(x, algorithm=algorithm), reference.compute(reference.softmax, x), SHORT)
 
 
+@pytest.mark.covering(1)
 @HELD_AND_WALKED
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 def test_masks_are_broadcast(reference, shape, config):
@@ -73,6 +76,7 @@ def test_masks_are_broadcast(reference, shape, config):
     assert np.all(float64(out)[expected == 0.0] == 0.0)
 
 
+@pytest.mark.covering(1)
 @HELD_AND_WALKED
 @pytest.mark.parametrize("garbage", [1e4, np.inf, -np.inf, np.nan])
 def test_masked_entries_never_reach_the_result(config, garbage):
@@ -99,6 +103,7 @@ def test_kept_entries_that_are_all_minus_infinity(config):
     assert np.all(out[1] == 0.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(5, 33), (3, 9001), (2, 33000)], ids=str)
 def test_gradients_in_every_dtype(reference, dtype, tolerance, shape):
     x, cotangent = draw(*shape, dtype=dtype, seed=20), draw(*shape, dtype=dtype, seed=21)

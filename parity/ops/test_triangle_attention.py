@@ -70,6 +70,7 @@ def attend(*arrays, **options):
     return kernel(q, k, v, bias=bias, mask=mask, **options)
 
 
+@pytest.mark.covering(2)
 @both
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape, direction):
@@ -151,6 +152,7 @@ def pulled(arrays, mask, cotangent, **options):
     return pull(arrays, cotangent)
 
 
+@pytest.mark.covering(1)
 @both
 @pytest.mark.parametrize(
     "shape, lines, config",

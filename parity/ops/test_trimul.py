@@ -144,6 +144,7 @@ def test_challenge(torch_trimul, record_property, implementation, batch, n, c, m
 # Forms of the update, in float32 end to end
 
 
+@pytest.mark.covering(1)
 @both_directions
 @every_form
 def test_float32_end_to_end(torch_trimul, implementation, direction, family, bias):
@@ -189,6 +190,7 @@ def test_out_dtype(implementation):
     assert_equal(out.astype("bfloat16"), f())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("most", [None, 60_000], ids=["at once", "in slices"])
 @both_directions
 def test_residual(implementation, direction, most):
@@ -226,6 +228,7 @@ def triangle_update(params, x, *, direction="outgoing", **options):
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "c, project, product, output",
     [
@@ -522,6 +525,7 @@ def test_the_end_takes_the_shared_memory_that_was_thought(c, h, gate_after, num_
 # Projections in several blocks of columns
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("num_warps", [4, 8])
 @pytest.mark.parametrize("c, kernels", [(16, 2), (32, 2), (64, 1), (128, 1)])
@@ -622,6 +626,7 @@ def test_output_of_what_is_filled_up(gate_after):
 # Bounded memory
 
 
+@pytest.mark.covering(1)
 @both_directions
 @pytest.mark.parametrize(
     "n, c, h, gate_after", [(24, 16, 64, False), (24, 48, 96, True), (24, 64, 64, True), (32, 64, 32, False)]
@@ -678,6 +683,7 @@ def temporaries(f, *args) -> int:
     return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.covering(1)
 @both_directions
 @pytest.mark.parametrize("compute_dtype", ["float16", "float32"])
 def test_xla_in_slices(direction, compute_dtype):

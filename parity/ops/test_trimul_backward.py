@@ -155,6 +155,7 @@ def test_gradients(n, c, h, gate_after, bias, mask, direction, dtype):
     assert_named_close(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("implementation", [KERNEL, pytest.param(MOSAIC, marks=needs_jax_011)])
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
 @pytest.mark.parametrize(
@@ -223,6 +224,7 @@ def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtyp
     assert_named_close(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("c", [16, 136])
 @pytest.mark.parametrize("gate_after, mask, dtype", [(True, "none", "float16"), (False, "factors", "bfloat16")])
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
@@ -363,6 +365,7 @@ def test_an_unknown_residuals():
 in_kernels_and_xla = pytest.mark.parametrize("c", [10, 130])
 
 
+@pytest.mark.covering(1)
 @in_kernels_and_xla
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("by", [2.0**-60, 2.0**60])
@@ -424,6 +427,7 @@ def test_x_and_weights_of_any_size(scale, c):
     assert_named_close(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
 
 
+@pytest.mark.covering(1)
 @in_kernels_and_xla
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("gate_after", [False, True])
