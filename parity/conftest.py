@@ -82,9 +82,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(trylast=True)  # of what -k selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not ON_GPU:
-        items[:], left_out = grid.thinned(items)
-        config.hook.pytest_deselected(items=left_out)
+    items[:], left_out = grid.thinned(items, at_least=2 if ON_GPU else 1)
+    config.hook.pytest_deselected(items=left_out)
     slow, slowest = (order.SLOW_ON_GPU, order.SLOWEST_ON_GPU) if ON_GPU else (order.SLOW_ON_CPU, ())
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items[:] = order.slow_first(

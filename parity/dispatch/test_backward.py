@@ -176,6 +176,7 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], bool]] = {
 EAGER = ("grad", "disable_jit", "enable_x64")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "loss, implementation", [("result", None), ("both", "interpret"), ("second", "interpret")]
 )

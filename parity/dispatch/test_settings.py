@@ -190,6 +190,7 @@ def plain_gradient(call: Call) -> tuple[jax.Array, ...]:
     return jax.jit(gradient_of(call))(*call.arrays()[: call.floats])
 
 
+@pytest.mark.covering(1)
 @every_op
 @pytest.mark.parametrize("setting", ["enable_x64", "strict"])
 def test_ops_lower_for_cuda_and_have_gradients(call: Call, setting):

@@ -77,6 +77,7 @@ def check_block(reference, decoders, implementation, shape, dtype="float32", *, 
     assert_close(kept(out, rows), kept(expected, rows), MODEL[dtype])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_block(reference, decoders, implementation, dtype, shape):
     check_block(reference, decoders, implementation, shape, dtype)

@@ -66,6 +66,7 @@ def torch_encoder(bert, config: minilm.MiniLMConfig = CONFIG, dtype: str = "floa
     return bert.Encoder(tensors, num_heads=config.num_heads, epsilon=config.epsilon)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_embeddings_with_random_weights(reference, bert, implementation, dtype, shape):
     ids, mask, types = tokens(*shape)

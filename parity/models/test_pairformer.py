@@ -262,6 +262,7 @@ def check(reference, module, calls: dict[str, tuple[Part, Data]], dtype="float32
                 assert relative_error(found[name], expected) > LONG
 
 
+@pytest.mark.covering(1)
 def test_parts(reference, torch_pairformer, implementation, dtype):
     calls = {name: (part, data(dtype=dtype)) for name, part in PARTS.items()}
     check(reference, torch_pairformer, calls, dtype, implementation=implementation)

@@ -70,6 +70,7 @@ def torch_model(decoders, config: Qwen3Config = CONFIG):
     return decoders.load(decoders.Qwen3(config), qwen3_tensors(params_of(config=config), config))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer(reference, decoders, implementation, dtype, shape):
     rng = np.random.default_rng(1)

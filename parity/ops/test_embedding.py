@@ -60,6 +60,7 @@ def operands(
     return arrays, jnp.asarray(rng.integers(0, 3, (batch, seq)), jnp.int32)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("typed", [True, False], ids=["types", "no_types"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape, typed):

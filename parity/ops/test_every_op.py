@@ -95,6 +95,7 @@ def assert_within_bounds(call: Call, implementation: Any, dtype: str, size: int)
     return outs
 
 
+@pytest.mark.covering(1)
 @by_name(WITH_FORMULA)
 def test_values(call: Call, dtype):
     """Of a program, and in float32 step by step too."""

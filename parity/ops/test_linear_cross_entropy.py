@@ -96,6 +96,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(module, "_LOGITS", 0)
 
 
+@pytest.mark.covering(2)
 @every_implementation
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, dtype, shape, implementation):
@@ -141,6 +142,7 @@ def assert_differentiates(reference, function, expected, arrays, cotangent):
     assert_gradients_close(function, arrays, cotangent, wanted, GRADIENT)
 
 
+@pytest.mark.covering(2)
 @every_implementation
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_gradients_of_every_dtype(reference, dtype, tolerance, shape, implementation):

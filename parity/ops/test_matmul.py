@@ -86,6 +86,7 @@ def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0)
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_full_epilogue(reference, implementation, dtype, tolerance, shape):
     x, w, bias, residual = operands(shape, dtype)
@@ -341,6 +342,7 @@ LADDER_SHAPES = by_device(
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("transpose_w", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("shape", LADDER_SHAPES, ids=str)

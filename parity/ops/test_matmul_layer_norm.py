@@ -77,6 +77,7 @@ def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0)
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape):
     x, w, scale, offset, bias, residual = operands(shape, dtype)

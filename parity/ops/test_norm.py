@@ -68,6 +68,7 @@ def operands(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> t
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape):
     x, scale, bias, residual = operands(shape, dtype)
@@ -216,6 +217,7 @@ def test_a_wide_row_far_from_zero(reference, offset):
     assert_close(out, reference.compute(reference.layer_norm, x, scale, bias), 3e-7 * abs(offset))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("width", [33, 70], ids=["held", "walked"])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_updated_residual(reference, implementation, dtype, tolerance, name, width):
@@ -295,6 +297,7 @@ def pulled_back(arrays, cotangents, name, implementation, config=None, **options
     return jax.vjp(f, arrays[0], *vectors, residual)[1](cotangents)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", [(37, 33), (1, 384), (9, 1000)], ids=str)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_gradients_in_every_dtype(reference, dtype, tolerance, name, shape):

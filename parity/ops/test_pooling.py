@@ -54,6 +54,7 @@ def operands(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0)
     return normal(rng, *shape, dtype=dtype, shift=0.2), random_mask(rng, *shape[:2])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, shape, normalize):
@@ -253,6 +254,7 @@ LENGTHS_OF_SEGMENTS = [3, 1, 0, 40, 7, 17, 2]
 segments_kernel = functools.partial(compiled.segment_mean_pool, implementation=KERNEL)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("normalize", [True, False], ids=["unit", "mean"])
 @pytest.mark.parametrize("width", by_device(cpu=[33, 384], gpu=[33, 384, 1024]))
 def test_segments_against_torch(reference, implementation, dtype, width, normalize):

@@ -70,6 +70,7 @@ def heads_of(out: jax.Array, shape: tuple[int, ...]) -> list[np.ndarray]:
     return np.split(float64(out).reshape(batch, seq, -1, head_dim), (heads, heads + kv_heads), axis=2)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm, by_row", [(False, True), (True, False)], ids=["positions-by-row", "norm"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, implementation, dtype, tolerance, shape, norm, by_row):

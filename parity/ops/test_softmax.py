@@ -77,6 +77,7 @@ def holes(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(mask, jnp.int32)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_torch(reference, dtype, tolerance, shape, algorithm):
@@ -219,6 +220,7 @@ def test_kept_entries_that_are_all_minus_infinity(options):
     assert np.all(out[1] == 0.0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("block_m, block_n", [(1, 64), (4, 16), (8, 256)])
 @pytest.mark.parametrize("shape", [(33, 50), (16, 64), (5, 200)], ids=str)

@@ -357,6 +357,7 @@ def large_sides(norm, mask=None):
 HALF_PRECISION = {"float16": 2e-3, "bfloat16": 1.5e-2, "float32": CHAIN}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm, mask", [(200.0, None), (1000.0, None), (1.0, 300.0), (1e-3, 1e-3)])
 @pytest.mark.parametrize(
     "direction, compute_dtype", [("outgoing", "float16"), ("incoming", "bfloat16"), ("incoming", "float32")]

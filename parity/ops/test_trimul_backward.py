@@ -224,7 +224,7 @@ def test_gradients_with_products_for_hopper(n, c, h, gate_after, direction, dtyp
     assert_named_close(found, exact(operands, cotangent, **options), GRADIENTS[dtype])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("c", [16, 136])
 @pytest.mark.parametrize("gate_after, mask, dtype", [(True, "none", "float16"), (False, "factors", "bfloat16")])
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
