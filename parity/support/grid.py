@@ -1,7 +1,7 @@
 """Fewer of the combinations of a test's parameters: each compiles a program, or takes a second to interpret.
 
-A test that is marked `covering(1)` has every value of each parameter on a CPU, and on a GPU every two values of two
-parameters together, as one that is marked `covering(2)` has everywhere; each in as few combinations as are found.
+A test that is marked `covering(1)` has every value of each parameter on a CPU, and on a GPU every two values of
+two parameters together, as one that is marked `covering(2)` has everywhere; in as few combinations as are found.
 """
 
 import collections
@@ -35,7 +35,7 @@ def covering(grid: Sequence[Values], strength: int) -> list[int]:
 
 
 def thinned(items: Sequence[pytest.Item], at_least: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests that are needed, and those of combinations that a mark, of this strength at least, says are not."""
+    """The tests that are needed, and those that are not by their mark, which counts as `at_least` as strong."""
     marked = collections.defaultdict[Hashable, list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
