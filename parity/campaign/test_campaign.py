@@ -197,12 +197,12 @@ def fake_part(monkeypatch, tmp_path):
 
 
 def test_a_campaign_goes_on_after_failures(fake_part):
-    report = campaign.run(fake_part, 10, cases=24, workers=1, patience=8.0)
+    report = campaign.run(fake_part, 10, cases=24, workers=1, patience=4.0)
     assert report.cases == {"fake": 24}
     assert [failure.case for failure in report.failures] == [3, 5, 9, 20]
     raised, crashed, wrong, endless = (failure.message for failure in report.failures)
     assert "KeyError: 'three'" in raised and "crashed with 7" in crashed
-    assert wrong == "odd one" and "no answer in 8 s" in endless
+    assert wrong == "odd one" and "no answer in 4 s" in endless
     assert report.failures[2].command == "python -m parity campaign --only fake --seed 10 --case 9"
     assert report.rows["row", "0"] == {"cases": 11, "largest": 22}  # all but the one that did not end
     assert "| row | 1 | 11 | 23 |" in report.table()

@@ -110,7 +110,7 @@ sentences = Corpus([folder + "/in"], "text")
 rows = ray.data.from_items([{"text": sentence} for sentence in sentences], override_num_blocks=6).map_batches(
     EmbedThatEnds,
     fn_constructor_kwargs={"column": "text", "model": checkpoint},
-    compute=ray.data.ActorPoolStrategy(size=2),
+    compute=ray.data.ActorPoolStrategy(size=1),
     batch_size=5,
 ).take_all()
 os.rmdir(marker)

@@ -411,7 +411,7 @@ def main() -> None:
         for (kind, name), (program, reference) in all_programs().items()
     }
     runs["loaded"] = {}, loaded
-    for name in ("batch", "rows", "rows and columns"):
+    for name in ("rows", "rows and columns"):
         name = f"triangle_update {name}"
         runs[f"jit, {name}, in tiles"] = runs[f"jit, {name}"][0], functools.partial(in_tiles, name)
     runs["forward pass in tiles"] = {"all-to-all": 16}, forward_in_tiles  # left, right and sums, in two groups

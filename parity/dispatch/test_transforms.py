@@ -14,8 +14,8 @@ from jax import export
 from pallas_models import gpt2, minilm, modernbert, ops, pairformer, qwen3, trimul
 from parity.cases import CALLS, OPS, TRANSFORMED, Call
 from parity.support.common import (
-    IMPLEMENTATIONS,
     KERNEL,
+    KERNELS,
     ON_GPU,
     TRITON_CALL,
     assert_close,
@@ -35,7 +35,6 @@ def program(call: Call, implementation: str | None):
 
 
 every_op = pytest.mark.parametrize("call", TRANSFORMED, ids=lambda call: call.name)
-KERNELS = IMPLEMENTATIONS[1:]  # the first is plain XLA, with which they are compared
 
 
 def stacked(arrays, which, copies=3):

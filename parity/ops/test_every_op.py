@@ -15,7 +15,16 @@ import pytest
 from pallas_models import ops
 from parity.cases import BY_BACKEND, CALLS, FILES, OPS, Call, Case, Without, records
 from parity.support.bounded import Bounded, disagreement
-from parity.support.common import KERNEL, MOSAIC, assert_close, by_device, float64, interprets_mosaic, normal
+from parity.support.common import (
+    KERNEL,
+    KERNELS,
+    MOSAIC,
+    assert_close,
+    by_device,
+    float64,
+    interprets_mosaic,
+    normal,
+)
 from parity.support.tolerances import GRADIENT, SAME
 
 # The calls that have a formula, in each dtype.
@@ -188,7 +197,7 @@ def test_derivatives(request, call: Call):
         return tangent, jax.vjp(of(implementation), *floats)[1](weights)
 
     plain = jax.jit(lambda *tangents: jax.jvp(of("xla"), floats, tangents)[1])(*tangents)
-    for implementation in (None, KERNEL):
+    for implementation in KERNELS:
         tangent, gradients = derivatives(implementation)
         for found, expected_tangent in zip(*map(jax.tree.leaves, (tangent, plain)), strict=True):
             assert_close(found, expected_tangent, 1e-5)

@@ -31,7 +31,8 @@ interprets_mosaic = pytest.mark.skipif(
     not ON_HOPPER and (ON_GPU or jax.__version_info__ < (0, 11)),
     reason="needs a Hopper GPU, or a CPU with JAX 0.11, whose interpreter reads past the end of an array",
 )
-IMPLEMENTATIONS = ["xla", KERNEL, *([None] if ON_HOPPER else [])]
+KERNELS = [KERNEL, *([None] if ON_HOPPER else [])]  # elsewhere the choice of both is one of them, or plain XLA
+IMPLEMENTATIONS = ["xla", *KERNELS]
 
 # Of tests that stand in for a GPU where there is none: they lower kernels for CUDA and run nothing. The suite on a
 # CPU has them, with the same result on every machine; on a GPU the kernels themselves run.
