@@ -26,6 +26,7 @@ def module(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype, mode", [*(("fp32", mode) for mode in gradients.MODES), ("bf16", "forward")])
 def test_contenders_agree(module, dtype, mode):
     torch = pytest.importorskip("torch")

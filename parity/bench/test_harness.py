@@ -386,6 +386,7 @@ def test_capture():
         assert torch.equal(call(), 2 * x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [

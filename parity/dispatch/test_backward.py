@@ -206,6 +206,7 @@ def _descent(x, w, name):
     return x - jax.grad(lambda x: jnp.sum(jnp.sin(_norm(x, w, name))))(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("call", [_norm, _descent])
 def test_a_gradient_of_kernels_in_a_loop_is_differentiated_again(call, mapped):

@@ -204,6 +204,7 @@ def mask_with_holes(rng, b, n, keys):
     return mask
 
 
+@pytest.mark.covering(1)
 @implementations
 @pytest.mark.parametrize(
     "b, queries, masked, scale",

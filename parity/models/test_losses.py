@@ -137,6 +137,7 @@ def test_a_token_counts_where_it_and_its_neighbour_are_no_padding(model):
 # What training asks of the decoders
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "remat, stacked",
     [("none", True), ("block", False), ("block", True), (names("qkv", "mlp_norm"), True)],

@@ -79,6 +79,7 @@ def test_embeddings_with_random_weights(reference, bert, implementation, dtype, 
     np.testing.assert_allclose(np.linalg.norm(float64(out), axis=-1), 1.0, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 def test_hidden_states_with_random_weights(reference, bert, implementation, dtype):
     ids, mask, types = tokens(3, 19)
     encoder = torch_encoder(bert, dtype=dtype)

@@ -613,6 +613,7 @@ def test_vmap(part):
     assert_close(jax.jit(of_params)(scales)[0], part.call(implementation="xla")(params, mask, *floats), LONG)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config", [BLOCKS["alphafold3"], EVOFORMERS["alphafold2"]], ids=["pairformer", "evoformer"]
 )

@@ -371,6 +371,7 @@ def test_every_option_against_torch(reference, implementation, name):
     assert_close(float64(lse)[~empty], expected[~empty], SHORT)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["grouped heads", "all"])
 def test_every_dtype_against_torch(reference, implementation, dtype, tolerance, name):
     arrays, bias, options = operands(CASES[name], dtype)

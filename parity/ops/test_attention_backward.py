@@ -109,6 +109,7 @@ def test_every_option_against_torch(reference, name):
         assert np.all(float64(gradient)[wanted == 0.0] == 0.0)  # of queries without keys, keys without queries
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "block_q, block_kv, num_warps, num_stages", [(16, 64, 2, 2), (64, 16, 4, 1), (32, 32, 1, 3)]
 )
@@ -136,6 +137,7 @@ def test_windows_that_end_at_the_edge_of_a_block(reference, window):
         assert_close(gradient, wanted, GRADIENT)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["grouped heads", "bias"])
 def test_every_dtype_with_the_tiles_chosen_for_it(reference, dtype, tolerance, name):
     arrays, bias, options = operands(CASES[name], dtype)
@@ -220,6 +222,7 @@ def gradient_of(heads: int, kv_heads: int, **options: Any) -> Any:
     return jax.grad(loss) if "bias" not in options else jax.grad(loss, (0, 1))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", [HOPPER, ("NVIDIA GeForce RTX 4090", 128)], ids=["hopper", "ada"])
 @pytest.mark.parametrize(
     "on_hopper, dtype, batch, seq, heads, kv_heads, head_dim, options",
@@ -340,6 +343,7 @@ def test_a_block_that_is_no_power_of_two_is_refused(field, value):
 attention = sys.modules["pallas_models.ops.attention"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["window", "grouped heads", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_by_blocks_is_the_reference_as_a_whole(monkeypatch, name, dtype):

@@ -84,7 +84,7 @@ def embed(form, **options):
     return call, (form.word, form.position, form.token_type, form.scale, form.bias)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @OPTIONS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(dtype, tolerance, shape, names):

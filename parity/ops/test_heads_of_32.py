@@ -54,6 +54,7 @@ def expected(pooling: tuple[str, ...]) -> np.ndarray:
     return np.stack([np.concatenate([pooled(x, mode) for mode in pooling]) for x in sentences])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("pooling", POOLINGS, ids="+".join)
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalize"])
 def test_pooling(implementation, pooling, normalize):

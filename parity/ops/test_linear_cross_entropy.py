@@ -181,6 +181,7 @@ def test_no_further_off_than_torch_in_bfloat16(reference, implementation):
         assert relative_error(mine, expected) <= relative_error(other.float().cpu().numpy(), expected)
 
 
+@pytest.mark.covering(1)
 @every_implementation
 @every_reduction
 def test_tokens_of_weight_0_have_no_effect(small_chunks, reduction, implementation):
@@ -340,6 +341,7 @@ def largest_array(text: str) -> int:
     return max(math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes)
 
 
+@pytest.mark.covering(1)
 @every_implementation
 @every_reduction
 def test_logits_are_never_held(small_chunks, reduction, implementation):
@@ -388,6 +390,7 @@ def test_the_gradient_of_every_loss_is_a_kernel_too():
     assert text.count("stablehlo.dot_general") == 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("implementation", [None, KERNEL])
 @every_reduction
 def test_second_order(small_chunks, reduction, implementation):

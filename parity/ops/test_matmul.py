@@ -246,6 +246,7 @@ def test_gradients(reference, activation):
     assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
 @pytest.mark.parametrize("implementation", [KERNEL, MOSAIC])
@@ -612,6 +613,7 @@ def test_hopper_kernel(shape, config, activation, transpose_w):
     assert_close(out, expected, OP["bfloat16"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_activations_of_the_hopper_kernel(reference, activation, dtype):

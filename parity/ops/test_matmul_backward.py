@@ -68,6 +68,7 @@ def times_slope(activation, x, w, y):
     return jax.jit(call)(x, w, y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_slope_of_an_activation(activation, dtype):

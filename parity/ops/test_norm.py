@@ -166,6 +166,7 @@ def test_gradients(reference):
     assert_gradients_close(f, arrays, cotangent, expected, GRADIENT)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm_against_torch(reference, implementation, dtype, tolerance, shape):
     x, scale, _, residual = operands(shape, dtype)
@@ -319,6 +320,7 @@ def test_gradients_in_every_dtype(reference, dtype, tolerance, name, shape):
         assert_close(out, wanted, max(tolerance, GRADIENT))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config",
     [(1, 64, 1, 3, 1), (1, 16, 1, 2, 1), (4, 64, 1, 3, 2), (8, 32, 2, 7, 1), (2, 16, 4, 64, 2)],

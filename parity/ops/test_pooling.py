@@ -127,6 +127,7 @@ def test_tiny_and_huge_means(reference, implementation, scale):
     assert_close(out, reference.compute(reference.mean_pool, x, mask), LONG)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-20, 1e-30, 0.0])
 def test_any_epsilon(implementation, epsilon):
     """Neither its square nor a mean's may leave float32: no token gives zeros, all others a unit norm."""

@@ -171,6 +171,7 @@ def test_the_input_is_not_changed():
     assert_equal(both[1], before + 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, by_row", [(False, True), (True, True), (True, False)], ids=str)
 def test_gradients(reference, dtype, tolerance, norm, by_row):
     qkv, *scales = operands(SHAPE, dtype, seed=5)

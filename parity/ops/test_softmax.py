@@ -95,6 +95,7 @@ def test_xla_against_torch(reference, dtype, tolerance, shape):
     assert_close(out, reference.compute(reference.softmax, x), tolerance)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [None, "naive"])
 @pytest.mark.parametrize("shape", LONGEST, ids=str)
 def test_a_million_columns(reference, shape, algorithm):
@@ -122,6 +123,7 @@ def test_one_and_many_axes(implementation):
     assert_close(jnp.sum(out, -1), np.ones(x.shape[:-1]), SHORT)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scale", [0.125, 3.0, -2.0, 0.0])
 def test_scale(reference, algorithm, scale):
@@ -286,6 +288,7 @@ def test_heuristic(m, n):
         assert config.block_m * config.block_n <= 1024 * max(config.num_warps, 4)
 
 
+@pytest.mark.covering(2)
 @without_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm, splits", [("naive", 1), ("online", 1), ("online", 3), ("fused", 1)])

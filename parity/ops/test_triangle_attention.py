@@ -84,6 +84,7 @@ def test_against_torch(reference, implementation, dtype, tolerance, shape, direc
     assert np.all(float64(out)[expected == 0.0] == 0.0)  # of pairs in a line without keys
 
 
+@pytest.mark.covering(2)
 @both
 @pytest.mark.parametrize("items", [2, 3])
 @pytest.mark.parametrize("block_kv", [16, 64])
@@ -338,6 +339,7 @@ def resident_operands(name, direction):
     return q, k, v, bias.astype(bias_dtype), mask
 
 
+@pytest.mark.covering(1)
 @on_mosaic
 @resident
 def test_mosaic_kernel(name, direction):

@@ -962,6 +962,7 @@ def most_elements(line: str) -> int:
     return max((math.prod(map(int, shape.split("x")[:-1])) for shape in shapes), default=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "n, c, h, direction, gate_after",
     [

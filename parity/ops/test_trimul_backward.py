@@ -416,6 +416,7 @@ def test_factors_of_a_mask_beyond_half_precision(c, n=7):
     assert_named_close(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
 
 
+@pytest.mark.covering(1)
 @in_kernels_and_xla
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_x_and_weights_of_any_size(scale, c):
@@ -502,6 +503,7 @@ def test_with_integers_of_64_bits(c):
 # Lowering
 
 
+@pytest.mark.covering(1)
 @without_gpu
 @pytest.mark.parametrize(
     "device, implementation",

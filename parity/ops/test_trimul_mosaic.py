@@ -231,6 +231,7 @@ SIZES = {
 }
 
 
+@pytest.mark.covering(1)
 @both_projects
 @pytest.mark.parametrize(
     "case, options",
