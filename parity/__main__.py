@@ -113,7 +113,7 @@ def suite(
     if tests:  # too many for a command line
         given = folder / f"{name}.tests"
         given.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
-        command += [f"@{given}"]
+        command += ["--whole-grids", f"@{given}"]
     else:
         command += chosen or [str(ROOT / "parity")]
     if workers * gpus > 1:

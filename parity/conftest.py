@@ -62,6 +62,7 @@ hypothesis.settings.load_profile("parity")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--unpatched", action="store_true", help="without the suite's changes to JAX and Pallas")
+    parser.addoption("--whole-grids", action="store_true", help="with every combination of a test's parameters")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,8 +83,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(trylast=True)  # of what -k selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:], left_out = grid.thinned(items, at_least=2 if ON_GPU else 1)
-    config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--whole-grids"):
+        items[:], left_out = grid.thinned(items, at_least=2 if ON_GPU else 1)
+        config.hook.pytest_deselected(items=left_out)
     slow, slowest = (order.SLOW_ON_GPU, order.SLOWEST_ON_GPU) if ON_GPU else (order.SLOW_ON_CPU, ())
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items[:] = order.slow_first(

@@ -200,7 +200,7 @@ def test_tests_that_run_again_are_read_from_a_file(tmp_path):
     tests = ["test_a.py::two", "test_a.py::three[x y]"]
     step = check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"], tests)
     assert (tmp_path / "parity-1.tests").read_text() == "test_a.py::two\ntest_a.py::three[x y]\n"
-    assert step.command[-1] == f"@{tmp_path / 'parity-1.tests'}" and "-n" not in step.command
+    assert step.command[-2:] == ["--whole-grids", f"@{tmp_path / 'parity-1.tests'}"] and "-n" not in step.command
     assert check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"]).command[-1] == "parity/test_a.py"
 
 
