@@ -29,6 +29,7 @@ FORMAT = "pallas_models.bench"
 # 7 has sources
 VERSION = 7
 READABLE = (1, 2, 3, 4, 5, 6, 7)
+_LARGEST = 8 << 20  # bytes of a file, unpacked: what is parsed takes ten times as much
 DEFAULT_FOLDER = Path(__file__).parents[1] / "results"
 
 Family = Literal["ours", "ladder", "xla", "torch", "peer"]
@@ -256,14 +257,18 @@ def load(path: Path) -> Result:
     """Reads and validates a result file.
 
     Raises:
-      ResultError: it cannot be read, is no JSON, comes from something else or from another version of the
-        schema, or does not fit the schema.
+      ResultError: it cannot be read, is far larger than a result, is no JSON, comes from something else or from
+        another version of the schema, or does not fit the schema.
     """
     try:
-        content = Path(path).read_bytes()
-        data = json.loads(gzip.decompress(content) if Path(path).suffix == ".gz" else content)
+        with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ResultError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if len(content) > _LARGEST:
+        raise ResultError(f"{path}: is larger than {_LARGEST >> 20} MiB; a result has some 40 kB")
+    try:
+        data = json.loads(content)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
         raise ResultError(f"{path}: is not a JSON file, or was cut short ({error})") from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:

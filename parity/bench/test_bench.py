@@ -379,6 +379,14 @@ class TestResults:
         results.save(make_result(), tmp_path)
         assert results.stored(tmp_path) == [path]
 
+    def test_too_large(self, tmp_path):
+        """As it is, and packed to a thousandth."""
+        content = b"[" + b"0," * (4 << 20) + b"0]"
+        for name, stored in (("minilm.json", content), ("minilm.json.gz", gzip.compress(content))):
+            (tmp_path / name).write_bytes(stored)
+            with pytest.raises(ResultError, match=rf"{name}: is larger than 8 MiB; a result has some 40 kB"):
+                results.load(tmp_path / name)
+
     def test_absent(self, tmp_path):
         with pytest.raises(ResultError, match="cannot be read"):
             results.load(tmp_path / "none.json")
