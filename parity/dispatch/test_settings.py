@@ -247,7 +247,7 @@ def test_nothing_outlives_a_trace():
 
     In a process of its own, as it looks through all objects of the process again and again.
     """
-    names = ["matmul", "attention", "linear_cross_entropy_mean"]
+    names = ["matmul", "matmul_layer_norm", "attention", "linear_cross_entropy_mean"]
     program = [sys.executable, "-c", LEAKS.format(names=names, implementation=KERNEL)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(program, capture_output=True, text=True, env=environment)
