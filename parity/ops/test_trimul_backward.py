@@ -428,7 +428,7 @@ def test_x_and_weights_of_any_size(scale, c):
     assert_named_close(found, exact(operands, cotangent, **options), GRADIENTS["float16"])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @in_kernels_and_xla
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("gate_after", [False, True])
