@@ -9,7 +9,7 @@ from parity.support import sharing
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and other workers need memory too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: there is a worker for each core
-# No program says from which lines of source it comes, which took a twentieth of the suite's time.
+# Programs say from which lines of source they come only where this asks for it: lowering had to look them up.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # The interpreter of Mosaic GPU blocks a thread of XLA's for each warpgroup that waits; there are as many as cores.
 os.environ.setdefault("PJRT_NPROC", "32")
