@@ -23,12 +23,6 @@ def always(form: Form, target: Target) -> bool:
     return True
 
 
-def by_name(form: Form, target: Target) -> bool:
-    """Prefers no call: of a kernel that no GPU has run yet, which serves those who name its backend."""
-    del form, target
-    return False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kernel(Generic[F]):
     """The kernel of one backend for an op.

@@ -64,6 +64,8 @@ def _run_or_stand_for(op: Op[F], form: F, config: Any, names: tuple[Name, ...], 
     if not names and not op.pays(form, target):
         return others(*operands)
     by_kernel = whole if names or op.maps else _mapped_as(whole, others)
+    if has_backward(op, form, implementation=implementation):
+        return by_kernel(*operands)
     return differentiated_as(by_kernel, others)(*operands)
 
 

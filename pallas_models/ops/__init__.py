@@ -31,6 +31,7 @@ from pallas_models.ops.attention_post_norm_mlp import attention_post_norm_mlp
 from pallas_models.ops.embedding import embed_tokens
 from pallas_models.ops.gated_mlp import gated_matmul, gated_mlp, stack_gate_up
 from pallas_models.ops.gated_projection import gated_projection
+from pallas_models.ops.layer_norm_gated_mlp import layer_norm_gated_mlp
 from pallas_models.ops.layer_norm_projections import layer_norm_projections
 from pallas_models.ops.linear_cross_entropy import linear_cross_entropy
 from pallas_models.ops.matmul import matmul
@@ -59,6 +60,7 @@ __all__ = [
     "gated_mlp",
     "gated_projection",
     "layer_norm",
+    "layer_norm_gated_mlp",
     "layer_norm_projections",
     "linear_cross_entropy",
     "matmul",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models._implementation import Implementation, Name
-from pallas_models.dispatch.records import Kernel, Op, by_name
+from pallas_models.dispatch.records import Kernel, Op
 from pallas_models.dispatch.run import run
 from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms.gated_projection import Form
@@ -55,7 +55,7 @@ def gated_projection(
       out_dtype: dtype of the result; the dtype of `x` when None.
       precision: of float32 products, as in `matmul`.
       implementation: as `pallas_models.ops` has it; None for the best available. `"mosaic"` serves half precisions
-        and K and N of 64 or 128, by a kernel that has not run on a GPU yet: None takes gate and product apart.
+        and K and N of 64 or 128.
 
     Returns:
       (..., N) in `out_dtype`.
@@ -100,7 +100,6 @@ _OP: Op[Form[Any]] = Op(
             call=mosaic.gated_projection,
             config=None,
             refuses=mosaic.unsupported,
-            preferred=by_name,
         ),
     ),
     stands_for=_apart,

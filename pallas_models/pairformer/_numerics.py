@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_models import ops
-from pallas_models._modules import LayerNorm
+from pallas_models._modules import GateUp, LayerNorm, Projection
 from pallas_models.ops import Implementation
 from pallas_models.ops.activations import Activation
 
@@ -61,18 +61,18 @@ class Numerics:
         return self.operand(y), x
 
     def projections(
-        self, x: jax.Array, norm: LayerNorm, w: jax.Array, bias: jax.Array | None, w_first: jax.Array
+        self, x: jax.Array, norm: LayerNorm, w: jax.Array | None, bias: jax.Array | None, w_first: jax.Array
     ) -> tuple[jax.Array, ...]:
         """G projections of the layer norm of pairs x (B, N, N, C), biases (B, H, N, N), and x itself.
 
-        w is (C, G, H, D), its bias (G, H, D); the biases come of w_first, (C, H).
+        w is (C, G, H, D) or None, its bias (G, H, D); the biases come of w_first, (C, H).
         """
-        dtype = x.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        dtype = self.dtype(x)
         *found, biases, x = ops.layer_norm_projections(
             x,
             norm.scale[...],
             norm.bias[...],
-            w.reshape(*w.shape[:2], w.shape[2] * w.shape[3]).astype(dtype),
+            None if w is None else w.reshape(*w.shape[:2], w.shape[2] * w.shape[3]).astype(dtype),
             bias=None if bias is None else bias.reshape(len(bias), -1),
             w_first=w_first.astype(dtype),
             epsilon=self.epsilon,
@@ -80,6 +80,27 @@ class Numerics:
             implementation=self.implementation,
         )
         return *found, jnp.moveaxis(biases, 0, 1), x
+
+    def gated_mlp(
+        self, x: jax.Array, norm: LayerNorm, gate_up: GateUp, down: Projection, *, residual: bool
+    ) -> jax.Array:
+        """The gated MLP of the layer norm of x (..., C), plus x if `residual`."""
+        dtype = self.dtype(x)
+        return ops.layer_norm_gated_mlp(
+            x,
+            norm.scale[...],
+            norm.bias[...],
+            gate_up.kernel[...].astype(dtype),
+            down.kernel[...].astype(dtype),
+            residual=residual,
+            epsilon=self.epsilon,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    def dtype(self, x: jax.Array) -> jnp.dtype:
+        """The dtype of the operands of products of x."""
+        return jnp.dtype(x.dtype if self.compute_dtype is None else self.compute_dtype)
 
     def operand(self, x: jax.Array) -> jax.Array:
         return x if self.compute_dtype is None else x.astype(self.compute_dtype)
@@ -108,8 +129,7 @@ class Numerics:
 
     def pair_bias(self, pair: jax.Array, norm: LayerNorm, kernel: jax.Array) -> jax.Array:
         """The biases (B, H, N, N) of pairs (B, N, N, C), by their layer norm."""
-        none = jnp.zeros((len(kernel), 0, 1, 1), kernel.dtype)
-        return self.projections(pair, norm, none, None, kernel)[0]
+        return self.projections(pair, norm, None, None, kernel)[0]
 
     def gated_product(
         self,

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_models import ops
 from pallas_models._modules import GateUp, LayerNorm, Linear, Projection
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
@@ -57,22 +56,17 @@ class Transition(nnx.Module):
         """Computes the transition, with the arguments and errors of `transition`."""
         config, numerics = self.config, Numerics.of(self.config.epsilon, options)
         _checks.check_float("x", x)
+        x = jnp.asarray(x)
         if x.shape[-1:] != (config.channels,):
             raise ValueError(f"x has shape {x.shape}; expected {config.channels} channels, as the parameters have")
-        y, x = numerics.norm(jnp.asarray(x), self.norm)
-        if config.kind == "swiglu":
-            hidden = ops.gated_matmul(
-                y,
-                self.gate_up.kernel[...].astype(y.dtype),
-                precision=numerics.precision,
-                implementation=numerics.implementation,
-            )
-        else:
-            hidden = numerics.product(y, self.up.kernel[...], self.up.bias[...], activation="relu")
+        if not isinstance(self.down, Linear):
+            return numerics.gated_mlp(x, self.norm, self.gate_up, self.down, residual=residual)
+        y, x = numerics.norm(x, self.norm)
+        hidden = numerics.product(y, self.up.kernel[...], self.up.bias[...], activation="relu")
         return numerics.product(
             hidden,
             self.down.kernel[...],
-            self.down.bias[...] if isinstance(self.down, Linear) else None,
+            self.down.bias[...],
             residual=x if residual else None,
             out_dtype=x.dtype,
         )

@@ -64,7 +64,7 @@ def _formula(
     x: Array,
     scale: Array,
     offset: Array,
-    w: Array,
+    w: Array | None = None,
     bias: Array | None = None,
     w_first: Array | None = None,
     epsilon: float,
@@ -77,7 +77,8 @@ def _formula(
     def product(w: Array, bias: Array | None = None) -> Bounded:
         return b.rounded(b.product(y, w, bias, dtype=dtype, precision=precision), dtype)
 
-    outs = [product(w[:, i], None if bias is None else bias[i]) for i in range(w.shape[1])]
+    columns = [] if w is None else list(np.moveaxis(w, 1, 0))
+    outs = [product(column, None if bias is None else bias[i]) for i, column in enumerate(columns)]
     if w_first is not None:
         outs.append(product(w_first).map(lambda a: np.moveaxis(a, -1, 0)))
     return *outs, b.exact(x)
@@ -98,6 +99,9 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
         inputs["bias"] = Input((count, n), pick.other(dtype))
     if pick.chance(0.5):
         inputs["w_first"] = Input((c, pick.of((1, 4, 8))), dtype, scale=c**-0.5, limit=1e7)
+        if pick.chance(0.3):
+            del inputs["w"]
+            inputs.pop("bias", None)
     return inputs, pick.precision(dtype) | {"epsilon": pick.epsilon()}
 
 

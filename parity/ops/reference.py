@@ -179,6 +179,21 @@ def layer_norm_projections(
     return *outs, x
 
 
+def layer_norm_gated_mlp(
+    x: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    residual: bool = False,
+    activation: str | None = "silu",
+    epsilon: float = 1e-5,
+) -> Tensor:
+    y = layer_norm(x, scale, offset, epsilon=epsilon)
+    return gated_mlp(y, w_gate_up, w_down, x if residual else None, activation=activation)
+
+
 def post_norm_mlp(
     y: Tensor,
     x: Tensor,

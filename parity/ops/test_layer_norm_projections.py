@@ -12,6 +12,7 @@ import pytest
 from pallas_models import ops
 from pallas_models.kernels.forms.layer_norm_projections import Form
 from pallas_models.kernels.mosaic import layer_norm_projections as mosaic
+from pallas_models.kernels.mosaic import layer_norm_projections_backward as mosaic_backward
 from parity.cases.layer_norm_projections import arrays
 from parity.support.common import (
     IMPLEMENTATIONS,
@@ -38,16 +39,18 @@ def draw(m: int, c: int, count: int, n: int, first: int, dtype: str, x_dtype: st
     operands = dict(zip(NAMES, arrays(rng, "float32", (m, c), count, n, max(first, 1)), strict=True))
     dtypes = dict(x=x_dtype or dtype, w=dtype, w_first=dtype)
     operands |= {name: operands[name].astype(of) for name, of in dtypes.items()}
+    if not count:
+        operands |= dict(w=None, bias=None)
     return {name: x for name, x in operands.items() if first or name != "w_first"}
 
 
 def exact(operands: dict[str, Any], dtype: str) -> list[np.ndarray]:
     """The results in float64, but for the one rounding between norm and products."""
-    p = {name: float64(array) for name, array in operands.items()}
+    p = {name: float64(array) for name, array in operands.items() if array is not None}
     d = p["x"] - p["x"].mean(-1, keepdims=True)
     y = d / np.sqrt(np.mean(d * d, -1, keepdims=True) + 1e-5) * p["scale"] + p["offset"]
     y = float64(jnp.asarray(y, jnp.float32).astype(dtype))
-    outs = [y @ p["w"][:, i] + p["bias"][i] for i in range(p["w"].shape[1])]
+    outs = [y @ p["w"][:, i] + p["bias"][i] for i in range(p["w"].shape[1])] if "w" in p else []
     return [*outs, *([(y @ p["w_first"]).T] if "w_first" in p else []), p["x"]]
 
 
@@ -128,6 +131,15 @@ def test_has_no_races():
         jax.block_until_ready(program()(draw(1000, 64, 1, 64, 4, "float16")))
 
 
+@needs_jax_011
+@finds_races
+def test_gradients_have_no_races():
+    operands = draw(1000, 64, 2, 64, 4, "float16")
+    with no_races():
+        found, pull = jax.vjp(program(), operands)
+        jax.block_until_ready(pull(found))
+
+
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, pytest.param(MOSAIC, marks=needs_jax_011)])
 @pytest.mark.parametrize("moved", [("x",), NAMES], ids=["by x", "by all"])
 def test_gradients(implementation, moved):
@@ -149,10 +161,47 @@ def test_gradients(implementation, moved):
     assert_named_close(gradients(implementation, operands), wanted, tolerance)
 
 
+@needs_jax_011
+@pytest.mark.parametrize(
+    "m, c, count, n, first, used",
+    [
+        (200, 128, 4, 128, 4, "all"),  # a slot of each warpgroup comes round in the middle of a tile
+        (72, 64, 2, 128, 0, "all"),
+        (72, 128, 0, 64, 16, "all"),  # no product at all
+        (63, 128, 2, 64, 3, "all"),
+        (128, 64, 3, 64, 2, "projections"),
+        (128, 64, 3, 64, 2, "second"),
+        (128, 64, 1, 64, 2, "first"),
+        *by_device(cpu=[], gpu=[(512 * 512, 128, 4, 128, 4, "all"), (129 * 129, 128, 4, 128, 4, "all")]),
+    ],
+)
+def test_gradients_in_the_kernel(m, c, count, n, first, used):
+    """As those of plain XLA in float32, also of some of the results alone."""
+    operands, rng = draw(m, c, count, n, first, "bfloat16"), np.random.default_rng(6)
+    numbers = {"all": range(count + 2), "projections": range(count), "second": [1], "first": [count]}[used]
+    moved = {name: x for name, x in operands.items() if x is not None}
+    cotangents = [jnp.asarray(rng.normal(size=y.shape), jnp.bfloat16) for y in exact(operands, "bfloat16")]
+
+    def loss(moved: dict[str, jax.Array], implementation: Any) -> jax.Array:
+        found = ops.layer_norm_projections(**operands | moved, implementation=implementation)
+        pairs = list(zip(found, cotangents, strict=True))
+        some = [pairs[i] for i in numbers if i < len(pairs)]
+        return sum(jnp.vdot(y.astype(jnp.float32), c.astype(jnp.float32)) for y, c in some)
+
+    gradients = jax.jit(jax.grad(loss), static_argnums=1)
+    assert "layer_norm_projections_backward" in str(jax.make_jaxpr(gradients, static_argnums=1)(moved, MOSAIC))
+    wanted = gradients(jax.tree.map(lambda x: x.astype(jnp.float32), moved), "xla")
+    found = gradients(moved, MOSAIC)
+    for name in [name for name, gradient in wanted.items() if not jnp.any(gradient)]:
+        assert not jnp.any(found.pop(name)) and not jnp.any(wanted.pop(name))
+    assert_named_close(found, wanted, 3 * OP["bfloat16"])
+
+
 @without_gpu
 @needs_jax_011
-def test_is_one_kernel_by_default():
-    operands = jax.eval_shape(lambda: draw(4096, 128, 4, 128, 4, "bfloat16"))
+@pytest.mark.parametrize("count", [0, 4])
+def test_is_one_kernel_by_default(count):
+    operands = jax.eval_shape(lambda: draw(4096, 128, count, 128, 4, "bfloat16"))
     assert lowered_calls(program(None), operands) == 1
 
 
@@ -166,6 +215,8 @@ def test_is_one_kernel_by_default():
         (dict(w_first=jnp.ones((20, 3))), ValueError, "w_first has shape (20, 3); expected (24, F), (C, F)"),
         (dict(w_first=jnp.ones((24, 3), "bfloat16")), TypeError, "w_first has dtype bfloat16; expected float32"),
         (dict(x=jnp.float32(1.0)), ValueError, "x has shape (); expected (..., C)"),
+        (dict(w=None, w_first=None, bias=None), ValueError, "w and w_first are None; expected one of them"),
+        (dict(w=None), ValueError, "bias is of the projections by w, which is None"),
     ],
 )
 def test_errors(changed, error, message):
@@ -187,5 +238,21 @@ def test_errors(changed, error, message):
 def test_refuses(sizes, dtype, message):
     operands = draw(*sizes, dtype)
     form: Form[Any] = Form(**operands, epsilon=1e-5, precision=jax.lax.Precision.DEFAULT)
-    reason = mosaic.unsupported(form, gpu())
-    assert reason is not None and reason.startswith(message)
+    for unsupported in (mosaic.unsupported, mosaic_backward.unsupported):
+        reason = unsupported(form, gpu())
+        assert reason is not None and reason.startswith(message)
+
+
+@needs_jax_011
+@pytest.mark.parametrize(
+    "first, x_dtype, message",
+    [
+        (17, "", "takes w_first of 16 columns or fewer, not 17"),
+        (4, "float32", "takes x in the dtype of the weights, float16, not float32"),
+        (4, "", None),
+    ],
+)
+def test_gradients_refuse(first, x_dtype, message):
+    operands = draw(64, 64, 2, 64, first, "float16", x_dtype)
+    form: Form[Any] = Form(**operands, epsilon=1e-5, precision=jax.lax.Precision.DEFAULT)
+    assert mosaic_backward.unsupported(form, gpu()) == message

@@ -18,7 +18,7 @@ class Form(forms.Form, Generic[A]):
       x: (M, C).
       scale: (C,), of the layer norm.
       offset: (C,), of the layer norm.
-      w: (C, G, N), in the compute dtype.
+      w: (C, G, N), in the compute dtype, or None where there is `w_first`.
       bias: (G, N), or None.
       w_first: (C, F), in the compute dtype, of the projection whose columns come first, or None.
       epsilon: added to the variance.
@@ -30,7 +30,7 @@ class Form(forms.Form, Generic[A]):
     x: A
     scale: A
     offset: A
-    w: A
+    w: A | None
     bias: A | None
     w_first: A | None
     epsilon: float
@@ -38,8 +38,8 @@ class Form(forms.Form, Generic[A]):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """M, C, G and N."""
-        _, count, n = self.w.shape
+        """M, C, G and N; the last two are 0 where there is no `w`."""
+        _, count, n = (0, 0, 0) if self.w is None else self.w.shape
         return *self.x.shape, count, n
 
     @property
@@ -50,4 +50,6 @@ class Form(forms.Form, Generic[A]):
     @property
     def dtype(self) -> jnp.dtype:
         """Of the operands of products, and of their results."""
-        return self.w.dtype
+        w = self.w_first if self.w is None else self.w
+        assert w is not None  # checked by the op
+        return w.dtype

@@ -53,8 +53,6 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
             return f"needs JAX 0.11 or newer to store what it transposes, not {jax.__version__}"
         if form.first > _MOST_FIRST:
             return f"takes w_first of {_MOST_FIRST} columns or fewer, not {form.first}"
-    elif not count:
-        return "takes a projection or more"
     if num_slots(*_buffers(form), target) < 2:
         return f"does not fit {count} projections of {c} channels to {n} columns into shared memory"
     return None
@@ -69,20 +67,19 @@ def layer_norm_projections(
     if interpret:
         check_interpreted_sizes(positions=(m, ROWS))
     tiles = pl.cdiv(m, ROWS)
-    w, w_first, first = form.w, form.w_first, None
+    w_first, first = form.w_first, None
     if w_first is not None:
         columns = _first_columns(form)
         w_first = jnp.pad(w_first.T, ((0, columns - form.first), (0, 0)))
         first = jax.ShapeDtypeStruct((columns, ROWS * tiles), form.dtype)
-    weights = dict(w=jnp.moveaxis(w, 1, 0) if count else None, w_first=w_first)
     results = launch_in_turns(
         _Kernel(form.abstract()),
-        dict(x=form.x[None], scale=form.scale, offset=form.offset, bias=form.bias, **weights),
+        dict(x=form.x[None], scale=form.scale, offset=form.offset, w=form.w, bias=form.bias, w_first=w_first),
         {f"out{i}": jax.ShapeDtypeStruct((1, m, n), form.dtype) for i in range(count)} | dict(first=first),
         *_buffers(form),
         tiles=tiles,
         copies=form.x.shape[1] // PIECE,
-        weights=sum(array is not None for array in weights.values()),
+        weights=count + (w_first is not None),
         name="layer_norm_projections",
         target=target,
         interpret=interpret,
@@ -124,9 +121,10 @@ class _Kernel:
 
     def __call__(self, turns: Turns, refs: Refs) -> None:
         def copy_weights() -> None:
-            for name in ("w", "w_first"):
-                if (w := getattr(refs, name)) is not None:
-                    plgpu.copy_gmem_to_smem(w, getattr(refs, f"{name}_smem"), refs.weights_full)
+            for i in range(self.form.sizes[2]):
+                plgpu.copy_gmem_to_smem(refs.w.at[:, i], refs.w_smem.at[i], refs.weights_full)
+            if refs.w_first is not None:
+                plgpu.copy_gmem_to_smem(refs.w_first, refs.w_first_smem, refs.weights_full)
 
         def copy(tile: jax.Array, slot: jax.Array, full: jax.Array) -> None:
             for i, piece in enumerate(pieces(refs.x.shape[2])):
