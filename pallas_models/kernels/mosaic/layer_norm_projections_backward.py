@@ -74,10 +74,15 @@ def _buffers(form: Form[Any]) -> tuple[dict[str, Buffer], Buffer]:
     return weights, Buffer((max(c, n) // PIECE, ROWS, PIECE), form.dtype, ROW_BYTES)
 
 
+def _first(form: Form[Any]) -> Buffer:
+    """The shared memory of two tiles of the cotangent whose columns come first, for each warpgroup."""
+    return Buffer((_WARPGROUPS, 2, form.first, ROWS), form.dtype)
+
+
 def _num_slots(form: Form[Any], target: Target) -> int:
     """For how many arrays of positions a warpgroup has room."""
     weights, tile = _buffers(form)
-    room = available(target) - _OTHERS - num_bytes(weights.values())
+    room = available(target) - _OTHERS - num_bytes([*weights.values(), _first(form)])
     return min(room // (_WARPGROUPS * tile.num_bytes), _MOST_SLOTS)
 
 
@@ -121,7 +126,9 @@ def layer_norm_projections_backward(
         dict(
             **{name: buffer.scratch_type for name, buffer in weights.items()},
             smem=dataclasses.replace(tile, shape=(_WARPGROUPS, slots, *tile.shape)).scratch_type,
+            **({} if dfirst is None else dict(first_smem=_first(form).scratch_type)),
             full=plgpu.Barrier(num_arrivals=tile.shape[0], num_barriers=_WARPGROUPS * slots),
+            first_full=plgpu.Barrier(num_barriers=2 * _WARPGROUPS),
             weights_full=plgpu.Barrier(num_arrivals=max(count, 1)),
         ),
         name="layer_norm_projections_backward",
@@ -215,7 +222,7 @@ class _Warpgroup:
         """Starts the copy of the i-th array of a step; past the end it is one of the steps after it, if any."""
         refs, slot, (later, i) = self.refs, self.slot(step, i), divmod(i, len(self.names))
         number, ref = step + later, getattr(refs, self.names[i])
-        full = refs.full.at[self.index * self.slots + slot]
+        full = self.index * self.slots + slot
         most = refs.smem.shape[2]
 
         @pl.when(number < self.steps)
@@ -224,9 +231,13 @@ class _Warpgroup:
             rows = self.rows(number)
             for j, columns in enumerate(parts):
                 to = refs.smem.at[self.index, slot, j]
-                copy_rows(ref, jnp.int32(0), rows, columns, to, full, row_bytes=ROW_BYTES)
+                copy_rows(ref, jnp.int32(0), rows, columns, to, refs.full, full, row_bytes=ROW_BYTES)
             for _ in range(most - len(parts)):
-                plgpu.barrier_arrive(full)
+                plgpu.barrier_arrive(refs.full.at[full])
+            if i == 0 and refs.dfirst is not None:
+                half = jax.lax.rem(number, 2)
+                to, full_of = refs.first_smem.at[self.index, half], refs.first_full.at[2 * self.index + half]
+                plgpu.copy_gmem_to_smem(refs.dfirst.at[:, rows], to, full_of)
 
     def rows(self, number: jax.Array) -> pl.Slice:
         """The positions of a step."""
@@ -256,9 +267,7 @@ class _Warpgroup:
         for unit, piece in zip(units, self.pieces, strict=True):
             z = unit * same_rows(refs.scale.at[piece]) + same_rows(refs.offset.at[piece])
             store_rows(refs.z, item, rows, piece, z.astype(refs.z.dtype))
-        dzs = self.pulled(step, rows)
-        last = len(self.names) - 1
-        same = self.wait(step, last) if self.names[last] == "same" else None
+        dzs = self.pulled(step)
         totals = [
             [total + column_sums(term) for total, term in zip(parts, terms, strict=True)]
             for parts, terms in zip(
@@ -268,6 +277,8 @@ class _Warpgroup:
         dus = [d * same_rows(refs.scale.at[piece]) for d, piece in zip(dzs, self.pieces, strict=True)]
         average = along_rows(mean(dus, c), PIECE)
         along = along_rows(mean([du * unit for du, unit in zip(dus, units, strict=True)], c), PIECE)
+        last = len(self.names) - 1
+        same = self.wait(step, last) if self.names[last] == "same" else None
         for i, (du, unit, piece) in enumerate(zip(dus, units, self.pieces, strict=True)):
             dx = (du - average - unit * along) * inverse
             if same is not None:
@@ -277,7 +288,7 @@ class _Warpgroup:
             self.release(step, last)
         return totals
 
-    def pulled(self, step: jax.Array, rows: pl.Slice) -> list[jax.Array]:
+    def pulled(self, step: jax.Array) -> list[jax.Array]:
         """The cotangents of the layer norm, times its scale and with its offset."""
         refs = self.refs
 
@@ -295,8 +306,11 @@ class _Warpgroup:
         if refs.dfirst is None:
             return dzs
 
+        half = jax.lax.rem(step, 2)
+        plgpu.barrier_wait(refs.first_full.at[2 * self.index + half])
+
         def add(f: jax.Array, dzs: list[jax.Array]) -> list[jax.Array]:
-            d = load(refs.dfirst.at[f, rows], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+            d = load(refs.first_smem.at[self.index, half, f], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
             ws = [same_rows(refs.w_first.at[f, piece]) for piece in self.pieces]
             return [dz + along_rows(d, PIECE) * w for dz, w in zip(dzs, ws, strict=True)]
 
