@@ -42,9 +42,11 @@ def layer_norm_projections(
     float32 and rounded to the dtype of `w`. Where one kernel computes all of it y is never written;
     else it is rounded to the dtype of `x` before.
 
-    Where it is differentiated, norm and products are kernels of their own, the product with `w_first` XLA's where
-    the implementation that is named has none of so few columns. Beside the operands the gradient keeps y and three
-    float32 numbers a row.
+    On Hopper the gradient is a kernel for x, scale and offset, and products of XLA for the weights, and keeps
+    nothing beside the operands: for x in the dtype of `w` and F of 16 or less; None takes it where there is `w`,
+    for rows in multiples of 8. Else norm and products are differentiated each as itself, and the product with
+    `w_first` in XLA where the implementation that is named has none of so few columns; the gradient then keeps y
+    and three float32 numbers a row.
 
     ```
     x, ones, w = jnp.ones((8, 64)), jnp.ones(64), jnp.ones((64, 3, 128))
@@ -186,7 +188,13 @@ _OP: Op[Form[Any]] = Op(
         ),
     ),
     backward=(
-        Backward(backend="mosaic", architectures=HOPPER, call=_backward, refuses=mosaic_backward.unsupported),
+        Backward(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=_backward,
+            refuses=mosaic_backward.unsupported,
+            preferred=mosaic_backward.prefer,
+        ),
     ),
     stands_for=_apart,
     sharding=_sharding,

@@ -58,6 +58,8 @@ _HOPPER_SPILLS = (
     ("attention_backward", "mosaic", "bfloat16", 104),
     ("keys_kernel", "triton", "bfloat16", 832),
     ("keys_kernel", "triton", "float32", 4144),
+    ("layer_norm_projections_backward", "mosaic", "bfloat16", 40),
+    ("matmul", "mosaic", "bfloat16", 392),
     ("mean_pool", "triton", "float32", 8448),
     ("queries_kernel", "triton", "float32", 2500),
     ("trimul_output", "triton", "bfloat16", 604),

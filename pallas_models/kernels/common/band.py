@@ -136,27 +136,12 @@ def searched(
         q_low, q_high, kv_low, kv_high = jnp.min(q, -1), jnp.max(q, -1), jnp.min(kv, -1), jnp.max(kv, -1)
         some &= (q_low <= kv_high) & (kv_low <= q_high)
         full &= (q_low == kv_high) & (kv_low == q_high)
+    some, full = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)) for x in (some, full))
     if keys_first:
-        some, full = (jnp.broadcast_to(x, (x.shape[0], q_blocks, kv_blocks)).swapaxes(1, 2) for x in (some, full))
-    runs = jnp.stack(runs_of(some, full), axis=-1).astype(jnp.int32)
-    return jnp.broadcast_to(runs, (runs.shape[0], kv_blocks if keys_first else q_blocks, 4))
-
-
-def runs_of(some: jax.Array, full: jax.Array) -> tuple[jax.Array, ...]:
-    """The begin and end of the blocks that are needed, (..., blocks), and of the first run of full ones."""
+        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
     count = some.shape[-1]
-    if count < 32:  # as the bits of a number, in fewer kernels of XLA than reductions that need one another
-        bits = jnp.left_shift(jnp.uint32(1), jnp.arange(count, dtype=jnp.uint32))
-        some, full = (jnp.sum(jnp.where(x, bits, jnp.uint32(0)), -1, dtype=jnp.uint32) for x in (some, full))
-        first, first_full = _lowest_bit(some), _lowest_bit(full)
-        return first, 32 - jax.lax.clz(some), first_full, first_full + _lowest_bit(~(full >> first_full))
     first, first_full = jnp.argmax(some, -1), jnp.argmax(full, -1)
     end = jnp.where(jnp.any(some, -1), count - jnp.argmax(some[..., ::-1], -1), 0)
     after = ~full & (jnp.arange(count) >= first_full[..., None])
     full_end = jnp.where(jnp.any(after, -1), jnp.argmax(after, -1), count)
-    return first, end, first_full, full_end
-
-
-def _lowest_bit(x: jax.Array) -> jax.Array:
-    """The number of the lowest bit that is set; 0 where none is."""
-    return jnp.where(x == 0, 0, jax.lax.population_count(~x & (x - 1)))
+    return jnp.stack([first, end, first_full, full_end], axis=-1).astype(jnp.int32)

@@ -29,7 +29,7 @@ from pallas_models.kernels.mosaic.common.channels import (
 )
 from pallas_models.kernels.mosaic.common.interpreter import check_interpreted_sizes, num_cores
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
-from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, layout_cast, load
+from pallas_models.kernels.mosaic.common.memory import ROW_BYTES, TILE_ROWS, layout_cast, load
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, with_sums
 from pallas_models.kernels.mosaic.common.row_copies import copy_rows
 from pallas_models.kernels.mosaic.common.row_stores import SUMMED, column_sums, store_rows
@@ -43,6 +43,12 @@ _OTHERS = 1024  # bytes of shared memory that barriers and alignment take
 
 
 _Totals = list[list[jax.Array]]  # of scale and offset, by pieces of the channels
+
+
+def prefer(form: Form[Any], target: Target) -> bool:
+    """Whether a call is one of those that have run on a GPU: with products, and whole tiles of 8 positions."""
+    del target
+    return form.sizes[2] > 0 and form.sizes[0] % TILE_ROWS == 0
 
 
 class Gradient(NamedTuple):
@@ -105,12 +111,14 @@ def layer_norm_projections_backward(
     m, c, count, _ = form.sizes
     if interpret:
         check_interpreted_sizes(positions=(m, ROWS))
-    tiles, slots = pl.cdiv(m, ROWS), _num_slots(form, target)
+    tiles = pl.cdiv(m, ROWS)
     num_ctas = min(num_cores(target, interpret), pl.cdiv(tiles, _WARPGROUPS))
     weights, tile = _buffers(form)
     arrays = dict(x=form.x) | {f"d{i}": d for i, d in enumerate(douts) if d is not None}
     if dsame is not None:
         arrays["same"] = dsame
+    # Nothing is copied two tiles ahead: there is no room for a third tile of `dfirst`.
+    slots = min(_num_slots(form, target), len(arrays))
     w_first = None
     if dfirst is not None and form.w_first is not None:
         dfirst, w_first = jnp.pad(dfirst, ((0, 0), (0, ROWS * tiles - m))), form.w_first.T.astype(jnp.float32)
@@ -203,7 +211,6 @@ class _Warpgroup:
         zeros = layout_cast(
             jnp.zeros((4 * SUMMED,), jnp.float32), plgpu.Layout.WG_STRIDED((4 * SUMMED,), vec_size=2)
         )
-
         totals = jax.lax.fori_loop(0, self.steps, self.step, [[zeros] * len(self.pieces)] * 2)
         cta = jax.lax.axis_index("cta")
         for i, parts in enumerate(totals):
