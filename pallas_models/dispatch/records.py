@@ -109,8 +109,8 @@ class Op(Generic[F]):
       contracted: `contracted(call, total, form)` is the op where an axis is split that no result has, with `call`
         like the reference and `total` adding up the results of devices.
       stands_for: `stands_for(form, names)` is the op made of other ops, which are given the implementations that
-        `names` names. It is differentiated where a kernel serves the call, and where none does it runs in place
-        of a reference, which it is with names of `("xla",)`.
+        `names` names. It is differentiated where a kernel serves the call and no gradient of `backward` does, and
+        where no kernel does it runs in place of a reference, which it is with names of `("xla",)`.
       pays: `pays(form, target)` says whether a kernel is faster than the ops that the op `stands_for`. It is asked
         of whole calls where no implementation is named, and not again of the part of a call that a device has.
       maps: whether kernels are for calls that are mapped over (`vmap`), too; where not, and no implementation is
