@@ -103,7 +103,7 @@ class Numerics:
         return jnp.dtype(x.dtype if self.compute_dtype is None else self.compute_dtype)
 
     def operand(self, x: jax.Array) -> jax.Array:
-        return x if self.compute_dtype is None else x.astype(self.compute_dtype)
+        return x.astype(self.dtype(x))
 
     def product(
         self,

@@ -32,17 +32,15 @@ from pallas_models.kernels.mosaic.common.memory import ROW_BYTES
 from pallas_models.kernels.mosaic.common.products import in_layout, multiply, with_sums
 from pallas_models.kernels.mosaic.common.ring import Ring
 from pallas_models.kernels.mosaic.common.row_copies import copy_back, copy_rows
-from pallas_models.kernels.mosaic.common.shared_memory import Buffer, available, num_bytes
+from pallas_models.kernels.mosaic.common.shared_memory import Buffer
+from pallas_models.kernels.mosaic.common.turns import REGISTERS, WORKERS, num_slots
 from pallas_models.kernels.mosaic.common.warp_specialization import Role, specialize
 from pallas_models.target import Target
 
 _WIDTHS = 64, 128
 _Rows = Callable[[jax.Array, jax.Array | int], pl.Slice]
-_WORKERS = 2
 _SLOTS = 2  # for positions: the next ones are copied while results leave the place of those before
 _MOST_STAGES = 4  # for weights
-_OTHERS = 2048  # bytes of shared memory that barriers and alignment take
-_REGISTERS = 40, 232  # of a thread of the producer, and of the workers
 
 
 def unsupported(form: Form[Any], target: Target) -> str | None:
@@ -52,7 +50,7 @@ def unsupported(form: Form[Any], target: Target) -> str | None:
         return f"takes weights in float16 and bfloat16, not {form.w_down.dtype}"
     if c not in _WIDTHS or h % PIECE:
         return f"takes 64 or 128 channels and hidden channels in multiples of {PIECE}, not {c} and {h}"
-    if _num_stages(form, target) < 2:
+    if num_slots(*_buffers(form), target) < 2:
         return f"does not fit {c} channels of {form.x.dtype} into shared memory"
     return None
 
@@ -68,25 +66,24 @@ def layer_norm_gated_mlp(form: Form[jax.Array], *, config: None, target: Target,
     m, c, h = form.sizes
     if interpret:
         check_interpreted_sizes(positions=(m, ROWS))
-    tiles, stages = pl.cdiv(m, ROWS), _num_stages(form, target)
-    num_ctas = min(num_cores(target, interpret), pl.cdiv(tiles, _WORKERS))
     positions_of, weights = _buffers(form)
-    rings = {name: dataclasses.replace(b, shape=(_SLOTS, _WORKERS, *b.shape)) for name, b in positions_of.items()}
-    rings |= {name: dataclasses.replace(b, shape=(stages, *b.shape)) for name, b in weights.items()}
+    tiles, stages = pl.cdiv(m, ROWS), num_slots(positions_of, weights, target, most=_MOST_STAGES)
+    num_ctas = min(num_cores(target, interpret), pl.cdiv(tiles, WORKERS))
+    rings = positions_of | {name: dataclasses.replace(b, shape=(stages, *b.shape)) for name, b in weights.items()}
     (out,) = launch(
         _Kernel(form.abstract(), tiles, h // PIECE, num_ctas, stages),
         dict(x=form.x[None], scale=form.scale, offset=form.offset, w_gate_up=form.w_gate_up, w_down=form.w_down),
         dict(out=jax.ShapeDtypeStruct((1, m, c), form.x.dtype)),
         dict(
             **{name: buffer.scratch_type for name, buffer in rings.items()},
-            full=plgpu.Barrier(num_arrivals=_WORKERS * (c // PIECE), num_barriers=_SLOTS),
-            free=plgpu.Barrier(num_arrivals=_WORKERS, num_barriers=_SLOTS),
+            full=plgpu.Barrier(num_arrivals=WORKERS * (c // PIECE), num_barriers=_SLOTS),
+            free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=_SLOTS),
             weights_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            weights_free=plgpu.Barrier(num_arrivals=_WORKERS, num_barriers=stages),
+            weights_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=stages),
         ),
         name="layer_norm_gated_mlp",
         num_ctas=num_ctas,
-        num_warpgroups=_WORKERS + 1,
+        num_warpgroups=WORKERS + 1,
         interpret=interpret,
         unsafe_no_auto_barriers=True,
         reduction_scratch_bytes=0,  # each row is in the four threads that exchange sums of it
@@ -95,17 +92,11 @@ def layer_norm_gated_mlp(form: Form[jax.Array], *, config: None, target: Target,
 
 
 def _buffers(form: Form[Any]) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
-    """The shared memory of a tile of positions, and that of the weights of some hidden channels."""
+    """The shared memory of all positions that a CTA has at a time, and of the weights of some hidden channels."""
     c, dtype = form.x.shape[1], form.w_down.dtype
-    return dict(x_smem=Buffer((c // PIECE, ROWS, PIECE), form.x.dtype, ROW_BYTES)), dict(
-        gate_up_smem=Buffer((2, c, PIECE), dtype, ROW_BYTES), down_smem=Buffer((PIECE, c), dtype, ROW_BYTES)
-    )
-
-
-def _num_stages(form: Form[Any], target: Target) -> int:
-    """The weights of how many pieces of hidden channels fit into shared memory beside the positions."""
-    tile, weights = (num_bytes(buffers.values()) for buffers in _buffers(form))
-    return min((available(target) - _OTHERS - _SLOTS * _WORKERS * tile) // weights, _MOST_STAGES)
+    x_smem = Buffer((_SLOTS, WORKERS, c // PIECE, ROWS, PIECE), form.x.dtype, ROW_BYTES)
+    gate_up_smem, down_smem = Buffer((2, c, PIECE), dtype, ROW_BYTES), Buffer((PIECE, c), dtype, ROW_BYTES)
+    return dict(x_smem=x_smem), dict(gate_up_smem=gate_up_smem, down_smem=down_smem)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,23 +118,23 @@ class _Kernel:
 
     def __call__(self, refs: Refs) -> None:
         cta = jax.lax.axis_index("cta")
-        pairs = pl.cdiv(self.tiles, _WORKERS)
+        pairs = pl.cdiv(self.tiles, WORKERS)
         steps = jax.lax.div(pairs - cta + self.num_ctas - 1, self.num_ctas)
 
         def rows(step: jax.Array, own: jax.Array | int) -> pl.Slice:
             """The positions of a warpgroup. If tiles are odd in number both have the last, as both get weights."""
-            tile = (cta + step * self.num_ctas) * _WORKERS + own
+            tile = (cta + step * self.num_ctas) * WORKERS + own
             return positions(jnp.minimum(tile, self.tiles - 1))
 
         rings = Ring(refs.full, refs.free, _SLOTS), Ring(refs.weights_full, refs.weights_free, self.stages)
-        producer_registers, worker_registers = _REGISTERS
+        producer_registers, worker_registers = REGISTERS
         specialize(
             Role(
-                range(_WORKERS, _WORKERS + 1),
+                range(WORKERS, WORKERS + 1),
                 producer_registers,
                 lambda _: self.produce(refs, *rings, steps, rows),
             ),
-            Role(range(_WORKERS), worker_registers, lambda own: self.work(refs, *rings, steps, rows, own)),
+            Role(range(WORKERS), worker_registers, lambda own: self.work(refs, *rings, steps, rows, own)),
         )
 
     def produce(self, refs: Refs, tiles: Ring, weights: Ring, steps: jax.Array, rows: _Rows) -> None:
@@ -151,7 +142,7 @@ class _Kernel:
 
         def copy_positions(step: jax.Array) -> None:
             slot = tiles.acquire(step)
-            for own in range(_WORKERS):
+            for own in range(WORKERS):
                 for i, piece in enumerate(pieces(refs.x.shape[2])):
                     to = refs.x_smem.at[slot, own, i]
                     copy_rows(

@@ -20,15 +20,15 @@ from pallas_models.target import Target
 WORKERS = 2  # with three each has too few registers: the update's end took 255 us, not 229, at N = 1024 on an H200
 _MOST_SLOTS = 6
 _OTHERS = 2048  # bytes of shared memory that barriers and alignment take
-_REGISTERS = 40, 232  # of a thread of the producer, and of the workers
+REGISTERS = 40, 232  # of a thread of the producer, and of the workers
 
 # Finishes a tile that has arrived in a slot, and calls the third argument once the slot has been read.
 Step = Callable[[jax.Array, jax.Array, Callable[[], None]], None]
 
 
-def num_slots(kept: dict[str, Buffer], tile: dict[str, Buffer], target: Target) -> int:
+def num_slots(kept: dict[str, Buffer], tile: dict[str, Buffer], target: Target, *, most: int = _MOST_SLOTS) -> int:
     """For how many tiles a CTA has room in shared memory beside what it keeps."""
-    return min((available(target) - _OTHERS - num_bytes(kept.values())) // num_bytes(tile.values()), _MOST_SLOTS)
+    return min((available(target) - _OTHERS - num_bytes(kept.values())) // num_bytes(tile.values()), most)
 
 
 def launch_in_turns(
@@ -145,7 +145,7 @@ class Turns:
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        producer_registers, worker_registers = _REGISTERS
+        producer_registers, worker_registers = REGISTERS
         specialize(
             Role(range(WORKERS, WORKERS + 1), producer_registers, produce),
             Role(range(WORKERS), worker_registers, work),
