@@ -16,11 +16,13 @@ from pallas_models.dispatch.sharding import Sharding
 from pallas_models.kernels.forms import attention as attention_forms
 from pallas_models.kernels.forms.triangle_attention import DIRECTIONS, Direction, Form
 from pallas_models.kernels.mosaic import attention as mosaic
+from pallas_models.kernels.mosaic import triangle_attention_backward as mosaic_backward
 from pallas_models.kernels.triton import attention as triton
 from pallas_models.kernels.triton import attention_backward as triton_backward
 from pallas_models.ops import _checks
 from pallas_models.ops._checks import Array
 from pallas_models.ops.attention import KERNELS, attend_to_all
+from pallas_models.target import HOPPER
 from pallas_models.tuning import Chooser
 
 
@@ -180,6 +182,14 @@ OP: Op[Form[Any]] = Op(
     reference=reference,
     kernels=KERNELS,
     backward=(
+        Backward(
+            backend="mosaic",
+            architectures=HOPPER,
+            call=mosaic_backward.triangle_attention_backward,
+            keeps=2,
+            options={"return_lse": True},
+            refuses=mosaic_backward.unsupported,
+        ),
         Backward(backend="triton", call=triton_backward.attention_backward, keeps=2, options={"return_lse": True}),
     ),
     sharding=_sharding,

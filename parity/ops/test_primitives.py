@@ -21,6 +21,7 @@ from pallas_models.kernels.common.primitives import PRIMITIVES
 from pallas_models.kernels.mosaic.common import memory
 from pallas_models.kernels.mosaic.common.backend import plgpu
 from pallas_models.kernels.mosaic.common.cluster_sums import Exchange
+from pallas_models.kernels.mosaic.common.device_sums import add_to_device
 from pallas_models.kernels.mosaic.common.elementwise import elementwise, load_vector
 from pallas_models.kernels.mosaic.common.interpreter import cluster_size
 from pallas_models.kernels.mosaic.common.launch import Refs, launch
@@ -356,6 +357,54 @@ def test_rows_from_registers_lower(size, dtype):
 # Mosaic: the sums that a cluster adds up, step after step, more steps than there are places for them.
 CTAS, WARPGROUPS, STEPS, WIDTH = 2, 2, 6, 512
 ROW = CTAS * WARPGROUPS * WIDTH
+
+
+def growing(refs: Refs) -> None:
+    """Copies the first array to a sum, to which it adds the second twice."""
+    refs.tile[...] = memory.load(refs.first, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    rows = pl.Slice(jax.lax.axis_index("cta") * 64, 64)
+    plgpu.copy_smem_to_gmem(refs.tile, refs.total.at[rows])
+    plgpu.wait_smem_to_gmem(0)
+    refs.tile[...] = memory.load(refs.second, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    for _ in range(2):
+        add_to_device(refs.tile, refs.total.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def grown(arrays: Arrays, *, interpret: bool) -> list[jax.Array]:
+    return launch(
+        growing,
+        arrays,
+        dict(total=jax.ShapeDtypeStruct((128, 64), jnp.float32)),
+        dict(tile=memory.tiled((64, 64), jnp.float32)),
+        name="grown",
+        num_ctas=2,
+        num_warpgroups=1,
+        interpret=interpret,
+    )
+
+
+def two_tiles() -> Arrays:
+    rng = np.random.default_rng(31)
+    return dict(first=normal(rng, 64, 64), second=normal(rng, 64, 64))
+
+
+@pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
+def test_sums_in_device_memory():
+    arrays = two_tiles()
+    with all_called("mosaic.common.device_sums"):
+        (total,) = grown(arrays, interpret=MOSAIC != "mosaic")
+    first, second = (np.asarray(x) for x in arrays.values())
+    expected = first + second + second  # in this order, each rounded
+    np.testing.assert_array_equal(np.asarray(total), np.concatenate([expected] * 2))
+
+
+@pytest.mark.skipif(OLD, reason="is for kernels that need JAX 0.11")
+def test_sums_in_device_memory_lower():
+    text = lowered(grown, two_tiles())
+    assert text.count(f"@{MOSAIC_CALL}") == 1
 
 
 def adding(exchange: Exchange, refs: Refs) -> None:

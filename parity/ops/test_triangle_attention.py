@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_models import _jax, ops
 from pallas_models.kernels.forms.triangle_attention import Form
 from pallas_models.kernels.mosaic import attention as ring
 from pallas_models.kernels.mosaic.attention_plan import Plan
 from pallas_models.kernels.mosaic.common.backend import plgpu
+from pallas_models.kernels.mosaic.common.shared_memory import num_bytes
+from pallas_models.kernels.mosaic.triangle_attention_backward_plan import Side
 from pallas_models.kernels.triton import attention, attention_backward
 from pallas_models.tuning import Chooser
 from parity.ops.test_lowering import HOPPER, lowered_for_cuda
@@ -430,6 +433,104 @@ def test_ring_has_no_races(name):
         ops.triangle_attention(
             q, k, v, bias=bias, mask=mask, direction="starting", implementation=MOSAIC, config=config
         )
+
+
+BACKWARD = {  # elements, lines, N, heads, dtype, dtype of the bias
+    "a tile in part, fewer lines than a group has": (1, 2, 192, 1, "bfloat16", "float32"),
+    "groups of lines one after another, the last in part": (2, 7, 128, 1, "float16", "float16"),
+    "blocks without a mask among others": (1, 6, 256, 2, "bfloat16", "bfloat16"),
+}
+
+
+def backward_operands(name, direction):
+    """Of an element the first line has all keys, the second some at its end, the third holes, the last none."""
+    elements, lines, n, heads, dtype, bias_dtype = BACKWARD[name]
+    q, k, v, bias, mask = operands(elements, n, heads, 32, dtype, lines=lines, direction=direction)
+    mask = np.array(mask if direction == "starting" else mask.swapaxes(1, 2))
+    mask[:, 0], mask[:, 1, : 2 * n // 3], mask[:, 1, 2 * n // 3 :], mask[:, -1] = 1, 0, 1, 0
+    mask = array(mask if direction == "starting" else mask.swapaxes(1, 2), "int32")
+    bias = bias.astype(bias_dtype).at[0, 0, 5].set(-jnp.inf).at[-1, -1, 3:70, 9].set(-jnp.inf)
+    return (q, k, v, bias), mask, normal(np.random.default_rng(3), *q.shape, dtype=dtype)
+
+
+@takes_pairs
+@both
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("masks", [True, False])
+def test_mosaic_gradients(name, masks, direction):
+    """No further from XLA's in float32 than products of rounded weights are; what it has as 0 is 0."""
+    arrays, mask, cotangent = backward_operands(name, direction)
+    mask = mask if masks else None
+    gradients = pulled(arrays, mask, cotangent, implementation=MOSAIC, direction=direction)
+    exact = [x.astype(jnp.float32) for x in (*arrays, cotangent)]
+    wanted = pulled(exact[:4], mask, exact[4], implementation="xla", direction=direction)
+    dtype = str(cotangent.dtype)
+    for gradient, array_, expected in zip(gradients, arrays, wanted, strict=True):
+        assert gradient.dtype == array_.dtype and np.all(np.isfinite(float64(gradient)))
+        assert_close(gradient, float64(expected), 2 * OP[dtype])  # weights from rounded scores
+        assert np.all(float64(gradient)[float64(expected) == 0.0] == 0.0)
+
+
+@takes_pairs
+@both
+def test_mosaic_gradients_where_masked_keys_are_nan(direction):
+    arrays, mask, cotangent = backward_operands("groups of lines one after another, the last in part", direction)
+    q, k, v, bias = arrays
+    pull = functools.partial(pulled, mask=mask, cotangent=cotangent, implementation=MOSAIC, direction=direction)
+    hidden = jnp.where(mask[..., None, None] != 0, k, jnp.nan)
+    for found, wanted in zip(pull((q, hidden, v, bias)), pull((q, k, v, bias)), strict=True):
+        assert_equal(found, wanted)
+
+
+@takes_pairs
+def test_mosaic_gradients_without_the_gradient_of_the_bias():
+    arrays, mask, cotangent = backward_operands("blocks without a mask among others", "starting")
+    *qkv, bias = arrays
+
+    def attended(*qkv):
+        return ops.triangle_attention(*qkv, bias=bias, mask=mask, direction="starting", implementation=MOSAIC)
+
+    found = jax.jit(lambda *qkv: jax.vjp(attended, *qkv)[1](cotangent))(*qkv)
+    wanted = pulled(arrays, mask, cotangent, implementation=MOSAIC, direction="starting")
+    for gradient, expected in zip(found, wanted[:3], strict=True):
+        assert_equal(gradient, expected)
+
+
+@takes_pairs
+@finds_races
+@both
+def test_mosaic_gradients_have_no_races(direction):
+    arrays, mask, cotangent = backward_operands("a tile in part, fewer lines than a group has", direction)
+    with no_races():
+        pulled(arrays, mask, cotangent, implementation=MOSAIC, direction=direction)
+
+
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("lines, n", [(1024, 1024), (512, 512), (3, 192), (1, 128)])
+def test_blocks_and_parts_of_the_gradient_on_hopper(lines, n, of_keys, bias_dtype):
+    """What shared memory holds; every part has lines, and no CTA much more to do than others."""
+    pairs = jax.ShapeDtypeStruct((1, lines, n, 128), "bfloat16")
+    form = Form(
+        qkv=(pairs,) * 3,
+        mask=jax.ShapeDtypeStruct((1, lines, n), "int32"),
+        bias=jax.ShapeDtypeStruct((1, 4, n, n), bias_dtype),
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        sm_scale=1.0,
+        precision=jax.lax.Precision.DEFAULT,
+        direction="starting",
+    )
+    hopper = gpu()
+    side = Side.of(form, hopper, of_keys=of_keys, adds_bias=not of_keys)
+    assert num_bytes(side.buffers().values()) <= hopper.shared_memory - 1024
+    assert side.line_stages >= side.lines and side.num_stages >= 2
+    assert (side.parts - 1) * side.groups_of_part < side.groups <= side.parts * side.groups_of_part
+    assert side.num_ctas == min(side.units, hopper.num_cores)
+    if lines == n:
+        least = side.tiles * side.owners * side.groups / hopper.num_cores
+        assert pl.cdiv(side.units, side.num_ctas) * side.groups_of_part <= 1.25 * least
 
 
 def test_lines_of_no_pairs():
