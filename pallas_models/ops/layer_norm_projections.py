@@ -43,8 +43,8 @@ def layer_norm_projections(
     else it is rounded to the dtype of `x` before.
 
     On Hopper the gradient is a kernel for x, scale and offset, and products of XLA for the weights, and keeps
-    nothing beside the operands: for x in the dtype of `w` and F of 16 or less; None takes it where there is `w`,
-    for rows in multiples of 8. Else norm and products are differentiated each as itself, and the product with
+    nothing beside the operands: for x in the dtype of `w` and F of 16 or less; None takes it for rows in
+    multiples of 8. Else norm and products are differentiated each as itself, and the product with
     `w_first` in XLA where the implementation that is named has none of so few columns; the gradient then keeps y
     and three float32 numbers a row.
 

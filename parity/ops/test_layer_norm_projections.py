@@ -210,6 +210,15 @@ def test_is_one_kernel_by_default(count):
     assert lowered_calls(program(None), operands) == 1
 
 
+@pytest.mark.parametrize("m, count, expected", [(4096, 0, True), (4096, 4, True), (4099, 4, False)])
+def test_gradient_that_is_the_default(m, count, expected):
+    """Biases alone, and with projections; not rows that would be padded."""
+    form: Form[Any] = Form(
+        **draw(m, 128, count, 128, 4, "bfloat16"), epsilon=1e-5, precision=jax.lax.Precision.DEFAULT
+    )
+    assert mosaic_backward.prefer(form, gpu()) is expected
+
+
 @pytest.mark.parametrize(
     "changed, error, message",
     [
