@@ -82,6 +82,18 @@ class _Attention(nnx.Module):
         bias = None if biases is None else biases[first:last]
         return numerics.product(y, self.projections.kernel[:, first:last], bias)
 
+    def project_all(self, numerics: Numerics, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries, keys and values side by side, and gates, of y (B, S, N, C).
+
+        A single sequence has one product for them: it is so small that a second one costs more than the copy which
+        parts the gates from the others.
+        """
+        if y.shape[1] > 1:
+            return self.project(numerics, y, 0, 3), self.project(numerics, y, 3, 4)
+        found = self.project(numerics, y, 0, 4)
+        width = found.shape[-1] // 4
+        return found[..., : 3 * width], found[..., 3 * width :]
+
     def finish(
         self, numerics: Numerics, out: jax.Array, gate: jax.Array, x: jax.Array, *, residual: bool
     ) -> jax.Array:
@@ -158,8 +170,9 @@ class AttentionPairBias(_Attention):
         check_pairs(pair, self.config.pair_channels)
         y, x = numerics.norm(jnp.asarray(x), self.norm)
         bias = numerics.pair_bias(jnp.asarray(pair), self.pair_norm, self.pair_bias.kernel[...])
-        out = _by_rows(self.project(numerics, y, 0, 3), bias, as_bool(mask), numerics)
-        return self.finish(numerics, out, self.project(numerics, y, 3, 4), x, residual=residual)
+        qkv, gate = self.project_all(numerics, y)
+        out = _by_rows(qkv, bias, as_bool(mask), numerics)
+        return self.finish(numerics, out, gate, x, residual=residual)
 
 
 class ColumnAttention(_Attention):
