@@ -47,8 +47,6 @@ def triangle_attention_backward(
     assert dout is not None and form.bias is not None
     shift, delta = rows_of_backward(form, out, lse, dout, dlse)
     q, k, v = form.arrays
-    if form.mask is not None:  # what a masked key holds, NaN for one, would reach the gradients of queries
-        k = jnp.where(form.mask[..., None] != 0, k, 0)
     read = dict(q=q, k=k, v=v, dout=dout, shift=shift, delta=-delta, mask=form.mask_by_item)
 
     def call(side: Side, **results: jax.ShapeDtypeStruct | None) -> list[jax.Array]:

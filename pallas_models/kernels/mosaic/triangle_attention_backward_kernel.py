@@ -209,6 +209,7 @@ class _Rows:
         put(weights_sum, layout_cast(self.number(refs.deltas, n, slot, shape), plgpu.Layout.WGMMA))
         multiply(scores_sum, own_first, other_first, transpose_b=True)
         multiply(weights_sum, own_second, other_second, transpose_b=True)
+        factor = other_first if full else self.kept(slot)  # while the tensor cores compute
         exponents = elementwise(self.biased, in_layout(scores_sum, 1), bias) * math.log2(math.e)
         exponents = exponents + self.number(refs.shifts, n, slot, shape)
         if not full:
@@ -218,7 +219,7 @@ class _Rows:
         if side.of_keys:
             multiply(sums[1], weights.astype(dtype), other_second)
         dscores = weights * in_layout(weights_sum, 1 if side.of_keys else 0)
-        multiply(sums[0], dscores.astype(dtype), other_first)
+        multiply(sums[0], dscores.astype(dtype), factor)
         total = None if total is None else total + dscores
         plgpu.wgmma_wait(0)
         return total
@@ -240,12 +241,23 @@ class _Rows:
             exponents = exponents + jnp.where(is_there, 0.0, -jnp.inf)
         if refs.mask is None:
             return exponents
-        if not side.of_keys:
-            plgpu.barrier_wait(refs.mask_ready.at[slot])
         place = (self.slots[n], self.warpgroup) if side.of_keys else slot
         return masked(
             exponents, [load_across(refs.masks.at[place], exponents.shape, 0 if side.of_keys else 1) != 0]
         )
+
+    def kept(self, slot: jax.Array) -> Ref:
+        """The block that gradients of scores are multiplied by: 0 for masked keys, which may hold NaN."""
+        refs = self.refs
+        block = refs.first_blocks.at[slot]
+        if self.side.of_keys or refs.mask is None:
+            return block
+        plgpu.barrier_wait(refs.mask_ready.at[slot])
+        kept, keys = refs.kept_keys.at[self.warpgroup], load(block, plgpu.Layout.WGMMA)
+        valid = load_across(refs.masks.at[slot], keys.shape, 0) != 0
+        kept[...] = jnp.where(valid, keys, jnp.zeros_like(keys))
+        plgpu.commit_smem()
+        return kept
 
     def write_bias(self, total: jax.Array, block: jax.Array) -> None:
         """Adds the gradient of a block of the bias to the part of these lines."""

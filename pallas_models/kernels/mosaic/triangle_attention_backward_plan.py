@@ -226,6 +226,8 @@ class Side:
             arrays["dbias_tiles"] = Buffer((CONSUMERS, ROWS, ROWS), f32, row_bytes_of(ROWS, f32))
         if self.has_mask:
             arrays["masks"] = Buffer(tile if self.of_keys else block, i32)
+            if not self.of_keys:
+                arrays["kept_keys"] = Buffer((CONSUMERS, ROWS, form.head_dim), dtype, row_bytes)
         return arrays
 
     def scratch_types(self) -> dict[str, Any]:
