@@ -52,6 +52,8 @@ if kept := os.environ.get(sharing.COMPILED):
     jax.config.update("jax_compilation_cache_dir", kept)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     pallas_patches.keep_whole_programs()
+    if not ON_GPU:  # whose programs are large, and kept for the next run
+        pallas_patches.compress_nothing()
 elif not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_enable_compilation_cache", False)  # each program would get its key for nothing
 
