@@ -3,13 +3,13 @@
 import re
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import weights
 from pallas_models import qwen3
 from parity import ROOT
-from parity.support.common import ON_GPU
+from parity.support.common import ON_GPU, float64
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "bench/NOTES.md")]
@@ -69,7 +69,7 @@ def test_examples_run(monkeypatch, tmp_path, code):
     names: dict[str, object] = {}
     exec(code, names)
     arrays = [value for value in names.values() if isinstance(value, jax.Array)]
-    assert all(bool(jnp.isfinite(array.astype(jnp.float32)).all()) for array in arrays)
+    assert all(np.isfinite(float64(array)).all() for array in arrays)  # JAX would compile programs for each shape
     assert arrays or names.keys() & {"logits", "lowered"}
 
 
