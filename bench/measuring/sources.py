@@ -20,6 +20,7 @@ _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 _BEFORE_STATEMENT = (tokenize.ENCODING, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
+@functools.cache  # most modules are timed by several benchmarks
 def digest(source: str) -> str:
     """Twelve hexadecimal digits of Python code, the same in every version of Python."""
     parts: list[str] = []
@@ -42,7 +43,8 @@ def _named(module: ModuleType, name: str) -> str:
     return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
 
 
-def _imports(name: str) -> set[str]:
+@functools.cache
+def _imports(name: str) -> frozenset[str]:
     """The modules that one uses: of a package not its __init__, but those where the names it is asked for are."""
     tree = list(ast.walk(ast.parse(_path(name).read_text(encoding="utf-8"))))
     found: set[str] = set()
@@ -59,7 +61,8 @@ def _imports(name: str) -> set[str]:
     for node in tree:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in packages:
             found.add(_named(packages[node.value.id], node.attr))
-    return {used for used in found if used.startswith(_OURS) and not hasattr(sys.modules.get(used), "__path__")}
+    ours = (used for used in found if used.startswith(_OURS))
+    return frozenset(used for used in ours if not hasattr(sys.modules.get(used), "__path__"))
 
 
 def _path(name: str) -> Path:
