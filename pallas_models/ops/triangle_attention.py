@@ -81,9 +81,10 @@ def triangle_attention(
       precision: of float32 products, as in `matmul`.
       config: block sizes of the kernel; chosen as `pallas_models.tuning` says when None.
       implementation: as `pallas_models.ops` has it; None for the best available: Mosaic's where it serves a call
-        with a bias, and Triton's, whose gradients both have. `"mosaic"` serves half precisions, D of 32, N in
-        multiples of 64 (before JAX 0.11 up to 512) and a positive scale; its gradients are XLA's, or with
-        `("mosaic", "triton")` Triton's. It copies the mask and the bias of columns.
+        with a bias, and Triton's. `"mosaic"` serves half precisions, D of 32, N in multiples of 64 (before JAX
+        0.11 up to 512) and a positive scale; its gradients are for calls with a bias, N of 128 or more and JAX
+        0.11, others are XLA's, or with `("mosaic", "triton")` Triton's. It copies the mask and the bias of
+        columns, and the bias of rows for the gradients.
 
     Returns:
       As q.

@@ -62,6 +62,8 @@ _HOPPER_SPILLS = (
     ("matmul", "mosaic", "bfloat16", 392),
     ("mean_pool", "triton", "float32", 8448),
     ("queries_kernel", "triton", "float32", 2500),
+    ("triangle_attention_backward_keys", "mosaic", "bfloat16", 32),
+    ("triangle_attention_backward_queries", "mosaic", "bfloat16", 576),
     ("trimul_output", "triton", "bfloat16", 604),
     ("trimul_output", "triton", "float32", 21392),
     ("trimul_output_backward", "mosaic", "bfloat16", 300),
