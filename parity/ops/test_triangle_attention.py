@@ -583,6 +583,23 @@ def test_mosaic_kernel_lowers_and_is_the_default_with_a_bias(n, bias_dtype, dire
     assert default.count(chosen) == 1 and other not in default
 
 
+@without_gpu
+@takes_pairs
+@both
+def test_mosaic_gradients_lower_and_are_the_default_with_a_bias(direction):
+    pairs = [jax.ShapeDtypeStruct((1, 256, 256, 4, 32), jnp.bfloat16)] * 3
+    bias = jax.ShapeDtypeStruct((1, 4, 256, 256), jnp.bfloat16)
+
+    def gradients(q, k, v, bias):
+        attend = functools.partial(ops.triangle_attention, direction=direction)
+        out, pull = jax.vjp(lambda q, k, v, bias: attend(q, k, v, bias=bias), q, k, v, bias)
+        return pull(out)
+
+    with cuda_device(*HOPPER):
+        text = lowered_for_cuda(gradients, *pairs, bias)
+    assert text.count(f"@{MOSAIC_CALL}") == 3 and TRITON_CALL not in text  # one of them is the forward pass
+
+
 @pytest.mark.parametrize(
     "shape, dtype, message",
     [
