@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_models import _jax, ops
+from pallas_models import _jax, ops, target
 from pallas_models.kernels.forms.triangle_attention import Form
 from pallas_models.kernels.mosaic import attention as ring
 from pallas_models.kernels.mosaic.attention_plan import Plan
@@ -469,6 +469,24 @@ def test_mosaic_gradients(name, masks, direction):
         assert gradient.dtype == array_.dtype and np.all(np.isfinite(float64(gradient)))
         assert_close(gradient, float64(expected), 2 * OP[dtype])  # weights from rounded scores
         assert np.all(float64(gradient)[float64(expected) == 0.0] == 0.0)
+
+
+@takes_pairs
+@without_gpu
+@both
+@pytest.mark.parametrize("name", list(BACKWARD)[1:])
+def test_mosaic_gradients_of_few_ctas(name, direction, monkeypatch):
+    """A CTA has several tiles, and several groups of lines to add to one part of the bias's gradient."""
+    monkeypatch.setattr(target, "_local", lambda: gpu(1))
+    test_mosaic_gradients(name, True, direction)
+
+
+@takes_pairs
+def test_mosaic_gradient_of_a_bias_whose_blocks_no_line_needs():
+    arrays, mask, cotangent = backward_operands("blocks without a mask among others", "starting")
+    mask = mask.at[:, :, 64:].set(0)
+    gradients = pulled(arrays, mask, cotangent, implementation=MOSAIC, direction="starting")
+    assert np.any(float64(gradients[3])[..., :64]) and not np.any(float64(gradients[3])[..., 64:])
 
 
 @takes_pairs
