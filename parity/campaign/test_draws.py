@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -10,8 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+import pallas_models.ops
 from parity.campaign import __main__ as campaign
 from parity.campaign import encoders, exports, folders, jobs, ops, shardings, transformations
+from parity.cases import OPS
 from parity.support.bounded import apart
 from parity.support.draws import Pick
 
@@ -43,6 +46,16 @@ def test_ops_with_kernels_for_hopper_are_those_that_have_records_of_them():
     assert {"matmul", "attention_qkv", "mlp", "matmul_layer_norm", "post_norm_mlp"} <= set(ops.MOSAIC)
     drawn = [ops.program(5, i, "mosaic") for i in range(300)]
     assert {p.op for p in drawn} == set(ops.MOSAIC)
+
+
+@pytest.mark.parametrize("op", ops.DRAWN)
+def test_calls_that_are_drawn_have_all_that_an_op_asks_for(op):
+    """One that leaves out an argument fails, and looks as if the op had."""
+    called = [inspect.signature(f) for f in (getattr(pallas_models.ops, op), OPS[op].formula)]
+    for i in range(100):
+        inputs, options = ops.DRAWN[op](Pick(np.random.default_rng(i)), "bfloat16", i % 2 == 1)
+        for signature, more in zip(called, (dict(implementation=None), dict(dtype="bfloat16")), strict=True):
+            signature.bind(**inputs, **options, **more)
 
 
 def test_transformations_of_all_ops_under_all_settings_are_drawn():

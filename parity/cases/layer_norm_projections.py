@@ -97,12 +97,14 @@ def _draw(pick: Pick, dtype: str, mosaic: bool) -> Drawn:
     }
     if pick.chance(0.5):
         inputs["bias"] = Input((count, n), pick.other(dtype))
+    options = pick.precision(dtype) | {"epsilon": pick.epsilon()}
     if pick.chance(0.5):
         inputs["w_first"] = Input((c, pick.of((1, 4, 8))), dtype, scale=c**-0.5, limit=1e7)
         if pick.chance(0.3):
             del inputs["w"]
             inputs.pop("bias", None)
-    return inputs, pick.precision(dtype) | {"epsilon": pick.epsilon()}
+            options["w"] = None
+    return inputs, options
 
 
 _CALL = Call(
