@@ -18,7 +18,7 @@ from parity import COMPILES_ALONE, ROOT
 from parity import __main__ as check
 from parity.campaign import __main__ as campaign
 from parity.campaign import ops
-from parity.support import bounded
+from parity.support import bounded, draws
 from parity.support.bounded import Bounded, disagreement, exact
 from parity.support.compiling import ptxas
 from parity.support.draws import DTYPES
@@ -139,8 +139,8 @@ def test_beyond_the_range_of_a_dtype_only_infinity_is_right():
 
 
 def first_of(op: str, transformation: str) -> int:
-    """The number of a case of an op under a transformation, run by XLA."""
-    for i in range(10_000):
+    """The number of a case of an op under a transformation, run by XLA; some are one in 10,000 programs."""
+    for i in range(200_000):
         p = ops.program(0, i, "xla")
         single = all(spec.dtype in ("float32", "int32", "bool", "int8") for spec in p.inputs.values())
         wide = ops.differentiable(p)  # rows of one element do not show every break
@@ -157,6 +157,12 @@ BREAKS = {
     ("linear_cross_entropy", "jvp"): lambda f: lambda x, w, labels, **o: f(x * 1.001, w, labels, **o),
     ("mean_pool", "jit"): lambda f: lambda x, mask, **o: f(x, jnp.ones_like(mask), **o),
 }
+
+
+@pytest.mark.parametrize("op, transformation", BREAKS)
+def test_a_case_of_each_break_is_drawn_at_the_sizes_of_a_gpu(monkeypatch, op, transformation):
+    monkeypatch.setattr(draws, "ON_GPU", True)
+    assert first_of(op, transformation) >= 0
 
 
 @pytest.mark.parametrize("op, transformation", BREAKS)
@@ -262,8 +268,9 @@ def test_a_case_that_is_late_is_named():
 
 def test_a_campaign_that_is_interrupted_tells_what_came_of_it(fake_part, tmp_path):
     script = f"""
-import sys
+import signal, sys
 from parity.campaign import __main__ as campaign
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this run beside itself
 report = campaign.run({fake_part!r}, 10, first=38, workers=1)
 print(report.summary())
 campaign.run = lambda *_, **__: report

@@ -15,6 +15,7 @@ import pallas_models.ops
 from parity.campaign import __main__ as campaign
 from parity.campaign import encoders, exports, folders, jobs, ops, shardings, transformations
 from parity.cases import OPS
+from parity.support import draws
 from parity.support.bounded import apart
 from parity.support.draws import Pick
 
@@ -68,8 +69,8 @@ def test_transformations_of_all_ops_under_all_settings_are_drawn():
 
 
 def first(seed: int, kind: str, op: str) -> int:
-    """The number of a program of that op in float32, under that transformation alone."""
-    for i in range(20_000):
+    """The number of a program of that op in float32, under that transformation alone: one in some 20,000."""
+    for i in range(400_000):
         p = transformations.program(seed, i, "xla")
         if (
             (p.call.row, p.call.dtype) == (op, "float32")
@@ -88,7 +89,16 @@ def test_every_model_is_called(name):
     assert all(np.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(call.of("xla"), floats, rest)))
 
 
-@pytest.mark.parametrize("kind, op", [("vmap", "softmax"), ("grad", "rms_norm"), ("scan", "mean_pool")])
+BREAKS = [("vmap", "softmax"), ("grad", "rms_norm"), ("scan", "mean_pool")]
+
+
+@pytest.mark.parametrize("kind, op", BREAKS)
+def test_a_program_of_each_break_is_drawn_at_the_sizes_of_a_gpu(monkeypatch, kind, op):
+    monkeypatch.setattr(draws, "ON_GPU", True)
+    assert first(0, kind, op) >= 0
+
+
+@pytest.mark.parametrize("kind, op", BREAKS)
 def test_a_break_under_a_transformation_is_found(monkeypatch, kind, op):
     index = first(0, kind, op)
     trial = transformations._Trial(0, index * transformations.DRAWS, "xla", {})

@@ -24,6 +24,7 @@ from parity.support.common import (
     float64,
     gpu,
     lowered_calls,
+    normal,
     without_gpu,
 )
 from parity.support.races import finds_races, no_races
@@ -185,18 +186,20 @@ def test_gradients_in_the_kernel(m, c, count, n, first, used):
     operands, rng = draw(m, c, count, n, first, "bfloat16"), np.random.default_rng(6)
     numbers = {"all": range(count + 2), "projections": range(count), "second": [1], "first": [count]}[used]
     moved = {name: x for name, x in operands.items() if x is not None}
-    cotangents = [jnp.asarray(rng.normal(size=y.shape), jnp.bfloat16) for y in exact(operands, "bfloat16")]
+    outs = jax.eval_shape(program("xla"), operands)
+    cotangents = [normal(rng, *y.shape, dtype="bfloat16") for y in outs]
 
-    def loss(moved: dict[str, jax.Array], implementation: Any) -> jax.Array:
+    def loss(moved: dict[str, jax.Array], cotangents: list[jax.Array], implementation: Any) -> jax.Array:
         found = ops.layer_norm_projections(**operands | moved, implementation=implementation)
         pairs = list(zip(found, cotangents, strict=True))
         some = [pairs[i] for i in numbers if i < len(pairs)]
         return sum(jnp.vdot(y.astype(jnp.float32), c.astype(jnp.float32)) for y, c in some)
 
-    gradients = jax.jit(jax.grad(loss), static_argnums=1)
-    assert "layer_norm_projections_backward" in str(jax.make_jaxpr(gradients, static_argnums=1)(moved, MOSAIC))
-    wanted = gradients(jax.tree.map(lambda x: x.astype(jnp.float32), moved), "xla")
-    found = gradients(moved, MOSAIC)
+    gradients = jax.jit(jax.grad(loss), static_argnums=2)
+    traced = jax.make_jaxpr(gradients, static_argnums=2)(moved, cotangents, MOSAIC)
+    assert "layer_norm_projections_backward" in str(traced)
+    wanted = gradients(jax.tree.map(lambda x: x.astype(jnp.float32), moved), cotangents, "xla")
+    found = gradients(moved, cotangents, MOSAIC)
     for name in [name for name, gradient in wanted.items() if not jnp.any(gradient)]:
         assert not jnp.any(found.pop(name)) and not jnp.any(wanted.pop(name))
     assert_named_close(found, wanted, 3 * OP["bfloat16"])

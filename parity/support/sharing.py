@@ -29,6 +29,9 @@ OVERHEAD = 1.0 * GB
 LEAST = 2.0 * GB
 # The largest part that JAX takes of the memory for arrays; PyTorch has the rest, which it gives back.
 JAX_PART = 0.8
+# JAX's variable, and its allocator that takes each array from CUDA and gives it back at once. It knows no limit.
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+GIVES_BACK = "platform"
 
 
 def gpu_memory() -> tuple[float, float] | None:
@@ -82,7 +85,9 @@ def hold_torch() -> None:
         return
     import jax
 
-    taken, total = jax.devices()[0].memory_stats()["pool_bytes"], torch.cuda.get_device_properties(0).total_memory
+    keeps = os.environ.get(ALLOCATOR) != GIVES_BACK
+    taken = jax.devices()[0].memory_stats()["pool_bytes"] if keeps else 0
+    total = torch.cuda.get_device_properties(0).total_memory
     part = float(os.environ[FRACTION]) / JAX_PART
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(max(part - taken / total, (1 - JAX_PART) * part))
@@ -114,7 +119,13 @@ def needs(num_bytes: float) -> None:
 
 
 def ran_out(error: BaseException) -> str | None:
-    """The line of an error that says that the GPU's memory ran out, or None if it is another error."""
+    """The line of an error that says that the GPU's memory ran out, or None if it is another error.
+
+    Hypothesis raises the failures of several examples as one: each of them has to say so.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        lines = [ran_out(each) for each in error.exceptions]
+        return lines[0] if all(lines) else None
     seen: BaseException | None = error
     while seen is not None:
         for line in () if isinstance(seen, AssertionError) else str(seen).splitlines():
@@ -151,10 +162,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def forget(error: pytest.ExceptionInfo[BaseException]) -> None:
     """Drops the arrays that an error holds: pytest keeps it, and the next tests would lack memory too."""
-    seen: BaseException | None = error.value
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    held: list[BaseException | None] = [error.value]
+    while held:
+        if (seen := held.pop()) is not None:
+            traceback.clear_frames(seen.__traceback__)
+            held += [seen.__cause__ or seen.__context__, *getattr(seen, "exceptions", ())]
     gc.collect()
 
 

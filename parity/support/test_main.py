@@ -204,6 +204,14 @@ def test_tests_that_run_again_are_read_from_a_file(tmp_path):
     assert check.suite(tmp_path, 1, check.Memory(GB, GB), ["parity/test_a.py"]).command[-1] == "parity/test_a.py"
 
 
+@pytest.mark.parametrize(
+    "workers, tests, gives_back", [(1, ["test_a.py::two"], True), (1, [], False), (2, ["a"], False)]
+)
+def test_what_runs_again_alone_takes_an_allocator_that_gives_back(tmp_path, workers, tests, gives_back):
+    step = check.suite(tmp_path, workers, check.Memory(GB, GB), [], tests)
+    assert (step.environment.get(sharing.ALLOCATOR) == sharing.GIVES_BACK) == gives_back
+
+
 def test_the_slowest_tests_and_files_are_named(programs, tmp_path, capsys):
     cases = "".join(
         f'<testcase classname="parity.test_{i // 3}" name="t{i}" time="{10 * i}.25"/>' for i in range(30)

@@ -87,6 +87,27 @@ def test_a_process_alone_has_the_whole(gpu, monkeypatch):
     sharing.needs(99 * GB)
 
 
+@pytest.mark.parametrize("allocator, allowed", [(None, 0.25 - 0.125), (sharing.GIVES_BACK, 0.25)])
+def test_pytorch_may_take_what_jax_has_not_kept(monkeypatch, allocator, allowed):
+    set_to = list[float]()
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        empty_cache=lambda: None,
+        get_device_properties=lambda _: types.SimpleNamespace(total_memory=80 * GB),
+        set_per_process_memory_fraction=set_to.append,
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    kept = {} if allocator else {"pool_bytes": 10 * GB}  # that allocator has no such number
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(memory_stats=lambda: kept)])
+    monkeypatch.setenv(sharing.FRACTION, str(0.25 * sharing.JAX_PART))
+    if allocator:
+        monkeypatch.setenv(sharing.ALLOCATOR, allocator)
+    else:
+        monkeypatch.delenv(sharing.ALLOCATOR, raising=False)
+    sharing.hold_torch()
+    assert set_to == [pytest.approx(allowed)]
+
+
 @pytest.mark.parametrize(
     "message, is_memory",
     [
@@ -102,6 +123,13 @@ def test_which_errors_are_of_memory(message, is_memory):
     outer = AssertionError("outer")
     outer.__cause__ = RuntimeError(message)
     assert sharing.ran_out(outer) == (message if is_memory else None)
+
+
+@pytest.mark.parametrize("second, expected", [("CUDA out of memory.", "out of memory"), ("relative error", None)])
+def test_failures_of_several_examples_are_of_memory_if_all_are(second, expected):
+    errors = [RuntimeError("RESOURCE_EXHAUSTED: out of memory"), RuntimeError(second)]
+    found = sharing.ran_out(ExceptionGroup("Hypothesis found 2 distinct failures.", errors))
+    assert found == (expected and f"RESOURCE_EXHAUSTED: {expected}")
 
 
 TESTS = """
