@@ -135,6 +135,7 @@ def prepare_mosaic_module(context: Any, name: str) -> None:
     """
     if since(0, 11):
         _set_name(ir.InsertionPoint.current.block, name)
+    find_equal_layouts_fast()
     context.scratch.host_init.append(functools.partial(_copy_words, context.scratch))
 
 
@@ -148,6 +149,37 @@ def _set_name(block: Any, name: str) -> None:
     while module.parent is not None:
         module = module.parent
     module.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+
+@functools.cache
+def find_equal_layouts_fast() -> None:
+    """Has Mosaic find the equal variables of a kernel's layouts without printing the kernel for each of them.
+
+    JAX sorts the variables by their text, so that each run has the same order. The text names a value by its
+    number in the kernel, and MLIR numbers all values of the kernel for each text: of the time to lower a block of
+    the Pairformer with its gradient that is an eighth. The function here gives the same variables, in the order in
+    which equations name them. It takes the place of JAX's for all Mosaic kernels of a process. In all versions
+    from 0.10 on; where a version has no such function nothing happens.
+    """
+    from jax.experimental.mosaic.gpu import constraints
+
+    if hasattr(constraints, "compute_transitively_equal_vars"):
+        constraints.compute_transitively_equal_vars = _equal_variables
+
+
+def _equal_variables(system: Any) -> dict[Any, list[Any]]:
+    """Of each variable in an equation of two variables, all others that equal it."""
+    from jax.experimental.mosaic.gpu import constraints as cs
+
+    groups: dict[Any, list[Any]] = {}
+    for constraint in system.constraints:
+        match constraint:
+            case cs.Equals(lhs=cs.Variable() as left, rhs=cs.Variable() as right):
+                group, other = groups.setdefault(left, [left]), groups.setdefault(right, [right])
+                if group is not other:
+                    group += other
+                    groups.update(dict.fromkeys(other, group))
+    return {variable: [other for other in group if other != variable] for variable, group in groups.items()}
 
 
 def _copy_words(scratch: Any, memory: Any) -> None:

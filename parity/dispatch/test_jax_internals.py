@@ -1,5 +1,6 @@
 """JAX's internals that the library touches: named in one module, and where JAX has them."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -242,3 +243,48 @@ def test_barriers_have_an_address():
     with cuda_device("NVIDIA H200", 132):
         text = jax.jit(kernel).trace().lower(lowering_platforms=("cuda",)).as_text()
     assert _jax.MOSAIC_CALL in text
+
+
+class _Site:
+    """A value of a kernel whose layout is a variable; its text is asked for `asked` times."""
+
+    asked = 0
+
+    def __init__(self, name):
+        self.name = name
+
+    def __str__(self):
+        _Site.asked += 1
+        return self.name
+
+
+def equal_sites(constraints, find):
+    """The sites that `find` says are equal, in a system of that module of JAX's."""
+    a, b, c, d, e, f, g = (constraints.Variable(_Site(name)) for name in "abcdefg")
+    pairs = [(e, d), (b, c), (f, f), (a, b), (g, constraints.RegisterLayout(None)), (c, d)]
+    equations = [constraints.Equals(left, right) for left, right in pairs]
+    _Site.asked = 0
+    found = find(constraints.ConstraintSystem(constraints=equations))
+    return {v.key.name: {other.key.name for other in others} for v, others in found.items()}
+
+
+def test_equal_layouts_are_found_as_by_jax_without_their_text(monkeypatch):
+    from jax.experimental.mosaic.gpu import constraints
+
+    found = equal_sites(constraints, _jax._equal_variables)
+    assert found == {name: set("abcde") - {name} for name in "abcde"} | {"f": set()} and not _Site.asked
+    as_it_was = importlib.util.module_from_spec(constraints.__spec__)
+    monkeypatch.setitem(sys.modules, constraints.__name__, as_it_was)
+    constraints.__spec__.loader.exec_module(as_it_was)
+    assert equal_sites(as_it_was, as_it_was.compute_transitively_equal_vars) == found
+    assert _Site.asked  # else the piece may go
+
+
+def test_kernels_are_lowered_with_it():
+    from jax.experimental.mosaic.gpu import constraints
+
+    with cuda_device("NVIDIA H200", 132):
+        x, scale = jnp.ones((8, 64)), jnp.ones(64)
+        call = jax.jit(lambda x: ops.rms_norm(x, scale, epsilon=1e-5, implementation="mosaic"))
+        call.trace(x).lower(lowering_platforms=("cuda",))
+    assert constraints.compute_transitively_equal_vars is _jax._equal_variables
