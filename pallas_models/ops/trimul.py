@@ -81,14 +81,14 @@ def triangle_update(
     A position whose mask is 0 adds exactly nothing to other positions, even where its x is not finite.
 
     The gradient has kernels for products of 16 bits and pairs that are not split; beyond 128 channels or hidden
-    channels the products with weights are XLA's, whose cotangents in float32 take 4.9 KB more for each pair of 384
-    channels and 128 hidden ones. Else it is XLA's, which computes the forward pass again in float32. With
-    `residuals="save"` the kernels' forward pass keeps left, right, y and the gate for it: 3 H + G numbers of
-    `compute_dtype` for each pair, G being the channels of the gate; on Hopper GPUs, with N rows in multiples of 8
-    and N columns in multiples of 64. With `"recompute"` it keeps nothing but its operands, and the gradient
-    computes these again. With what is kept the gradient takes 4 H + G numbers for each pair, and as many more as
-    the larger of H and G, beside its results. It is the same, bit by bit, every time and with both, where all of
-    it is kernels'. The gradient of the mask is 0 where the mask is 0.
+    channels the products with weights are XLA's, which write sums in float32: with them the temporaries are 4.1 KB
+    for each pair of 384 channels and 128 hidden ones, 4.5 KB with `gate_after`. Else it is XLA's, which computes
+    the forward pass again in float32. With `residuals="save"` the kernels' forward pass keeps left, right, y and
+    the gate for it: 3 H + G numbers of `compute_dtype` for each pair, G being the channels of the gate; on Hopper
+    GPUs, with N rows in multiples of 8 and N columns in multiples of 64. With `"recompute"` it keeps nothing but
+    its operands, and the gradient computes these again. With what is kept the gradient takes 4 H + G numbers for
+    each pair, and as many more as the larger of H and G, beside its results. It is the same, bit by bit, every
+    time and with both, where all of it is kernels'. The gradient of the mask is 0 where the mask is 0.
 
     Devices that share pairs keep zeros instead, which nothing reads, so that a program of forward pass and
     gradient has none of them. Where the passes are programs of their own, a device has as many zeros as pairs of

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -114,15 +114,19 @@ def _spread(rng: np.random.Generator) -> Sequence[Spread]:
             of_part={} if columns else {"rows_over": (rows,)},
         )
 
-    arrays = normal(rng, 4, 3, 3, 8), *weights(8, 16)
-    return (
-        Spread(
-            call=Call("batch", ops.triangle_update, _outgoing, lambda size, dtype: arrays, 8),
+    def items(name: str, c: int, *kinds: Literal["explicit", "shard_map"]) -> Spread:
+        arrays = normal(rng, 4, 3, 3, c), *weights(c, 16)
+        return Spread(
+            call=Call(name, ops.triangle_update, _outgoing, lambda size, dtype: arrays, 8),
             specs=(P("data"), *[P()] * 7),
             result=P("data", None, None, None),
             sums=7,
-            kinds=("shard_map",),
-        ),
+            kinds=kinds,
+        )
+
+    return (
+        items("batch", 8, "shard_map"),
+        items("batch of more channels than kernels hold", 136),
         pairs("data", None, masked=False),
         pairs(None, "model", masked=True),
         pairs("data", "model", masked=True),
