@@ -136,7 +136,7 @@ def _sides(form: Projection[jax.Array], z: jax.Array, given: Given) -> tuple[jax
     if form.bias is not None:
         products += form.bias[:, :, None]
     places = _Places.of(form)
-    # Copied once, and not by each of the two that read it and four products of float32.
+    # Behind a barrier, else XLA joins left and right last, in a kernel for each cotangent that reads all products.
     cotangent = jax.lax.optimization_barrier(jnp.stack([places.taken(given.left), places.taken(given.right)]))
     cotangent = cotangent.astype(jnp.float32)
     scales, sigmoid = (given.scales[3], 1.0), jax.nn.sigmoid(products[1::2])
