@@ -116,7 +116,6 @@ def suite(
         command += ["--whole-grids", f"@{given}"]
     else:
         command += chosen or [str(ROOT / "parity")]
-    alone = bool(tests) and workers * gpus == 1
     if workers * gpus > 1:
         command += ["-n", str(workers * gpus), "--dist", "worksteal"]
     share = sharing.fraction(workers, memory.usable, memory.total)
@@ -125,7 +124,7 @@ def suite(
         sharing.FRACTION: str(share),
         sharing.GPUS: str(gpus),
     }
-    if alone:  # what JAX keeps, after one large test, PyTorch would lack in the next
+    if tests and workers * gpus == 1:  # what JAX keeps of one large test, PyTorch would lack in the next
         set_for_it[sharing.ALLOCATOR] = sharing.GIVES_BACK
     return Step(name, command, environment=set_for_it)
 

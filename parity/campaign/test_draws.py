@@ -69,22 +69,19 @@ def test_transformations_of_all_ops_under_all_settings_are_drawn():
 
 
 def first(seed: int, kind: str, op: str) -> int:
-    """The number of a program of that op in float32, under that transformation alone: one in some 20,000."""
-    for i in range(400_000):
-        p = transformations.program(seed, i, "xla")
-        if (
-            (p.call.row, p.call.dtype) == (op, "float32")
-            and [name for name, _ in p.steps] == [kind]
-            and p.jit
-            and not p.settings
-        ):
-            return i
-    raise LookupError(kind)
+    """The number of a program of that op in float32, under that transformation alone."""
+
+    def wanted(p: transformations.Program) -> bool:
+        drawn = (p.call.row, p.call.dtype, [name for name, _ in p.steps])
+        return drawn == (op, "float32", [kind]) and p.jit and not p.settings
+
+    return draws.first(lambda i: transformations.program(seed, i, "xla"), wanted)
 
 
 @pytest.mark.parametrize("name", transformations.MODEL_NAMES)
 def test_every_model_is_called(name):
-    call = next(p.call for i in range(2000) if (p := transformations.program(1, i)).call.row == name)
+    index = draws.first(lambda i: transformations.program(1, i), lambda p: p.call.row == name)
+    call = transformations.program(1, index).call
     floats, rest = call.arrays(np.random.default_rng(0))
     assert all(np.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(call.of("xla"), floats, rest)))
 
@@ -170,7 +167,7 @@ def test_symbols_stand_for_batches_and_lengths():
 
 
 def test_an_artefact_is_held_to_the_function(monkeypatch):
-    index = next(i for i in range(300) if exports.program(2, i).name == "rms_norm")
+    index = draws.first(lambda i: exports.program(2, i), lambda p: p.name == "rms_norm")
     exports._artefact.cache_clear()
     trial = exports._Trial(2, index * exports.DRAWS, {})
     assert trial() is None

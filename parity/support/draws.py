@@ -38,6 +38,18 @@ class Input:
     infinite: bool = False
 
 
+def first(program: Callable[[int], Any], wanted: Callable[[Any], bool]) -> int:
+    """The number of the first program that is wanted; of some calls there is one in 20,000 programs.
+
+    Raises:
+      LookupError: there is none among a million.
+    """
+    for i in range(1_000_000):
+        if wanted(program(i)):
+            return i
+    raise LookupError("none of a million programs is wanted")
+
+
 class Pick:
     """Draws by a seeded generator.
 
